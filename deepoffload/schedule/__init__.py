@@ -1,0 +1,26 @@
+"""What to keep near, what to move, and when: pure functions and plain data, without torch, I/O, threads or clocks."""
+
+from __future__ import annotations
+
+from deepoffload.schedule.cost_model import Bandwidths, Kind, StepOverlap, Traffic, Workload
+from deepoffload.schedule.placement import BlockSpec, Placement, plan_placement
+from deepoffload.schedule.planner import Move, MoveKind, choose_victim, plan_prefetch
+from deepoffload.schedule.trace import Event, Trace, TraceStats
+
+__all__ = [
+    "Bandwidths",
+    "BlockSpec",
+    "Event",
+    "Kind",
+    "Move",
+    "MoveKind",
+    "Placement",
+    "StepOverlap",
+    "Trace",
+    "TraceStats",
+    "Traffic",
+    "Workload",
+    "choose_victim",
+    "plan_placement",
+    "plan_prefetch",
+]

@@ -1,0 +1,147 @@
+"""What a block costs on NVMe: bytes moved per step, seconds, and seconds saved per byte of memory.
+
+The one cost model of the project: placement decides with it and the estimators predict with it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from enum import Enum
+
+
+class Kind(Enum):
+    """What a block holds."""
+
+    WEIGHT = "weights"
+    GRADIENT = "gradients"
+    STATE = "optimizer state"
+
+
+class StepOverlap(Enum):
+    """When the update of a unit runs."""
+
+    NONE = "none"  # all units, after the backward pass
+    DEFERRED = "deferred"  # each unit before its next forward, in one visit with it
+    IN_BACKWARD = "in_backward"  # each unit when its last gradient has landed, in one visit with its backward
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one optimizer step does: ``accumulation_steps`` times forward and backward, then one update.
+
+    ``training=False``: one forward pass and nothing else.
+    """
+
+    accumulation_steps: int = 1
+    step_overlap: StepOverlap = StepOverlap.NONE
+    training: bool = True
+
+    def __post_init__(self) -> None:
+        if self.accumulation_steps < 1:
+            raise ValueError(f"accumulation_steps must be at least 1, not {self.accumulation_steps}")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes between memory and NVMe."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.read_bytes + other.read_bytes, self.written_bytes + other.written_bytes)
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Measured rates, in bytes per second.
+
+    ``mixed_bytes_per_s``: read and written together while both directions are busy. A disk which shares its bandwidth
+    gives about what one direction gives; full duplex gives the sum. ``memory_bytes_per_s``: the Adam-shaped stream of
+    the update (reads and in-place writes together).
+    """
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    mixed_bytes_per_s: float
+    memory_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{field.name} must be a positive finite number of bytes per second, not {value}")
+
+    @property
+    def is_duplex(self) -> bool:
+        """Whether reading and writing at once gains at least half of what full duplex would."""
+        shared = max(self.read_bytes_per_s, self.write_bytes_per_s)
+        return self.mixed_bytes_per_s >= (shared + self.read_bytes_per_s + self.write_bytes_per_s) / 2
+
+    def serial_seconds(self, traffic: Traffic) -> float:
+        """Time when reads and writes never overlap."""
+        return traffic.read_bytes / self.read_bytes_per_s + traffic.written_bytes / self.write_bytes_per_s
+
+    def seconds(self, traffic: Traffic) -> float:
+        """Least time: both directions take turns request by request until the smaller is done, or one after the other
+        where the disk is faster that way."""
+        both = min(traffic.read_bytes, traffic.written_bytes)
+        rest_s = self.serial_seconds(Traffic(traffic.read_bytes - both, traffic.written_bytes - both))
+        return min(2 * both / self.mixed_bytes_per_s + rest_s, self.serial_seconds(traffic))
+
+    def prices(self, traffic: Traffic) -> tuple[float, float]:
+        """Seconds that one byte less to read and one byte less to write would save at this traffic.
+
+        The gradient of ``seconds``: on a duplex disk the direction that finishes first costs little or nothing. Where
+        both are equal any split is right; both then cost half of a pair.
+        """
+        read_s, write_s, pair_s = 1 / self.read_bytes_per_s, 1 / self.write_bytes_per_s, 2 / self.mixed_bytes_per_s
+        if pair_s >= read_s + write_s:
+            return read_s, write_s
+        if traffic.read_bytes > traffic.written_bytes:
+            return read_s, max(pair_s - read_s, 0.0)
+        if traffic.read_bytes < traffic.written_bytes:
+            return max(pair_s - write_s, 0.0), write_s
+        return pair_s / 2, pair_s / 2
+
+
+def block_traffic(kind: Kind, nbytes: int, workload: Workload, *, updated: bool = True) -> Traffic:
+    """Bytes moved per optimizer step for one block that is not resident.
+
+    ``updated``: whether the step changes the block's unit (False for frozen weights). With k accumulation steps:
+
+    - weights: one read for each of k forwards and k backwards, and a read and a write for the update. An update that
+      shares the visit of a forward (``DEFERRED``) or a backward (``IN_BACKWARD``) needs no read of its own.
+    - gradients: each landing writes; each landing but the first reads what it adds to, and so does the update.
+      ``IN_BACKWARD`` consumes the last landing on the spot.
+    - state: read once and written once.
+    """
+    k = workload.accumulation_steps
+    if not workload.training:
+        return Traffic(nbytes if kind is Kind.WEIGHT else 0, 0)
+    if kind is Kind.WEIGHT:
+        own_visit = updated and workload.step_overlap is StepOverlap.NONE
+        return Traffic((2 * k + own_visit) * nbytes, updated * nbytes)
+    if not updated:
+        return Traffic()
+    if kind is Kind.GRADIENT:
+        visits = k - 1 if workload.step_overlap is StepOverlap.IN_BACKWARD else k
+        return Traffic(visits * nbytes, visits * nbytes)
+    return Traffic(nbytes, nbytes)
+
+
+def seconds_saved(traffic: Traffic, prices: tuple[float, float]) -> float:
+    """Seconds per step that this traffic costs at ``Bandwidths.prices``. For the traffic of one byte (``block_traffic``
+    with ``nbytes=1``): the seconds saved per byte of memory that keeps such a block resident."""
+    return traffic.read_bytes * prices[0] + traffic.written_bytes * prices[1]
+
+
+def step_seconds(compute_s: float, traffic: Traffic, bandwidths: Bandwidths) -> float:
+    """The bound of a step in which everything overlaps: the slower of computing and moving."""
+    return max(compute_s, bandwidths.seconds(traffic))
+
+
+def update_seconds(touched_bytes: int, bandwidths: Bandwidths) -> float:
+    """Time of the host update, which is bound by memory. ``touched_bytes`` counts reads and writes."""
+    return touched_bytes / bandwidths.memory_bytes_per_s

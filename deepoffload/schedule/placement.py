@@ -1,0 +1,333 @@
+"""Which blocks stay in memory: by seconds saved per byte, with a working set reserved for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from deepoffload.errors import PlacementError
+from deepoffload.schedule.cost_model import (
+    Bandwidths,
+    Kind,
+    Traffic,
+    Workload,
+    block_traffic,
+    seconds_saved,
+)
+from deepoffload.schedule.table import Row, Totals, human_bytes, render
+
+_KINDS = (Kind.WEIGHT, Kind.GRADIENT, Kind.STATE)
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """A block to be placed. ``nbytes``: what it takes in memory and on NVMe, alignment included. ``unit``: the unit it
+    belongs to; a unit without gradients is frozen, and its weights are never written."""
+
+    id: int
+    name: str
+    kind: Kind
+    nbytes: int
+    unit: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """Memory through which the blocks that are not resident pass.
+
+    ``weight_bytes``: the largest set of weights that one event uses, and if there is room the largest other unit beside
+    it, so that one is fetched while the other is used. ``gradient_bytes``: the largest gradient block.
+    ``ring_bytes``: ``ring_pieces`` of the largest state piece.
+    """
+
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    ring_bytes: int = 0
+    ring_pieces: int = 0
+    prefetches_weights: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight_bytes + self.gradient_bytes + self.ring_bytes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each block lives, and what a step is expected to move.
+
+    ``resident``: blocks that never leave memory. ``paged``: blocks with a home on NVMe, of ``nvme_bytes`` in all, which
+    share ``dynamic_bytes`` of memory (at least ``window.nbytes``).
+    ``minimum_bytes``: the smallest capacity with which this model runs.
+    ``traffic``, ``disk_seconds``: expected per optimizer step.
+    """
+
+    blocks: tuple[BlockSpec, ...]
+    resident: frozenset[int]
+    paged: frozenset[int]
+    window: Window
+    capacity_bytes: int
+    nvme_capacity_bytes: int | None
+    resident_bytes: int
+    dynamic_bytes: int
+    nvme_bytes: int
+    minimum_bytes: int
+    traffic: Traffic
+    disk_seconds: float
+    num_parameters: int | None
+    rows: tuple[Row, ...]
+
+    def table(self) -> str:
+        """What went where and why, as aligned text."""
+        return render(
+            self.rows,
+            Totals(
+                capacity_bytes=self.capacity_bytes,
+                nvme_capacity_bytes=self.nvme_capacity_bytes,
+                minimum_bytes=self.minimum_bytes,
+                disk_seconds=self.disk_seconds,
+                num_parameters=self.num_parameters,
+            ),
+        )
+
+
+def plan_placement(
+    blocks: Iterable[BlockSpec],
+    *,
+    capacity_bytes: int,
+    nvme_capacity_bytes: int | None,
+    event_weight_bytes: int,
+    bandwidths: Bandwidths,
+    workload: Workload,
+    num_parameters: int | None = None,
+    ring_pieces: int = 16,
+) -> Placement:
+    """Place ``blocks`` in ``capacity_bytes`` of memory and ``nvme_capacity_bytes`` of NVMe (None: there is no path).
+
+    event_weight_bytes: the largest set of weights that one event uses at once.
+    ring_pieces: state pieces that should be in memory at a time; 2 are the least. (16 pieces of some 20 MiB are where
+        more stopped helping on the disk the defaults were tuned on.)
+
+    If everything fits, everything is resident and nothing is ever written. Otherwise the window is reserved first, as
+    large as there is room for, and what is left goes to the blocks that save most seconds per byte. Equal worth:
+    weights before gradients before state, then the order given. Raises ``PlacementError``, with the table, when the
+    least window does not fit or NVMe is missing or too small.
+    """
+    problem = _Problem(blocks, event_weight_bytes, bandwidths, workload, num_parameters)
+    total_bytes = sum(block.nbytes for block in problem.blocks)
+    if total_bytes <= capacity_bytes:
+        everything = frozenset(block.id for block in problem.blocks)
+        return problem.placement(everything, Window(), capacity_bytes, nvme_capacity_bytes)
+    least_bytes = total_bytes if nvme_capacity_bytes is None else problem.minimum_bytes
+    if nvme_capacity_bytes is None or capacity_bytes < least_bytes:
+        placement = problem.placement(frozenset(), problem.window(problem.blocks, 2, False), capacity_bytes, None)
+        raise PlacementError(_memory_message(placement, total_bytes, nvme_capacity_bytes is not None))
+    resident, window = problem.choose(capacity_bytes, max(ring_pieces, 2))
+    placement = problem.placement(resident, window, capacity_bytes, nvme_capacity_bytes)
+    if placement.nvme_bytes > nvme_capacity_bytes:
+        raise PlacementError(
+            f"NVMe must hold {human_bytes(placement.nvme_bytes)} ({placement.nvme_bytes} bytes) but has "
+            f"{human_bytes(nvme_capacity_bytes)} ({nvme_capacity_bytes} bytes). Raise nvme_budget, give nvme_path a "
+            f"file system with more free space, or raise host_budget so that less goes there.\n{placement.table()}"
+        )
+    return placement
+
+
+def _memory_message(placement: Placement, total_bytes: int, has_nvme: bool) -> str:
+    remedy = "Raise host_budget (on a CPU device it is one pool with device_budget)"
+    capacity = f"{human_bytes(placement.capacity_bytes)} ({placement.capacity_bytes} bytes)"
+    if not has_nvme:
+        return (
+            f"Weights, gradients and optimizer state are {human_bytes(total_bytes)} ({total_bytes} bytes), more than "
+            f"the memory budget of {capacity}, and there is no NVMe to put the rest on. Set nvme_path. Or: "
+            f"{remedy[0].lower()}{remedy[1:]} to at least {total_bytes} bytes.\n{placement.table()}"
+        )
+    return (
+        f"The working set does not fit: a step needs at least {human_bytes(placement.minimum_bytes)} "
+        f"({placement.minimum_bytes} bytes) of memory at once, but the budget is {capacity}. {remedy} to at least "
+        f"{placement.minimum_bytes} bytes.\n{placement.table()}"
+    )
+
+
+class _Problem:
+    """What is to be placed, with everything that does not depend on the budget worked out once."""
+
+    def __init__(
+        self,
+        blocks: Iterable[BlockSpec],
+        event_weight_bytes: int,
+        bandwidths: Bandwidths,
+        workload: Workload,
+        num_parameters: int | None,
+    ) -> None:
+        self.blocks = tuple(blocks)
+        self._event_weight_bytes = event_weight_bytes
+        self._bandwidths = bandwidths
+        self._num_parameters = num_parameters
+        if len({block.id for block in self.blocks}) != len(self.blocks):
+            raise ValueError("block ids must be unique")
+        trained = {block.unit for block in self.blocks if block.kind is not Kind.WEIGHT}
+        self._traffic: dict[int, Traffic] = {}
+        per_byte: dict[int, Traffic] = {}
+        for block in self.blocks:
+            updated = block.unit in trained
+            self._traffic[block.id] = block_traffic(block.kind, block.nbytes, workload, updated=updated)
+            per_byte[block.id] = block_traffic(block.kind, 1, workload, updated=updated)
+        prices = bandwidths.prices(sum(self._traffic.values(), Traffic()))
+        self._worth = {block: seconds_saved(traffic, prices) for block, traffic in per_byte.items()}
+        kind_rank = {kind: rank for rank, kind in enumerate(_KINDS)}
+        self._ranked = sorted(self.blocks, key=lambda block: (-self._worth[block.id], kind_rank[block.kind]))
+        self._prefix_bytes = list(accumulate((block.nbytes for block in self._ranked), initial=0))
+        self._suffix_needs = _suffix_needs(self._ranked)
+        self.minimum_bytes = min(
+            kept_bytes + needs.window(2, False, event_weight_bytes).nbytes
+            for kept_bytes, needs in zip(self._prefix_bytes, self._suffix_needs, strict=True)
+        )
+
+    def window(self, paged: Iterable[BlockSpec], ring_pieces: int, prefetches_weights: bool) -> Window:
+        return _suffix_needs(tuple(paged))[0].window(ring_pieces, prefetches_weights, self._event_weight_bytes)
+
+    def choose(self, capacity_bytes: int, ring_pieces: int) -> tuple[frozenset[int], Window]:
+        """The resident blocks and the window: the largest window that fits, then the most valuable blocks beside it.
+
+        Only a capacity of at least ``minimum_bytes`` may be given; then the last level has a solution.
+        """
+        levels = [(pieces, True) for pieces in range(ring_pieces, 1, -1)] + [(2, False)]
+        for pieces, prefetches_weights in levels:
+            count = self._largest_prefix(capacity_bytes, pieces, prefetches_weights)
+            if count is not None:
+                break
+        else:
+            raise ValueError(f"capacity_bytes {capacity_bytes} is below the minimum of {self.minimum_bytes}")
+        resident = {block.id for block in self._ranked[:count]}
+        if (pieces, prefetches_weights) == levels[0]:  # below that, memory to spare is more window
+            window = self._suffix_needs[count].window(pieces, prefetches_weights, self._event_weight_bytes)
+            free_bytes = capacity_bytes - window.nbytes - self._prefix_bytes[count]
+            for block in self._ranked[count:]:  # smaller blocks of less worth, where the next in line is too large
+                if block.nbytes <= free_bytes:
+                    resident.add(block.id)
+                    free_bytes -= block.nbytes
+        paged = [block for block in self.blocks if block.id not in resident]
+        return frozenset(resident), self.window(paged, pieces, prefetches_weights)
+
+    def _largest_prefix(self, capacity_bytes: int, pieces: int, prefetches_weights: bool) -> int | None:
+        """How many of the most valuable blocks fit beside the window that the others then need."""
+        best = None
+        for count, kept_bytes in enumerate(self._prefix_bytes):
+            if kept_bytes > capacity_bytes:
+                break
+            needs = self._suffix_needs[count].window(pieces, prefetches_weights, self._event_weight_bytes)
+            if kept_bytes + needs.nbytes <= capacity_bytes:
+                best = count
+        return best
+
+    def placement(
+        self, resident: frozenset[int], window: Window, capacity_bytes: int, nvme_capacity_bytes: int | None
+    ) -> Placement:
+        paged = [block for block in self.blocks if block.id not in resident]
+        resident_bytes = sum(block.nbytes for block in self.blocks if block.id in resident)
+        traffic = sum((self._traffic[block.id] for block in paged), Traffic())
+        dynamic_bytes = max(capacity_bytes - resident_bytes, 0)
+        rows = [self._row(kind, resident) for kind in _KINDS]
+        rows.append(_window_row(window, dynamic_bytes) if paged else Row("windows + ring", reason="not needed"))
+        return Placement(
+            blocks=self.blocks,
+            resident=resident,
+            paged=frozenset(block.id for block in paged),
+            window=window,
+            capacity_bytes=capacity_bytes,
+            nvme_capacity_bytes=nvme_capacity_bytes,
+            resident_bytes=resident_bytes,
+            dynamic_bytes=dynamic_bytes,
+            nvme_bytes=sum(block.nbytes for block in paged),
+            minimum_bytes=self.minimum_bytes,
+            traffic=traffic,
+            disk_seconds=self._bandwidths.seconds(traffic),
+            num_parameters=self._num_parameters,
+            rows=tuple(rows),
+        )
+
+    def _row(self, kind: Kind, resident: frozenset[int]) -> Row:
+        every = [block for block in self.blocks if block.kind is kind]
+        kept = [block for block in every if block.id in resident]
+        paged = [block for block in every if block.id not in resident]
+        moved = sum((self._traffic[block.id] for block in paged), Traffic())
+        if not every:
+            reason = "none"
+        elif not paged:
+            reason = "all fit" if len(resident) < len(self.blocks) else "everything fits"
+        else:
+            worth = max(self._worth[block.id] for block in paged) * (1 << 30)
+            room = f"{len(paged)} of {len(every)} have no room" if kept else "no room"
+            reason = f"{room}; 1 GiB more would save {worth:.2f} s per step"
+        return Row(
+            name=kind.value,
+            host_bytes=sum(block.nbytes for block in kept),
+            nvme_bytes=sum(block.nbytes for block in paged),
+            resident_blocks=len(kept),
+            num_blocks=len(every),
+            read_bytes=moved.read_bytes,
+            written_bytes=moved.written_bytes,
+            reason=reason,
+        )
+
+
+def _window_row(window: Window, dynamic_bytes: int) -> Row:
+    parts = []
+    if window.weight_bytes:
+        ahead = " and the next" if window.prefetches_weights else ""
+        parts.append(f"{human_bytes(window.weight_bytes)} for the weights in use{ahead}")
+    if window.gradient_bytes:
+        parts.append(f"{human_bytes(window.gradient_bytes)} for gradients")
+    if window.ring_bytes:
+        pieces = f"{window.ring_pieces} state pieces" if window.ring_pieces > 1 else "1 state piece"
+        parts.append(f"{human_bytes(window.ring_bytes)} for {pieces}")
+    return Row("windows + ring", host_bytes=max(dynamic_bytes, window.nbytes), reason=", ".join(parts))
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """Totals over the blocks that are paged, from which their window follows."""
+
+    weight_total_bytes: int = 0
+    weight_max_bytes: int = 0
+    gradient_max_bytes: int = 0
+    state_total_bytes: int = 0
+    state_max_bytes: int = 0
+
+    def and_block(self, block: BlockSpec) -> _Needs:
+        size = block.nbytes
+        if block.kind is Kind.WEIGHT:
+            return replace(
+                self,
+                weight_total_bytes=self.weight_total_bytes + size,
+                weight_max_bytes=max(self.weight_max_bytes, size),
+            )
+        if block.kind is Kind.GRADIENT:
+            return replace(self, gradient_max_bytes=max(self.gradient_max_bytes, size))
+        return replace(
+            self,
+            state_total_bytes=self.state_total_bytes + size,
+            state_max_bytes=max(self.state_max_bytes, size),
+        )
+
+    def window(self, ring_pieces: int, prefetches_weights: bool, event_weight_bytes: int) -> Window:
+        weights = max(event_weight_bytes, self.weight_max_bytes)
+        if prefetches_weights:
+            weights += self.weight_max_bytes
+        ring_bytes = min(ring_pieces * self.state_max_bytes, self.state_total_bytes)
+        return Window(
+            weight_bytes=min(weights, self.weight_total_bytes),
+            gradient_bytes=self.gradient_max_bytes,
+            ring_bytes=ring_bytes,
+            ring_pieces=-(-ring_bytes // self.state_max_bytes) if self.state_max_bytes else 0,
+            prefetches_weights=prefetches_weights and self.weight_total_bytes > 0,
+        )
+
+
+def _suffix_needs(blocks: Sequence[BlockSpec]) -> list[_Needs]:
+    """The needs of ``blocks[n:]`` for n from 0 to ``len(blocks)``."""
+    needs = [_Needs()]
+    for block in reversed(blocks):
+        needs.append(needs[-1].and_block(block))
+    return needs[::-1]

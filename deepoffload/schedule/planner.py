@@ -1,0 +1,148 @@
+"""What to move next: Belady's choice over a known cyclic order.
+
+Evicting the block whose next use lies farthest ahead is optimal for blocks of one size (Belady, "A study of replacement
+algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966); least-recently-used never hits in a cyclic
+order that is longer than the memory. Both functions are pure; whoever calls them carries the moves out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+
+
+class MoveKind(Enum):
+    FETCH = "fetch"
+    EVICT = "evict"
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step of a plan: ``FETCH`` reads the block from NVMe into memory, ``EVICT`` frees its memory (after writing it
+    back when it is dirty)."""
+
+    kind: MoveKind
+    block: int
+
+
+def choose_victim(
+    candidates: Iterable[int],
+    next_use: Callable[[int], float],
+    *,
+    cost: Callable[[int], float] | None = None,
+    farther_than: float = -math.inf,
+) -> int | None:
+    """The candidate used farthest in the future, or None when there is none.
+
+    Equal distances: the one that costs least to evict (``cost``: seconds, or bytes to write back; clean blocks 0), then
+    the lowest id. Only blocks whose next use is strictly ``farther_than`` are taken. The caller offers only what may be
+    evicted: nothing leased, nothing in flight, nothing the running event uses.
+    """
+    best: tuple[float, float, int] | None = None
+    for block in candidates:
+        distance = next_use(block)
+        if distance <= farther_than:
+            continue
+        rank = (distance, -cost(block) if cost is not None else 0.0, -block)
+        if best is None or rank > best:
+            best = rank
+    return None if best is None else -best[2]
+
+
+def plan_prefetch(
+    upcoming: Iterable[tuple[int, int]],
+    *,
+    is_resident: Callable[[int], bool],
+    nbytes: Callable[[int], int],
+    free_bytes: int,
+    evictable: Iterable[int],
+    next_use: Callable[[int], float],
+    lookahead_bytes: int,
+    static: Container[int] = frozenset(),
+    cost: Callable[[int], float] | None = None,
+    scan_limit: int = 256,
+) -> list[Move]:
+    """The moves that bring upcoming blocks nearer, in the order in which they must be carried out.
+
+    upcoming: (distance, block) in order of use, see ``Trace.upcoming``; at most ``scan_limit`` entries are looked at.
+    is_resident: whether the block is in memory or on its way there.
+    free_bytes: memory that nobody holds. At no prefix of the plan do fetches exceed free plus evicted bytes.
+    evictable: blocks that may be evicted now; looked at only when there is no room, so a lazy iterable is welcome.
+    lookahead_bytes: the window: the first ``lookahead_bytes`` of distinct upcoming blocks, resident or not. So no more
+        than that is ever fetched and not yet used, and what was fetched for an order the program has left does not
+        count against what is needed now.
+    static: blocks that are always in memory; skipped, and not counted in the window.
+    cost: of evicting a block, for ties; see ``choose_victim``.
+
+    A block is evicted only for one that is used strictly sooner. The plan ends at the first block for which no room can
+    be made: a prefetch never waits.
+    """
+    moves: list[Move] = []
+    seen: set[int] = set()
+    victims: _Victims | None = None
+    window_bytes = 0
+    for distance, block in islice(upcoming, scan_limit):
+        if block in seen or block in static:
+            continue
+        seen.add(block)
+        size = nbytes(block)
+        window_bytes += size
+        if window_bytes > lookahead_bytes:
+            break
+        if is_resident(block):
+            if victims is not None and block in victims.taken:
+                break  # given up for a nearer one: memory ends here
+            continue
+        if size > free_bytes:
+            if victims is None:
+                victims = _Victims(evictable, next_use, nbytes, cost)
+            chosen = victims.take(size - free_bytes, distance)
+            if not chosen:
+                break
+            moves.extend(Move(MoveKind.EVICT, victim) for victim in chosen)
+            free_bytes += sum(nbytes(victim) for victim in chosen)
+        moves.append(Move(MoveKind.FETCH, block))
+        free_bytes -= size
+    return moves
+
+
+class _Victims:
+    """Evictable blocks, the farthest last."""
+
+    __slots__ = ("_nbytes", "_order", "taken")
+
+    def __init__(
+        self,
+        evictable: Iterable[int],
+        next_use: Callable[[int], float],
+        nbytes: Callable[[int], int],
+        cost: Callable[[int], float] | None,
+    ) -> None:
+        self._order = [(next_use(block), -cost(block) if cost is not None else 0.0, -block) for block in evictable]
+        self._order.sort()
+        self._nbytes = nbytes
+        self.taken: set[int] = set()
+
+    def take(self, needed_bytes: int, farther_than: float) -> list[int]:
+        """Blocks of at least ``needed_bytes``, each used strictly ``farther_than``; empty when there are not enough."""
+        order, found_bytes, first = self._order, 0, len(self._order)
+        while found_bytes < needed_bytes:
+            first -= 1
+            if first < 0 or order[first][0] <= farther_than:
+                return []
+            found_bytes += self._nbytes(-order[first][2])
+        chosen: list[int] = []
+        kept: list[tuple[float, float, int]] = []
+        for entry in order[first:]:  # the nearest first: what a larger, farther one makes needless stays in memory
+            size = self._nbytes(-entry[2])
+            if found_bytes - size >= needed_bytes:
+                found_bytes -= size
+                kept.append(entry)
+            else:
+                chosen.append(-entry[2])
+        self._order = order[:first] + kept
+        self.taken.update(chosen)
+        return chosen[::-1]

@@ -1,0 +1,97 @@
+"""The placement as text: aligned columns, human units, no dependencies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_COLUMNS = ("", "host", "NVMe", "blocks", "read/step", "written/step", "why")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: what is meant, its bytes on each tier, resident of all blocks, bytes moved per step, and the reason."""
+
+    name: str
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+    resident_blocks: int = 0
+    num_blocks: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What stands below the rows."""
+
+    capacity_bytes: int
+    nvme_capacity_bytes: int | None
+    minimum_bytes: int
+    disk_seconds: float
+    num_parameters: int | None
+
+
+def human_bytes(nbytes: int) -> str:
+    """``nbytes`` in the largest binary unit that leaves at least 1 before the point: ``"1.5 GiB"``, ``"512 B"``."""
+    value = float(nbytes)
+    for unit in _UNITS:
+        if abs(value) < 1024 or unit == _UNITS[-1]:
+            break
+        value /= 1024
+    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def render(rows: tuple[Row, ...], totals: Totals) -> str:
+    """The rows, their sum, and lines on budgets and on what a step is expected to move."""
+    total = Row(
+        "total",
+        host_bytes=sum(row.host_bytes for row in rows),
+        nvme_bytes=sum(row.nvme_bytes for row in rows),
+        resident_blocks=sum(row.resident_blocks for row in rows),
+        num_blocks=sum(row.num_blocks for row in rows),
+        read_bytes=sum(row.read_bytes for row in rows),
+        written_bytes=sum(row.written_bytes for row in rows),
+    )
+    lines = _align([_COLUMNS, *(_cells(row) for row in (*rows, total))])
+    return "\n".join([*lines, _budgets(totals), _expectation(total, totals)])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    blocks = f"{row.resident_blocks}/{row.num_blocks}" if row.num_blocks else "-"
+    sizes = (row.host_bytes, row.nvme_bytes, row.read_bytes, row.written_bytes)
+    host, nvme, read, written = (human_bytes(size) if size else "-" for size in sizes)
+    return row.name, host, nvme, blocks, read, written, row.reason
+
+
+def _align(cells: list[tuple[str, ...]]) -> list[str]:
+    """Numbers to the right, the first and the last column to the left."""
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS))]
+    last = len(_COLUMNS) - 1
+    lines = []
+    for line in cells:
+        parts = [
+            text.ljust(width) if column in (0, last) else text.rjust(width)
+            for column, (text, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        lines.append("  ".join(parts).rstrip())
+    return lines
+
+
+def _budgets(totals: Totals) -> str:
+    nvme = "none" if totals.nvme_capacity_bytes is None else human_bytes(totals.nvme_capacity_bytes)
+    return (
+        f"budget: {human_bytes(totals.capacity_bytes)} of memory (at least {human_bytes(totals.minimum_bytes)} needed), "
+        f"NVMe {nvme}"
+    )
+
+
+def _expectation(total: Row, totals: Totals) -> str:
+    moved = total.read_bytes + total.written_bytes
+    if not moved:
+        return "expected per step: nothing moves"
+    text = f"expected per step: {human_bytes(moved)} moved, {totals.disk_seconds:.2f} s of disk time"
+    if totals.num_parameters:
+        text += f", {moved / totals.num_parameters:.1f} bytes per parameter"
+    return text

@@ -1,0 +1,230 @@
+"""The order in which a program uses its blocks, learned from one step and kept right when the program leaves it.
+
+A program trains in steps which repeat, so its last complete step is the best guess of what comes next: the *cycle*.
+It may leave the cycle at any time (an eval pass, a skipped layer, generation). Then the trace finds its place again; it
+forgets nothing, and nothing here can fail. Memory is bounded whatever is observed.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Event:
+    """One use of a few blocks at once.
+
+    ``key`` names the phase and the unit (forward of unit 3); equal keys mean the same place in the program.
+    ``blocks`` are the ids of the blocks that must be in memory together.
+    """
+
+    key: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TraceStats:
+    """Counts since the trace was made. ``mismatches`` are events that a known order did not predict."""
+
+    observed: int
+    predicted: int
+    mismatches: int
+    cycles_learned: int
+    cycle_events: int
+
+
+class _Cycle:
+    """A repeating order of events, indexed by block and by key. Immutable."""
+
+    __slots__ = ("_places", "_uses", "events", "length")
+
+    def __init__(self, events: tuple[Event, ...]) -> None:
+        self.events = events
+        self.length = len(events)
+        self._uses: dict[int, list[int]] = {}
+        self._places: dict[int, list[int]] = {}
+        for index, event in enumerate(events):
+            self._places.setdefault(event.key, []).append(index)
+            for block in dict.fromkeys(event.blocks):
+                self._uses.setdefault(block, []).append(index)
+
+    def distance(self, block: int, position: int) -> float:
+        """Events from ``position`` to the next use of ``block``: 1 is the event at ``position`` itself."""
+        uses = self._uses.get(block)
+        return math.inf if uses is None else _ahead(uses, position, self.length)
+
+    def find(self, key: int, position: int) -> int | None:
+        """Index of the nearest event with ``key`` at or after ``position``, going round the end."""
+        places = self._places.get(key)
+        return None if places is None else (position + _ahead(places, position, self.length) - 1) % self.length
+
+
+def _ahead(indices: list[int], position: int, length: int) -> int:
+    """1 + steps from ``position`` to the next of the sorted ``indices`` on a circle of ``length``."""
+    at = bisect_left(indices, position)
+    return indices[at] - position + 1 if at < len(indices) else indices[0] + length - position + 1
+
+
+class Trace:
+    """Records the order of events and says what comes next.
+
+    Three things may be known, and the first that applies predicts: a *loop* (the program left the cycle and repeats
+    something short, such as the forward pass in generation), the *cycle* (the last complete step), nothing yet.
+
+    ``max_events`` bounds the memory: a step, or a loop, of more events than that is not learned.
+    """
+
+    def __init__(self, max_events: int = 1 << 18) -> None:
+        if max_events < 1:
+            raise ValueError(f"max_events must be at least 1, not {max_events}")
+        self._limit = max_events
+        self._history: list[Event] = []  # ring: event number i lies at i % limit
+        self._observed = 0
+        self._step_begin = 0
+        self._last_seen: dict[int, int] = {}  # key -> number of its last event
+        self._lag = 0  # the last _run events equal those _lag before them
+        self._run = 0
+        self._cycle: _Cycle | None = None
+        self._position = 0  # index in the cycle of the event expected next
+        self._loop: _Cycle | None = None
+        self._loop_position = 0
+        self._exception: tuple[Event, ...] | None = None
+        self._predicted = 0
+        self._mismatches = 0
+        self._learned = 0
+
+    # -- recording ---------------------------------------------------------------------------------------------------
+
+    def observe(self, event: Event) -> bool:
+        """Record that ``event`` happens now; return whether it was the one predicted, with the same blocks."""
+        expected = self.expected()
+        self._record(event)
+        if expected is not None and expected.key == event.key:
+            self._advance()
+            predicted = expected.blocks == event.blocks
+        else:
+            self._heal(event)
+            predicted = False
+        if predicted:
+            self._predicted += 1
+        elif expected is not None:
+            self._mismatches += 1
+        return predicted
+
+    def end_of_step(self) -> None:
+        """Close the recorded order: an optimizer step has finished, and the next event begins a new one.
+
+        The finished step becomes the cycle. Exceptions are a step that is the cycle with something before it (an eval
+        pass) and one that is only its beginning (an update skipped for an overflow): these replace the cycle when they
+        happen twice in a row.
+        """
+        count = self._observed - self._step_begin
+        complete = 0 < count <= self._limit
+        step = self._tail(count) if complete else ()
+        self._step_begin = self._observed
+        self._loop = None
+        self._position = 0
+        if not complete or (self._cycle is not None and step == self._cycle.events):
+            self._exception = None
+            return
+        if self._cycle is not None and _is_exception(step, self._cycle.events) and step != self._exception:
+            self._exception = step
+            return
+        self._exception = None
+        self._cycle = _Cycle(step)
+        self._learned += 1
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def expected(self) -> Event | None:
+        """The event predicted next, or None while no order is known."""
+        if self._loop is not None:
+            return self._loop.events[self._loop_position]
+        return None if self._cycle is None else self._cycle.events[self._position]
+
+    def next_use(self, block: int) -> float:
+        """Events until ``block`` is used again: 1 in the event expected next; ``math.inf`` when no use is known.
+
+        The event observed last counts as past: its blocks are in use, and the caller must not offer them for eviction.
+        Cost: O(log uses of the block in a step).
+        """
+        loop, cycle = self._loop, self._cycle
+        if loop is None:
+            return math.inf if cycle is None else cycle.distance(block, self._position)
+        distance = loop.distance(block, self._loop_position)
+        if distance == math.inf and cycle is not None:
+            # Used only after the loop, which lasts unknown long: behind all the loop uses, in the order of the cycle.
+            return loop.length + cycle.distance(block, self._position)
+        return distance
+
+    def upcoming(self) -> Iterator[tuple[int, int]]:
+        """(distance, block) of every predicted use in order, from the event expected next, once round the order.
+
+        A block appears once for each event that uses it. Nothing is yielded while no order is known. Observing while
+        iterating does not disturb the iteration, which keeps to the place it began at.
+        """
+        order, position = (self._loop, self._loop_position) if self._loop else (self._cycle, self._position)
+        if order is None:
+            return
+        events, distance = order.events, 0
+        for indices in (range(position, order.length), range(position)):
+            for index in indices:
+                distance += 1
+                for block in events[index].blocks:
+                    yield distance, block
+
+    def stats(self) -> TraceStats:
+        length = 0 if self._cycle is None else self._cycle.length
+        return TraceStats(self._observed, self._predicted, self._mismatches, self._learned, length)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _record(self, event: Event) -> None:
+        number, history = self._observed, self._history
+        if 0 < self._lag <= min(number, self._limit) and history[(number - self._lag) % self._limit] == event:
+            self._run += 1
+        else:
+            self._lag = number - self._last_seen.get(event.key, number)
+            again = 0 < self._lag <= self._limit and history[(number - self._lag) % self._limit] == event
+            self._run = 1 if again else 0
+        if len(history) < self._limit:
+            history.append(event)
+        else:
+            history[number % self._limit] = event
+        self._observed = number + 1
+        self._last_seen[event.key] = number
+        if len(self._last_seen) > 2 * self._limit:
+            oldest = number - self._limit
+            self._last_seen = {key: seen for key, seen in self._last_seen.items() if seen > oldest}
+
+    def _tail(self, count: int) -> tuple[Event, ...]:
+        """The last ``count`` events, of which the ring still has all."""
+        begin = self._observed - count
+        return tuple(self._history[number % self._limit] for number in range(begin, self._observed))
+
+    def _advance(self) -> None:
+        if self._loop is not None:
+            self._loop_position = (self._loop_position + 1) % self._loop.length
+        elif self._cycle is not None:
+            self._position = (self._position + 1) % self._cycle.length
+
+    def _heal(self, event: Event) -> None:
+        """Find the place after an event nobody predicted. An unknown event leaves the place as it is."""
+        self._loop = None
+        if self._run > self._lag > 0:
+            # A whole period has repeated, and once more its first event came instead of what the cycle says.
+            self._loop = _Cycle(self._tail(self._lag))
+            self._loop_position = 0
+        if self._cycle is not None:
+            found = self._cycle.find(event.key, self._position)
+            if found is not None:
+                self._position = (found + 1) % self._cycle.length
+
+
+def _is_exception(step: tuple[Event, ...], cycle: tuple[Event, ...]) -> bool:
+    if len(step) > len(cycle):
+        return step[-len(cycle) :] == cycle
+    return step == cycle[: len(step)]
