@@ -1,0 +1,335 @@
+// The kernels, written once over a vector policy `V` (simd_*.h) and compiled once per instruction set.
+//
+// Include after the target pragma, inside an anonymous namespace: nothing here may be shared between object files, or
+// the linker could pick an AVX-512 copy for a machine without it. Every product that feeds an addition is an explicit
+// fma, and V::opaque keeps the one that must be rounded first from being contracted: all instruction sets, compilers
+// and flags give the same bits.
+
+template <DType kType>
+struct Element;
+template <>
+struct Element<DType::kFp32> {
+    using Type = float;
+    template <class V>
+    static inline typename V::F load(const Type* p) { return V::load(p); }
+    template <class V>
+    static inline typename V::F store(Type* p, typename V::F x) { V::store(p, x); return x; }
+};
+template <>
+struct Element<DType::kBf16> {
+    using Type = std::uint16_t;
+    template <class V>
+    static inline typename V::F load(const Type* p) { return V::load_bf16(p); }
+    template <class V>
+    static inline typename V::F store(Type* p, typename V::F x) { return V::store_bf16(p, x); }
+};
+template <>
+struct Element<DType::kFp16> {
+    using Type = std::uint16_t;
+    template <class V>
+    static inline typename V::F load(const Type* p) { return V::load_fp16(p); }
+    template <class V>
+    static inline typename V::F store(Type* p, typename V::F x) { return V::store_fp16(p, x); }
+};
+
+// ---- weight forms: how the fp32 value is read, and everything that is written ----
+
+struct Cursor {
+    void* weight;
+    std::int16_t* remainder;
+    float* master;
+};
+
+template <WeightForm kForm>
+struct Weight;
+template <>
+struct Weight<WeightForm::kFp32> {
+    using Type = float;
+    template <class V>
+    static inline typename V::F load(const Cursor& c, std::size_t i) { return V::load(static_cast<float*>(c.weight) + i); }
+    template <class V>
+    static inline void store(const Cursor& c, std::size_t i, typename V::F x) {
+        V::store(static_cast<float*>(c.weight) + i, x);
+    }
+};
+template <>
+struct Weight<WeightForm::kSplitBf16> {
+    using Type = std::uint16_t;
+    template <class V>
+    static inline typename V::F load(const Cursor& c, std::size_t i) {
+        return V::load_split(static_cast<std::uint16_t*>(c.weight) + i, c.remainder + i);
+    }
+    template <class V>
+    static inline void store(const Cursor& c, std::size_t i, typename V::F x) {
+        V::store_split(static_cast<std::uint16_t*>(c.weight) + i, c.remainder + i, x);
+    }
+};
+template <DType kCopy>
+struct MasterWeight {
+    using Type = std::uint16_t;
+    template <class V>
+    static inline typename V::F load(const Cursor& c, std::size_t i) { return V::load(c.master + i); }
+    template <class V>
+    static inline void store(const Cursor& c, std::size_t i, typename V::F x) {
+        V::store(c.master + i, x);
+        Element<kCopy>::template store<V>(static_cast<std::uint16_t*>(c.weight) + i, x);
+    }
+};
+template <>
+struct Weight<WeightForm::kMasterBf16> : MasterWeight<DType::kBf16> {};
+template <>
+struct Weight<WeightForm::kMasterFp16> : MasterWeight<DType::kFp16> {};
+
+// ---- update rules ----
+
+template <class V>
+struct AdamVectors {
+    using F = typename V::F;
+    F grad_factor, weight_factor, l2, lerp_weight, neg_lerp_rest, beta2, one_minus_beta2, denom_scale, eps, neg_step;
+    bool coupled, lerp_from_grad;
+
+    explicit inline AdamVectors(const Coefficients& c)
+        : grad_factor(V::set1(c.grad_factor)), weight_factor(V::set1(c.weight_factor)), l2(V::set1(c.l2)),
+          lerp_weight(V::set1(c.lerp_weight)), neg_lerp_rest(V::set1(-c.lerp_rest)), beta2(V::set1(c.beta2)),
+          one_minus_beta2(V::set1(c.one_minus_beta2)), denom_scale(V::set1(c.denom_scale)), eps(V::set1(c.eps)),
+          neg_step(V::set1(c.neg_step_size)), coupled(c.l2 != 0.0f), lerp_from_grad(c.lerp_from_grad) {}
+};
+
+// torch.optim.Adam and AdamW, single-tensor CPU path (Kingma & Ba 2015; Loshchilov & Hutter 2019; Reddi et al. 2018).
+template <bool kAmsgrad>
+struct AdamRule {
+    static constexpr int kStates = kAmsgrad ? 3 : 2;
+
+    template <class V>
+    static inline typename V::F apply(const AdamVectors<V>& c, typename V::F weight, typename V::F grad,
+                                      typename V::F* state) {
+        using F = typename V::F;
+        F g = V::opaque(V::mul(grad, c.grad_factor));
+        if (c.coupled) g = V::fma(c.l2, weight, g);
+        const F difference = V::sub(g, state[0]);
+        const F m = c.lerp_from_grad ? V::fma(difference, c.neg_lerp_rest, g)
+                                     : V::fma(difference, c.lerp_weight, state[0]);
+        const F v = V::fma(V::mul(c.one_minus_beta2, g), g, V::mul(c.beta2, state[1]));
+        state[0] = m;
+        state[1] = v;
+        F second = v;
+        if (kAmsgrad) second = state[kStates - 1] = V::maximum(state[kStates - 1], v);
+        const F denom = V::fma(V::sqrt(second), c.denom_scale, c.eps);
+        return V::fma(c.neg_step, V::div(m, denom), V::mul(weight, c.weight_factor));
+    }
+};
+
+#ifndef CPU_ADAM_PREFETCH
+#define CPU_ADAM_PREFETCH 512  // elements ahead: far enough to cover DRAM latency, near enough to stay in L1
+#endif
+constexpr std::size_t kUnroll = 32;  // elements: two cache lines of fp32, one of bf16
+
+template <class T, bool kWrite>
+inline void prefetch(const T* p) {
+    for (std::size_t offset = 0; offset < kUnroll; offset += 64 / sizeof(T))
+        __builtin_prefetch(p + CPU_ADAM_PREFETCH + offset, kWrite ? 1 : 0, 3);
+}
+
+template <class V, class R, WeightForm kForm, DType kGrad>
+struct Update {
+    using F = typename V::F;
+    using G = typename Element<kGrad>::Type;
+    using W = Weight<kForm>;
+    using WT = typename W::Type;
+
+    static inline void vector(const AdamVectors<V>& c, const UpdateArgs& a, const Cursor& w, std::size_t i) {
+        F state[R::kStates];
+        for (int s = 0; s < R::kStates; ++s) state[s] = V::load(a.state[s] + i);
+        const F grad = Element<kGrad>::template load<V>(static_cast<const G*>(a.grad) + i);
+        const F weight = R::template apply<V>(c, W::template load<V>(w, i), grad, state);
+        for (int s = 0; s < R::kStates; ++s) V::store(a.state[s] + i, state[s]);
+        W::template store<V>(w, i, weight);
+    }
+
+    static inline void prefetch_all(const UpdateArgs& a, std::size_t i) {
+        prefetch<G, false>(static_cast<const G*>(a.grad) + i);
+        for (int s = 0; s < R::kStates; ++s) prefetch<float, true>(a.state[s] + i);
+        if (kForm == WeightForm::kSplitBf16) prefetch<std::int16_t, true>(a.remainder + i);
+        if (kForm == WeightForm::kMasterBf16 || kForm == WeightForm::kMasterFp16) prefetch<float, true>(a.master + i);
+        prefetch<WT, true>(static_cast<WT*>(a.weight) + i);
+    }
+
+    // Fewer elements than a vector: the same arithmetic on copies, so that nothing outside the segment is touched.
+    static void tail(const AdamVectors<V>& c, const UpdateArgs& a, std::size_t i) {
+        const std::size_t n = a.n - i;
+        G grad[V::kWidth] = {};
+        WT weight[V::kWidth] = {};
+        std::int16_t remainder[V::kWidth] = {};
+        float master[V::kWidth] = {};
+        float state[R::kStates][V::kWidth] = {};
+        UpdateArgs t{grad, weight, remainder, master, {}, n};
+        std::memcpy(grad, static_cast<const G*>(a.grad) + i, n * sizeof(G));
+        std::memcpy(weight, static_cast<WT*>(a.weight) + i, n * sizeof(WT));
+        if (a.remainder) std::memcpy(remainder, a.remainder + i, n * sizeof(remainder[0]));
+        if (a.master) std::memcpy(master, a.master + i, n * sizeof(float));
+        for (int s = 0; s < R::kStates; ++s) {
+            t.state[s] = state[s];
+            std::memcpy(state[s], a.state[s] + i, n * sizeof(float));
+        }
+        vector(c, t, Cursor{weight, remainder, master}, 0);
+        std::memcpy(static_cast<WT*>(a.weight) + i, weight, n * sizeof(WT));
+        if (a.remainder) std::memcpy(a.remainder + i, remainder, n * sizeof(remainder[0]));
+        if (a.master) std::memcpy(a.master + i, master, n * sizeof(float));
+        for (int s = 0; s < R::kStates; ++s) std::memcpy(a.state[s] + i, state[s], n * sizeof(float));
+    }
+
+    static void run(const UpdateArgs& args, const Coefficients& coefficients) {
+        const UpdateArgs a = args;
+        const AdamVectors<V> c(coefficients);
+        const Cursor w{a.weight, a.remainder, a.master};
+        std::size_t i = 0;
+        for (; i + kUnroll <= a.n; i += kUnroll) {
+            prefetch_all(a, i);
+            for (std::size_t j = 0; j < kUnroll; j += V::kWidth) vector(c, a, w, i + j);
+        }
+        for (; i + V::kWidth <= a.n; i += V::kWidth) vector(c, a, w, i);
+        if (i < a.n) tail(c, a, i);
+    }
+};
+
+// ---- landing: dst = src or dst + src, and the sum of squares of what dst then holds ----
+
+template <class V, DType kDst, DType kSrc, bool kAccumulate>
+struct Land {
+    using F = typename V::F;
+    using D = typename Element<kDst>::Type;
+    using S = typename Element<kSrc>::Type;
+
+    static inline void lanes(D* dst, const S* src, typename V::Sum& sum) {
+        for (int part = 0; part < kSumLanes / V::kWidth; ++part) {
+            const int j = part * V::kWidth;
+            F x = Element<kSrc>::template load<V>(src + j);
+            if (kAccumulate) x = V::add(Element<kDst>::template load<V>(dst + j), x);
+            sum.add_square(part, Element<kDst>::template store<V>(dst + j, x));
+        }
+    }
+
+    static double run(void* dst_address, const void* src_address, std::size_t n) {
+        D* dst = static_cast<D*>(dst_address);
+        const S* src = static_cast<const S*>(src_address);
+        typename V::Sum sum;
+        std::size_t i = 0;
+        for (; i + kUnroll <= n; i += kUnroll) {
+            prefetch<S, false>(src + i);
+            prefetch<D, true>(dst + i);
+            for (std::size_t j = 0; j < kUnroll; j += kSumLanes) lanes(dst + i + j, src + i + j, sum);
+        }
+        for (; i + kSumLanes <= n; i += kSumLanes) lanes(dst + i, src + i, sum);
+        if (i < n) {
+            D d[kSumLanes] = {};
+            S s[kSumLanes] = {};
+            std::memcpy(d, dst + i, (n - i) * sizeof(D));
+            std::memcpy(s, src + i, (n - i) * sizeof(S));
+            lanes(d, s, sum);
+            std::memcpy(dst + i, d, (n - i) * sizeof(D));
+        }
+        return sum.total();
+    }
+};
+
+template <class V, DType kSrc>
+struct SumOfSquares {
+    using S = typename Element<kSrc>::Type;
+
+    static inline void lanes(const S* src, typename V::Sum& sum) {
+        for (int part = 0; part < kSumLanes / V::kWidth; ++part)
+            sum.add_square(part, Element<kSrc>::template load<V>(src + part * V::kWidth));
+    }
+
+    static double run(const void* address, std::size_t n) {
+        const S* src = static_cast<const S*>(address);
+        typename V::Sum sum;
+        std::size_t i = 0;
+        for (; i + kUnroll <= n; i += kUnroll) {
+            prefetch<S, false>(src + i);
+            for (std::size_t j = 0; j < kUnroll; j += kSumLanes) lanes(src + i + j, sum);
+        }
+        for (; i + kSumLanes <= n; i += kSumLanes) lanes(src + i, sum);
+        if (i < n) {
+            S s[kSumLanes] = {};
+            std::memcpy(s, src + i, (n - i) * sizeof(S));
+            lanes(s, sum);
+        }
+        return sum.total();
+    }
+};
+
+// ---- split and merge of fp32 into bf16 and a 16-bit remainder ----
+
+template <class V>
+void split_run(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_t n) {
+    std::size_t i = 0;
+    for (; i + V::kWidth <= n; i += V::kWidth) V::store_split(hi + i, lo + i, V::load(src + i));
+    if (i == n) return;
+    float s[V::kWidth] = {};
+    std::uint16_t h[V::kWidth];
+    std::int16_t l[V::kWidth];
+    std::memcpy(s, src + i, (n - i) * sizeof(float));
+    V::store_split(h, l, V::load(s));
+    std::memcpy(hi + i, h, (n - i) * sizeof(h[0]));
+    std::memcpy(lo + i, l, (n - i) * sizeof(l[0]));
+}
+
+template <class V>
+void merge_run(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std::size_t n) {
+    std::size_t i = 0;
+    for (; i + V::kWidth <= n; i += V::kWidth) V::store(dst + i, V::load_split(hi + i, lo + i));
+    if (i == n) return;
+    float d[V::kWidth];
+    std::uint16_t h[V::kWidth] = {};
+    std::int16_t l[V::kWidth] = {};
+    std::memcpy(h, hi + i, (n - i) * sizeof(h[0]));
+    std::memcpy(l, lo + i, (n - i) * sizeof(l[0]));
+    V::store(d, V::load_split(h, l));
+    std::memcpy(dst + i, d, (n - i) * sizeof(float));
+}
+
+// ---- the table ----
+
+template <class V, class R, WeightForm kForm>
+void fill_form(KernelTable& t, Rule rule) {
+    UpdateFn* row = t.update[static_cast<int>(rule)][static_cast<int>(kForm)];
+    row[static_cast<int>(DType::kFp32)] = &Update<V, R, kForm, DType::kFp32>::run;
+    row[static_cast<int>(DType::kBf16)] = &Update<V, R, kForm, DType::kBf16>::run;
+    row[static_cast<int>(DType::kFp16)] = &Update<V, R, kForm, DType::kFp16>::run;
+}
+
+template <class V, class R>
+void fill_rule(KernelTable& t, Rule rule) {
+    fill_form<V, R, WeightForm::kFp32>(t, rule);
+    fill_form<V, R, WeightForm::kSplitBf16>(t, rule);
+    fill_form<V, R, WeightForm::kMasterBf16>(t, rule);
+    fill_form<V, R, WeightForm::kMasterFp16>(t, rule);
+}
+
+template <class V, DType kDst, DType kSrc>
+void fill_land(KernelTable& t) {
+    t.land[0][static_cast<int>(kDst)][static_cast<int>(kSrc)] = &Land<V, kDst, kSrc, false>::run;
+    t.land[1][static_cast<int>(kDst)][static_cast<int>(kSrc)] = &Land<V, kDst, kSrc, true>::run;
+}
+
+template <class V, DType kDst>
+void fill_dst(KernelTable& t) {
+    fill_land<V, kDst, DType::kFp32>(t);
+    fill_land<V, kDst, DType::kBf16>(t);
+    fill_land<V, kDst, DType::kFp16>(t);
+    t.sum_of_squares[static_cast<int>(kDst)] = &SumOfSquares<V, kDst>::run;
+}
+
+template <class V>
+KernelTable make_table() {
+    KernelTable t{};
+    fill_rule<V, AdamRule<false>>(t, Rule::kAdam);
+    fill_rule<V, AdamRule<true>>(t, Rule::kAdamAmsgrad);
+    fill_dst<V, DType::kFp32>(t);
+    fill_dst<V, DType::kBf16>(t);
+    fill_dst<V, DType::kFp16>(t);
+    t.split = &split_run<V>;
+    t.merge = &merge_run<V>;
+    return t;
+}

@@ -1,0 +1,81 @@
+#include "landing.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "dispatch.h"
+#include "threads.h"
+
+namespace cpu_adam {
+namespace {
+
+constexpr std::size_t kBytesPerTask = std::size_t{1} << 18;
+
+// Calls pass(begin, count) over n items in pieces of `piece`, in parallel.
+template <class Pass>
+void pieces(std::size_t n, std::size_t piece, int num_threads, const Pass& pass) {
+    parallel_for((n + piece - 1) / piece, num_threads, [&](std::size_t index) {
+        const std::size_t begin = index * piece;
+        pass(begin, std::min(piece, n - begin));
+    });
+}
+
+// Adds what pass(begin, count) returns for each chunk, in chunk order, whatever thread computed it.
+template <class Pass>
+double chunk_sums(std::size_t n, int num_threads, const Pass& pass) {
+    std::vector<double> sums((n + kSumChunk - 1) / kSumChunk);
+    pieces(n, kSumChunk, num_threads, [&](std::size_t begin, std::size_t count) { sums[begin / kSumChunk] = pass(begin, count); });
+    double total = 0.0;
+    for (const double sum : sums) total += sum;
+    return total;
+}
+
+}  // namespace
+
+double land(void* dst, const void* src, std::size_t n, DType dst_dtype, DType src_dtype, bool accumulate, int num_threads) {
+    const LandFn kernel = kernels().land[accumulate][static_cast<int>(dst_dtype)][static_cast<int>(src_dtype)];
+    const std::size_t dst_size = dtype_size(dst_dtype), src_size = dtype_size(src_dtype);
+    return chunk_sums(n, num_threads, [&](std::size_t begin, std::size_t count) {
+        return kernel(static_cast<char*>(dst) + begin * dst_size, static_cast<const char*>(src) + begin * src_size, count);
+    });
+}
+
+double sum_of_squares(const void* src, std::size_t n, DType dtype, int num_threads) {
+    const SumFn kernel = kernels().sum_of_squares[static_cast<int>(dtype)];
+    const std::size_t size = dtype_size(dtype);
+    return chunk_sums(n, num_threads, [&](std::size_t begin, std::size_t count) {
+        return kernel(static_cast<const char*>(src) + begin * size, count);
+    });
+}
+
+void split_fp32(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_t n, int num_threads) {
+    const SplitFn kernel = kernels().split;
+    pieces(n, kBytesPerTask / 4, num_threads,
+           [&](std::size_t begin, std::size_t count) { kernel(src + begin, hi + begin, lo + begin, count); });
+}
+
+void merge_fp32(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std::size_t n, int num_threads) {
+    const MergeFn kernel = kernels().merge;
+    pieces(n, kBytesPerTask / 4, num_threads,
+           [&](std::size_t begin, std::size_t count) { kernel(hi + begin, lo + begin, dst + begin, count); });
+}
+
+void fill_bytes(void* dst, std::size_t nbytes, int byte, int num_threads) {
+    pieces(nbytes, kBytesPerTask, num_threads, [&](std::size_t begin, std::size_t count) {
+        std::memset(static_cast<char*>(dst) + begin, byte, count);
+    });
+}
+
+void copy_bytes(void* dst, const void* src, std::size_t nbytes, int num_threads) {
+    char* to = static_cast<char*>(dst);
+    const char* from = static_cast<const char*>(src);
+    if (to < from + nbytes && from < to + nbytes) {
+        std::memmove(to, from, nbytes);
+        return;
+    }
+    pieces(nbytes, kBytesPerTask, num_threads,
+           [&](std::size_t begin, std::size_t count) { std::memcpy(to + begin, from + begin, count); });
+}
+
+}  // namespace cpu_adam

@@ -1,0 +1,83 @@
+// Vector policy for AVX2 with FMA and F16C. Include after the target pragma and simd_scalar.h, in an anonymous namespace.
+
+struct Avx2 {
+    using F = __m256;
+    static constexpr int kWidth = 8;
+
+    static inline F set1(float x) { return _mm256_set1_ps(x); }
+    static inline F load(const float* p) { return _mm256_loadu_ps(p); }
+    static inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+    static inline F add(F a, F b) { return _mm256_add_ps(a, b); }
+    static inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+    static inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    static inline F div(F a, F b) { return _mm256_div_ps(a, b); }
+    static inline F sqrt(F a) { return _mm256_sqrt_ps(a); }
+    static inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    static inline F maximum(F a, F b) {
+        const F unordered = _mm256_cmp_ps(a, b, _CMP_UNORD_Q);
+        return _mm256_blendv_ps(_mm256_max_ps(a, b), _mm256_add_ps(a, b), unordered);
+    }
+    static inline F opaque(F a) { asm("" : "+x"(a)); return a; }
+
+    static inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+    static inline void store128(void* p, __m128i x) { _mm_storeu_si128(static_cast<__m128i*>(p), x); }
+    // The low halves of eight 32-bit integers that fit in 16 bits.
+    static inline __m128i narrow(__m256i x) {
+        return _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    }
+
+    static inline F load_bf16(const std::uint16_t* p) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p)), 16));
+    }
+    static inline F load_fp16(const std::uint16_t* p) { return _mm256_cvtph_ps(load128(p)); }
+
+    static inline F store_bf16(std::uint16_t* p, F x) {
+        const __m256i u = _mm256_castps_si256(x), high = _mm256_srli_epi32(u, 16);
+        const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+        const __m256i even = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
+        const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+        const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+        const __m256i h = _mm256_blendv_epi8(even, quiet, nan);
+        store128(p, narrow(h));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(h, 16));
+    }
+    static inline F store_fp16(std::uint16_t* p, F x) {
+        const __m128i h = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        store128(p, h);
+        return _mm256_cvtph_ps(h);
+    }
+
+    static inline F load_split(const std::uint16_t* hi, const std::int16_t* lo) {
+        const __m256i high = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(hi)), 16);
+        return _mm256_castsi256_ps(_mm256_add_epi32(high, _mm256_cvtepi16_epi32(load128(lo))));
+    }
+    static inline void store_split(std::uint16_t* hi, std::int16_t* lo, F x) {
+        if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) != 0, 0)) x = guard(x);
+        const __m256i u = _mm256_castps_si256(x);
+        store128(hi, narrow(_mm256_srli_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x8000)), 16)));
+        store128(lo, narrow(_mm256_and_si256(u, _mm256_set1_epi32(0xFFFF))));
+    }
+    static __attribute__((noinline, cold)) F guard(F x) {
+        alignas(32) std::uint32_t u[8];
+        _mm256_store_si256(reinterpret_cast<__m256i*>(u), _mm256_castps_si256(x));
+        for (auto& element : u) element = split_guard(element);
+        return _mm256_castsi256_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(u)));
+    }
+
+    struct Sum {
+        __m256d lane[4];
+        // Spelled out: an implicit constructor is compiled without the target pragma.
+        inline Sum() { for (__m256d& sum : lane) sum = _mm256_setzero_pd(); }
+        inline void add_square(int part, F x) {
+            const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+            const __m256d b = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+            lane[2 * part] = _mm256_fmadd_pd(a, a, lane[2 * part]);
+            lane[2 * part + 1] = _mm256_fmadd_pd(b, b, lane[2 * part + 1]);
+        }
+        inline double total() const {
+            double flat[kSumLanes];
+            for (int i = 0; i < 4; ++i) _mm256_storeu_pd(flat + 4 * i, lane[i]);
+            return Scalar::sum_lanes(flat);
+        }
+    };
+};

@@ -1,0 +1,71 @@
+// Vector policy for 64-bit ARM (ASIMD is part of its baseline). Include after simd_scalar.h, in an anonymous namespace.
+
+struct Neon {
+    using F = float32x4_t;
+    static constexpr int kWidth = 4;
+
+    static inline F set1(float x) { return vdupq_n_f32(x); }
+    static inline F load(const float* p) { return vreinterpretq_f32_u8(vld1q_u8(reinterpret_cast<const std::uint8_t*>(p))); }
+    static inline void store(float* p, F x) { vst1q_u8(reinterpret_cast<std::uint8_t*>(p), vreinterpretq_u8_f32(x)); }
+    static inline F add(F a, F b) { return vaddq_f32(a, b); }
+    static inline F sub(F a, F b) { return vsubq_f32(a, b); }
+    static inline F mul(F a, F b) { return vmulq_f32(a, b); }
+    static inline F div(F a, F b) { return vdivq_f32(a, b); }
+    static inline F sqrt(F a) { return vsqrtq_f32(a); }
+    static inline F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+    static inline F maximum(F a, F b) { return vmaxq_f32(a, b); }  // FMAX propagates NaN
+    static inline F opaque(F a) { asm("" : "+w"(a)); return a; }
+
+    static inline uint16x4_t load64(const void* p) { return vreinterpret_u16_u8(vld1_u8(static_cast<const std::uint8_t*>(p))); }
+    static inline void store64(void* p, uint16x4_t x) { vst1_u8(static_cast<std::uint8_t*>(p), vreinterpret_u8_u16(x)); }
+    static inline F expand(uint16x4_t h) { return vreinterpretq_f32_u32(vshll_n_u16(h, 16)); }
+
+    static inline F load_bf16(const std::uint16_t* p) { return expand(load64(p)); }
+    static inline F load_fp16(const std::uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(load64(p))); }
+
+    static inline F store_bf16(std::uint16_t* p, F x) {
+        const uint32x4_t u = vreinterpretq_u32_f32(x), high = vshrq_n_u32(u, 16);
+        const uint32x4_t odd = vandq_u32(high, vdupq_n_u32(1));
+        const uint32x4_t even = vshrq_n_u32(vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7FFF))), 16);
+        const uint32x4_t quiet = vorrq_u32(high, vdupq_n_u32(0x40));
+        const uint16x4_t h = vmovn_u32(vbslq_u32(vceqq_f32(x, x), even, quiet));
+        store64(p, h);
+        return expand(h);
+    }
+    static inline F store_fp16(std::uint16_t* p, F x) {
+        const float16x4_t h = vcvt_f16_f32(x);
+        store64(p, vreinterpret_u16_f16(h));
+        return vcvt_f32_f16(h);
+    }
+
+    static inline F load_split(const std::uint16_t* hi, const std::int16_t* lo) {
+        const int32x4_t low = vmovl_s16(vreinterpret_s16_u16(load64(lo)));
+        return vreinterpretq_f32_u32(vaddq_u32(vshll_n_u16(load64(hi), 16), vreinterpretq_u32_s32(low)));
+    }
+    static inline void store_split(std::uint16_t* hi, std::int16_t* lo, F x) {
+        if (__builtin_expect(vminvq_u32(vceqq_f32(x, x)) == 0, 0)) x = guard(x);
+        const uint32x4_t u = vreinterpretq_u32_f32(x);
+        store64(hi, vshrn_n_u32(vaddq_u32(u, vdupq_n_u32(0x8000)), 16));
+        store64(lo, vmovn_u32(u));
+    }
+    static __attribute__((noinline, cold)) F guard(F x) {
+        std::uint32_t u[4];
+        vst1q_u32(u, vreinterpretq_u32_f32(x));
+        for (auto& element : u) element = split_guard(element);
+        return vreinterpretq_f32_u32(vld1q_u32(u));
+    }
+
+    struct Sum {
+        float64x2_t lane[8] = {};
+        inline void add_square(int part, F x) {
+            const float64x2_t a = vcvt_f64_f32(vget_low_f32(x)), b = vcvt_high_f64_f32(x);
+            lane[2 * part] = vfmaq_f64(lane[2 * part], a, a);
+            lane[2 * part + 1] = vfmaq_f64(lane[2 * part + 1], b, b);
+        }
+        inline double total() const {
+            double flat[kSumLanes];
+            for (int i = 0; i < 8; ++i) vst1q_f64(flat + 2 * i, lane[i]);
+            return Scalar::sum_lanes(flat);
+        }
+    };
+};

@@ -1,0 +1,123 @@
+// Vector policy of width one in portable C++: the reference of every other policy, bit for bit.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#define CPU_ADAM_SCALAR_REGISTER "+x"
+#elif defined(__aarch64__)
+#define CPU_ADAM_SCALAR_REGISTER "+w"
+#else
+#define CPU_ADAM_SCALAR_REGISTER "+m"
+#endif
+
+namespace {
+
+inline std::uint32_t bits_of(float x) { std::uint32_t u; std::memcpy(&u, &x, 4); return u; }
+inline float float_of(std::uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
+
+// Round to nearest even; a NaN stays one: quiet, sign and upper payload kept (as the CPU's own instructions do).
+inline std::uint16_t bf16_of(float x) {
+    const std::uint32_t u = bits_of(x);
+    if ((u & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<std::uint16_t>((u >> 16) | 0x40u);
+    return static_cast<std::uint16_t>((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
+}
+
+inline float float_of_bf16(std::uint16_t h) { return float_of(static_cast<std::uint32_t>(h) << 16); }
+
+inline std::uint16_t fp16_of(float x) {
+    const std::uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7FFFFFFFu;
+    if (magnitude > 0x7F800000u) return static_cast<std::uint16_t>(sign | 0x7E00u | ((magnitude >> 13) & 0x3FFu));
+    if (magnitude >= 0x477FF000u) return static_cast<std::uint16_t>(sign | 0x7C00u);  // rounds past 65504, or infinite
+    if (magnitude < 0x38800000u) {  // subnormal: the addition aligns and rounds the mantissa to even at 2^-24
+        const std::uint32_t rounded = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+        return static_cast<std::uint16_t>(sign | rounded);
+    }
+    const std::uint32_t rebased = magnitude - (112u << 23);
+    return static_cast<std::uint16_t>(sign | ((rebased + 0xFFFu + ((rebased >> 13) & 1u)) >> 13));
+}
+
+inline float float_of_fp16(std::uint16_t h) {
+    const std::uint32_t sign = static_cast<std::uint32_t>(h & 0x8000u) << 16, exponent = (h >> 10) & 0x1Fu;
+    const std::uint32_t mantissa = h & 0x3FFu;
+    if (exponent == 0x1F)  // infinite, or a NaN, which is quieted
+        return float_of(sign | 0x7F800000u | (mantissa << 13) | (mantissa ? 0x400000u : 0u));
+    if (exponent == 0) {
+        const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
+        return float_of(sign | bits_of(magnitude));
+    }
+    return float_of(sign | ((exponent + 112u) << 23) | (mantissa << 13));
+}
+
+// A NaN whose rounded upper half would be an infinity or a zero becomes the canonical quiet NaN of its sign, so that
+// the bf16 weight always shows it. Every other bit pattern is split without loss.
+inline std::uint32_t split_guard(std::uint32_t u) {
+    const bool nan = (u & 0x7FFFFFFFu) > 0x7F800000u;
+    const bool shown = (((u + 0x8000u) >> 16) & 0x7FFFu) > 0x7F80u;
+    return nan && !shown ? (u & 0x80000000u) | 0x7FC00000u : u;
+}
+
+struct Scalar {
+    using F = float;
+    static constexpr int kWidth = 1;
+
+    static inline F set1(float x) { return x; }
+    static inline F load(const float* p) { F x; std::memcpy(&x, p, 4); return x; }
+    static inline void store(float* p, F x) { std::memcpy(p, &x, 4); }
+    static inline F add(F a, F b) { return a + b; }
+    static inline F sub(F a, F b) { return a - b; }
+    static inline F mul(F a, F b) { return a * b; }
+    static inline F div(F a, F b) { return a / b; }
+    static inline F sqrt(F a) { return std::sqrt(a); }
+    static inline F fma(F a, F b, F c) { return std::fma(a, b, c); }
+    static inline F maximum(F a, F b) { return a != a || b != b ? a + b : (a > b ? a : b); }
+    static inline F opaque(F a) { asm("" : CPU_ADAM_SCALAR_REGISTER(a)); return a; }
+
+    static inline F load_bf16(const std::uint16_t* p) { return float_of_bf16(load16(p)); }
+    static inline F load_fp16(const std::uint16_t* p) { return float_of_fp16(load16(p)); }
+    static inline F store_bf16(std::uint16_t* p, F x) {
+        const std::uint16_t h = bf16_of(x);
+        std::memcpy(p, &h, 2);
+        return float_of_bf16(h);
+    }
+    static inline F store_fp16(std::uint16_t* p, F x) {
+        const std::uint16_t h = fp16_of(x);
+        std::memcpy(p, &h, 2);
+        return float_of_fp16(h);
+    }
+    static inline F load_split(const std::uint16_t* hi, const std::int16_t* lo) {
+        const auto low = static_cast<std::int16_t>(load16(reinterpret_cast<const std::uint16_t*>(lo)));
+        return float_of((static_cast<std::uint32_t>(load16(hi)) << 16) + static_cast<std::uint32_t>(static_cast<std::int32_t>(low)));
+    }
+    static inline void store_split(std::uint16_t* hi, std::int16_t* lo, F x) {
+        const std::uint32_t u = split_guard(bits_of(x));
+        const auto h = static_cast<std::uint16_t>((u + 0x8000u) >> 16), l = static_cast<std::uint16_t>(u);
+        std::memcpy(hi, &h, 2);
+        std::memcpy(lo, &l, 2);
+    }
+
+    struct Sum {
+        double lane[16] = {};
+        inline void add_square(int part, F x) {
+            const double d = x;
+            lane[part] = std::fma(d, d, lane[part]);
+        }
+        inline double total() const { return sum_lanes(lane); }
+    };
+
+    // The one order in which lanes are added, shared by all policies.
+    static inline double sum_lanes(const double* lane) {
+        double s[16];
+        for (int i = 0; i < 16; ++i) s[i] = lane[i];
+        for (int half = 8; half > 0; half /= 2)
+            for (int i = 0; i < half; ++i) s[i] += s[i + half];
+        return s[0];
+    }
+
+private:
+    static inline std::uint16_t load16(const std::uint16_t* p) { std::uint16_t h; std::memcpy(&h, p, 2); return h; }
+};
+
+}  // namespace

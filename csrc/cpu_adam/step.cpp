@@ -1,0 +1,73 @@
+#include "step.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "threads.h"
+
+namespace cpu_adam {
+namespace {
+
+// Large enough that a task's hand-over (a few ns) and its cold start in the prefetchers do not show, small enough that
+// threads finish together. Multiples of 64 elements keep every stream of an aligned segment on whole cache lines.
+constexpr std::size_t kTaskMax = 65536, kTaskMin = 4096, kTaskQuantum = 64;
+
+struct Task {
+    std::size_t segment, begin, n;
+};
+
+template <class T>
+T* advance(T* p, std::size_t n) { return p ? p + n : nullptr; }
+
+UpdateArgs slice(const Segment& segment, const Task& task, std::size_t grad_size, std::size_t weight_size) {
+    const UpdateArgs& a = segment.args;
+    UpdateArgs s{};
+    s.grad = static_cast<const char*>(a.grad) + task.begin * grad_size;
+    s.weight = static_cast<char*>(a.weight) + task.begin * weight_size;
+    s.remainder = advance(a.remainder, task.begin);
+    s.master = advance(a.master, task.begin);
+    for (int i = 0; i < kMaxStates; ++i) s.state[i] = advance(a.state[i], task.begin);
+    s.n = task.n;
+    return s;
+}
+
+}  // namespace
+
+void run_step(const std::vector<Segment>& segments, const std::vector<Coefficients>& coefficients, int num_threads) {
+    std::size_t total = 0;
+    for (const Segment& segment : segments) total += segment.args.n;
+    const std::size_t share = total / (4 * static_cast<std::size_t>(num_threads)) / kTaskQuantum * kTaskQuantum;
+    const std::size_t task_size = std::min(std::max(share, kTaskMin), kTaskMax);
+    std::vector<Task> tasks;
+    tasks.reserve(total / task_size + segments.size());
+    for (std::size_t s = 0; s < segments.size(); ++s)
+        for (std::size_t begin = 0; begin < segments[s].args.n; begin += task_size)
+            tasks.push_back({s, begin, std::min(task_size, segments[s].args.n - begin)});
+    const int threads = total < 2 * kTaskMin ? 1 : num_threads;
+    parallel_for(tasks.size(), threads, [&](std::size_t index) {
+        const Task& task = tasks[index];
+        const Segment& segment = segments[task.segment];
+        segment.kernel(slice(segment, task, segment.grad_size, segment.weight_size), coefficients[segment.group]);
+    });
+}
+
+Coefficients adam_coefficients(const AdamHyper& h, double grad_factor) {
+    const double step = static_cast<double>(h.step);
+    const double correction1 = h.bias_correction ? 1.0 - std::pow(h.beta1, step) : 1.0;
+    const double correction2 = h.bias_correction ? 1.0 - std::pow(h.beta2, step) : 1.0;
+    Coefficients c{};
+    c.grad_factor = static_cast<float>(h.maximize ? -grad_factor : grad_factor);
+    c.weight_factor = static_cast<float>(h.decoupled ? 1.0 - h.lr * h.weight_decay : 1.0);
+    c.l2 = static_cast<float>(h.decoupled ? 0.0 : h.weight_decay);
+    c.lerp_weight = static_cast<float>(1.0 - h.beta1);
+    c.lerp_rest = static_cast<float>(1.0 - (1.0 - h.beta1));
+    c.lerp_from_grad = c.lerp_weight >= 0.5f;
+    c.beta2 = static_cast<float>(h.beta2);
+    c.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
+    c.denom_scale = static_cast<float>(1.0 / std::sqrt(correction2));
+    c.eps = static_cast<float>(h.eps);
+    c.neg_step_size = static_cast<float>(-h.lr / correction1);
+    return c;
+}
+
+}  // namespace cpu_adam

@@ -1,0 +1,65 @@
+// Plain data shared by the binding, the drivers and the kernels of every instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace cpu_adam {
+
+enum class DType : int { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
+constexpr int kNumDTypes = 3;
+
+// What the weight of one segment consists of. `kFp32` has one stream that is read and written; the others add a
+// bf16 or fp16 stream. A master without a compute copy is `kFp32` on the master.
+enum class WeightForm : int { kFp32 = 0, kSplitBf16 = 1, kMasterBf16 = 2, kMasterFp16 = 3 };
+constexpr int kNumWeightForms = 4;
+
+enum class Rule : int { kAdam = 0, kAdamAmsgrad = 1 };
+constexpr int kNumRules = 2;
+constexpr int kMaxStates = 3;
+
+// Scalars of one parameter group, derived in double and rounded once to float, as torch does for fp32 tensors.
+struct Coefficients {
+    float grad_factor;       // unscale * clip, negative when maximizing
+    float weight_factor;     // 1 - lr * weight_decay when decoupled, else 1
+    float l2;                // weight_decay when coupled, else 0
+    float lerp_weight;       // 1 - beta1
+    float lerp_rest;         // beta1
+    bool lerp_from_grad;     // torch.lerp starts from the nearer end: the gradient when 1 - beta1 >= 0.5
+    float beta2;
+    float one_minus_beta2;
+    float denom_scale;       // 1 / sqrt(bias_correction2)
+    float eps;
+    float neg_step_size;     // -lr / bias_correction1
+};
+
+// One contiguous piece of a parameter: `n` elements at each non-null address.
+struct UpdateArgs {
+    const void* grad;
+    void* weight;            // float for kFp32, else 16-bit
+    std::int16_t* remainder;  // kSplitBf16 only
+    float* master;           // kMaster* only
+    float* state[kMaxStates];
+    std::size_t n;
+};
+
+// Sums of squares are taken over chunks of this many elements, counted from the start of the block, and each chunk has
+// 16 double lanes (element i goes to lane i % 16): the result depends on neither threads nor instruction set.
+constexpr std::size_t kSumChunk = 16384;
+constexpr int kSumLanes = 16;
+
+using UpdateFn = void (*)(const UpdateArgs&, const Coefficients&);
+using LandFn = double (*)(void* dst, const void* src, std::size_t n);  // n <= kSumChunk; the chunk's sum of squares
+using SumFn = double (*)(const void* src, std::size_t n);
+using SplitFn = void (*)(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_t n);
+using MergeFn = void (*)(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std::size_t n);
+
+struct KernelTable {
+    UpdateFn update[kNumRules][kNumWeightForms][kNumDTypes];  // [rule][form][gradient dtype]
+    LandFn land[2][kNumDTypes][kNumDTypes];                   // [accumulate][dst dtype][src dtype]
+    SumFn sum_of_squares[kNumDTypes];
+    SplitFn split;
+    MergeFn merge;
+};
+
+}  // namespace cpu_adam

@@ -1,0 +1,162 @@
+"""Host kernels: fused Adam, gradient landing, norms, splitting of fp32, parallel fill and copy.
+
+Everything here takes addresses as integers and counts in elements (bytes where the name says so), releases the GIL, and
+checks all arguments before it writes anything: a wrong one raises ``ValueError`` naming the field. The caller keeps the
+memory alive. Addresses need no alignment. 0 stands for an absent buffer where a buffer is optional.
+
+Instruction set: the best that the CPU has, or the one named by ``DEEPOFFLOAD_CPU_CAPABILITY`` (``scalar``, ``avx2``,
+``avx512``, ``avx512_bf16``, ``neon``). All of them, and any number of threads, give the same bits (NaN payloads aside).
+Subnormal numbers are kept, whatever ``torch.set_flush_denormal`` says.
+
+Threads are those of torch's OpenMP team when torch is loaded, else an own pool; pass ``torch.get_num_threads()``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deepoffload.native import _cpu_adam
+
+
+class DType(enum.IntEnum):
+    """Element types of gradients and weights."""
+
+    FP32 = 0
+    BF16 = 1
+    FP16 = 2
+
+
+class StateLayout(enum.IntEnum):
+    """Where the fp32 value of a weight lives. The moments are fp32 in all of them."""
+
+    FP32 = 0
+    """``weight`` is the fp32 value itself; nothing else is written."""
+    SPLIT_BF16 = 1
+    """``weight`` is bf16 and ``remainder`` int16: see :func:`split_fp32`."""
+    MASTER = 2
+    """``master`` is fp32; ``weight``, when not 0, is a bf16 or fp16 copy rounded to nearest even in the same pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamHyper:
+    """Settings of one parameter group for one step, with the meaning they have in ``torch.optim.Adam`` and ``AdamW``."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    """True: ``p *= 1 - lr * weight_decay`` (AdamW). False: ``grad += weight_decay * p`` (Adam)."""
+    step: int
+    """Number of the step being taken, from 1."""
+    bias_correction: bool = True
+    maximize: bool = False
+    amsgrad: bool = False
+
+
+class Segment(NamedTuple):
+    """A contiguous piece of one parameter: ``numel`` elements at every address that is not 0."""
+
+    numel: int
+    hyper_index: int
+    grad: int
+    grad_dtype: DType
+    weight: int
+    weight_dtype: DType
+    remainder: int = 0
+    master: int = 0
+    exp_avg: int = 0
+    exp_avg_sq: int = 0
+    max_exp_avg_sq: int = 0
+
+
+def adam_step(
+    segments: Sequence[Segment],
+    hypers: Sequence[AdamHyper],
+    layout: StateLayout,
+    *,
+    grad_factor: float,
+    num_threads: int,
+) -> None:
+    """One Adam or AdamW step over ``segments`` in one pass: scale the gradient, update moments and weight, convert.
+
+    Per element, in fp32 with fused multiply-adds, scalars derived in double (Kingma and Ba 2015, Loshchilov and Hutter
+    2019, Reddi et al. 2018; torch's single-tensor formulas)::
+
+        g = grad * grad_factor            (negated when maximizing; + weight_decay * p when not decoupled)
+        m = lerp(m, g, 1 - beta1);  v = beta2 * v + (1 - beta2) * g * g;  s = max(s, v) when amsgrad
+        p = p * (1 - lr * weight_decay) - lr / (1 - beta1**step) * m / (sqrt(v or s) / sqrt(1 - beta2**step) + eps)
+
+    ``grad_factor`` is unscale times clip factor, finite. The gradient is only read. Segments must not overlap.
+    Against ``torch.optim`` on fp32: ``exp_avg`` within 2 ulp, ``exp_avg_sq`` within 3 ulp, and the update ``p_new - p``
+    within 8 ulp of the larger of the update and 1 ulp of the weight, per step from equal state.
+
+    Raises ``ValueError`` before anything is written when an argument is wrong, or when ``DEEPOFFLOAD_CPU_CAPABILITY``
+    names an instruction set that this CPU lacks.
+    """
+    _cpu_adam.adam_step(segments, hypers, layout, grad_factor, num_threads)
+
+
+def land(
+    dst: int,
+    src: int,
+    numel: int,
+    *,
+    dst_dtype: DType,
+    src_dtype: DType,
+    accumulate: bool,
+    num_threads: int,
+) -> tuple[float, bool]:
+    """``dst = src``, or ``dst = dst + src`` (fp32 addition, rounded to nearest even in ``dst_dtype``, as ``Tensor.add_``).
+
+    Returns the sum of squares of what ``dst`` then holds and whether it holds an infinity or NaN. The sum is float64
+    over chunks of 16384 elements with 16 lanes each, added in order. ``dst`` and ``src`` are the same address or disjoint.
+    """
+    return _cpu_adam.land(dst, src, numel, dst_dtype, src_dtype, accumulate, num_threads)  # type: ignore[no-any-return]
+
+
+def sum_of_squares(src: int, numel: int, *, dtype: DType, num_threads: int) -> tuple[float, bool]:
+    """The result of :func:`land` for a block that is already in place."""
+    return _cpu_adam.sum_of_squares(src, numel, dtype, num_threads)  # type: ignore[no-any-return]
+
+
+def split_fp32(src: int, hi: int, lo: int, numel: int, *, num_threads: int) -> None:
+    """Split fp32 into bf16 ``hi = (x + 0x8000) >> 16`` and int16 ``lo = x - (hi << 16)``, modulo 2**32.
+
+    Lossless but for NaNs whose ``hi`` would be an infinity or a zero: those become the quiet NaN of their sign.
+    """
+    _cpu_adam.split_fp32(src, hi, lo, numel, num_threads)
+
+
+def merge_fp32(hi: int, lo: int, dst: int, numel: int, *, num_threads: int) -> None:
+    """The inverse of :func:`split_fp32`: ``(hi << 16) + lo`` modulo 2**32."""
+    _cpu_adam.merge_fp32(hi, lo, dst, numel, num_threads)
+
+
+def fill(dst: int, nbytes: int, byte: int, num_threads: int) -> None:
+    """Set ``nbytes`` bytes to ``byte`` (0 to 255) in parallel."""
+    _cpu_adam.fill(dst, nbytes, byte, num_threads)
+
+
+def copy(dst: int, src: int, nbytes: int, num_threads: int) -> None:
+    """Copy bytes in parallel; overlapping ranges are copied right as well (``memmove``), on one thread."""
+    _cpu_adam.copy(dst, src, nbytes, num_threads)
+
+
+def capability() -> str:
+    """The instruction set in use."""
+    return _cpu_adam.capability()  # type: ignore[no-any-return]
+
+
+def available_capabilities() -> list[str]:
+    """Instruction sets that this build and CPU have, best last."""
+    return _cpu_adam.available_capabilities()  # type: ignore[no-any-return]
+
+
+def threading_backend() -> str:
+    """``"openmp: <path of the runtime>"``, or ``"own pool"`` when no OpenMP runtime is loaded in this process."""
+    return _cpu_adam.threading_backend()  # type: ignore[no-any-return]
