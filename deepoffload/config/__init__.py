@@ -1,0 +1,27 @@
+"""What the user asked for: read, checked and explained."""
+
+from __future__ import annotations
+
+from deepoffload.config.parse import parse_config
+from deepoffload.config.schema import (
+    AioBackend,
+    AioConfig,
+    Config,
+    DebugConfig,
+    OptimizerConfig,
+    Precision,
+    SchedulerConfig,
+    StepOverlap,
+)
+
+__all__ = [
+    "AioBackend",
+    "AioConfig",
+    "Config",
+    "DebugConfig",
+    "OptimizerConfig",
+    "Precision",
+    "SchedulerConfig",
+    "StepOverlap",
+    "parse_config",
+]

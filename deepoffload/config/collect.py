@@ -1,0 +1,109 @@
+"""From nested mappings to checked values of our own fields, with a note for every key that does not mean itself here."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from deepoffload.config.deepspeed_keys import DEEPSPEED_KEYS
+from deepoffload.config.deepspeed_tool_keys import DEEPSPEED_TOOL_KEYS
+from deepoffload.config.keys import AUTO, Key, Kind, Mismatch, Treatment, keys_by_path
+from deepoffload.config.own_keys import OWN_KEYS
+from deepoffload.errors import ConfigError
+
+KEYS = keys_by_path(OWN_KEYS, DEEPSPEED_KEYS, DEEPSPEED_TOOL_KEYS)
+SECTIONS = frozenset(path[:at] for path in KEYS for at, letter in enumerate(path) if letter == ".")
+
+
+@dataclass
+class Layer:
+    """One mapping, read: the fields it sets, which key set each, and the notes to show."""
+
+    where: str
+    fields: dict[str, object] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def collect(self, mapping: Mapping[str, object], prefix: str = "") -> Layer:
+        """Check every key of ``mapping`` and take over what it says.
+
+        Raises:
+            ConfigError: a key is unknown, a value does not fit, two keys disagree, or ignoring one would change numbers.
+        """
+        for name, value in mapping.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"{self.where}{prefix}{name!r}: keys are text")
+            path = prefix + name
+            if path in KEYS:
+                self._take(KEYS[path], value)
+            elif path not in SECTIONS:
+                raise ConfigError(f"{self.where}{path}: unknown key{suggestion(path)}")
+            elif isinstance(value, Mapping):
+                self.collect(value, path + ".")
+            elif value is None or value == AUTO:
+                self.fields.update({key.field: None for key in KEYS.values() if _sets_below(key, path)})
+            else:
+                raise ConfigError(f"{self.where}{path} = {shown(value)}: expected an object")
+        return self
+
+    def _take(self, key: Key, raw: object) -> None:
+        if raw is None or (isinstance(raw, str) and raw == AUTO):
+            if key.field is not None:
+                self.fields.setdefault(key.field, None)
+            return
+        value = check(key.kind, raw, f"{self.where}{key.path}")
+        if key.treatment is Treatment.ERROR and value not in key.harmless:
+            raise ConfigError(f"{self.where}{key.path} = {shown(raw)}: ignoring it would change numbers: {key.text}")
+        if value != key.default and key.treatment in (Treatment.MAPPED, Treatment.INAPPLICABLE):
+            said = f" = {shown(raw)}" if key.treatment is Treatment.MAPPED else ""
+            self.notes.append(f"{key.path}{said}: {key.treatment.value}: {key.text}")
+        if key.field is not None:
+            self._set(key.field, key.path, key.convert(value) if key.convert is not None else value)
+
+    def _set(self, field_name: str, path: str, value: object) -> None:
+        if value is None:
+            return
+        before = self.fields.get(field_name)
+        if before is not None and before != value:
+            raise ConfigError(
+                f"{self.where}{self.origin[field_name]} and {path} contradict each other "
+                f"({shown(before)} and {shown(value)}); leave one out"
+            )
+        self.fields[field_name] = value
+        self.origin[field_name] = path
+
+
+def _sets_below(key: Key, section: str) -> bool:
+    return key.field is not None and key.field.startswith(section + ".")
+
+
+def check(kind: Kind, raw: object, where: str) -> object:
+    """``raw`` in our form, or a ``ConfigError`` that says where it stands and what was expected."""
+    try:
+        return kind.normalise(raw)
+    except Mismatch as mismatch:
+        raise ConfigError(f"{where} = {shown(raw)}: {str(mismatch) or 'expected ' + kind.expected}") from None
+
+
+def shown(value: object) -> str:
+    """A value as it stands in a message, cut to a line."""
+    if isinstance(value, enum.Enum):
+        value = value.value
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def suggestion(path: str) -> str:
+    """``; did you mean ...?`` for an unknown path: the same name elsewhere, or the nearest spelling."""
+    paths = sorted(KEYS.keys() | SECTIONS)
+    name = path.rpartition(".")[2]
+    same_name = [other for other in paths if other.rpartition(".")[2] == name]
+    if same_name:
+        return f"; did you mean {' or '.join(same_name[:3])}?"
+    near = difflib.get_close_matches(path, paths, n=1, cutoff=0.6)
+    if not near:
+        tails = {other.rpartition(".")[2]: other for other in reversed(paths)}
+        near = [tails[tail] for tail in difflib.get_close_matches(name, tails, n=1, cutoff=0.6)]
+    return f"; did you mean {near[0]}?" if near else "; docs/config.md lists all keys"

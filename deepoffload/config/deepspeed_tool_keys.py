@@ -1,0 +1,163 @@
+"""Keys of DeepSpeed's tools around the training: checkpoints, monitors, profilers, compilation, data and compression."""
+
+from __future__ import annotations
+
+from deepoffload.config.keys import (
+    Key,
+    Kind,
+    Treatment,
+    boolean,
+    choice_of,
+    integer,
+    list_of,
+    number,
+    present_group,
+    switched_group,
+    text,
+)
+
+_CHECKPOINTING = "it sets up deepspeed.checkpointing; use torch.utils.checkpoint or the model's own switch"
+_CHECKPOINT = "checkpoints are written by save_pretrained, streamed"
+_MONITOR = "engine.stats() gives a flat dict of numbers for your own logger"
+_PROFILER = "use torch.profiler; stats() has the bytes moved"
+_ONE_RANK = "one process trains, so nothing is communicated"
+_COMPILE = "torch.compile works on the layers as usual"
+
+
+def _group(prefix: str, why: str, **keys: tuple[Kind, object]) -> tuple[Key, ...]:
+    return tuple(
+        Key(f"{prefix}.{name}", kind, Treatment.INAPPLICABLE, why, default) for name, (kind, default) in keys.items()
+    )
+
+
+_TEXT_OR_NOTHING = (text(), None)
+_OFF = (boolean(), False)
+_ON = (boolean(), True)
+
+
+def _changes_numbers(path: str, why: str, kind: Kind | None = None) -> Key:
+    return Key(path, kind or switched_group(), Treatment.ERROR, why, "off", ("off",))
+
+
+def _other_group(path: str, why: str, kind: Kind | None = None) -> Key:
+    return Key(path, kind or switched_group(), Treatment.INAPPLICABLE, why, "off")
+
+
+DEEPSPEED_TOOL_KEYS = (
+    *_group(
+        "activation_checkpointing",
+        _CHECKPOINTING,
+        partition_activations=_OFF,
+        cpu_checkpointing=_OFF,
+        contiguous_memory_optimization=_OFF,
+        number_checkpoints=(integer(), None),
+        synchronize_checkpoint_boundary=_OFF,
+        profile=_OFF,
+    ),
+    *_group(
+        "checkpoint",
+        _CHECKPOINT,
+        tag_validation=(choice_of("Ignore", "Warn", "Fail"), "Warn"),
+        load_universal=_OFF,
+        use_node_local_storage=_OFF,
+    ),
+    *_group("checkpoint.parallel_write", _CHECKPOINT, pipeline_stage=_OFF),
+    *_group(
+        "checkpoint.writer",
+        _CHECKPOINT,
+        type=(choice_of("FAST", "PYTHON", "MOCK"), "FAST"),
+        decoupled=_OFF,
+        io_buffer_size=(integer(), 64 << 20),
+        io_buffer_double=_ON,
+        show_statistics=_OFF,
+        data_parallel=(choice_of("replica", "socket", "machine"), None),
+        io_multiplier=(number(0), 1.0),
+    ),
+    Key("checkpoint_serialization", boolean(), Treatment.INAPPLICABLE, _CHECKPOINT, True),
+    *_group("tensorboard", _MONITOR, enabled=_OFF, output_path=(text(), ""), job_name=(text(), "DeepSpeedJobName")),
+    *_group("csv_monitor", _MONITOR, enabled=_OFF, output_path=(text(), ""), job_name=(text(), "DeepSpeedJobName")),
+    *_group(
+        "wandb",
+        _MONITOR,
+        enabled=_OFF,
+        group=_TEXT_OR_NOTHING,
+        team=_TEXT_OR_NOTHING,
+        project=(text(), "deepspeed"),
+    ),
+    *_group(
+        "comet",
+        _MONITOR,
+        enabled=_OFF,
+        samples_log_interval=(integer(1), 100),
+        project=_TEXT_OR_NOTHING,
+        workspace=_TEXT_OR_NOTHING,
+        api_key=_TEXT_OR_NOTHING,
+        experiment_name=_TEXT_OR_NOTHING,
+        experiment_key=_TEXT_OR_NOTHING,
+        online=(boolean(), None),
+        mode=_TEXT_OR_NOTHING,
+    ),
+    *_group("trackio", _MONITOR, enabled=_OFF, project=(text(), "deepspeed")),
+    *_group(
+        "flops_profiler",
+        _PROFILER,
+        enabled=_OFF,
+        recompute_fwd_factor=(number(0), 0.0),
+        profile_step=(integer(), 1),
+        module_depth=(integer(-1), -1),
+        top_modules=(integer(), 1),
+        detailed=_ON,
+        output_file=_TEXT_OR_NOTHING,
+    ),
+    *_group(
+        "comms_logger",
+        _ONE_RANK,
+        enabled=_OFF,
+        verbose=_OFF,
+        prof_all=_ON,
+        debug=_OFF,
+        prof_ops=(list_of(text()), ()),
+    ),
+    Key("graph_harvesting", boolean(), Treatment.INAPPLICABLE, "CUDA graphs cannot hold weights that move", False),
+    *_group(
+        "compile",
+        _COMPILE,
+        deepcompile=_OFF,
+        free_activation=_OFF,
+        free_activation_threshold=(integer(), 10 << 20),
+        offload_activation=_OFF,
+        offload_opt_states=_OFF,
+        offload_parameters=_OFF,
+        double_buffer=_ON,
+        symmetric_memory=_OFF,
+        debug_log=_OFF,
+        sync_before_reduce=_OFF,
+        sync_after_reduce=_OFF,
+        sync_before_allgather=_OFF,
+        sync_after_allgather=_OFF,
+        keep_int_input_tensors=_ON,
+        keep_all_input_tensors=_OFF,
+        passes=(list_of(text()), None),
+    ),
+    # Whole groups: what is inside them is not looked at.
+    _changes_numbers("curriculum_learning", "the data schedule is your loader's"),
+    _changes_numbers("data_efficiency", "the data schedule and token dropping are your loader's and model's"),
+    _changes_numbers("progressive_layer_drop", "layers are dropped by the model, not by the engine"),
+    _changes_numbers("sparse_attention", "attention is the model's", present_group()),
+    _changes_numbers("quantize_training", "weights are never quantised", present_group()),
+    _changes_numbers("compression_training", "the model is never compressed", present_group()),
+    _changes_numbers("weight_quantization", "weights are never quantised", present_group()),
+    _changes_numbers("elasticity", "it works out other batch sizes; say train_batch_size"),
+    _other_group("eigenvalue", "it only serves quantize_training"),
+    _other_group("autotuning", "the settings follow from the budgets and measured bandwidths"),
+    _other_group("nebula", _CHECKPOINT),
+    _other_group("datastates_ckpt", _CHECKPOINT, present_group()),
+    _other_group("hybrid_engine", "the model generates as it is"),
+    _other_group("timers", _PROFILER, present_group()),
+    _other_group("tensor_parallel", _ONE_RANK, present_group()),
+    _other_group("expert_parallel", _ONE_RANK, present_group()),
+    _other_group("pipeline", "there is no pipeline engine", present_group()),
+    Key("sequence_parallel_size", integer(1), Treatment.INAPPLICABLE, _ONE_RANK, 1),
+    Key("data_parallel_size", integer(1), Treatment.INAPPLICABLE, _ONE_RANK, 1),
+    Key("use_data_before_expert_parallelism", boolean(), Treatment.INAPPLICABLE, _ONE_RANK, False),
+)

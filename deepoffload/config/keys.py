@@ -1,0 +1,235 @@
+"""What the tables of keys are made of: how a value is checked, and what becomes of a key."""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from deepoffload.config.units import parse_bytes
+
+AUTO = "auto"
+
+
+class Mismatch(Exception):
+    """A value does not fit its kind; the text, if any, is said instead of "expected <kind.expected>"."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A sort of value. ``normalise`` gives the value in our form or raises :class:`Mismatch`."""
+
+    expected: str
+    normalise: Callable[[object], object]
+
+
+class Treatment(enum.Enum):
+    """What becomes of a key of DeepSpeed's dialect."""
+
+    HONOURED = "honoured"
+    """It means here what it means there."""
+    MAPPED = "mapped"
+    """It becomes a key or a behaviour of ours; a note says which."""
+    INAPPLICABLE = "inapplicable"
+    """There is nothing here for it to set; a note says why."""
+    ERROR = "error"
+    """Ignoring it would change numbers. Its default and the values in ``harmless`` are accepted."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration, by its dotted path."""
+
+    path: str
+    kind: Kind
+    treatment: Treatment
+    text: str
+    default: object = None
+    harmless: tuple[object, ...] = ()
+    field: str | None = None
+    """The path of ours that it sets, where it sets one."""
+    convert: Callable[[object], object] | None = None
+    """From the checked value to the field's value; ``None`` as the result says nothing."""
+
+
+def boolean() -> Kind:
+    def normalise(value: object) -> object:
+        if not isinstance(value, bool):
+            quoted = isinstance(value, str) and value.strip().lower() in ("true", "false")
+            raise Mismatch("expected true or false without quotes" if quoted else "")
+        return value
+
+    return Kind("true or false", normalise)
+
+
+def integer(low: int = 0, high: int | None = None, multiple: int = 1) -> Kind:
+    """Whole numbers from ``low`` to ``high``; JSON's ``5e8`` is one."""
+    expected = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    if multiple > 1:
+        expected += f" that is a multiple of {multiple}"
+
+    def normalise(value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise Mismatch
+        if not math.isfinite(value) or value != int(value):
+            raise Mismatch
+        if value < low or (high is not None and value > high) or int(value) % multiple:
+            raise Mismatch
+        return int(value)
+
+    return Kind(expected, normalise)
+
+
+def number(low: float | None = None, high: float | None = None, below: float | None = None) -> Kind:
+    """Finite numbers from ``low`` to ``high``, or under ``below``."""
+    limits = [f"at least {low:g}" if low is not None else "", f"at most {high:g}" if high is not None else ""]
+    limits.append(f"below {below:g}" if below is not None else "")
+    words = " and ".join(limit for limit in limits if limit)
+
+    def normalise(value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise Mismatch
+        if (low is not None and value < low) or (high is not None and value > high):
+            raise Mismatch
+        if below is not None and value >= below:
+            raise Mismatch
+        return float(value)
+
+    return Kind(f"a finite number {words}".strip(), normalise)
+
+
+def text() -> Kind:
+    def normalise(value: object) -> object:
+        if not isinstance(value, str):
+            raise Mismatch
+        return value
+
+    return Kind("text", normalise)
+
+
+def choice(options: Mapping[str, object]) -> Kind:
+    """One of the texts in ``options``, in any case of letters, or the member of an enum it stands for."""
+    lowered = {name.lower(): meaning for name, meaning in options.items()}
+
+    def normalise(value: object) -> object:
+        if isinstance(value, enum.Enum) and value in options.values():
+            return value
+        if not isinstance(value, str) or value.lower() not in lowered:
+            raise Mismatch
+        return lowered[value.lower()]
+
+    return Kind("one of " + ", ".join(f'"{name}"' for name in options), normalise)
+
+
+def choice_of(*options: str) -> Kind:
+    return choice({option: option for option in options})
+
+
+def size(low: int = 0) -> Kind:
+    """Bytes, as :func:`deepoffload.config.units.parse_bytes` reads them."""
+
+    def normalise(value: object) -> object:
+        try:
+            count = parse_bytes(value)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise Mismatch(str(error)) from None
+        if count < low:
+            raise Mismatch
+        return count
+
+    return Kind(f'bytes (at least {low}), such as 2147483648 or "2GiB"', normalise)
+
+
+def paths() -> Kind:
+    """One directory or a list of them; the result is a tuple of texts."""
+
+    def normalise(value: object) -> object:
+        listed = value if isinstance(value, (list, tuple)) else [value]
+        result = []
+        for item in listed:
+            if not isinstance(item, (str, os.PathLike)):
+                raise Mismatch
+            name = os.fspath(item)
+            if not isinstance(name, str) or not name.strip() or "\0" in name:
+                raise Mismatch
+            result.append(os.path.expanduser(name))
+        if len(set(result)) != len(result):
+            raise Mismatch("expected directories that differ from each other")
+        return tuple(result)
+
+    return Kind("a directory or a list of directories", normalise)
+
+
+def list_of(item: Kind, length: int | None = None) -> Kind:
+    """A list whose items are all of one kind; the result is a tuple."""
+
+    def normalise(value: object) -> object:
+        if not isinstance(value, (list, tuple)) or (length is not None and len(value) != length):
+            raise Mismatch
+        return tuple(item.normalise(element) for element in value)
+
+    many = "a list" if length is None else f"a list of {length}"
+    return Kind(f"{many}, each {item.expected}", normalise)
+
+
+def either(*kinds: Kind) -> Kind:
+    """The first of several kinds that fits."""
+
+    def normalise(value: object) -> object:
+        for kind in kinds:
+            try:
+                return kind.normalise(value)
+            except Mismatch:
+                continue
+        raise Mismatch
+
+    return Kind(" or ".join(kind.expected for kind in kinds), normalise)
+
+
+def mapping() -> Kind:
+    """An object whose content is looked at later, or not at all."""
+
+    def normalise(value: object) -> object:
+        if not isinstance(value, Mapping):
+            raise Mismatch
+        return dict(value)
+
+    return Kind("an object", normalise)
+
+
+def switched_group() -> Kind:
+    """An object with ``enabled``; the result is ``"on"`` or ``"off"`` (the default)."""
+
+    def normalise(value: object) -> object:
+        if not isinstance(value, Mapping):
+            raise Mismatch
+        enabled = value.get("enabled", False)
+        if enabled in (AUTO, None):
+            enabled = False
+        if not isinstance(enabled, bool):
+            raise Mismatch
+        return "on" if enabled else "off"
+
+    return Kind('an object with "enabled": true or false', normalise)
+
+
+def present_group() -> Kind:
+    """An object that is on by being there; the result is ``"on"``, or ``"off"`` when it is empty."""
+
+    def normalise(value: object) -> object:
+        if not isinstance(value, Mapping):
+            raise Mismatch
+        return "on" if value else "off"
+
+    return Kind("an object", normalise)
+
+
+def anything() -> Kind:
+    return Kind("anything", lambda value: value)
+
+
+def keys_by_path(*tables: Sequence[Key]) -> dict[str, Key]:
+    """One mapping of several tables. Each path is in one table only (a test holds it)."""
+    return {key.path: key for table in tables for key in table}

@@ -1,0 +1,73 @@
+"""deepoffload's own keys. Each is also a keyword of ``offload_context`` and ``initialize``."""
+
+from __future__ import annotations
+
+from deepoffload.config.keys import Key, Kind, Treatment, boolean, choice, integer, paths, size
+from deepoffload.config.schema import AioBackend, Precision, StepOverlap
+from deepoffload.device import Tier
+
+DIRECT_IO_ALIGNMENT_BYTES = 4096
+REQUEST_BYTES_MAX = 1 << 30
+"""Below Linux's limit of 0x7ffff000 bytes per transfer (read(2), "NOTES")."""
+QUEUE_DEPTH_MAX = 4096
+
+
+def tier_limit() -> Kind:
+    """DeepSpeed's spelling of a tier, and ours."""
+    return choice(
+        {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME, "device": Tier.DEVICE, "host": Tier.HOST},
+    )
+
+
+def _own(path: str, kind: Kind, text: str, default: object = None) -> Key:
+    return Key(path, kind, Treatment.HONOURED, text, default, field=path)
+
+
+OWN_KEYS = (
+    _own("device_budget", size(1), "Bytes of device memory. On a CPU device one pool with `host_budget`."),
+    _own("host_budget", size(1), "Bytes of host memory for weights, gradients, optimizer state and transfer buffers."),
+    _own("nvme_budget", size(), "Bytes of disk. 0 keeps everything off the disk."),
+    _own("nvme_path", paths(), "Directory for the swap file, or a list of them on different disks.", ()),
+    _own("offload_param", tier_limit(), "The farthest tier weights may go to; not said: as far as the budgets ask."),
+    _own("offload_optimizer", tier_limit(), "The farthest tier optimizer state may go to; not said: as for weights."),
+    _own(
+        "step_overlap",
+        choice({member.value: member for member in StepOverlap}),
+        "When the update runs: before a unit's next use, during backward, or inside `step()`. Same bits in all three.",
+        StepOverlap.DEFERRED,
+    ),
+    _own("prefetch", boolean(), "Fetch units before they are used. `false` is the serial reference.", True),
+    _own(
+        "durability",
+        boolean(),
+        "Resume from the swap file after a crash. Not in this version: `true` is an error.",
+        False,
+    ),
+    _own("timeline", boolean(), "Record what happened when, for a Chrome trace.", False),
+    _own(
+        "precision",
+        choice({member.value: member for member in Precision}),
+        "The dtype the weights compute in, over fp32 master weights. `keep`: as registered.",
+        Precision.KEEP,
+    ),
+    _own(
+        "aio.backend",
+        choice({member.value: member for member in AioBackend}),
+        "The system interface for disk requests. `auto` takes the first one that the machine permits.",
+        AioBackend.AUTO,
+    ),
+    _own(
+        "aio.block_bytes",
+        Kind(
+            f"bytes from {DIRECT_IO_ALIGNMENT_BYTES} to {REQUEST_BYTES_MAX}, a multiple of {DIRECT_IO_ALIGNMENT_BYTES}",
+            lambda value: integer(DIRECT_IO_ALIGNMENT_BYTES, REQUEST_BYTES_MAX, DIRECT_IO_ALIGNMENT_BYTES).normalise(
+                size().normalise(value)
+            ),
+        ),
+        "Length of one disk request.",
+        1 << 20,
+    ),
+    _own("aio.verify", boolean(), "Keep a checksum of every extent and compare it on every read.", False),
+    _own("debug.poison", boolean(), "Fill every buffer with NaN when it is taken back.", False),
+    _own("debug.evict_always", boolean(), "Evict everything as soon as it may be evicted.", False),
+)

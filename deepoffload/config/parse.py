@@ -1,0 +1,206 @@
+"""``parse_config``: everything the user may hand over becomes one checked :class:`Config`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, cast
+
+from deepoffload.config.collect import Layer, check, shown
+from deepoffload.config.keys import AUTO
+from deepoffload.config.lr_schedules import SCHEDULES
+from deepoffload.config.schema import (
+    AioConfig,
+    Config,
+    DebugConfig,
+    OptimizerConfig,
+    Precision,
+    SchedulerConfig,
+    StepOverlap,
+)
+from deepoffload.config.source import read_source
+from deepoffload.device import Tier
+from deepoffload.errors import ConfigError
+
+_FP16 = "fp16 with loss scaling is not available in this version; use bf16 or fp32"
+
+
+def parse_config(
+    source: str | os.PathLike[str] | Mapping[str, object] | Config | None = None, **overrides: object
+) -> Config:
+    """Read and check a configuration.
+
+    Args:
+        source: path of a JSON file (DeepSpeed's keys, ours, or both), a dict of the same, a ``Config``, or nothing.
+        overrides: keys as keywords, which win over ``source``; a nested one is a dict (``aio={"backend": "pool"}``).
+            ``None`` takes back what ``source`` says.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, wrong type or range, keys that contradict each other, or a key that
+            cannot be ignored without changing numbers. The message names the key by its dotted path.
+    """
+    mapping, file_name = read_source(source)
+    where = f"configuration {file_name}: " if file_name else ""
+    base = Layer(where).collect(mapping)
+    top = Layer("").collect(overrides)
+    fields = _merge(base.fields, top.fields)
+    earlier = source.notes if isinstance(source, Config) else ()
+    notes = tuple(dict.fromkeys((*earlier, *base.notes, *top.notes)))
+    return _build(fields, notes, where)
+
+
+def _merge(base: dict[str, object], top: dict[str, object]) -> dict[str, Any]:
+    """``top`` over ``base``, without what is not said. A new schedule type brings its own parameters."""
+    merged = dict(base)
+    if top.get("scheduler.type") is not None:
+        merged.pop("scheduler.params", None)
+    elif isinstance(top.get("scheduler.params"), dict):
+        earlier = cast("dict[str, object]", merged.get("scheduler.params") or {})
+        top = {**top, "scheduler.params": {**earlier, **cast("dict[str, object]", top["scheduler.params"])}}
+    merged.update(top)
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str) -> Config:
+    simple = (
+        "device_budget",
+        "host_budget",
+        "nvme_budget",
+        "offload_param",
+        "offload_optimizer",
+        "step_overlap",
+        "prefetch",
+        "durability",
+        "timeline",
+        "precision",
+        "gradient_clipping",
+        "dataloader_drop_last",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "zero_stage",
+    )
+    config = Config(
+        **{name: fields[name] for name in simple if name in fields},
+        **_batch_triple(fields, where),
+        nvme_path=_nvme_path(fields),
+        optimizer=_optimizer(fields, where),
+        scheduler=_scheduler(fields, where),
+        aio=AioConfig(**_below("aio", fields)),
+        debug=DebugConfig(**_below("debug", fields)),
+        notes=notes,
+    )
+    _check_together(config, fields, where)
+    return config
+
+
+def _below(section: str, fields: dict[str, Any]) -> dict[str, Any]:
+    prefix = section + "."
+    return {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+
+
+def _batch_triple(fields: dict[str, Any], where: str, world_size: int = 1) -> dict[str, Any]:
+    """DeepSpeed's rule: train_batch_size = micro x accumulation x world; two of them give the third."""
+    train = fields.get("train_batch_size")
+    micro = fields.get("train_micro_batch_size_per_gpu")
+    steps = fields.get("gradient_accumulation_steps")
+    if train is not None:
+        if micro is None:
+            micro = _quotient(where, train, steps or 1, world_size, "gradient_accumulation_steps")
+        if steps is None:
+            steps = _quotient(where, train, micro, world_size, "train_micro_batch_size_per_gpu")
+        if train != micro * steps * world_size:
+            raise ConfigError(
+                f"{where}train_batch_size = {train} is not train_micro_batch_size_per_gpu = {micro} x "
+                f"gradient_accumulation_steps = {steps} x processes = {world_size}; leave one of the three out"
+            )
+    elif micro is not None:
+        train = micro * (steps or 1) * world_size
+    return {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps or 1,
+    }
+
+
+def _quotient(where: str, train: int, part: int, world_size: int, name: str) -> int:
+    if train % (part * world_size):
+        raise ConfigError(
+            f"{where}train_batch_size = {train} cannot be divided by {name} = {part} x processes = {world_size}"
+        )
+    return train // (part * world_size)
+
+
+def _nvme_path(fields: dict[str, Any]) -> tuple[str, ...]:
+    """Ours where it is said; else the paths of DeepSpeed's two offload sections, each once."""
+    theirs = (*fields.get("nvme_path.offload_param", ()), *fields.get("nvme_path.offload_optimizer", ()))
+    return tuple(fields.get("nvme_path", tuple(dict.fromkeys(theirs))))
+
+
+def _optimizer(fields: dict[str, Any], where: str) -> OptimizerConfig | None:
+    kind = fields.get("optimizer.type")
+    said = _below("optimizer.params", fields)
+    if kind is None:
+        if said:
+            raise ConfigError(f'{where}optimizer.params without optimizer.type; say "Adam" or "AdamW"')
+        return None
+    params = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "bias_correction": True,
+        "adamw_mode": True,
+        **said,
+    }
+    if kind == "adamw":
+        params["adamw_mode"] = True
+    return OptimizerConfig(kind, params)
+
+
+def _scheduler(fields: dict[str, Any], where: str) -> SchedulerConfig | None:
+    kind = fields.get("scheduler.type")
+    said = fields.get("scheduler.params", {})
+    if kind is None:
+        if said:
+            raise ConfigError(f"{where}scheduler.params without scheduler.type; say one of {', '.join(SCHEDULES)}")
+        return None
+    known = SCHEDULES[kind]
+    params: dict[str, object] = {name: parameter.default for name, parameter in known.items()}
+    for name, raw in said.items():
+        path = f"{where}scheduler.params.{name}"
+        if name not in known:
+            raise ConfigError(f"{path}: {kind} has no such parameter; it has {', '.join(known)}")
+        if raw == AUTO and name == "warmup_max_lr":
+            params[name] = None  # the optimizer's own rate, which is what Hugging Face fills in
+        elif raw is not None and raw != AUTO:
+            params[name] = check(known[name].kind, raw, path)
+    for name, parameter in known.items():
+        if parameter.required and params[name] is None:
+            raise ConfigError(f"{where}scheduler.params.{name}: {kind} needs it; expected {parameter.kind.expected}")
+    return SchedulerConfig(kind, params)
+
+
+def _check_together(config: Config, fields: dict[str, Any], where: str) -> None:
+    """What no single key can be blamed for."""
+    if config.durability:
+        raise ConfigError(f"{where}durability = true: not in this version; leave it out and save with save_pretrained")
+    if config.precision is Precision.FP16:
+        raise ConfigError(f'{where}precision = "fp16": {_FP16}')
+    for name in ("grad_accum_dtype", "param_dtype"):
+        dtype = fields.get(f"data_types.{name}")
+        if dtype is not None and dtype is not config.precision:
+            raise ConfigError(
+                f"{where}data_types.{name} = {shown(dtype)}: ignoring it would change numbers: gradients accumulate in "
+                f"the dtype of the weights, and precision is {shown(config.precision)}; set precision (or bf16.enabled) "
+                "to the same dtype, or leave this out"
+            )
+    if config.step_overlap is StepOverlap.IN_BACKWARD and config.gradient_clipping:
+        raise ConfigError(
+            f'{where}step_overlap = "in_backward" updates weights before the norm of all gradients is known; set '
+            'gradient_clipping to 0, or step_overlap to "deferred"'
+        )
+    for name in ("offload_param", "offload_optimizer"):
+        if getattr(config, name) is Tier.NVME and not config.nvme_path:
+            raise ConfigError(f"{where}{name} is nvme, but there is no nvme_path; say which directory to swap to")
+    if config.nvme_budget and not config.nvme_path:
+        raise ConfigError(f"{where}nvme_budget without nvme_path; say which directory to swap to")

@@ -1,0 +1,127 @@
+"""What the user asked for, as immutable data.
+
+A ``Config`` is made by :func:`deepoffload.config.parse_config`, which checks it. One made by hand is checked as soon as
+it is handed to anything, because everything that takes a configuration calls ``parse_config`` first.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from deepoffload.device import Tier
+
+
+class StepOverlap(enum.Enum):
+    """When the optimizer's update runs. All three give the same bits."""
+
+    DEFERRED = "deferred"
+    """A unit is updated after the step was asked for and before its own next use."""
+    IN_BACKWARD = "in_backward"
+    """A unit is updated as soon as its last gradient landed; needs clipping to be off."""
+    NONE = "none"
+    """All units are updated inside ``step()``, one after the other: the serial reference."""
+
+
+class Precision(enum.Enum):
+    """The dtype the weights compute in. The fp32 value stays the master."""
+
+    KEEP = "keep"
+    """As registered by the model."""
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class AioBackend(enum.Enum):
+    """Which system interface moves bytes to and from disk."""
+
+    AUTO = "auto"
+    """The first of libaio, io_uring and pool that the machine permits."""
+    LIBAIO = "libaio"
+    IO_URING = "io_uring"
+    POOL = "pool"
+    """Threads calling pread and pwrite: works on every file system."""
+
+
+@dataclass(frozen=True)
+class AioConfig:
+    """Disk requests."""
+
+    backend: AioBackend = AioBackend.AUTO
+    block_bytes: int = 1 << 20
+    """Length of one request; longer transfers are cut."""
+    queue_depth: int = 16
+    """Requests in flight."""
+    verify: bool = False
+    """Keep a checksum of every extent written and compare it on every read."""
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    """Switches that make mistakes visible, at a price."""
+
+    poison: bool = False
+    """Fill every buffer with NaN when it is taken back."""
+    evict_always: bool = False
+    """Evict everything as soon as it may be evicted."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer ``initialize`` builds when it is given none.
+
+    ``params`` is complete: the keyword arguments of ``CPUAdam`` (``lr``, ``betas``, ``eps``, ``weight_decay``,
+    ``bias_correction``, ``adamw_mode``) with DeepSpeed's defaults filled in.
+    """
+
+    type: str
+    """``"adam"`` or ``"adamw"``."""
+    params: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The learning rate schedule ``initialize`` builds when it is given none; see ``config.lr_schedules``.
+
+    ``params`` is complete: DeepSpeed's parameters of that type with its defaults filled in.
+    """
+
+    type: str
+    """``"WarmupLR"``, ``"WarmupDecayLR"``, ``"WarmupCosineLR"``, ``"OneCycle"`` or ``"LRRangeTest"``."""
+    params: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything the user said. ``None`` means "not said": ``config.resolve`` or the caller decides.
+
+    Budgets are bytes. ``offload_param`` and ``offload_optimizer`` are the farthest tier those bytes may go to.
+    """
+
+    device_budget: int | None = None
+    host_budget: int | None = None
+    nvme_budget: int | None = None
+    nvme_path: tuple[str, ...] = ()
+    offload_param: Tier | None = None
+    offload_optimizer: Tier | None = None
+    step_overlap: StepOverlap = StepOverlap.DEFERRED
+    prefetch: bool = True
+    durability: bool = False
+    timeline: bool = False
+    precision: Precision = Precision.KEEP
+    gradient_clipping: float | None = None
+    gradient_accumulation_steps: int = 1
+    train_micro_batch_size_per_gpu: int | None = None
+    train_batch_size: int | None = None
+    dataloader_drop_last: bool = False
+    steps_per_print: int | None = None
+    wall_clock_breakdown: bool = False
+    zero_stage: int | None = None
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    aio: AioConfig = field(default_factory=AioConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    notes: tuple[str, ...] = ()
+    """One line per key that was mapped or does not apply, to be logged once."""

@@ -1,0 +1,89 @@
+"""Reading what the user gave: a JSON file, a mapping, a ``Config``, or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from deepoffload.config.schema import Config
+from deepoffload.errors import ConfigError
+
+
+def read_source(source: str | os.PathLike[str] | Mapping[str, object] | Config | None) -> tuple[dict[str, Any], str]:
+    """The mapping that ``source`` stands for, and the name of the file for messages ("" when it is none).
+
+    Raises:
+        ConfigError: the file cannot be read, is not JSON or repeats a key; or ``source`` is something else.
+    """
+    if source is None:
+        return {}, ""
+    if isinstance(source, Config):
+        return config_to_mapping(source), ""
+    if isinstance(source, Mapping):
+        return dict(source), ""
+    if isinstance(source, (str, os.PathLike)):
+        name = os.fspath(source)
+        if isinstance(name, str):
+            return _read_file(name), name
+    raise ConfigError(
+        f"a configuration is the path of a JSON file, a dict or a Config, not {type(source).__name__} ({source!r:.80})"
+    )
+
+
+def config_to_mapping(config: Config) -> dict[str, Any]:
+    """The keys of ours that give ``config`` again, without those that have their defaults."""
+    result: dict[str, Any] = {}
+    for item in dataclasses.fields(Config):
+        value = getattr(config, item.name)
+        if item.name == "notes" or value == getattr(_DEFAULTS, item.name):
+            continue
+        if item.name == "zero_stage":
+            result["zero_optimization"] = {"stage": value}
+        elif dataclasses.is_dataclass(value):
+            result[item.name] = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
+        else:
+            result[item.name] = value
+    return result
+
+
+_DEFAULTS = Config()
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except OSError as error:
+        hint = "; give JSON text as a dict (json.loads)" if path.lstrip().startswith("{") else ""
+        raise ConfigError(f"configuration {path!r:.200}: cannot be read ({error.strerror}){hint}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"configuration {path}: not UTF-8 text (byte {error.start})") from error
+    try:
+        value = json.loads(text, object_pairs_hook=_without_repetition)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"configuration {path}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}"
+        ) from error
+    except _Repeated as error:
+        raise ConfigError(f'configuration {path}: the key "{error}" stands twice in one object') from error
+    except RecursionError as error:
+        raise ConfigError(f"configuration {path}: nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"configuration {path}: expected an object {{...}}, not {type(value).__name__}")
+    return value
+
+
+class _Repeated(Exception):
+    pass
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise _Repeated(key)
+        result[key] = value
+    return result
