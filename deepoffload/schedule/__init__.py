@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepoffload.schedule.cost_model import Bandwidths, Kind, StepOverlap, Traffic, Workload
 from deepoffload.schedule.placement import BlockSpec, Placement, plan_placement
-from deepoffload.schedule.planner import Move, MoveKind, choose_victim, plan_prefetch
+from deepoffload.schedule.planner import Move, MoveKind, choose_victim, plan_prefetch, plan_write_back
 from deepoffload.schedule.trace import Event, Trace, TraceStats
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "choose_victim",
     "plan_placement",
     "plan_prefetch",
+    "plan_write_back",
 ]

@@ -58,6 +58,8 @@ class Placement:
 
     ``resident``: blocks that never leave memory. ``paged``: blocks with a home on NVMe, of ``nvme_bytes`` in all, which
     share ``dynamic_bytes`` of memory (at least ``window.nbytes``).
+    ``lookahead_bytes``: how far ahead to fetch (``plan_prefetch``): half of ``dynamic_bytes``, so that the other half
+    holds what was used and is being written or will soon be used again, but never less than the least window.
     ``minimum_bytes``: the smallest capacity with which this model runs.
     ``traffic``, ``disk_seconds``: expected per optimizer step.
     """
@@ -70,6 +72,7 @@ class Placement:
     nvme_capacity_bytes: int | None
     resident_bytes: int
     dynamic_bytes: int
+    lookahead_bytes: int
     nvme_bytes: int
     minimum_bytes: int
     traffic: Traffic
@@ -239,6 +242,7 @@ class _Problem:
             nvme_capacity_bytes=nvme_capacity_bytes,
             resident_bytes=resident_bytes,
             dynamic_bytes=dynamic_bytes,
+            lookahead_bytes=min(dynamic_bytes, max(dynamic_bytes // 2, self.window(paged, 2, True).nbytes)),
             nvme_bytes=sum(block.nbytes for block in paged),
             minimum_bytes=self.minimum_bytes,
             traffic=traffic,

@@ -2,7 +2,7 @@
 
 Evicting the block whose next use lies farthest ahead is optimal for blocks of one size (Belady, "A study of replacement
 algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966); least-recently-used never hits in a cyclic
-order that is longer than the memory. Both functions are pure; whoever calls them carries the moves out.
+order that is longer than the memory. All functions are pure; whoever calls them carries the moves out.
 """
 
 from __future__ import annotations
@@ -107,6 +107,37 @@ def plan_prefetch(
         moves.append(Move(MoveKind.FETCH, block))
         free_bytes -= size
     return moves
+
+
+def plan_write_back(
+    dirty: Iterable[int],
+    upcoming: Iterable[tuple[int, int]],
+    *,
+    nbytes: Callable[[int], int],
+    next_use: Callable[[int], float],
+    lookahead_bytes: int,
+    static: Container[int] = frozenset(),
+    scan_limit: int = 256,
+) -> list[int]:
+    """The dirty blocks to write now, so that their memory can be taken later without waiting; farthest next use first.
+
+    Left out are ``static`` blocks and those used again within the window of ``plan_prefetch``, of which the arguments
+    are the same: they may change again before they go. The caller offers no block that is in use or being written.
+    """
+    candidates = [block for block in dirty if block not in static]
+    if not candidates:
+        return []
+    near: set[int] = set()
+    window_bytes = 0
+    for _, block in islice(upcoming, scan_limit):
+        if block in near or block in static:
+            continue
+        window_bytes += nbytes(block)
+        if window_bytes > lookahead_bytes:
+            break
+        near.add(block)
+    far = [(-next_use(block), block) for block in candidates if block not in near]
+    return [block for _, block in sorted(far)]
 
 
 class _Victims:
