@@ -1,4 +1,4 @@
-"""From nested mappings to checked values of our own fields, with a note for every key that does not mean itself here."""
+"""From nested mappings to checked values of our own fields, with a note for every key that is not simply honoured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Layer:
         """Check every key of ``mapping`` and take over what it says.
 
         Raises:
-            ConfigError: a key is unknown, a value does not fit, two keys disagree, or ignoring one would change numbers.
+            ConfigError: a key is unknown, a value does not fit, two keys disagree, or ignoring one changes numbers.
         """
         for name, value in mapping.items():
             if not isinstance(name, str):
@@ -43,7 +43,7 @@ class Layer:
             elif isinstance(value, Mapping):
                 self.collect(value, path + ".")
             elif value is None or value == AUTO:
-                self.fields.update({key.field: None for key in KEYS.values() if _sets_below(key, path)})
+                self.fields.update(dict.fromkeys(_fields_below(path)))
             else:
                 raise ConfigError(f"{self.where}{path} = {shown(value)}: expected an object")
         return self
@@ -75,8 +75,8 @@ class Layer:
         self.origin[field_name] = path
 
 
-def _sets_below(key: Key, section: str) -> bool:
-    return key.field is not None and key.field.startswith(section + ".")
+def _fields_below(section: str) -> list[str]:
+    return [key.field for key in KEYS.values() if key.field is not None and key.field.startswith(section + ".")]
 
 
 def check(kind: Kind, raw: object, where: str) -> object:

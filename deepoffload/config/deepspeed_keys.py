@@ -1,8 +1,8 @@
 """Every key of DeepSpeed's configuration that trains, and what becomes of it here.
 
 Source: DeepSpeed 0.19 (``runtime/config.py``, ``runtime/constants.py``, ``runtime/precision_config.py``,
-``runtime/zero/config.py``, ``runtime/zero/offload_config.py``, ``runtime/swap_tensor/constants.py``). Keys of tools around
-the training are in ``deepspeed_tool_keys``. This version runs one process, which is why nothing is reduced or gathered.
+``runtime/zero/config.py``, ``runtime/zero/offload_config.py``, ``runtime/swap_tensor/constants.py``). Keys of tools
+around the training are in ``deepspeed_tool_keys``. One process runs, which is why nothing is reduced or gathered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keys of DeepSpeed's tools around the training: checkpoints, monitors, profilers, compilation, data and compression."""
+"""Keys of DeepSpeed's tools around the training: checkpoints, monitors, profilers, compilation, data, compression."""
 
 from __future__ import annotations
 

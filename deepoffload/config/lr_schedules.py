@@ -104,7 +104,7 @@ def betas_at(scheduler: SchedulerConfig, step: int) -> tuple[float, float] | Non
     params: dict[str, Any] = dict(scheduler.params)
     low, high = params["cycle_min_mom"], params["cycle_max_mom"]
     if step == 0:
-        return low, ONE_CYCLE_BETA2
+        return float(low), ONE_CYCLE_BETA2
     cycle_steps = sum(_half_cycles(params))
     if step - 1 < cycle_steps:
         return high - (high - low) * _cycle_scale(params, step), ONE_CYCLE_BETA2
@@ -150,18 +150,18 @@ def _warmup_cosine_lr(params: dict[str, Any], step: int, base_lr: float, group: 
     share = _warmup_share(params, iteration)
     if share is not None:
         low = params["warmup_min_ratio"]
-        return base_lr * (low + share * (1.0 - low))
+        return float(base_lr * (low + share * (1.0 - low)))
     warm = max(2, params["warmup_num_steps"])
     progress = min(1.0, (iteration - warm + 1) / max(1, params["total_num_steps"] - warm))
     low = params["cos_min_ratio"]
-    return base_lr * max(0.0, low + (1.0 - low) * (1 + math.cos(math.pi * progress)) / 2)
+    return float(base_lr * max(0.0, low + (1.0 - low) * (1 + math.cos(math.pi * progress)) / 2))
 
 
 def _lr_range_test(params: dict[str, Any], step: int, base_lr: float, group: int) -> float:
     intervals = step / params["lr_range_test_step_size"]
     if params["lr_range_test_staircase"]:
         intervals = math.floor(intervals)
-    return _of_group(params["lr_range_test_min_lr"], group) * (1 + params["lr_range_test_step_rate"] * intervals)
+    return float(_of_group(params["lr_range_test_min_lr"], group) * (1 + params["lr_range_test_step_rate"] * intervals))
 
 
 def _half_cycles(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -40,7 +40,7 @@ OWN_KEYS = (
     _own(
         "durability",
         boolean(),
-        "Resume from the swap file after a crash. Not in this version: `true` is an error.",
+        "Resume from the swap file. Not in this version: `true` is an error.",
         False,
     ),
     _own("timeline", boolean(), "Record what happened when, for a Chrome trace.", False),

@@ -190,9 +190,9 @@ def _check_together(config: Config, fields: dict[str, Any], where: str) -> None:
         dtype = fields.get(f"data_types.{name}")
         if dtype is not None and dtype is not config.precision:
             raise ConfigError(
-                f"{where}data_types.{name} = {shown(dtype)}: ignoring it would change numbers: gradients accumulate in "
-                f"the dtype of the weights, and precision is {shown(config.precision)}; set precision (or bf16.enabled) "
-                "to the same dtype, or leave this out"
+                f"{where}data_types.{name} = {shown(dtype)}: ignoring it would change numbers: gradients accumulate "
+                f"in the dtype of the weights, and precision is {shown(config.precision)}; set precision (or "
+                "bf16.enabled) to the same dtype, or leave this out"
             )
     if config.step_overlap is StepOverlap.IN_BACKWARD and config.gradient_clipping:
         raise ConfigError(

@@ -12,13 +12,16 @@ _FACTORS = {
 }
 _TEXT = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?(?:[eE][+]?\d+)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*")
 _NUMBER_MAX_DIGITS = 40
+_SHOWN_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_SHOWN_MAX = 1023.995
+"""From here on two decimals would round to 1024.00."""
 
 
 def parse_bytes(value: int | float | str) -> int:
     """Bytes of ``1073741824``, ``1.5e9``, ``"2GiB"`` or ``"500 MB"``.
 
-    KB, MB, ... are powers of 1000 and KiB, MiB, ... powers of 1024, in either case of letters. A fraction of a byte in a
-    text with a unit is rounded down; a number without a unit has to be whole.
+    KB, MB, ... are powers of 1000 and KiB, MiB, ... powers of 1024, in either case of letters. A fraction of a byte in
+    a text with a unit is rounded down; a number without a unit has to be whole.
 
     Raises:
         ValueError: what is wrong and how to write it.
@@ -56,9 +59,7 @@ def format_bytes(count: int) -> str:
     """``count`` bytes for people, in powers of 1024: ``"1.50 GiB"``, ``"512 B"``."""
     if count < 1024:
         return f"{count} B"
-    amount, unit = float(count), "B"
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        amount /= 1024
-        if amount < 1023.995:
-            break
-    return f"{amount:.2f} {unit}"
+    power = 1
+    while power < len(_SHOWN_UNITS) and count / 1024**power >= _SHOWN_MAX:
+        power += 1
+    return f"{count / 1024**power:.2f} {_SHOWN_UNITS[power - 1]}"

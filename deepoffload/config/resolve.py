@@ -1,0 +1,106 @@
+"""From what was asked and what the machine has to the numbers that are kept.
+
+A pure function: the machine is measured by :func:`deepoffload.machine.measure` and handed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepoffload.config.schema import Config
+from deepoffload.config.units import format_bytes
+from deepoffload.device import Device, Tier
+from deepoffload.errors import BudgetError, ConfigError
+from deepoffload.machine import Machine
+
+HOST_SHARE = 0.7
+"""Of the available memory, when no host budget is given: activations and everything else need the rest."""
+DISK_SHARE = 0.9
+"""Of the free disk space, when no NVMe budget is given."""
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that may be used on each tier, and why these.
+
+    On a CPU device ``device_bytes`` is 0: DEVICE and HOST are one pool of ``host_bytes``.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    nvme_bytes: int
+    reasons: tuple[str, ...]
+    """One line per tier."""
+
+
+def resolve_budgets(config: Config, machine: Machine, device: Device, device_free_bytes: int = 0) -> Budgets:
+    """The budgets in bytes.
+
+    Args:
+        machine: measured with the paths of ``config.nvme_path``.
+        device_free_bytes: free memory of a device that has its own.
+
+    Raises:
+        ConfigError: an NVMe path was not measured.
+        BudgetError: a budget is larger than what it is taken from.
+    """
+    if device.shares_host_memory:
+        device_bytes, device_reason = 0, "device: the CPU, one pool with host memory"
+        said = [budget for budget in (config.host_budget, config.device_budget) if budget is not None]
+        host_said = min(said) if said else None
+    else:
+        device_bytes, device_reason = _device(config.device_budget, device, device_free_bytes)
+        host_said = config.host_budget
+    host_bytes, host_reason = _host(host_said, machine)
+    nvme_bytes, nvme_reason = _nvme(config, machine)
+    return Budgets(device_bytes, host_bytes, nvme_bytes, (device_reason, host_reason, nvme_reason))
+
+
+def _device(said: int | None, device: Device, free_bytes: int) -> tuple[int, str]:
+    if said is None:
+        return free_bytes, f"device: all {format_bytes(free_bytes)} that are free on {device}"
+    if said > free_bytes:
+        raise BudgetError(
+            f"device_budget is {format_bytes(said)}, but {device} has {format_bytes(free_bytes)} free; lower it"
+        )
+    return said, f"device: {format_bytes(said)} as device_budget says"
+
+
+def _host(said: int | None, machine: Machine) -> tuple[int, str]:
+    available = machine.memory_available_bytes
+    if said is None:
+        taken = int(available * HOST_SHARE)
+        return taken, f"host: {format_bytes(taken)}, {HOST_SHARE:.0%} of the {format_bytes(available)} available"
+    if said > machine.memory_total_bytes:
+        raise BudgetError(
+            f"host_budget is {format_bytes(said)}, but this process may use {format_bytes(machine.memory_total_bytes)} "
+            "of memory at most; lower host_budget"
+        )
+    reason = f"host: {format_bytes(said)} as the configuration says"
+    if said > available:
+        reason += f" (only {format_bytes(available)} are available at the moment)"
+    return said, reason
+
+
+def _nvme(config: Config, machine: Machine) -> tuple[int, str]:
+    if not config.nvme_path:
+        return 0, "nvme: none, nvme_path is not set"
+    if config.nvme_budget == 0:
+        return 0, "nvme: none, nvme_budget is 0"
+    if Tier.NVME not in (config.offload_param or Tier.NVME, config.offload_optimizer or Tier.NVME):
+        return 0, "nvme: none, offload_param and offload_optimizer keep everything nearer"
+    measured = {disk.path: disk for disk in machine.disks}
+    missing = [path for path in config.nvme_path if path not in measured]
+    if missing:
+        raise ConfigError(f"nvme_path {missing[0]}: its free space was not measured")
+    filesystems = {measured[path].filesystem_id: measured[path].free_bytes for path in config.nvme_path}
+    free = sum(filesystems.values())
+    if config.nvme_budget is None:
+        taken = int(free * DISK_SHARE)
+        return taken, f"nvme: {format_bytes(taken)}, {DISK_SHARE:.0%} of the {format_bytes(free)} free"
+    if config.nvme_budget > free:
+        raise BudgetError(
+            f"nvme_budget is {format_bytes(config.nvme_budget)}, but {', '.join(config.nvme_path)} "
+            f"{'has' if len(filesystems) == 1 else 'have'} {format_bytes(free)} free; lower it or free some space"
+        )
+    return config.nvme_budget, f"nvme: {format_bytes(config.nvme_budget)} as nvme_budget says"

@@ -1,0 +1,145 @@
+"""What this process may use of the machine: memory, cores and disk.
+
+``Machine`` is a value: whoever decides something from it takes it as an argument, and only :func:`measure` looks. A
+container's limits count, not the host's: cgroup v2 (https://docs.kernel.org/admin-guide/cgroup-v2.html, "Memory" and
+"CPU") and v1 (https://docs.kernel.org/admin-guide/cgroup-v1/memory.html).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED_BYTES = 1 << 60
+"""cgroup v1 writes a limit near 2**63 where there is none."""
+
+
+@dataclass(frozen=True)
+class DiskSpace:
+    """Free bytes of the file system that holds ``path``; paths with the same ``filesystem_id`` share them."""
+
+    path: str
+    free_bytes: int
+    filesystem_id: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measured limits. Memory and disk in bytes, ``cores`` in whole cores that may run at once."""
+
+    memory_total_bytes: int
+    """The smaller of the machine's memory and the container's limit."""
+    memory_available_bytes: int
+    """What can be taken now without swapping or being killed."""
+    cores: int
+    disks: tuple[DiskSpace, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A control group's memory limit, and how much of it is still free (caches counted as free)."""
+
+    limit_bytes: int
+    free_bytes: int
+
+
+def measure(paths: Iterable[str] = (), root: str = "/") -> Machine:
+    """Look at the machine now.
+
+    Args:
+        paths: directories whose free disk space is wanted; they have to exist.
+        root: where ``proc`` and ``sys`` are found.
+
+    Raises:
+        OSError: a path cannot be looked at.
+    """
+    import psutil  # costs 15 ms and is needed only here
+
+    memory = psutil.virtual_memory()
+    total, available = int(memory.total), int(memory.available)
+    for limit in memory_limits(Path(root)):
+        total = min(total, limit.limit_bytes)
+        available = min(available, limit.free_bytes)
+    return Machine(total, max(0, available), usable_cores(Path(root)), tuple(disk_space(path) for path in paths))
+
+
+def disk_space(path: str) -> DiskSpace:
+    """Free bytes for an ordinary user at ``path``."""
+    return DiskSpace(path, shutil.disk_usage(path).free, os.stat(path).st_dev)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores of the process's affinity mask, or fewer where a control group's quota allows fewer. At least 1."""
+    cores = len(os.sched_getaffinity(0))
+    for quota_us, period_us in _cpu_quotas(root):
+        cores = min(cores, math.ceil(quota_us / period_us))
+    return max(1, cores)
+
+
+def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """The limits of this process's memory control group and of its ancestors; empty where there is none."""
+    limits = []
+    for group in _groups(root, "memory", "sys/fs/cgroup"):
+        limit = _limit_of(group, "memory.max", "memory.current", ("inactive_file", "slab_reclaimable"))
+        if limit is not None:
+            limits.append(limit)
+    for group in _groups(root, "memory", "sys/fs/cgroup/memory", v1=True):
+        limit = _limit_of(group, "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file",))
+        if limit is not None:
+            limits.append(limit)
+    return limits
+
+
+def _limit_of(group: Path, limit_file: str, usage_file: str, reclaimable: tuple[str, ...]) -> MemoryLimit | None:
+    limit, usage = _integer(group / limit_file), _integer(group / usage_file)
+    if limit is None or usage is None or limit >= _UNLIMITED_BYTES:
+        return None
+    pairs = (line.split() for line in (_text(group / "memory.stat") or "").splitlines())
+    stat = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+    cache = sum(stat.get(name, 0) for name in reclaimable)
+    return MemoryLimit(limit, max(0, limit - max(0, usage - cache)))
+
+
+def _cpu_quotas(root: Path) -> Iterator[tuple[int, int]]:
+    for group in _groups(root, "cpu", "sys/fs/cgroup"):
+        words = (_text(group / "cpu.max") or "").split()
+        if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]) > 0:
+            yield int(words[0]), int(words[1])
+    for group in _groups(root, "cpu", "sys/fs/cgroup/cpu", v1=True):
+        quota, period = _integer(group / "cpu.cfs_quota_us"), _integer(group / "cpu.cfs_period_us")
+        if quota is not None and period and quota > 0:
+            yield quota, period
+
+
+def _groups(root: Path, controller: str, mount: str, v1: bool = False) -> Iterator[Path]:
+    """Directories of the process's control group and its ancestors, the mount itself last.
+
+    Inside a container the path in ``/proc/self/cgroup`` may be the host's and not exist; then only the mount is left.
+    """
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if (controller in controllers.split(",")) if v1 else (number == "0" and not controllers):
+            base = root / mount
+            group = base / path.lstrip("/")
+            while group != base and base in group.parents:
+                if ".." not in group.parts and group.is_dir():
+                    yield group
+                group = group.parent
+            yield base
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _integer(path: Path) -> int | None:
+    text = (_text(path) or "").strip()
+    return int(text) if text.removeprefix("-").isdecimal() else None

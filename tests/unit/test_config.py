@@ -1,0 +1,359 @@
+"""parse_config: what is accepted, what becomes of it, and what every kind of mistake is told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepoffload.config import (
+    AioBackend,
+    AioConfig,
+    Config,
+    DebugConfig,
+    OptimizerConfig,
+    Precision,
+    StepOverlap,
+    parse_config,
+)
+from deepoffload.device import Tier
+from deepoffload.errors import ConfigError
+
+GIB = 1 << 30
+
+# What Hugging Face's documentation gives as its ZeRO-3 example, with "auto" as it leaves it.
+HF_ZERO3 = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+
+# DeepSpeed's ZeRO-Infinity tutorial, with the disk.
+INFINITY = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/disk/a", "buffer_count": 6, "pipeline_read": True},
+        "offload_param": {"device": "nvme", "nvme_path": "/disk/b", "buffer_size": 1e8, "max_in_cpu": 1e9},
+    },
+    "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 2, "single_submit": False, "overlap_events": True},
+}
+
+
+def test_nothing_said_is_the_defaults():
+    assert parse_config() == Config() == parse_config({}) == parse_config(None, host_budget=None)
+
+
+def test_hugging_face_example_as_it_comes():
+    config = parse_config(HF_ZERO3)
+    assert config.precision is Precision.KEEP
+    assert config.offload_param is Tier.HOST and config.offload_optimizer is Tier.HOST
+    assert config.optimizer == OptimizerConfig(
+        "adamw",
+        {
+            "lr": 1e-3,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "bias_correction": True,
+            "adamw_mode": True,
+        },
+    )
+    assert config.scheduler is not None and config.scheduler.params["warmup_max_lr"] is None
+    assert (config.gradient_clipping, config.gradient_accumulation_steps, config.train_batch_size) == (None, 1, None)
+    assert config.steps_per_print == 2000
+    assert config.prefetch
+    noted = [note.split(":")[0].split(" = ")[0] for note in config.notes]
+    assert noted == [
+        "zero_optimization.stage",
+        "zero_optimization.offload_optimizer.device",
+        "zero_optimization.offload_param.device",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    ]
+
+
+def test_zero_infinity_example():
+    config = parse_config(INFINITY)
+    assert config.precision is Precision.BF16
+    assert config.offload_param is Tier.NVME and config.offload_optimizer is Tier.NVME
+    assert config.nvme_path == ("/disk/b", "/disk/a")  # the weights' first
+    assert config.aio == AioConfig(AioBackend.AUTO, 262144, 32, False)
+    assert config.train_batch_size == 8
+    assert any(note.startswith("aio.thread_count: inapplicable") for note in config.notes)
+
+
+def test_own_keys_in_every_form():
+    config = parse_config(
+        device_budget=1.5e9,
+        host_budget="2GiB",
+        nvme_budget="500 MB",
+        nvme_path=[Path("/a"), "/b"],
+        offload_param="host",
+        offload_optimizer=Tier.NVME,
+        step_overlap="none",
+        prefetch=False,
+        timeline=True,
+        precision="bf16",
+        aio={"backend": "pool", "block_bytes": "64KiB", "queue_depth": 4, "verify": True},
+        debug={"poison": True, "evict_always": True},
+    )
+    assert config == Config(
+        device_budget=1_500_000_000,
+        host_budget=2 * GIB,
+        nvme_budget=500_000_000,
+        nvme_path=("/a", "/b"),
+        offload_param=Tier.HOST,
+        offload_optimizer=Tier.NVME,
+        step_overlap=StepOverlap.NONE,
+        prefetch=False,
+        timeline=True,
+        precision=Precision.BF16,
+        aio=AioConfig(AioBackend.POOL, 65536, 4, True),
+        debug=DebugConfig(True, True),
+    )
+
+
+def test_keywords_win_over_the_source_and_none_takes_back():
+    source = {**INFINITY, "host_budget": "1GiB"}
+    config = parse_config(source, host_budget="3GiB", precision="fp32", aio={"queue_depth": 8}, nvme_path="/c")
+    assert (config.host_budget, config.precision, config.nvme_path) == (3 * GIB, Precision.FP32, ("/c",))
+    assert (config.aio.queue_depth, config.aio.block_bytes) == (8, 262144)
+    assert parse_config(source, host_budget=None).host_budget is None
+    assert parse_config(source, host_budget="auto").host_budget is None
+    assert parse_config(source, aio=None).aio == AioConfig()
+    assert parse_config(source, offload_param="host").offload_param is Tier.HOST
+
+
+def test_a_new_schedule_type_brings_its_own_parameters():
+    source = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}
+    same = parse_config(source, scheduler={"params": {"warmup_type": "linear"}}).scheduler
+    assert same is not None and (same.params["warmup_num_steps"], same.params["warmup_type"]) == (5, "linear")
+    other = parse_config(source, scheduler={"type": "LRRangeTest"}).scheduler
+    assert other is not None and other.params["lr_range_test_step_size"] == 2000
+    assert parse_config(source, scheduler=None).scheduler is None
+
+
+@pytest.mark.parametrize("source", [{}, HF_ZERO3, INFINITY, {"gradient_clipping": 0, "optimizer": {"type": "adam"}}])
+def test_a_config_parses_to_itself(source):
+    config = parse_config(source)
+    assert parse_config(config) == config
+
+
+def test_a_config_made_by_hand_is_checked():
+    with pytest.raises(ConfigError, match=r"host_budget = -1"):
+        parse_config(Config(host_budget=-1))
+    with pytest.raises(ConfigError, match=r"aio.block_bytes = 1000"):
+        parse_config(Config(aio=AioConfig(block_bytes=1000)))
+
+
+def test_optimizer_modes():
+    def mode(kind, **params):
+        optimizer = parse_config({"optimizer": {"type": kind, "params": params}}).optimizer
+        assert optimizer is not None
+        return optimizer.type, optimizer.params["adamw_mode"]
+
+    assert mode("Adam") == ("adam", True)  # DeepSpeed's Adam decouples unless told not to
+    assert mode("Adam", adam_w_mode=False) == ("adam", False)
+    assert mode("AdamW", adam_w_mode=False) == ("adamw", True)
+
+
+@pytest.mark.parametrize(
+    ("given_keys", "expected"),
+    [
+        ({}, (None, None, 1)),
+        ({"train_batch_size": 8}, (8, 8, 1)),
+        ({"train_micro_batch_size_per_gpu": 4}, (4, 4, 1)),
+        ({"gradient_accumulation_steps": 4}, (None, None, 4)),
+        ({"train_batch_size": 8, "gradient_accumulation_steps": 4}, (8, 2, 4)),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}, (8, 4, 2)),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, (8, 4, 2)),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, (8, 4, 2)),
+    ],
+)
+def test_batch_triple(given_keys, expected):
+    config = parse_config(given_keys)
+    assert (
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+    ) == expected
+
+
+MISTAKES = [
+    ({"host_budgte": 1}, "host_budgte: unknown key; did you mean host_budget?"),
+    ({"zero_optimisation": {"stage": 3}}, "did you mean zero_optimization?"),
+    ({"zero_optimization": {"offload_params": {"device": "cpu"}}}, "did you mean zero_optimization.offload_param?"),
+    ({"overlap_comm": True}, "overlap_comm: unknown key; did you mean zero_optimization.overlap_comm?"),
+    ({"qqqqqqq": 1}, "qqqqqqq: unknown key; docs/config.md lists all keys"),
+    ({3: 1}, "3: keys are text"),
+    ({"prefetch": "true"}, "prefetch = 'true': expected true or false without quotes"),
+    ({"prefetch": 1}, "prefetch = 1: expected true or false"),
+    ({"train_batch_size": True}, "train_batch_size = true: expected a whole number of at least 1"),
+    ({"train_batch_size": 1.5}, "train_batch_size = 1.5: expected a whole number"),
+    ({"gradient_clipping": float("nan")}, "gradient_clipping = nan: expected a finite number at least 0"),
+    ({"gradient_clipping": -1}, "gradient_clipping = -1"),
+    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4: expected a whole number from 0 to 3"),
+    ({"zero_optimization": True}, "zero_optimization = true: expected an object"),
+    ({"aio": {"block_size": 1000}}, "aio.block_size = 1000: expected a whole number from 4096"),
+    ({"aio": {"backend": "posix"}}, 'aio.backend = \'posix\': expected one of "auto", "libaio"'),
+    ({"host_budget": "2G"}, 'host_budget = \'2G\': unknown unit "G"; write "2GiB" (1024) or "2GB" (1000)'),
+    ({"host_budget": 1.5}, "host_budget = 1.5: expected a whole number of bytes"),
+    ({"host_budget": 0}, "host_budget = 0: expected bytes (at least 1)"),
+    ({"nvme_path": ""}, "nvme_path = '': expected a directory"),
+    ({"nvme_path": ["/a", "/a"]}, "expected directories that differ from each other"),
+    ({"nvme_path": 3}, "nvme_path = 3: expected a directory"),
+    ({"durability": True}, "durability = true: not in this version"),
+    ({"precision": "fp16"}, "fp16 with loss scaling is not available in this version; use bf16 or fp32"),
+    ({"fp16": {"enabled": True}}, "fp16.enabled = true: ignoring it would change numbers: fp16 with loss scaling"),
+    ({"precision": "fp32", "bf16": {"enabled": True}}, "precision and bf16.enabled contradict each other"),
+    ({"aio": {"block_bytes": 4096, "block_size": 8192}}, "aio.block_bytes and aio.block_size contradict each other"),
+    ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "data_types.grad_accum_dtype = 'fp32'"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, "precision is 'keep'"),
+    ({"step_overlap": "in_backward", "gradient_clipping": 1.0}, "in_backward"),
+    ({"offload_param": "nvme"}, "offload_param is nvme, but there is no nvme_path"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer is nvme, but there is no"),
+    ({"nvme_budget": "1GB"}, "nvme_budget without nvme_path"),
+    ({"optimizer": {"type": "Lion"}}, 'optimizer.type = \'Lion\': expected one of "adam", "adamw"'),
+    ({"optimizer": {"params": {"lr": 1}}}, "optimizer.params without optimizer.type"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1]}}},
+        "optimizer.params.betas = [0.9, 1]: expected a list",
+    ),
+    ({"optimizer": {"type": "Adam", "params": {"momentum": 0.9}}}, "optimizer.params.momentum: unknown key"),
+    ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "say gradient_clipping instead"),
+    ({"scheduler": {"params": {}, "type": "Cosine"}}, "scheduler.type = 'Cosine': expected one of"),
+    ({"scheduler": {"params": {"a": 1}}}, "scheduler.params without scheduler.type"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 1}}}, "WarmupLR has no such parameter; it has"),
+    ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params.total_num_steps: WarmupDecayLR needs it"),
+    (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+        "scheduler.params.total_num_steps: WarmupDecayLR needs it",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}},
+        'scheduler.params.warmup_type = \'cosine\': expected one of "log", "linear"',
+    ),
+    ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}, "train_batch_size = 8 cannot be divided by"),
+    (
+        {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4},
+        "train_batch_size = 8 is not train_micro_batch_size_per_gpu = 4 x gradient_accumulation_steps = 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), MISTAKES, ids=[message[:50] for _, message in MISTAKES])
+def test_mistakes_are_told(source, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_config(source)
+
+
+def test_unknown_keyword():
+    with pytest.raises(ConfigError, match="host_bugdet: unknown key; did you mean host_budget"):
+        parse_config({}, host_bugdet="1GiB")
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_file_as_text_and_as_path(tmp_path):
+    file = write(tmp_path / "ds.json", json.dumps(INFINITY))
+    assert parse_config(file) == parse_config(str(file)) == parse_config(INFINITY)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{\n  "prefetch": true,\n}', "line 3, column 1: not valid JSON"),
+        ("", "line 1, column 1: not valid JSON"),
+        ('{"aio": {"queue_depth": 1, "queue_depth": 2}}', 'the key "queue_depth" stands twice in one object'),
+        ("[1, 2]", "expected an object {...}, not list"),
+        ('{"prefetch": 3}', "prefetch = 3: expected true or false"),
+        ('{"durability": true}', "durability = true: not in this version"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_bad_files_are_told_with_their_name(tmp_path, text, message):
+    file = write(tmp_path / "bad.json", text)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        parse_config(file)
+    assert "bad.json" in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"missing.json': cannot be read \(No such file or directory\)"):
+        parse_config(tmp_path / "missing.json")
+    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\)"):
+        parse_config(tmp_path)
+    with pytest.raises(ConfigError, match="give JSON text as a dict"):
+        parse_config('{"prefetch": true}')
+    (tmp_path / "latin.json").write_bytes(b'{"nvme_path": "/\xe9"}')
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
+        parse_config(tmp_path / "latin.json")
+
+
+@pytest.mark.parametrize("source", [3, 1.5, ["a"], b"ds.json", object()])
+def test_other_sources(source):
+    with pytest.raises(ConfigError, match="path of a JSON file, a dict or a Config"):
+        parse_config(source)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("auto"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+KNOWN_PATHS = ["host_budget", "aio", "aio.block_size", "optimizer.params.betas", "scheduler.params", "precision"]
+
+
+@given(st.sampled_from(KNOWN_PATHS), json_values)
+def test_any_json_value_gives_a_config_or_a_config_error(path, value):
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    try:
+        config = parse_config(value)
+    except ConfigError:
+        return
+    assert parse_config(config) == config

@@ -1,0 +1,176 @@
+"""The table of keys: complete, without doubles, and each treatment does what it says."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepoffload.config import parse_config
+from deepoffload.config.collect import KEYS, SECTIONS
+from deepoffload.config.deepspeed_keys import DEEPSPEED_KEYS
+from deepoffload.config.deepspeed_tool_keys import DEEPSPEED_TOOL_KEYS
+from deepoffload.config.keys import Mismatch, Treatment
+from deepoffload.config.own_keys import OWN_KEYS
+from deepoffload.errors import ConfigError
+
+THEIRS = (*DEEPSPEED_KEYS, *DEEPSPEED_TOOL_KEYS)
+
+# The pydantic models and constants of DeepSpeed 0.19, group by group.
+DEEPSPEED_0_19 = {
+    "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
+    "gradient_clipping prescale_gradients gradient_predivide_factor gradient_allreduce_op communication_data_type "
+    "seq_parallel_communication_data_type sparse_gradients disable_allgather steps_per_print wall_clock_breakdown "
+    "memory_breakdown dump_state log_level dataloader_drop_last zero_allow_untested_optimizer "
+    "zero_force_ds_cpu_optimizer amp graph_harvesting checkpoint_serialization",
+    "optimizer": "type legacy_fusion",
+    "optimizer.params": "lr betas eps weight_decay bias_correction torch_adam adam_w_mode amsgrad",
+    "scheduler": "type params",
+    "fp16": "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+    "min_loss_scale fp16_master_weights_and_grads",
+    "bf16": "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states",
+    "torch_autocast": "enabled dtype lower_precision_safe_modules",
+    "data_types": "grad_accum_dtype param_dtype buffer_dtype",
+    "compile": "deepcompile offload_activation offload_opt_states offload_parameters double_buffer free_activation",
+    "zero_optimization": "stage contiguous_gradients reduce_scatter allgather_partitions "
+    "use_multi_rank_bucket_allreduce reduce_bucket_size allgather_bucket_size overlap_comm load_from_fp32_weights "
+    "elastic_checkpoint sub_group_size stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+    "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
+    "stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold "
+    "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential ignore_unused_parameters legacy_stage1 "
+    "round_robin_gradients zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights "
+    "zero_quantized_gradients zeropp_loco_param mics_shard_size mics_hierarchical_params_gather "
+    "memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings "
+    "enable_sanity_checks zenflow save_muon_momentum_buffer_in_memory cpu_offload cpu_offload_param "
+    "cpu_offload_use_pin_memory",
+    "zero_optimization.leaf_module": "classes names name_suffixes",
+    "zero_optimization.offload_param": "device nvme_path buffer_count buffer_size max_in_cpu pin_memory",
+    "zero_optimization.offload_optimizer": "device nvme_path buffer_count pin_memory pipeline_read pipeline_write "
+    "fast_init ratio super_offload cpuadam_cores_perc",
+    "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds thread_count num_threads",
+    "activation_checkpointing": "partition_activations cpu_checkpointing contiguous_memory_optimization "
+    "number_checkpoints synchronize_checkpoint_boundary profile",
+    "checkpoint": "tag_validation load_universal use_node_local_storage",
+    "checkpoint.parallel_write": "pipeline_stage",
+    "checkpoint.writer": "type decoupled io_buffer_size io_buffer_double show_statistics data_parallel io_multiplier",
+    "tensorboard": "enabled output_path job_name",
+    "wandb": "enabled group team project",
+    "csv_monitor": "enabled output_path job_name",
+    "comet": "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
+    "flops_profiler": "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
+    "comms_logger": "enabled verbose prof_all debug prof_ops",
+}
+
+
+def nested(path: str, value: object) -> dict[str, object]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def alone(path: str, value: object) -> dict[str, object]:
+    """A source that says only this, and what without it would be a mistake of its own."""
+    source = nested(path, value)
+    if path.startswith("optimizer.") and path != "optimizer.type":
+        source["optimizer"] |= {"type": "Adam"}  # type: ignore[operator]
+    return {"nvme_path": "/swap", **source}
+
+
+def test_every_key_of_deepspeed_is_in_the_table():
+    paths = {f"{group}.{name}".lstrip(".") for group, names in DEEPSPEED_0_19.items() for name in names.split()}
+    assert paths <= KEYS.keys()
+
+
+def test_no_path_twice_and_none_is_also_a_section():
+    assert len(KEYS) == len(OWN_KEYS) + len(THEIRS)
+    assert not KEYS.keys() & SECTIONS
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+def test_defaults_are_values_of_their_kind_and_change_nothing(key):
+    if key.default is None or key.default in ("off", ()):
+        return
+    assert key.kind.normalise(key.default) == key.default
+    assert not parse_config(alone(key.path, key.default)).notes
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("value", ["auto", None])
+def test_auto_and_null_say_nothing(key, value):
+    assert parse_config(nested(key.path, value)) == parse_config()
+
+
+OTHER_VALUES = (
+    True,
+    False,
+    1,
+    2,
+    4096,
+    0.5,
+    "text",
+    "fp32",
+    "fp16",
+    "cpu",
+    "/some/dir",
+    [0.5, 0.5],
+    ["a"],
+    {"enabled": True},
+)
+
+
+def other_value(key):
+    """A value of the key's kind that is neither its default nor harmless."""
+    for value in OTHER_VALUES:
+        try:
+            normal = key.kind.normalise(value)
+        except Mismatch:
+            continue
+        if normal != key.default and normal not in key.harmless:
+            return value
+    for word in key.kind.expected.split('"')[1::2]:
+        if word not in ("enabled",) and key.kind.normalise(word) != key.default:
+            return word
+    raise AssertionError(f"no value found for {key.path}: {key.kind.expected}")
+
+
+@pytest.mark.parametrize("key", [key for key in THEIRS if key.treatment is Treatment.ERROR], ids=lambda key: key.path)
+def test_keys_that_would_change_numbers_are_refused(key):
+    with pytest.raises(ConfigError, match="ignoring it would change numbers") as caught:
+        parse_config(alone(key.path, other_value(key)))
+    assert str(caught.value).startswith(key.path) and key.text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key", [key for key in THEIRS if key.treatment is Treatment.INAPPLICABLE], ids=lambda key: key.path
+)
+def test_inapplicable_keys_are_noted_once_and_change_nothing(key):
+    config = parse_config(alone(key.path, other_value(key)))
+    assert config.notes == (f"{key.path}: inapplicable: {key.text}",)
+
+
+@pytest.mark.parametrize("key", [key for key in THEIRS if key.treatment is Treatment.MAPPED], ids=lambda key: key.path)
+def test_mapped_keys_set_their_field_and_are_noted(key):
+    value = 0 if key.path.endswith("prefetch_bucket_size") else other_value(key)
+    source = nested(key.path, value) | ({"nvme_path": "/swap"} if key.path.endswith(".device") else {})
+    config = parse_config(source)
+    assert len(config.notes) == 1 and config.notes[0].startswith(f"{key.path} = ") and "mapped" in config.notes[0]
+    plain = parse_config()
+    owner, _, name = key.field.split(".offload")[0].rpartition(".")
+    before, after = (getattr(getattr(each, owner) if owner else each, name) for each in (plain, config))
+    assert before != after
+
+
+def test_switches_that_are_off_are_no_error():
+    off = {
+        "fp16": {"enabled": False, "loss_scale": 0},
+        "amp": {"enabled": "auto", "opt_level": "auto"},
+        "torch_autocast": {"enabled": False},
+        "bf16": {"bf16_master_weights_and_grads": False},
+        "curriculum_learning": {"enabled": False, "params": {}},
+        "zero_optimization": {"zenflow": None, "zero_quantized_weights": False},
+    }
+    assert parse_config(off) == parse_config()
+
+
+def test_notes_do_not_repeat_secrets():
+    config = parse_config({"comet": {"enabled": True, "api_key": "s3cret"}})
+    assert config.notes and not any("s3cret" in note for note in config.notes)
