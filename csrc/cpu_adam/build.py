@@ -1,4 +1,4 @@
-"""Compile the kernels in place for development: ``python csrc/cpu_adam/build.py`` (setup.py builds the same sources)."""
+"""Compile the kernels in place for development: ``python csrc/cpu_adam/build.py`` (setup.py has the same sources)."""
 
 from __future__ import annotations
 

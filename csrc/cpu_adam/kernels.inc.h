@@ -1,9 +1,9 @@
 // The kernels, written once over a vector policy `V` (simd_*.h) and compiled once per instruction set.
 //
 // Include after the target pragma, inside an anonymous namespace: nothing here may be shared between object files, or
-// the linker could pick an AVX-512 copy for a machine without it. Every product that feeds an addition is an explicit
-// fma, and V::opaque keeps the one that must be rounded first from being contracted: all instruction sets, compilers
-// and flags give the same bits.
+// the linker could pick an AVX-512 copy for a machine without it. A product that feeds an addition is either an
+// explicit fma or rounded first behind V::opaque, so that no compiler or flag contracts it: all instruction sets give the
+// same bits. Which of the two, and the order of operations, is that of torch's vectorised CPU kernels.
 
 template <DType kType>
 struct Element;
@@ -85,13 +85,13 @@ struct Weight<WeightForm::kMasterFp16> : MasterWeight<DType::kFp16> {};
 template <class V>
 struct AdamVectors {
     using F = typename V::F;
-    F grad_factor, weight_factor, l2, lerp_weight, neg_lerp_rest, beta2, one_minus_beta2, denom_scale, eps, neg_step;
+    F grad_factor, weight_factor, l2, lerp_weight, neg_lerp_rest, beta2, one_minus_beta2, root_correction2, eps, neg_step;
     bool coupled, lerp_from_grad;
 
     explicit inline AdamVectors(const Coefficients& c)
         : grad_factor(V::set1(c.grad_factor)), weight_factor(V::set1(c.weight_factor)), l2(V::set1(c.l2)),
           lerp_weight(V::set1(c.lerp_weight)), neg_lerp_rest(V::set1(-c.lerp_rest)), beta2(V::set1(c.beta2)),
-          one_minus_beta2(V::set1(c.one_minus_beta2)), denom_scale(V::set1(c.denom_scale)), eps(V::set1(c.eps)),
+          one_minus_beta2(V::set1(c.one_minus_beta2)), root_correction2(V::set1(c.root_correction2)), eps(V::set1(c.eps)),
           neg_step(V::set1(c.neg_step_size)), coupled(c.l2 != 0.0f), lerp_from_grad(c.lerp_from_grad) {}
 };
 
@@ -114,8 +114,9 @@ struct AdamRule {
         state[1] = v;
         F second = v;
         if (kAmsgrad) second = state[kStates - 1] = V::maximum(state[kStates - 1], v);
-        const F denom = V::fma(V::sqrt(second), c.denom_scale, c.eps);
-        return V::fma(c.neg_step, V::div(m, denom), V::mul(weight, c.weight_factor));
+        const F denom = V::add(V::div(V::sqrt(second), c.root_correction2), c.eps);
+        const F decayed = V::opaque(V::mul(weight, c.weight_factor));
+        return V::add(decayed, V::div(V::mul(c.neg_step, m), denom));
     }
 };
 

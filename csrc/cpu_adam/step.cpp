@@ -64,7 +64,7 @@ Coefficients adam_coefficients(const AdamHyper& h, double grad_factor) {
     c.lerp_from_grad = c.lerp_weight >= 0.5f;
     c.beta2 = static_cast<float>(h.beta2);
     c.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
-    c.denom_scale = static_cast<float>(1.0 / std::sqrt(correction2));
+    c.root_correction2 = static_cast<float>(std::sqrt(correction2));
     c.eps = static_cast<float>(h.eps);
     c.neg_step_size = static_cast<float>(-h.lr / correction1);
     return c;

@@ -28,7 +28,7 @@ struct Coefficients {
     bool lerp_from_grad;     // torch.lerp starts from the nearer end: the gradient when 1 - beta1 >= 0.5
     float beta2;
     float one_minus_beta2;
-    float denom_scale;       // 1 / sqrt(bias_correction2)
+    float root_correction2;  // sqrt(bias_correction2)
     float eps;
     float neg_step_size;     // -lr / bias_correction1
 };

@@ -1,7 +1,7 @@
 """Buffers and scenarios shared by the kernel tests, on numpy only, so that it also runs where torch is not loaded.
 
-As a program (``python cpu_adam_scenario.py NUM_THREADS``) it runs every kernel on fixed inputs and prints a digest of all
-outputs: two instruction sets or thread counts agree exactly when the digests do. NaN payloads are left out.
+As a program (``python cpu_adam_scenario.py NUM_THREADS``) it runs every kernel on fixed inputs and prints a digest of
+all outputs: two instruction sets or thread counts agree exactly when the digests do. NaN payloads are left out.
 """
 
 from __future__ import annotations
@@ -17,13 +17,29 @@ from deepoffload.native.cpu_adam import AdamHyper, DType, Segment, StateLayout
 
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, step=3)
 SPECIAL = np.array(
-    [0.0, -0.0, 1e-45, -1e-45, 1.1e-38, -3e-39, 3.4e38, -3.4e38, np.inf, -np.inf, np.nan, 65504.0, 65520.0, 6e-8, 2.0**-25],
+    [
+        0.0,
+        -0.0,
+        1e-45,
+        -1e-45,
+        1.1e-38,
+        -3e-39,
+        3.4e38,
+        -3.4e38,
+        np.inf,
+        -np.inf,
+        np.nan,
+        65504.0,
+        65520.0,
+        6e-8,
+        2.0**-25,
+    ],
     dtype=np.float32,
 )
 
 
 def at_offset(values: np.ndarray, offset_bytes: int) -> np.ndarray:
-    """A copy of ``values`` that starts ``offset_bytes`` beyond a 64-byte boundary, between guard bytes of its own array."""
+    """A copy of ``values`` ``offset_bytes`` beyond a 64-byte boundary, between guard bytes of its own array."""
     raw = np.full(values.nbytes + 192, 0xA5, dtype=np.uint8)
     start = -raw.ctypes.data % 64 + 64 + offset_bytes
     view = raw[start : start + values.nbytes].view(values.dtype)
@@ -53,7 +69,11 @@ def bf16_values(bits: np.ndarray) -> np.ndarray:
 
 def encode(values: np.ndarray, dtype: DType) -> np.ndarray:
     with np.errstate(over="ignore"):
-        return {DType.FP32: values.astype(np.float32), DType.BF16: bf16_bits(values), DType.FP16: values.astype(np.float16)}[dtype]
+        return (
+            bf16_bits(values)
+            if dtype is DType.BF16
+            else values.astype(np.float16 if dtype is DType.FP16 else np.float32)
+        )
 
 
 def decode(array: np.ndarray) -> np.ndarray:
@@ -63,8 +83,17 @@ def decode(array: np.ndarray) -> np.ndarray:
 class AdamBuffers:
     """All streams of one segment, each at its own misalignment, with random or special contents."""
 
-    def __init__(self, n: int, layout: StateLayout, grad: DType, copy: DType, *, seed: int = 0, offset_bytes: int = 0,
-                 special: bool = False) -> None:
+    def __init__(
+        self,
+        n: int,
+        layout: StateLayout,
+        grad: DType,
+        copy: DType,
+        *,
+        seed: int = 0,
+        offset_bytes: int = 0,
+        special: bool = False,
+    ) -> None:
         rng = np.random.default_rng(seed)
         weight = (rng.standard_normal(n) * 10.0 ** rng.integers(-6, 2, n)).astype(np.float32)
         gradient = (rng.standard_normal(n) * 10.0 ** rng.integers(-8, 2, n)).astype(np.float32)
@@ -85,7 +114,8 @@ class AdamBuffers:
         self.weight = at_offset(np.zeros(n, np.float16 if copy is DType.FP16 else np.uint16), offset_bytes)
         self.remainder = at_offset(np.zeros(n, np.int16), offset_bytes * 3)
         if layout is StateLayout.SPLIT_BF16:
-            cpu_adam.split_fp32(weight.ctypes.data, self.weight.ctypes.data, self.remainder.ctypes.data, n, num_threads=1)
+            hi, lo = self.weight.ctypes.data, self.remainder.ctypes.data
+            cpu_adam.split_fp32(weight.ctypes.data, hi, lo, n, num_threads=1)
 
     def segment(self, hyper_index: int = 0) -> Segment:
         whole = self.layout is StateLayout.FP32
@@ -125,7 +155,7 @@ FORMS = [
 ]
 
 
-def _update(digest: "hashlib._Hash", array: np.ndarray) -> None:
+def _update(digest: hashlib._Hash, array: np.ndarray) -> None:
     canonical = array.copy()
     if array.dtype in (np.float32, np.float16):
         canonical[np.isnan(canonical)] = np.nan
@@ -137,7 +167,11 @@ def _update(digest: "hashlib._Hash", array: np.ndarray) -> None:
 def run_all(num_threads: int) -> str:
     """Every kernel of the table on inputs with special values; the digest of all that they wrote and returned."""
     digest = hashlib.sha256()
-    hypers = [HYPER, replace(HYPER, decoupled=False, maximize=True), replace(HYPER, amsgrad=True, beta1=0.3, bias_correction=False)]
+    hypers = [
+        HYPER,
+        replace(HYPER, decoupled=False, maximize=True),
+        replace(HYPER, amsgrad=True, beta1=0.3, bias_correction=False),
+    ]
     for layout, copy in FORMS:
         for grad in DType:
             for index, hyper in enumerate(hypers):
@@ -158,8 +192,13 @@ def run_all(num_threads: int) -> str:
                         values[::7] = rng.choice(SPECIAL[:8] if dst_dtype is DType.FP32 else SPECIAL, values[::7].size)
                     dst, src = encode(values[::-1], dst_dtype), encode(values, src_dtype)
                     total, bad = cpu_adam.land(
-                        dst.ctypes.data, src.ctypes.data, values.size, dst_dtype=dst_dtype, src_dtype=src_dtype,
-                        accumulate=accumulate, num_threads=num_threads,
+                        dst.ctypes.data,
+                        src.ctypes.data,
+                        values.size,
+                        dst_dtype=dst_dtype,
+                        src_dtype=src_dtype,
+                        accumulate=accumulate,
+                        num_threads=num_threads,
                     )
                     _update(digest, dst)
                     digest.update(f"{total!r} {bad}".encode())
