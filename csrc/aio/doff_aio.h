@@ -1,0 +1,120 @@
+/* The asynchronous I/O engine: bytes between memory and files, one ticket per request.
+ *
+ * Everything here takes addresses, lengths, file ids and codes; the caller keeps buffers alive until their request is
+ * done. Functions that can fail return 0 (or a non-negative value where stated) or -errno. All are safe to call from
+ * any thread. After fork() the child's calls return -ECHILD and change nothing: threads and kernel queues stay with the
+ * parent.
+ *
+ * Contract of DOFF_PADDED: address and offset of every segment are multiples of 4096, and both the memory and the file
+ * range behind the segment extend to the next multiple of 4096 and belong to the request. A transfer may then round its
+ * length up. Without it, the parts of a segment that direct I/O cannot do go through the page cache, exactly.
+ */
+#ifndef DOFF_AIO_H
+#define DOFF_AIO_H
+
+#include <stdint.h>
+
+/* cdef-begin: build_aio.py hands the lines from here to cffi as they are. */
+#define DOFF_PAGE 4096
+
+#define DOFF_READ 0
+#define DOFF_WRITE 1
+
+#define DOFF_URGENT 1
+#define DOFF_PADDED 2
+
+#define DOFF_DIRECT_OFF 0
+#define DOFF_DIRECT_PREFERRED 1
+#define DOFF_DIRECT_REQUIRED 2
+
+#define DOFF_OPEN_CREATE 1 /* O_CREAT | O_EXCL; without it the file must exist */
+#define DOFF_OPEN_READONLY 2
+#define DOFF_OPEN_LOCK 4   /* flock, exclusive; -EWOULDBLOCK when somebody else holds it */
+#define DOFF_OPEN_UNLINK 8 /* removes the name at once: the file dies with its last descriptor, also after SIGKILL */
+
+typedef struct doff_engine doff_engine;
+typedef struct doff_request doff_request;
+
+typedef struct {
+    uint64_t address;
+    int64_t offset;
+    int64_t nbytes;
+    int32_t file;
+    int32_t reserved;
+} doff_segment;
+
+typedef struct {
+    int32_t error; /* 0, or the errno of the first chunk that failed */
+    int32_t file;  /* where it failed; -1 when nothing did */
+    int64_t offset;
+    int64_t nbytes;      /* length of the failed piece */
+    int64_t transferred; /* bytes that arrived, without padding */
+} doff_result;
+
+typedef struct {
+    int32_t direct;        /* 1: O_DIRECT works on this file */
+    int32_t direct_errno;  /* why it does not; 0 when it does or was not asked for */
+    uint32_t memory_align; /* what a direct transfer asks of addresses and of offsets and lengths, bytes */
+    uint32_t offset_align;
+    int64_t size;
+    uint64_t device;
+} doff_file_info;
+
+typedef struct {
+    uint64_t bytes_read, bytes_written;
+    uint64_t requests_done, requests_failed, requests_cancelled, requests_pending;
+    uint64_t chunks_done, chunks_buffered, chunks_in_flight, chunks_in_flight_max;
+    uint64_t short_transfers, retries, submit_calls, unobserved_failures;
+} doff_stats;
+
+/* 0 when the backend ("libaio", "io_uring", "pool") can be started here, else -errno. */
+int doff_backend_probe(const char* backend);
+/* How the libaio backend reaches the kernel: the library's file name, or "raw system calls". */
+const char* doff_libaio_origin(void);
+
+/* block_bytes: chunk size, a multiple of 4096; queue_depth: chunks in flight per device; pending_max: requests
+ * submitted and not done, beyond which doff_submit waits. fault_script: NULL, or the rules of backend_fault.c. */
+int doff_engine_open(const char* backend, const char* fault_script, uint32_t queue_depth, uint32_t block_bytes,
+                     uint32_t pending_max, doff_engine** out);
+/* Finishes what is queued, then joins the threads. -ETIMEDOUT: something is still in flight; its memory must stay. */
+int doff_engine_close(doff_engine* engine, int64_t timeout_ms);
+/* Frees the engine once closed and once all requests are released. */
+void doff_engine_release(doff_engine* engine);
+int doff_engine_stats(doff_engine* engine, doff_stats* out);
+
+/* Returns the file's id. */
+int doff_file_open(doff_engine* engine, const char* path, uint32_t flags, uint32_t direct, doff_file_info* out);
+/* Allocates blocks up to size_bytes; never shrinks. Writes zeros where the file system has no fallocate. */
+int doff_file_grow(doff_engine* engine, int32_t file, int64_t size_bytes);
+/* Flushes data and the metadata needed to read it back. */
+int doff_file_sync(doff_engine* engine, int32_t file);
+/* -EBUSY while requests use the file. */
+int doff_file_close(doff_engine* engine, int32_t file);
+
+/* One request over any number of segments. Waits up to timeout_ms for room in the queue: -ETIMEDOUT, nothing submitted.
+ */
+int doff_submit(doff_engine* engine, int operation, const doff_segment* segments, uint32_t count, uint32_t flags,
+                int64_t timeout_ms, doff_request** out);
+int doff_request_done(doff_request* request);
+/* 0: done, *out is filled (any number of times); -ETIMEDOUT: still in flight. */
+int doff_request_wait(doff_request* request, int64_t timeout_ms, doff_result* out);
+/* 1: taken back before any of it was submitted (the result is ECANCELED); 0: too late. */
+int doff_request_cancel(doff_request* request);
+/* Moves what is still queued before everything that is not urgent. */
+int doff_request_promote(doff_request* request);
+/* The caller forgets the request; one in flight goes on and is freed when done. */
+void doff_request_release(doff_request* request);
+
+/* Anonymous memory on 2 MiB borders, advised for huge pages, not inherited by fork, untouched. *lock_errno: 0, or why
+ * the best-effort mlock failed. */
+int doff_map(uint64_t nbytes, int lock, uint64_t* address, int32_t* lock_errno);
+int doff_unmap(uint64_t address, uint64_t nbytes);
+
+/* CRC-32C (Castagnoli) of each block of block_bytes; the last may be short. sums: ceil(nbytes / block_bytes) values. */
+void doff_crc32c_blocks(uint64_t address, uint64_t nbytes, uint64_t block_bytes, uint32_t* sums);
+const char* doff_crc32c_kind(void);
+/* The same through the table, whatever the CPU can do (for tests). */
+void doff_crc32c_blocks_table(uint64_t address, uint64_t nbytes, uint64_t block_bytes, uint32_t* sums);
+/* cdef-end */
+
+#endif

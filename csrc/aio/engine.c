@@ -1,0 +1,424 @@
+/* The engine: a bounded queue of requests, a submit thread, and backends that report chunks from their own threads.
+ *
+ * Whoever finds that chunks can be sent calls pump(): the submit thread after doff_submit, and the thread that reported
+ * a completion (it is awake anyway, so a steady stream costs one thread switch per completion, not two). One pumps at a
+ * time; the others leave, because the one inside looks again before it goes.
+ */
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define BATCH_MAX 32
+#define DELAY_NS 1000000u
+
+static uint64_t deadline(int64_t timeout_ms) {
+    return doff_now_ns() + (timeout_ms > 0 ? (uint64_t)timeout_ms * 1000000u : 0);
+}
+
+/* ---- sending ------------------------------------------------------------------------------------------------------
+ */
+
+static void submit_batch(doff_engine* engine, struct doff_backend* backend, struct doff_io** ios, unsigned count) {
+    unsigned sent = 0;
+    while (sent < count) {
+        int code = doff_backend_submit(backend, ios + sent, count - sent);
+        pthread_mutex_lock(&engine->mutex);
+        engine->stats.submit_calls++;
+        if (code > 0) {
+            sent += (unsigned)code;
+        } else if (code == 0 || code == -EAGAIN || code == -EBUSY) {
+            while (sent < count)
+                doff_op_delay(engine, (struct doff_op*)ios[sent++]);
+        } else if (code != -EINTR) {
+            doff_op_done(engine, (struct doff_op*)ios[sent++], code); /* the error is that of the first */
+        }
+        pthread_mutex_unlock(&engine->mutex);
+    }
+}
+
+static unsigned pick_batch(doff_engine* engine, struct doff_io** ios, bool* helper) {
+    unsigned count = 0;
+    for (unsigned idle = 0; idle < DOFF_LANES_MAX && count < BATCH_MAX;) {
+        struct doff_lane* lane = &engine->lanes[engine->lane_next];
+        engine->lane_next = (engine->lane_next + 1) % DOFF_LANES_MAX;
+        struct doff_op* op = lane->files ? doff_op_pick(engine, lane) : NULL;
+        if (!op) {
+            idle++;
+            continue;
+        }
+        idle = 0;
+        helper[count] = op->helper;
+        ios[count++] = &op->io;
+    }
+    return count;
+}
+
+static void pump(doff_engine* engine) {
+    struct doff_io *ios[BATCH_MAX], *group[2][BATCH_MAX];
+    bool helper[BATCH_MAX];
+    pthread_mutex_lock(&engine->mutex);
+    if (engine->pumping) {
+        pthread_mutex_unlock(&engine->mutex);
+        return;
+    }
+    engine->pumping = true;
+    unsigned count;
+    while ((count = pick_batch(engine, ios, helper))) {
+        pthread_mutex_unlock(&engine->mutex);
+        unsigned size[2] = {0, 0};
+        for (unsigned i = 0; i < count; i++)
+            group[helper[i]][size[helper[i]]++] = ios[i];
+        submit_batch(engine, &engine->backend, group[0], size[0]);
+        submit_batch(engine, &engine->helper, group[1], size[1]);
+        pthread_mutex_lock(&engine->mutex);
+    }
+    engine->pumping = false;
+    pthread_mutex_unlock(&engine->mutex);
+}
+
+static void on_complete(void* context, const struct doff_completion* done, unsigned count) {
+    doff_engine* engine = context;
+    pthread_mutex_lock(&engine->mutex);
+    for (unsigned i = 0; i < count; i++)
+        doff_op_done(engine, (struct doff_op*)done[i].io, done[i].result);
+    pthread_mutex_unlock(&engine->mutex);
+    pump(engine);
+}
+
+static void* submitter_main(void* argument) {
+    doff_engine* engine = argument;
+    pthread_mutex_lock(&engine->mutex);
+    while (!engine->stop) {
+        if (engine->delayed) {
+            uint64_t until = doff_now_ns() + DELAY_NS;
+            while (doff_cond_wait_until(&engine->work, &engine->mutex, until) == 0 && !engine->stop)
+                continue;
+            while (engine->delayed) {
+                struct doff_op* op = engine->delayed;
+                engine->delayed = op->next;
+                op->next = op->seg->file->lane->resend;
+                op->seg->file->lane->resend = op;
+            }
+        } else if (!engine->kicked) {
+            pthread_cond_wait(&engine->work, &engine->mutex);
+            continue;
+        }
+        engine->kicked = false;
+        pthread_mutex_unlock(&engine->mutex);
+        pump(engine);
+        pthread_mutex_lock(&engine->mutex);
+    }
+    pthread_mutex_unlock(&engine->mutex);
+    return NULL;
+}
+
+/* ---- opening and closing ------------------------------------------------------------------------------------------
+ */
+
+static void engine_free(doff_engine* engine) {
+    pthread_cond_destroy(&engine->work);
+    pthread_cond_destroy(&engine->room);
+    pthread_cond_destroy(&engine->finished);
+    pthread_mutex_destroy(&engine->mutex);
+    free(engine->ops);
+    free(engine);
+}
+
+static doff_engine* engine_new(uint32_t queue_depth, uint32_t block_bytes, uint32_t pending_max) {
+    unsigned ops = queue_depth * DOFF_LANES_MAX;
+    doff_engine* engine = calloc(1, sizeof *engine);
+    if (!engine)
+        return NULL;
+    if (!(engine->ops = calloc(ops, sizeof *engine->ops))) {
+        free(engine);
+        return NULL;
+    }
+    for (unsigned i = 0; i < ops; i++) {
+        engine->ops[i].next = engine->ops_free;
+        engine->ops_free = &engine->ops[i];
+    }
+    for (unsigned i = 0; i < DOFF_LANES_MAX; i++)
+        for (unsigned q = 0; q < DOFF_QUEUES; q++)
+            engine->lanes[i].queue[q].tail = &engine->lanes[i].queue[q].head;
+    engine->pid = getpid();
+    engine->references = 1;
+    engine->queue_depth = queue_depth;
+    engine->block_bytes = block_bytes;
+    engine->pending_max = pending_max;
+    pthread_mutex_init(&engine->mutex, NULL);
+    doff_cond_init(&engine->work);
+    doff_cond_init(&engine->room);
+    doff_cond_init(&engine->finished);
+    return engine;
+}
+
+static int start_backends(doff_engine* engine, const struct doff_backend_table* table, const char* fault_script) {
+    unsigned ops = engine->queue_depth * DOFF_LANES_MAX;
+    int code;
+    if (fault_script) {
+        /* Faults must reach every chunk, so buffered ones take the same way. */
+        char* argument = malloc(strlen(table->name) + strlen(fault_script) + 2);
+        if (!argument)
+            return -ENOMEM;
+        stpcpy(stpcpy(stpcpy(argument, table->name), ":"), fault_script);
+        code = doff_backend_start(&engine->backend, &doff_backend_fault, ops, argument, on_complete, engine);
+        free(argument);
+        return code;
+    }
+    if (table == &doff_backend_pool)
+        ops = engine->queue_depth;
+    code = doff_backend_start(&engine->backend, table, ops, NULL, on_complete, engine);
+    if (code || table != &doff_backend_libaio)
+        return code;
+    code = doff_backend_start(&engine->helper, &doff_backend_pool, DOFF_HELPER_THREADS, NULL, on_complete, engine);
+    if (code)
+        doff_backend_stop(&engine->backend);
+    engine->has_helper = !code;
+    return code;
+}
+
+int doff_backend_probe(const char* name) {
+    const struct doff_backend_table* table = doff_backend_find(name);
+    struct doff_backend backend = {.table = table};
+    if (!table)
+        return -EINVAL;
+    int code = table->init(&backend, 8, NULL);
+    if (!code)
+        table->fini(&backend);
+    return code;
+}
+
+int doff_engine_open(const char* backend, const char* fault_script, uint32_t queue_depth, uint32_t block_bytes,
+                     uint32_t pending_max, doff_engine** out) {
+    const struct doff_backend_table* table = doff_backend_find(backend);
+    if (!table || !queue_depth || queue_depth > 1024 || !pending_max)
+        return -EINVAL;
+    if (!block_bytes || block_bytes % DOFF_PAGE || block_bytes > DOFF_TRANSFER_MAX)
+        return -EINVAL;
+    doff_engine* engine = engine_new(queue_depth, block_bytes, pending_max);
+    if (!engine)
+        return -ENOMEM;
+    int code = start_backends(engine, table, fault_script);
+    if (!code) {
+        code = doff_thread_start(&engine->submitter, submitter_main, engine, "doff-submit");
+        if (code) {
+            doff_backend_stop(&engine->backend);
+            doff_backend_stop(&engine->helper);
+        }
+    }
+    if (code) {
+        engine_free(engine);
+        return code;
+    }
+    *out = engine;
+    return 0;
+}
+
+int doff_engine_close(doff_engine* engine, int64_t timeout_ms) {
+    if (engine->pid != getpid())
+        return -ECHILD;
+    uint64_t until = deadline(timeout_ms);
+    pthread_mutex_lock(&engine->mutex);
+    bool again = engine->closed;
+    engine->closed = true; /* from now on doff_submit refuses */
+    pthread_cond_broadcast(&engine->room);
+    while (!again && engine->stats.requests_pending) {
+        if (!doff_cond_wait_until(&engine->finished, &engine->mutex, until))
+            continue;
+        engine->closed = false; /* may be tried again */
+        pthread_mutex_unlock(&engine->mutex);
+        return -ETIMEDOUT;
+    }
+    engine->stop = true;
+    pthread_cond_signal(&engine->work);
+    pthread_mutex_unlock(&engine->mutex);
+    if (again)
+        return 0;
+    pthread_join(engine->submitter, NULL);
+    doff_backend_stop(&engine->backend);
+    doff_backend_stop(&engine->helper);
+    doff_files_close(engine);
+    return 0;
+}
+
+static void drop_reference(doff_engine* engine) {
+    pthread_mutex_lock(&engine->mutex);
+    bool last = --engine->references == 0;
+    pthread_mutex_unlock(&engine->mutex);
+    if (last)
+        engine_free(engine);
+}
+
+void doff_engine_release(doff_engine* engine) {
+    if (engine->pid == getpid())
+        drop_reference(engine);
+}
+
+int doff_engine_stats(doff_engine* engine, doff_stats* out) {
+    if (engine->pid != getpid())
+        return -ECHILD;
+    pthread_mutex_lock(&engine->mutex);
+    *out = engine->stats;
+    pthread_mutex_unlock(&engine->mutex);
+    return 0;
+}
+
+/* ---- requests -----------------------------------------------------------------------------------------------------
+ */
+
+static struct doff_request* request_new(doff_engine* engine, int operation, const doff_segment* segments,
+                                        uint32_t count, uint32_t flags) {
+    struct doff_request* request = calloc(1, sizeof *request);
+    if (!request)
+        return NULL;
+    request->engine = engine;
+    request->segs = count > DOFF_SEGMENTS_INLINE ? calloc(count, sizeof *request->segs) : request->inline_segs;
+    if (!request->segs) {
+        free(request);
+        return NULL;
+    }
+    request->write = operation == DOFF_WRITE;
+    request->urgent = flags & DOFF_URGENT;
+    request->padded = flags & DOFF_PADDED;
+    request->seg_count = count;
+    request->result.file = -1;
+    for (uint32_t i = 0; i < count; i++)
+        request->segs[i] = (struct doff_seg){.request = request,
+                                             .file_id = segments[i].file,
+                                             .buf = (char*)(uintptr_t)segments[i].address,
+                                             .off = segments[i].offset,
+                                             .nbytes = segments[i].nbytes};
+    return request;
+}
+
+static int check_segments(const doff_segment* segments, uint32_t count, uint32_t flags) {
+    for (uint32_t i = 0; i < count; i++) {
+        const doff_segment* segment = &segments[i];
+        if (segment->nbytes < 0 || segment->offset < 0 || !segment->address)
+            return -EINVAL;
+        if (segment->offset > INT64_MAX - DOFF_PAGE - segment->nbytes)
+            return -EINVAL;
+        if ((flags & DOFF_PADDED) && ((segment->address | (uint64_t)segment->offset) & (DOFF_PAGE - 1)))
+            return -EINVAL;
+    }
+    return 0;
+}
+
+/* With the mutex held: finds the files, waits for room. */
+static int admit(doff_engine* engine, struct doff_request* request, int64_t timeout_ms) {
+    uint64_t until = deadline(timeout_ms);
+    while (!engine->closed && engine->stats.requests_pending >= engine->pending_max)
+        if (doff_cond_wait_until(&engine->room, &engine->mutex, until))
+            return -ETIMEDOUT;
+    if (engine->closed)
+        return -ESHUTDOWN;
+    for (unsigned i = 0; i < request->seg_count; i++)
+        if (!(request->segs[i].file = doff_file_get(engine, request->segs[i].file_id)))
+            return -EBADF;
+    return 0;
+}
+
+int doff_submit(doff_engine* engine, int operation, const doff_segment* segments, uint32_t count, uint32_t flags,
+                int64_t timeout_ms, doff_request** out) {
+    if (engine->pid != getpid())
+        return -ECHILD;
+    int code = check_segments(segments, count, flags);
+    if (code || (operation != DOFF_READ && operation != DOFF_WRITE))
+        return -EINVAL;
+    struct doff_request* request = request_new(engine, operation, segments, count, flags);
+    if (!request)
+        return -ENOMEM;
+    pthread_mutex_lock(&engine->mutex);
+    if ((code = admit(engine, request, timeout_ms))) {
+        pthread_mutex_unlock(&engine->mutex);
+        doff_request_free(request);
+        return code;
+    }
+    bool kick = false;
+    engine->references++;
+    engine->stats.requests_pending++;
+    for (unsigned i = 0; i < count; i++) {
+        request->segs[i].file->users++;
+        kick |= request->segs[i].file->lane->in_flight < engine->queue_depth;
+    }
+    doff_request_enqueue(engine, request);
+    doff_request_settle(engine, request); /* a request of no bytes is done */
+    if (kick) {
+        engine->kicked = true;
+        pthread_cond_signal(&engine->work);
+    }
+    pthread_mutex_unlock(&engine->mutex);
+    *out = request;
+    return 0;
+}
+
+int doff_request_done(doff_request* request) {
+    if (request->engine->pid != getpid())
+        return -ECHILD;
+    return atomic_load_explicit(&request->done, memory_order_acquire);
+}
+
+int doff_request_wait(doff_request* request, int64_t timeout_ms, doff_result* out) {
+    doff_engine* engine = request->engine;
+    if (engine->pid != getpid())
+        return -ECHILD;
+    uint64_t until = deadline(timeout_ms);
+    pthread_mutex_lock(&engine->mutex);
+    while (!atomic_load_explicit(&request->done, memory_order_relaxed)) {
+        if (!doff_cond_wait_until(&engine->finished, &engine->mutex, until))
+            continue;
+        if (atomic_load_explicit(&request->done, memory_order_relaxed))
+            break;
+        pthread_mutex_unlock(&engine->mutex);
+        return -ETIMEDOUT;
+    }
+    *out = request->result;
+    pthread_mutex_unlock(&engine->mutex);
+    return 0;
+}
+
+int doff_request_cancel(doff_request* request) {
+    doff_engine* engine = request->engine;
+    if (engine->pid != getpid())
+        return -ECHILD;
+    pthread_mutex_lock(&engine->mutex);
+    bool cancel = !request->started && !atomic_load_explicit(&request->done, memory_order_relaxed);
+    if (cancel) {
+        doff_request_fail(engine, request, ECANCELED, NULL);
+        doff_request_settle(engine, request);
+    }
+    pthread_mutex_unlock(&engine->mutex);
+    return cancel;
+}
+
+int doff_request_promote(doff_request* request) {
+    doff_engine* engine = request->engine;
+    if (engine->pid != getpid())
+        return -ECHILD;
+    pthread_mutex_lock(&engine->mutex);
+    if (!request->urgent && request->segs_queued) {
+        doff_request_dequeue(engine, request);
+        request->urgent = true;
+        doff_request_enqueue(engine, request);
+    }
+    pthread_mutex_unlock(&engine->mutex);
+    return 0;
+}
+
+void doff_request_release(doff_request* request) {
+    doff_engine* engine = request->engine;
+    if (engine->pid != getpid())
+        return;
+    pthread_mutex_lock(&engine->mutex);
+    bool done = atomic_load_explicit(&request->done, memory_order_relaxed);
+    request->released = true;
+    pthread_mutex_unlock(&engine->mutex);
+    if (!done)
+        return;
+    doff_request_free(request);
+    drop_reference(engine);
+}

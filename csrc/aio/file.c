@@ -1,0 +1,252 @@
+/* Files: opening with a say on direct I/O, alignment asked of the file, allocation, locks.
+ *
+ * Each file has a buffered descriptor, and a direct one where O_DIRECT really works: it is asked by statx(2)
+ * (STATX_DIOALIGN, Linux 6.1) and then tried, because overlay, FUSE and network file systems may accept the flag and
+ * fail the first transfer. The kernel keeps both views of the file coherent.
+ */
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#define ZERO_BYTES (1 << 20)
+
+/* statx(2) as the kernel lays it out, down to what is used; older headers do not have the last two fields. */
+struct statx_dio {
+    uint32_t mask, block_size;
+    char skipped[0x98 - 8];
+    uint32_t dio_mem_align, dio_offset_align;
+    char rest[256 - 0xa0];
+};
+#define STATX_DIOALIGN_BIT 0x2000u
+#define TMPFS_TYPE 0x01021994
+
+/* 0: alignments are filled; EOPNOTSUPP: the file says that it has no direct I/O. */
+static int ask_alignment(int fd, uint32_t* memory_align, uint32_t* offset_align) {
+    struct statx_dio answer;
+    struct statfs system;
+    /* tmpfs takes the flag since Linux 6.6 and copies all the same, inside io_submit: threads serve it better. */
+    if (!fstatfs(fd, &system) && system.f_type == TMPFS_TYPE)
+        return EOPNOTSUPP;
+    memset(&answer, 0, sizeof answer);
+    *memory_align = *offset_align = DOFF_PAGE;
+    long code = syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_DIOALIGN_BIT, &answer);
+    if (code < 0 || !(answer.mask & STATX_DIOALIGN_BIT))
+        return 0; /* cannot say: one page suits every disk */
+    if (!answer.dio_offset_align)
+        return EOPNOTSUPP;
+    *memory_align = answer.dio_mem_align;
+    *offset_align = answer.dio_offset_align;
+    /* Extents and buffers are page-aligned; a file that wants more is used buffered. */
+    return answer.dio_offset_align > DOFF_PAGE || answer.dio_mem_align > DOFF_PAGE ? EINVAL : 0;
+}
+
+/* One real transfer; a new file gets its first page. */
+static int try_direct(int fd, bool create) {
+    char* page = mmap(NULL, DOFF_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED)
+        return errno;
+    ssize_t moved = create ? pwrite(fd, page, DOFF_PAGE, 0) : pread(fd, page, DOFF_PAGE, 0);
+    int code = moved < 0 ? errno : create && moved != DOFF_PAGE ? ENOSPC : 0;
+    munmap(page, DOFF_PAGE);
+    return code;
+}
+
+static int open_direct(const char* path, int fd_buffered, bool readonly, bool create, doff_file_info* info) {
+    int code = ask_alignment(fd_buffered, &info->memory_align, &info->offset_align);
+    if (code)
+        return -code;
+    int fd = open(path, (readonly ? O_RDONLY : O_RDWR) | O_CLOEXEC | O_DIRECT);
+    if (fd < 0)
+        return -errno;
+    code = try_direct(fd, create);
+    if (!code)
+        return fd;
+    close(fd);
+    return -code;
+}
+
+static struct doff_lane* lane_for(doff_engine* engine, dev_t device) {
+    struct doff_lane* free_lane = NULL;
+    for (unsigned i = 0; i < DOFF_LANES_MAX; i++) {
+        struct doff_lane* lane = &engine->lanes[i];
+        if (lane->files && lane->device == device)
+            return lane;
+        if (!lane->files && !free_lane)
+            free_lane = lane;
+    }
+    /* More devices than lanes: the rest share. */
+    if (!free_lane)
+        return &engine->lanes[device % DOFF_LANES_MAX];
+    free_lane->device = device;
+    return free_lane;
+}
+
+static int adopt(doff_engine* engine, int fd_direct, int fd_buffered, const doff_file_info* info) {
+    int id = -EMFILE;
+    pthread_mutex_lock(&engine->mutex);
+    for (int i = 0; i < DOFF_FILES_MAX && id < 0 && !engine->closed; i++) {
+        struct doff_file* file = &engine->files[i];
+        if (file->used)
+            continue;
+        uint32_t align = info->memory_align > info->offset_align ? info->memory_align : info->offset_align;
+        *file = (struct doff_file){.used = true,
+                                   .fd_direct = fd_direct,
+                                   .fd_buffered = fd_buffered,
+                                   .mask = align - 1,
+                                   .lane = lane_for(engine, (dev_t)info->device)};
+        file->lane->files++;
+        id = i;
+    }
+    if (engine->closed)
+        id = -ESHUTDOWN;
+    pthread_mutex_unlock(&engine->mutex);
+    return id;
+}
+
+/* Opens, locks, tries direct I/O, unlinks. Returns the direct descriptor, -1 when there is none, or leaves an error. */
+static int prepare(const char* path, int fd, uint32_t flags, uint32_t direct, doff_file_info* info, int* fd_direct) {
+    struct stat status;
+    if ((flags & DOFF_OPEN_LOCK) && flock(fd, LOCK_EX | LOCK_NB))
+        return -errno;
+    if (fstat(fd, &status))
+        return -errno;
+    /* Somebody who clears away files of dead runs was between our creating and our locking it. */
+    if ((flags & DOFF_OPEN_CREATE) && !status.st_nlink)
+        return -EAGAIN;
+    if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode))
+        return S_ISDIR(status.st_mode) ? -EISDIR : -EINVAL;
+    *info = (doff_file_info){.memory_align = 1, .offset_align = 1, .device = status.st_dev};
+    if (direct != DOFF_DIRECT_OFF) {
+        int code = open_direct(path, fd, flags & DOFF_OPEN_READONLY, flags & DOFF_OPEN_CREATE, info);
+        *fd_direct = code >= 0 ? code : -1;
+        info->direct = code >= 0;
+        info->direct_errno = code < 0 ? -code : 0;
+        if (code < 0)
+            info->memory_align = info->offset_align = 1;
+        if (code < 0 && direct == DOFF_DIRECT_REQUIRED)
+            return code;
+    }
+    if (fstat(fd, &status))
+        return -errno;
+    info->size = status.st_size;
+    return (flags & DOFF_OPEN_UNLINK) && unlink(path) ? -errno : 0;
+}
+
+int doff_file_open(doff_engine* engine, const char* path, uint32_t flags, uint32_t direct, doff_file_info* out) {
+    if (engine->pid != getpid())
+        return -ECHILD;
+    int mode = (flags & DOFF_OPEN_READONLY) ? O_RDONLY : O_RDWR, fd_direct = -1;
+    if (flags & DOFF_OPEN_CREATE)
+        mode |= O_CREAT | O_EXCL;
+    int fd = open(path, mode | O_CLOEXEC, 0600);
+    if (fd < 0)
+        return -errno;
+    int code = prepare(path, fd, flags, direct, out, &fd_direct);
+    if (!code)
+        code = adopt(engine, fd_direct, fd, out);
+    if (code < 0) {
+        if (flags & DOFF_OPEN_CREATE)
+            unlink(path);
+        if (fd_direct >= 0)
+            close(fd_direct);
+        close(fd);
+    }
+    return code;
+}
+
+struct doff_file* doff_file_get(doff_engine* engine, int32_t file) {
+    return file >= 0 && file < DOFF_FILES_MAX && engine->files[file].used ? &engine->files[file] : NULL;
+}
+
+/* A descriptor of its own, so that a close in another thread cannot pull it away under a call that blocks. */
+static int borrow_fd(doff_engine* engine, int32_t id) {
+    if (engine->pid != getpid())
+        return -ECHILD;
+    pthread_mutex_lock(&engine->mutex);
+    struct doff_file* file = doff_file_get(engine, id);
+    int fd = file ? fcntl(file->fd_buffered, F_DUPFD_CLOEXEC, 0) : -1;
+    int code = file ? errno : EBADF;
+    pthread_mutex_unlock(&engine->mutex);
+    return fd >= 0 ? fd : -code;
+}
+
+static int write_zeros(int fd, int64_t from, int64_t to) {
+    char* zeros = mmap(NULL, ZERO_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (zeros == MAP_FAILED)
+        return -errno;
+    int code = 0;
+    while (from < to && !code) {
+        ssize_t moved = pwrite(fd, zeros, (size_t)(to - from < ZERO_BYTES ? to - from : ZERO_BYTES), from);
+        if (moved > 0)
+            from += moved;
+        else if (moved == 0 || errno != EINTR)
+            code = moved == 0 ? -ENOSPC : -errno;
+    }
+    munmap(zeros, ZERO_BYTES);
+    return code;
+}
+
+int doff_file_grow(doff_engine* engine, int32_t file, int64_t size_bytes) {
+    struct stat status;
+    int fd = borrow_fd(engine, file), code = 0;
+    if (fd < 0)
+        return fd;
+    if (fstat(fd, &status)) {
+        code = -errno;
+    } else if (status.st_size < size_bytes) {
+        while ((code = fallocate(fd, 0, 0, size_bytes) ? -errno : 0) == -EINTR)
+            continue;
+        if (code == -EOPNOTSUPP || code == -ENOSYS)
+            code = write_zeros(fd, status.st_size, size_bytes);
+        /* An allocation that failed half-way must not keep the blocks. */
+        if (code && ftruncate(fd, status.st_size))
+            code = code == -ENOSPC ? code : -errno;
+    }
+    close(fd);
+    return code;
+}
+
+int doff_file_sync(doff_engine* engine, int32_t file) {
+    int fd = borrow_fd(engine, file);
+    if (fd < 0)
+        return fd;
+    int code = fdatasync(fd) ? -errno : 0;
+    close(fd);
+    return code;
+}
+
+static void file_close(struct doff_file* file) {
+    if (file->fd_direct >= 0)
+        close(file->fd_direct);
+    close(file->fd_buffered);
+    file->lane->files--;
+    file->used = false;
+}
+
+int doff_file_close(doff_engine* engine, int32_t id) {
+    if (engine->pid != getpid())
+        return -ECHILD;
+    pthread_mutex_lock(&engine->mutex);
+    struct doff_file* file = doff_file_get(engine, id);
+    int code = !file ? -EBADF : file->users ? -EBUSY : 0;
+    if (!code)
+        file_close(file);
+    pthread_mutex_unlock(&engine->mutex);
+    return code;
+}
+
+void doff_files_close(doff_engine* engine) {
+    for (int i = 0; i < DOFF_FILES_MAX; i++)
+        if (engine->files[i].used)
+            file_close(&engine->files[i]);
+}

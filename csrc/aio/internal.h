@@ -1,0 +1,101 @@
+/* The engine's own structures. One mutex guards all of them; no system call that can block runs under it. */
+#ifndef DOFF_INTERNAL_H
+#define DOFF_INTERNAL_H
+
+#include "backend.h"
+#include "doff_aio.h"
+
+#include <stdatomic.h>
+#include <sys/types.h>
+
+#define DOFF_LANES_MAX 8
+#define DOFF_FILES_MAX 256
+#define DOFF_HELPER_THREADS 8
+#define DOFF_SEGMENTS_INLINE 4
+#define DOFF_AGAIN_MAX 2000          /* times a chunk is sent again after EAGAIN, one millisecond apart */
+#define DOFF_TRANSFER_MAX 0x7ffff000 /* Linux moves no more than this per call */
+
+enum { DOFF_QUEUE_URGENT, DOFF_QUEUE_READ, DOFF_QUEUE_WRITE, DOFF_QUEUES };
+
+struct doff_file {
+    bool used;
+    int fd_direct; /* -1: buffered only */
+    int fd_buffered;
+    uint32_t mask;  /* what must be clear in address, offset and length of a direct transfer */
+    unsigned users; /* requests not done */
+    struct doff_lane* lane;
+};
+
+struct doff_seg {
+    struct doff_seg* next;
+    struct doff_request* request;
+    struct doff_file* file;
+    int32_t file_id;
+    char* buf;
+    int64_t off, nbytes, cut; /* cut: bytes already handed out as chunks */
+    bool queued;
+};
+
+struct doff_queue {
+    struct doff_seg *head, **tail;
+};
+
+/* What shares one device shares one queue depth and one turn between reads and writes. */
+struct doff_lane {
+    dev_t device;
+    unsigned files, in_flight;
+    bool write_turn;
+    struct doff_queue queue[DOFF_QUEUES];
+    struct doff_op* resend; /* chunks to be sent again; they keep their place in in_flight */
+};
+
+/* A chunk. */
+struct doff_op {
+    struct doff_io io; /* first: a backend's pointer to io is a pointer to the chunk */
+    struct doff_op* next;
+    struct doff_seg* seg;
+    size_t want; /* io.len without padding */
+    unsigned again_count;
+    bool helper; /* goes to the pool beside the main backend */
+};
+
+struct doff_request {
+    doff_engine* engine;
+    _Atomic int done;
+    bool released, urgent, write, padded, started;
+    unsigned segs_queued, ops_out, seg_count;
+    doff_result result;
+    struct doff_seg *segs, inline_segs[DOFF_SEGMENTS_INLINE];
+};
+
+struct doff_engine {
+    pid_t pid;
+    pthread_mutex_t mutex;
+    pthread_cond_t work, room, finished; /* submit thread; doff_submit; waiters */
+    pthread_t submitter;
+    bool stop, closed, kicked, pumping, has_helper;
+    unsigned references; /* 1 for the handle + requests not released */
+    uint32_t queue_depth, block_bytes, pending_max;
+    struct doff_backend backend, helper;
+    struct doff_file files[DOFF_FILES_MAX];
+    struct doff_lane lanes[DOFF_LANES_MAX];
+    unsigned lane_next; /* round robin */
+    struct doff_op *ops, *ops_free, *delayed;
+    doff_stats stats;
+};
+
+/* request.c; all with the mutex held */
+void doff_request_enqueue(doff_engine* engine, struct doff_request* request);
+void doff_request_dequeue(doff_engine* engine, struct doff_request* request);
+void doff_request_settle(doff_engine* engine, struct doff_request* request);
+void doff_request_fail(doff_engine* engine, struct doff_request* request, int error, const struct doff_op* op);
+struct doff_op* doff_op_pick(doff_engine* engine, struct doff_lane* lane);
+void doff_op_done(doff_engine* engine, struct doff_op* op, int64_t result);
+void doff_op_delay(doff_engine* engine, struct doff_op* op);
+void doff_request_free(struct doff_request* request);
+
+/* file.c; lanes with the mutex held */
+struct doff_file* doff_file_get(doff_engine* engine, int32_t file);
+void doff_files_close(doff_engine* engine);
+
+#endif

@@ -1,0 +1,253 @@
+/* From requests to chunks and back: cutting, short transfers, retries, the first error, and when a request is done. */
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <errno.h>
+#include <stdlib.h>
+
+static void queue_push(struct doff_queue* queue, struct doff_seg* seg) {
+    seg->next = NULL;
+    *queue->tail = seg;
+    queue->tail = &seg->next;
+}
+
+static void queue_remove(struct doff_queue* queue, struct doff_seg* seg) {
+    for (struct doff_seg** at = &queue->head; *at; at = &(*at)->next) {
+        if (*at != seg)
+            continue;
+        *at = seg->next;
+        if (queue->tail == &seg->next)
+            queue->tail = at;
+        return;
+    }
+}
+
+static struct doff_queue* queue_of(const struct doff_request* request, struct doff_lane* lane) {
+    return &lane->queue[request->urgent ? DOFF_QUEUE_URGENT : request->write ? DOFF_QUEUE_WRITE : DOFF_QUEUE_READ];
+}
+
+void doff_request_enqueue(doff_engine* engine, struct doff_request* request) {
+    (void)engine;
+    for (unsigned i = 0; i < request->seg_count; i++) {
+        struct doff_seg* seg = &request->segs[i];
+        if (seg->cut >= seg->nbytes)
+            continue;
+        queue_push(queue_of(request, seg->file->lane), seg);
+        seg->queued = true;
+        request->segs_queued++;
+    }
+}
+
+void doff_request_dequeue(doff_engine* engine, struct doff_request* request) {
+    (void)engine;
+    for (unsigned i = 0; i < request->seg_count; i++) {
+        struct doff_seg* seg = &request->segs[i];
+        if (!seg->queued)
+            continue;
+        queue_remove(queue_of(request, seg->file->lane), seg);
+        seg->queued = false;
+        request->segs_queued--;
+    }
+}
+
+void doff_request_free(struct doff_request* request) {
+    if (request->segs != request->inline_segs)
+        free(request->segs);
+    free(request);
+}
+
+/* Done when nothing is queued and nothing is out. */
+void doff_request_settle(doff_engine* engine, struct doff_request* request) {
+    if (request->segs_queued || request->ops_out)
+        return;
+    for (unsigned i = 0; i < request->seg_count; i++)
+        request->segs[i].file->users--;
+    engine->stats.requests_pending--;
+    if (!request->result.error)
+        engine->stats.requests_done++;
+    else if (request->result.error == ECANCELED)
+        engine->stats.requests_cancelled++;
+    else
+        engine->stats.requests_failed++;
+    pthread_cond_signal(&engine->room);
+    if (!request->released) {
+        atomic_store_explicit(&request->done, 1, memory_order_release);
+        pthread_cond_broadcast(&engine->finished);
+        return;
+    }
+    if (request->result.error && request->result.error != ECANCELED)
+        engine->stats.unobserved_failures++;
+    engine->references--; /* never the last: a closing handle waits for pending requests */
+    pthread_cond_broadcast(&engine->finished);
+    doff_request_free(request);
+}
+
+/* Keeps the first error; what was not handed out yet never will be. */
+void doff_request_fail(doff_engine* engine, struct doff_request* request, int error, const struct doff_op* op) {
+    if (!request->result.error) {
+        request->result.error = error;
+        if (op) {
+            request->result.file = op->seg->file_id;
+            request->result.offset = op->io.off;
+            request->result.nbytes = (int64_t)op->want;
+        }
+    }
+    doff_request_dequeue(engine, request);
+}
+
+/* The length of the next chunk at a segment's cut, and whether it can be direct. Pieces that direct I/O cannot do are
+ * cut off at the border, so that only they go through the page cache. */
+static size_t chunk_length(const struct doff_engine* engine, const struct doff_seg* seg, bool* direct, size_t* padded) {
+    int64_t rest = seg->nbytes - seg->cut;
+    size_t length = rest < (int64_t)engine->block_bytes ? (size_t)rest : engine->block_bytes;
+    uint64_t mask = seg->file->mask, address = (uint64_t)(uintptr_t)seg->buf + (uint64_t)seg->cut;
+    uint64_t off = (uint64_t)(seg->off + seg->cut);
+    *padded = length;
+    *direct = seg->file->fd_direct >= 0 && !((address ^ off) & mask);
+    if (!*direct)
+        return length;
+    if (seg->request->padded && !(off & (DOFF_PAGE - 1))) {
+        *padded = (length + DOFF_PAGE - 1) & ~(size_t)(DOFF_PAGE - 1);
+        return length;
+    }
+    uint64_t head = (mask + 1 - (off & mask)) & mask;
+    if (head || length <= mask) {
+        *direct = false;
+        if (head && head < length)
+            length = head;
+        return *padded = length;
+    }
+    return *padded = length & ~(size_t)mask;
+}
+
+static void op_release(doff_engine* engine, struct doff_op* op) {
+    struct doff_request* request = op->seg->request;
+    op->seg->file->lane->in_flight--;
+    engine->stats.chunks_in_flight--;
+    op->next = engine->ops_free;
+    engine->ops_free = op;
+    request->ops_out--;
+    doff_request_settle(engine, request);
+}
+
+static struct doff_op* op_cut(doff_engine* engine, struct doff_lane* lane, struct doff_queue* queue) {
+    struct doff_op* op = engine->ops_free;
+    struct doff_seg* seg = queue->head;
+    bool direct;
+    size_t padded, length = chunk_length(engine, seg, &direct, &padded);
+    engine->ops_free = op->next;
+    op->seg = seg;
+    op->want = length;
+    op->again_count = 0;
+    op->helper = !direct && engine->has_helper;
+    op->io = (struct doff_io){.fd = direct ? seg->file->fd_direct : seg->file->fd_buffered,
+                              .write = seg->request->write,
+                              .buf = seg->buf + seg->cut,
+                              .len = padded,
+                              .off = seg->off + seg->cut};
+    seg->cut += (int64_t)length;
+    seg->request->started = true;
+    seg->request->ops_out++;
+    if (seg->cut >= seg->nbytes) {
+        queue_remove(queue, seg);
+        seg->queued = false;
+        seg->request->segs_queued--;
+    }
+    lane->in_flight++;
+    if (!direct)
+        engine->stats.chunks_buffered++;
+    if (++engine->stats.chunks_in_flight > engine->stats.chunks_in_flight_max)
+        engine->stats.chunks_in_flight_max = engine->stats.chunks_in_flight;
+    return op;
+}
+
+/* The next chunk for this device: what must be sent again, then urgent ones, then reads and writes in turn. */
+struct doff_op* doff_op_pick(doff_engine* engine, struct doff_lane* lane) {
+    while (lane->resend) {
+        struct doff_op* op = lane->resend;
+        lane->resend = op->next;
+        if (!op->seg->request->result.error)
+            return op;
+        op_release(engine, op);
+    }
+    if (lane->in_flight >= engine->queue_depth || !engine->ops_free)
+        return NULL;
+    struct doff_queue* urgent = &lane->queue[DOFF_QUEUE_URGENT];
+    if (urgent->head)
+        return op_cut(engine, lane, urgent);
+    struct doff_queue* first = &lane->queue[lane->write_turn ? DOFF_QUEUE_WRITE : DOFF_QUEUE_READ];
+    struct doff_queue* other = &lane->queue[lane->write_turn ? DOFF_QUEUE_READ : DOFF_QUEUE_WRITE];
+    struct doff_queue* queue = first->head ? first : other;
+    if (!queue->head)
+        return NULL;
+    lane->write_turn = queue == &lane->queue[DOFF_QUEUE_READ];
+    return op_cut(engine, lane, queue);
+}
+
+static void op_resend(struct doff_op* op) {
+    struct doff_lane* lane = op->seg->file->lane;
+    op->next = lane->resend;
+    lane->resend = op;
+}
+
+/* Sent again by the submit thread, a millisecond later. */
+void doff_op_delay(doff_engine* engine, struct doff_op* op) {
+    engine->stats.retries++;
+    if (op->again_count++ >= DOFF_AGAIN_MAX) {
+        doff_request_fail(engine, op->seg->request, EAGAIN, op);
+        op_release(engine, op);
+        return;
+    }
+    op->next = engine->delayed;
+    engine->delayed = op;
+    pthread_cond_signal(&engine->work);
+}
+
+/* A short transfer goes on where it stopped; a rest that is no longer aligned goes through the page cache. */
+static void op_continue(doff_engine* engine, struct doff_op* op, size_t moved) {
+    struct doff_file* file = op->seg->file;
+    engine->stats.short_transfers++;
+    op->again_count = 0;
+    op->io.buf += moved;
+    op->io.off += (int64_t)moved;
+    op->io.len -= moved;
+    op->want -= moved;
+    uint64_t bits = (uint64_t)(uintptr_t)op->io.buf | (uint64_t)op->io.off | op->io.len;
+    if (file->fd_direct < 0 || (bits & file->mask)) {
+        op->io.fd = file->fd_buffered;
+        op->io.len = op->want;
+        op->helper = engine->has_helper;
+    }
+    op_resend(op);
+}
+
+void doff_op_done(doff_engine* engine, struct doff_op* op, int64_t result) {
+    struct doff_request* request = op->seg->request;
+    if (result == -EINTR || result == -EAGAIN) {
+        if (request->result.error) {
+            op_release(engine, op);
+        } else if (result == -EINTR) {
+            engine->stats.retries++;
+            op_resend(op);
+        } else {
+            doff_op_delay(engine, op);
+        }
+        return;
+    }
+    if (result <= 0 || result > (int64_t)op->io.len) {
+        /* Nothing moved and no error: a read beyond the end of the file, or a write the device refused to take. */
+        int error = result < 0 ? (int)-result : result == 0 && !op->io.write ? ENODATA : EIO;
+        doff_request_fail(engine, request, error, op);
+        op_release(engine, op);
+        return;
+    }
+    size_t moved = (size_t)result, useful = moved < op->want ? moved : op->want;
+    request->result.transferred += (int64_t)useful;
+    *(op->io.write ? &engine->stats.bytes_written : &engine->stats.bytes_read) += useful;
+    if (useful < op->want && !request->result.error) {
+        op_continue(engine, op, moved);
+        return;
+    }
+    engine->stats.chunks_done++;
+    op_release(engine, op);
+}

@@ -1,0 +1,361 @@
+"""The I/O engine: owns the native handle and its threads; hands out files and tickets."""
+
+from __future__ import annotations
+
+import enum
+import errno
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ClosedError, ConfigError, IoFailure, IoTimeout, UnsupportedError, UsageError
+from ..native.aio import PAGE_BYTES, ffi, lib
+from .ticket import WAIT_SLICE_MS, Ticket
+
+BACKENDS = ("libaio", "io_uring", "pool")
+DIRECT_MODES = {
+    "off": lib.DOFF_DIRECT_OFF,
+    "preferred": lib.DOFF_DIRECT_PREFERRED,
+    "required": lib.DOFF_DIRECT_REQUIRED,
+}
+
+
+class Priority(enum.IntEnum):
+    """URGENT requests go before all others; NORMAL reads and writes take turns, chunk by chunk."""
+
+    URGENT = 0
+    NORMAL = 1
+
+
+@dataclass(frozen=True)
+class BackendReport:
+    """Whether a backend can be started here, and why (not)."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+def probe_backend(name: str) -> BackendReport:
+    """Starts and stops the backend's kernel queue."""
+    code = -lib.doff_backend_probe(name.encode())
+    if code:
+        hints = {
+            errno.EPERM: "forbidden here: a container's seccomp profile or kernel.io_uring_disabled",
+            errno.ENOSYS: "this kernel does not have it",
+            errno.EAGAIN: "the system's aio requests are used up (fs.aio-max-nr)",
+            errno.ENOMEM: "locked memory limit (ulimit -l) or memory exhausted",
+        }
+        name_of_code = errno.errorcode.get(code, str(code))
+        return BackendReport(name, False, f"{name_of_code}: {hints.get(code, os.strerror(code))}")
+    how = {
+        "libaio": f"kernel AIO through {ffi.string(lib.doff_libaio_origin()).decode()}",
+        "io_uring": "io_uring permitted",
+        "pool": "pread and pwrite on threads",
+    }
+    return BackendReport(name, True, how[name])
+
+
+def choose_backend(wanted: str) -> tuple[str, str]:
+    """The backend to use and why.
+
+    Raises:
+        ConfigError: No backend has that name.
+        UnsupportedError: The wanted one cannot be started here.
+    """
+    if wanted == "auto":
+        refused: list[str] = []
+        for name in BACKENDS:
+            report = probe_backend(name)
+            if report.available:
+                return name, "; ".join([report.reason, *refused])
+            refused.append(f"{name} not: {report.reason}")
+        raise UnsupportedError(f"no I/O backend can be started: {'; '.join(refused)}")
+    if wanted not in BACKENDS:
+        raise ConfigError(f"aio.backend: {wanted!r} is unknown; it is one of auto, {', '.join(BACKENDS)}")
+    report = probe_backend(wanted)
+    if not report.available:
+        raise UnsupportedError(f"aio.backend: {wanted} cannot be started here ({report.reason}). Use aio.backend=auto.")
+    return wanted, f"asked for; {report.reason}"
+
+
+def _close_handle(handle: Any, timeout_s: float) -> bool:
+    """Closes and frees a native engine; False when something stayed in flight (then nothing is freed)."""
+    until = time.monotonic() + timeout_s
+    while True:
+        code = lib.doff_engine_close(handle, WAIT_SLICE_MS)
+        if code != -errno.ETIMEDOUT:
+            break
+        if time.monotonic() >= until:
+            return False
+    if code == 0:
+        lib.doff_engine_release(handle)
+    return True
+
+
+class IoEngine:
+    """Asynchronous transfers between memory and files.
+
+    Args:
+        backend: ``libaio``, ``io_uring``, ``pool``, or ``auto``: the first of them that can be started.
+        queue_depth: Chunks in flight per device, 1 to 1024.
+        block_bytes: Chunk size; a multiple of 4096.
+        pending_max: Requests submitted and not done, beyond which submitting waits.
+        submit_timeout_s: How long it waits then, before :class:`~deepoffload.errors.IoTimeout`.
+        fault_script: For tests: rules of ``csrc/aio/backend_fault.c``.
+
+    Raises:
+        ConfigError: A value is out of its range.
+        UnsupportedError: The backend cannot be started here.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str = "auto",
+        queue_depth: int = 16,
+        block_bytes: int = 1 << 20,
+        pending_max: int = 1024,
+        submit_timeout_s: float = 60.0,
+        fault_script: str | None = None,
+    ) -> None:
+        if not 1 <= queue_depth <= 1024:
+            raise ConfigError(f"aio.queue_depth: {queue_depth} is not between 1 and 1024")
+        if block_bytes <= 0 or block_bytes % PAGE_BYTES or block_bytes > 1 << 30:
+            raise ConfigError(f"aio.block_size: {block_bytes} is not a multiple of {PAGE_BYTES} up to 1 GiB")
+        if pending_max < 1:
+            raise ConfigError(f"pending_max: {pending_max} is not positive")
+        self.backend, self.backend_reason = choose_backend(backend)
+        self.queue_depth, self.block_bytes = queue_depth, block_bytes
+        self.submit_timeout_s = submit_timeout_s
+        self._lock = threading.Lock()
+        out = ffi.new("doff_engine **")
+        script = ffi.NULL if fault_script is None else fault_script.encode()
+        code = lib.doff_engine_open(self.backend.encode(), script, queue_depth, block_bytes, pending_max, out)
+        if code:
+            raise UnsupportedError(
+                f"the I/O engine ({self.backend}, queue depth {queue_depth}) cannot be started: {os.strerror(-code)}. "
+                "Use a smaller aio.queue_depth or another aio.backend."
+            )
+        self._handle: Any = out[0]
+        self._finalizer = weakref.finalize(self, _close_handle, self._handle, 10.0)
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close()`` was called."""
+        return self._handle is None
+
+    def handle(self) -> Any:
+        """The native engine, for this package's modules.
+
+        Raises:
+            ClosedError: The engine is closed.
+        """
+        if self._handle is None:
+            raise ClosedError("this I/O engine is closed")
+        return self._handle
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Finishes what was submitted, ends the threads, closes the files. Idempotent; a no-op in a forked child.
+
+        Raises:
+            IoTimeout: Something is still in flight after ``timeout_s``: its memory must stay. May be called again.
+        """
+        with self._lock:
+            if self._handle is None:
+                return
+            if not _close_handle(self._handle, timeout_s):
+                raise IoTimeout(f"transfers are still in flight after {timeout_s:g} s: the device does not answer")
+            self._finalizer.detach()
+            self._handle = None
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start: bytes, requests, chunks, retries; what is in flight now. All zero once closed."""
+        out = ffi.new("doff_stats *")
+        if self._handle is not None:
+            lib.doff_engine_stats(self._handle, out)
+        return {name: int(getattr(out, name)) for name, _ in ffi.typeof("doff_stats").fields}
+
+    def open_file(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        readonly: bool = False,
+        lock: bool = False,
+        unlink: bool = False,
+        direct: str = "preferred",
+    ) -> IoFile:
+        """Opens a file for transfers.
+
+        Args:
+            create: It must not exist yet (mode 0600); else it must exist.
+            lock: Take an exclusive ``flock``, without waiting.
+            unlink: Remove its name at once, so that it dies with this process.
+            direct: ``required``, ``preferred`` (buffered where O_DIRECT fails: ``IoFile.direct_errno``), ``off``.
+
+        Raises:
+            IoFailure: With the reason of the system (``EWOULDBLOCK``: somebody else holds the lock).
+        """
+        if direct not in DIRECT_MODES:
+            raise ConfigError(f"direct: {direct!r} is unknown; it is one of {', '.join(DIRECT_MODES)}")
+        name = os.fspath(path)
+        flags = (
+            (lib.DOFF_OPEN_CREATE if create else 0)
+            | (lib.DOFF_OPEN_READONLY if readonly else 0)
+            | (lib.DOFF_OPEN_LOCK if lock else 0)
+            | (lib.DOFF_OPEN_UNLINK if unlink else 0)
+        )
+        info = ffi.new("doff_file_info *")
+        code = lib.doff_file_open(self.handle(), os.fsencode(name), flags, DIRECT_MODES[direct], info)
+        if code < 0:
+            raise self._failure("open", code, name, 0, 0)
+        return IoFile(
+            engine=self,
+            file_id=code,
+            path=name,
+            direct=bool(info.direct),
+            direct_errno=int(info.direct_errno),
+            memory_align=int(info.memory_align),
+            offset_align=int(info.offset_align),
+            size_at_open=int(info.size),
+            device=int(info.device),
+        )
+
+    def read(
+        self, file: IoFile, address: int, nbytes: int, offset: int, *, priority: Priority = Priority.NORMAL
+    ) -> Ticket:
+        """Reads ``nbytes`` at ``offset`` into memory. Any alignment works; aligned parts are direct where the file can."""
+        return self._one(lib.DOFF_READ, file, address, nbytes, offset, priority)
+
+    def write(
+        self, file: IoFile, address: int, nbytes: int, offset: int, *, priority: Priority = Priority.NORMAL
+    ) -> Ticket:
+        """Writes ``nbytes`` from memory at ``offset``; the memory must not change until done."""
+        return self._one(lib.DOFF_WRITE, file, address, nbytes, offset, priority)
+
+    def _one(self, operation: int, file: IoFile, address: int, nbytes: int, offset: int, priority: Priority) -> Ticket:
+        segments = ffi.new("doff_segment[1]")
+        segment = segments[0]
+        segment.address, segment.offset, segment.nbytes, segment.file = address, offset, nbytes, file.file_id
+        flags = lib.DOFF_URGENT if priority is Priority.URGENT else 0
+        return self.submit(operation, segments, 1, nbytes, flags, (file,))
+
+    def submit(
+        self,
+        operation: int,
+        segments: Any,
+        count: int,
+        nbytes: int,
+        flags: int,
+        files: Sequence[IoFile],
+        *,
+        keep: object = None,
+        check: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """One request over ``count`` native segments; for this package's modules.
+
+        ``files`` are those the segments name (for errors), ``keep`` is held until the request is done, ``check`` runs
+        once when a ``wait()`` finds it done well and may raise :class:`~deepoffload.errors.IoFailure`.
+
+        Raises:
+            IoTimeout: No room in the queue within ``submit_timeout_s``; nothing was submitted.
+            UsageError: Address, offset or length cannot be.
+            ClosedError: The engine is closed.
+        """
+        out = ffi.new("doff_request **")
+        handle = self.handle()
+        code = lib.doff_submit(handle, operation, segments, count, flags, 0, out)
+        if code == -errno.ETIMEDOUT:
+            until = time.monotonic() + self.submit_timeout_s
+            while code == -errno.ETIMEDOUT and time.monotonic() < until:
+                code = lib.doff_submit(handle, operation, segments, count, flags, WAIT_SLICE_MS, out)
+        action = "write" if operation == lib.DOFF_WRITE else "read"
+        if code:
+            raise self._submit_error(action, -code, nbytes, files)
+        return Ticket(out[0], nbytes, action, files, keep, check)
+
+    def _submit_error(self, action: str, code: int, nbytes: int, files: Sequence[IoFile]) -> Exception:
+        names = ", ".join(file.path for file in files)
+        if code == errno.ETIMEDOUT:
+            return IoTimeout(
+                f"{action} of {nbytes} bytes ({names}): no room in the queue after {self.submit_timeout_s:g} s"
+            )
+        if code in (errno.ECHILD, errno.ESHUTDOWN):
+            why = "belongs to the parent process" if code == errno.ECHILD else "is closed"
+            return ClosedError(f"{action} of {nbytes} bytes ({names}): this I/O engine {why}")
+        if code == errno.EBADF:
+            return ClosedError(f"{action} of {nbytes} bytes: the file ({names}) is closed")
+        if code == errno.EINVAL:
+            return UsageError(
+                f"{action} of {nbytes} bytes ({names}): address, offset or length is negative or not aligned"
+            )
+        return self._failure(action, -code, names, 0, nbytes)
+
+    @staticmethod
+    def _failure(action: str, code: int, path: str, offset: int, nbytes: int) -> Exception:
+        if code == -errno.ECHILD:
+            return ClosedError(f"{action} {path}: this I/O engine belongs to the parent process")
+        if code == -errno.ESHUTDOWN:
+            return ClosedError(f"{action} {path}: this I/O engine is closed")
+        return IoFailure(action, -code, path, offset, nbytes)
+
+    def __enter__(self) -> IoEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"IoEngine({self.backend}, queue_depth={self.queue_depth}, block_bytes={self.block_bytes}{state})"
+
+
+@dataclass(frozen=True, eq=False)
+class IoFile:
+    """An open file of an engine. ``direct`` says whether O_DIRECT works on it, ``direct_errno`` why it does not."""
+
+    engine: IoEngine
+    file_id: int
+    path: str
+    direct: bool
+    direct_errno: int
+    memory_align: int
+    offset_align: int
+    size_at_open: int
+    device: int
+
+    def grow(self, size_bytes: int) -> None:
+        """Allocates blocks up to ``size_bytes`` (never shrinks); with zeros where the file system has no ``fallocate``.
+
+        Raises:
+            IoFailure: ``ENOSPC``, ``EDQUOT``, ``EFBIG``, ...; the size is then as before.
+        """
+        code = lib.doff_file_grow(self.engine.handle(), self.file_id, size_bytes)
+        if code:
+            raise IoEngine._failure("allocate", code, self.path, self.size_at_open, size_bytes)
+
+    def sync(self) -> None:
+        """Waits until what was written is on the device (``fdatasync``)."""
+        code = lib.doff_file_sync(self.engine.handle(), self.file_id)
+        if code:
+            raise IoEngine._failure("sync", code, self.path, 0, 0)
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Waits for requests on the file, then closes it. Idempotent as long as the engine lives; nothing after that.
+
+        Raises:
+            IoTimeout: Requests are still in flight.
+        """
+        until = time.monotonic() + timeout_s
+        while not self.engine.closed:
+            code = lib.doff_file_close(self.engine.handle(), self.file_id)
+            if code != -errno.EBUSY:
+                return
+            if time.monotonic() >= until:
+                raise IoTimeout(f"{self.path}: transfers are still in flight after {timeout_s:g} s")
+            time.sleep(0.002)

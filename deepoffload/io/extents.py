@@ -1,0 +1,100 @@
+"""Which bytes of a swap file are free: pure arithmetic, no I/O."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from ..errors import UsageError
+from ..native.aio import PAGE_BYTES
+
+
+class FreeList:
+    """Free space of one file as sorted, coalesced holes; best fit.
+
+    Everything is in whole pages of 4096 bytes. An allocation is one hole where one is large enough and several pieces
+    otherwise, so it succeeds whenever that many bytes are free: fragmentation costs requests, never space.
+    """
+
+    def __init__(self, capacity_bytes: int = 0) -> None:
+        self.capacity_bytes = 0
+        self.free_bytes = 0
+        self._offsets: list[int] = []
+        self._sizes: list[int] = []
+        self.extend(capacity_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.capacity_bytes - self.free_bytes
+
+    @property
+    def holes(self) -> list[tuple[int, int]]:
+        """``(offset, nbytes)`` of each hole, by offset."""
+        return list(zip(self._offsets, self._sizes, strict=True))
+
+    def extend(self, capacity_bytes: int) -> None:
+        """The file has grown to ``capacity_bytes``."""
+        grown = capacity_bytes - self.capacity_bytes
+        if grown < 0 or capacity_bytes % PAGE_BYTES:
+            raise UsageError(f"a swap file of {self.capacity_bytes} bytes cannot become {capacity_bytes}")
+        if grown:
+            offset, self.capacity_bytes = self.capacity_bytes, capacity_bytes
+            self.give(offset, grown)
+
+    def take(self, nbytes: int) -> list[tuple[int, int]] | None:
+        """Pieces ``(offset, nbytes)`` that sum up to ``nbytes`` (whole pages), fewest first; ``None`` if not free."""
+        if nbytes > self.free_bytes:
+            return None
+        fits = [index for index, size in enumerate(self._sizes) if size >= nbytes]
+        if fits:
+            return [self._carve(min(fits, key=lambda index: (self._sizes[index], index)), nbytes)]
+        pieces = []
+        while nbytes:
+            largest = max(range(len(self._sizes)), key=lambda index: (self._sizes[index], -index))
+            piece = self._carve(largest, min(nbytes, self._sizes[largest]))
+            pieces.append(piece)
+            nbytes -= piece[1]
+        return pieces
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Returns a piece.
+
+        Raises:
+            UsageError: Some of it is free already, or it lies outside the file.
+        """
+        at = bisect_left(self._offsets, offset)
+        before = at > 0 and self._offsets[at - 1] + self._sizes[at - 1] > offset
+        after = at < len(self._offsets) and offset + nbytes > self._offsets[at]
+        if before or after or offset < 0 or offset + nbytes > self.capacity_bytes:
+            raise UsageError(f"bytes {offset} to {offset + nbytes} of the swap file are not allocated (freed twice?)")
+        self.free_bytes += nbytes
+        if at < len(self._offsets) and self._offsets[at] == offset + nbytes:
+            nbytes += self._sizes.pop(at)
+            self._offsets.pop(at)
+        if at > 0 and self._offsets[at - 1] + self._sizes[at - 1] == offset:
+            self._sizes[at - 1] += nbytes
+        else:
+            self._offsets.insert(at, offset)
+            self._sizes.insert(at, nbytes)
+
+    def _carve(self, index: int, nbytes: int) -> tuple[int, int]:
+        offset = self._offsets[index]
+        self.free_bytes -= nbytes
+        if nbytes == self._sizes[index]:
+            self._offsets.pop(index)
+            self._sizes.pop(index)
+        else:
+            self._offsets[index] += nbytes
+            self._sizes[index] -= nbytes
+        return offset, nbytes
+
+
+def split_by_weight(total: int, weights: list[float], multiple: int) -> list[int]:
+    """``total`` in parts proportional to ``weights``, each a multiple of ``multiple`` but one that takes the rest.
+
+    The rest goes to the heaviest. Deterministic; the parts sum up to ``total``.
+    """
+    scale = sum(weights)
+    parts = [int(total * weight / scale) // multiple * multiple for weight in weights]
+    heaviest = max(range(len(weights)), key=lambda index: (weights[index], -index))
+    parts[heaviest] += total - sum(parts)
+    return parts

@@ -1,0 +1,104 @@
+"""Swap files as things on a file system: checking a path, names, creation, and what dead runs left behind."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Sequence
+
+from ..errors import ConfigError, IoFailure
+from .engine import IoEngine, IoFile
+
+PREFIX, SUFFIX = "deepoffload-", ".swap"
+_CREATE_ATTEMPTS = 8
+
+
+def check_paths(paths: Sequence[str | os.PathLike[str]], key: str = "nvme_path") -> list[str]:
+    """Absolute paths, each an existing directory in which we may create files. Creates nothing.
+
+    Raises:
+        ConfigError: Saying which path and what to do.
+    """
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
+    if not paths:
+        raise ConfigError(f"{key}: no directory is given; name one on a local disk")
+    checked = [os.path.realpath(path) for path in paths]
+    for path in checked:
+        if not os.path.exists(path):
+            raise ConfigError(f"{key}: {path} does not exist; create the directory or name another")
+        if not os.path.isdir(path):
+            raise ConfigError(f"{key}: {path} is not a directory")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{key}: {path} is not writable for user id {os.geteuid()}; change its mode or name another"
+            )
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            raise ConfigError(f"{key}: {path} is on a file system mounted read-only")
+    if len(set(checked)) != len(checked):
+        raise ConfigError(f"{key}: the same directory is named twice: {', '.join(map(str, paths))}")
+    return checked
+
+
+def free_bytes(path: str) -> int:
+    """Bytes an ordinary user can still allocate on the file system of ``path``."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def create_swap_file(engine: IoEngine, directory: str, label: str, direct: str) -> IoFile:
+    """A new, empty, locked file of this process, already without a name: nothing can leave it behind.
+
+    Raises:
+        ConfigError: Direct I/O is required and does not work there, or nothing can be created there.
+    """
+    rank = os.environ.get("RANK", "0")
+    for _ in range(_CREATE_ATTEMPTS):
+        name = f"{PREFIX}{label}-rank{rank}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
+        try:
+            return engine.open_file(os.path.join(directory, name), create=True, lock=True, unlink=True, direct=direct)
+        except IoFailure as failure:
+            # Somebody clearing away stale files got hold of ours before we had locked it, or the name exists.
+            if failure.errno in (errno.EWOULDBLOCK, errno.EEXIST):
+                continue
+            direct_failed = direct == "required" and failure.errno in (errno.EINVAL, errno.EOPNOTSUPP)
+            remedy = (
+                "direct I/O is required and does not work there" if direct_failed else "no swap file can be created"
+            )
+            raise ConfigError(f"nvme_path: {directory}: {remedy}: {failure.strerror}") from failure
+    raise ConfigError(f"nvme_path: {directory}: other processes keep locking or removing our new files")
+
+
+def reclaim_stale(directory: str) -> list[str]:
+    """Removes swap files of runs that died before they could; returns their paths.
+
+    A file that somebody holds locked belongs to a live run and is never touched, nor are other users' files.
+    """
+    removed = []
+    for entry in _entries(directory):
+        try:
+            descriptor = os.open(entry, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours, there = os.fstat(descriptor), os.lstat(entry)
+            if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino) and ours.st_uid == os.geteuid():
+                os.unlink(entry)
+                removed.append(entry)
+        except OSError:
+            pass  # locked by a live run, or gone meanwhile
+        finally:
+            os.close(descriptor)
+    return removed
+
+
+def _entries(directory: str) -> Iterable[str]:
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.startswith(PREFIX) and entry.name.endswith(SUFFIX):
+                if stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+                    yield entry.path

@@ -1,0 +1,336 @@
+"""Swap space: extents on one file per path, allocated before they are written, gone with the process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import BudgetError, ClosedError, ConfigError, IoFailure, UsageError
+from ..native.aio import PAGE_BYTES, ffi, lib, round_up
+from .checksums import ChecksumTable
+from .engine import IoEngine, IoFile
+from .extents import FreeList, split_by_weight
+from .swap_files import check_paths, create_swap_file, free_bytes, reclaim_stale
+from .ticket import Ticket
+
+# Left free on every file system: a full one breaks other programs, and some slow down near the end.
+SPACE_MARGIN_BYTES = 64 << 20
+# Files grow by whole steps, so that they stay in few pieces on disk.
+GROW_STEP_BYTES = 2 << 20
+# A part of an extent on one path is at least this large; smaller extents lie on one path.
+STRIPE_MIN_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous part of an extent: bytes of the swap file on path ``path_index``; multiples of 4096."""
+
+    path_index: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where a block lies: ``nbytes`` as asked for, and the pieces that hold them, in the order of the block's bytes."""
+
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes taken on disk."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+class SwapSpace:
+    """Extents striped over one swap file per path.
+
+    Each file is created locked and unlinked at once, so that no way to die leaves it behind; blocks are allocated when
+    it grows, never by a write. Large extents are divided among the paths in proportion to ``weights``; a full path gets
+    less.
+
+    Contract of ``read`` and ``write``: the address is a multiple of 4096, and the memory up to the next multiple of 4096
+    behind the last byte is mapped and belongs to the request. A direct transfer rounds its length up inside the extent's
+    own padding, on disk as in memory: a read may change those bytes, a write stores what is in them.
+
+    Args:
+        engine: Does the transfers; it must outlive the swap space.
+        paths: Directories. All are checked before anything is created.
+        budget_bytes: Most that all files together may take on disk; ``None``: what the file systems have.
+        direct: ``preferred`` (buffered with a warning where direct I/O fails), ``required`` or ``off``.
+        label: Part of the files' names.
+        weights: Relative bandwidths of the paths; equal when not given.
+        verify: Keep a CRC-32C of every block written and compare when it is read (key ``aio.verify``).
+
+    Raises:
+        ConfigError: A path is missing, not a directory, not writable, or cannot do what ``direct`` asks.
+    """
+
+    def __init__(
+        self,
+        engine: IoEngine,
+        paths: Sequence[str | os.PathLike[str]],
+        *,
+        budget_bytes: int | None = None,
+        direct: str = "preferred",
+        label: str = "swap",
+        weights: Sequence[float] | None = None,
+        verify: bool = False,
+    ) -> None:
+        self.paths = check_paths(paths)
+        self.budget_bytes = budget_bytes
+        self.weights = [1.0] * len(self.paths) if weights is None else [float(weight) for weight in weights]
+        if len(self.weights) != len(self.paths) or not all(weight > 0 for weight in self.weights):
+            raise ConfigError(f"weights {self.weights}: one positive number for each of {len(self.paths)} paths")
+        if not label or not label.isascii() or "/" in label:
+            raise ConfigError(f"label {label!r}: plain letters and digits for a file name")
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._engine = engine
+        self._sums = ChecksumTable() if verify else None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._files: tuple[IoFile, ...] = ()
+        self._free = [FreeList() for _ in self.paths]
+        self._open: list[IoFile] = []
+        self._finalizer = weakref.finalize(self, _close_files, self._open)
+        try:
+            for path in self.paths:
+                reclaim_stale(path)
+                self._open.append(create_swap_file(engine, path, label, direct))
+            self._files = tuple(self._open)
+        except BaseException:
+            self.close()
+            raise
+        for path, file in zip(self.paths, self._files, strict=True):
+            if direct == "preferred" and not file.direct:
+                warnings.warn(_buffered_warning(path, file), RuntimeWarning, stacklevel=2)
+
+    @property
+    def direct(self) -> tuple[bool, ...]:
+        """Per path: whether transfers bypass the page cache."""
+        return tuple(file.direct for file in self._files)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes allocated on disk."""
+        return sum(free.capacity_bytes for free in self._free)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of extents, with their padding."""
+        return sum(free.used_bytes for free in self._free)
+
+    def reserve(self, total_nbytes: int) -> None:
+        """Makes sure that files of ``total_nbytes`` in all exist now, allocated.
+
+        Raises:
+            BudgetError: Over the budget, or the file systems do not have the room; says how much is missing.
+        """
+        with self._lock:
+            missing = round_up(total_nbytes) - self.capacity_bytes
+            if missing > 0:
+                self._grow(missing)
+
+    def allocate(self, nbytes: int) -> Extent:
+        """An extent for ``nbytes``; files grow as needed.
+
+        Raises:
+            BudgetError: Over the budget (key ``nvme_budget``), or no room on the paths (key ``nvme_path``).
+        """
+        if nbytes <= 0:
+            raise UsageError(f"an extent of {nbytes} bytes cannot be allocated")
+        padded = round_up(nbytes)
+        with self._lock:
+            missing = padded - sum(free.free_bytes for free in self._free)
+            if missing > 0:
+                self._grow(missing)
+            return Extent(nbytes, tuple(self._take(padded)))
+
+    def free(self, extent: Extent) -> None:
+        """Returns an extent; no request on it may be in flight.
+
+        Raises:
+            UsageError: It is not allocated (freed twice?).
+        """
+        with self._lock:
+            for piece in extent.pieces:
+                self._free[piece.path_index].give(piece.offset, piece.nbytes)
+            if self._sums is not None:
+                self._sums.forget(extent)
+
+    def read(self, extent: Extent, address: int, *, nbytes: int | None = None, urgent: bool = False) -> Ticket:
+        """Reads the first ``nbytes`` (default: all) of an extent to ``address``. See the contract above.
+
+        Raises:
+            UsageError: The address is not aligned, or the extent has fewer bytes.
+            ClosedError: The swap space or its engine is closed.
+        """
+        nbytes = extent.nbytes if nbytes is None else nbytes
+        segments, count = self._segments(extent, address, nbytes)
+        check = self._sums.checker(extent, address, nbytes, self._locate) if self._sums is not None else None
+        flags = lib.DOFF_PADDED | (lib.DOFF_URGENT if urgent else 0)
+        ticket = self._engine.submit(lib.DOFF_READ, segments, count, nbytes, flags, self._files, check=check)
+        self.bytes_read += nbytes
+        return ticket
+
+    def write(self, extent: Extent, address: int, *, nbytes: int | None = None, urgent: bool = False) -> Ticket:
+        """Writes the first ``nbytes`` (default: all) of an extent from ``address``, which must not change until done.
+
+        Raises:
+            As ``read``.
+        """
+        nbytes = extent.nbytes if nbytes is None else nbytes
+        segments, count = self._segments(extent, address, nbytes)
+        if self._sums is not None:
+            self._sums.record(extent, address, nbytes)
+        flags = lib.DOFF_PADDED | (lib.DOFF_URGENT if urgent else 0)
+        ticket = self._engine.submit(lib.DOFF_WRITE, segments, count, nbytes, flags, self._files)
+        self.bytes_written += nbytes
+        return ticket
+
+    def close(self) -> None:
+        """Waits for what is in flight, gives the disk space back. Idempotent."""
+        self._closed = True
+        _close_files(self._open)
+        self._finalizer.detach()
+
+    def _segments(self, extent: Extent, address: int, nbytes: int) -> tuple[Any, int]:
+        if self._closed:
+            raise ClosedError("this swap space is closed")
+        if address % PAGE_BYTES or not address:
+            raise UsageError(f"address {address:#x} of a swap transfer is not a multiple of {PAGE_BYTES}")
+        if not 0 <= nbytes <= extent.nbytes:
+            raise UsageError(f"{nbytes} bytes of an extent of {extent.nbytes} bytes cannot be transferred")
+        segments = ffi.new("doff_segment[]", len(extent.pieces))
+        count, left = 0, nbytes
+        for piece in extent.pieces:
+            if left <= 0:
+                break
+            segment = segments[count]
+            segment.address, segment.offset = address, piece.offset
+            segment.nbytes = piece.nbytes if piece.nbytes < left else left
+            segment.file = self._files[piece.path_index].file_id
+            address += piece.nbytes
+            left -= piece.nbytes
+            count += 1
+        return segments, count
+
+    def _locate(self, extent: Extent, position: int) -> tuple[str, int]:
+        """Path and file offset of a byte of an extent."""
+        for piece in extent.pieces:
+            if position < piece.nbytes:
+                return self._files[piece.path_index].path, piece.offset + position
+            position -= piece.nbytes
+        raise UsageError(f"byte {position} lies behind the extent")
+
+    def _take(self, padded: int) -> list[Piece]:
+        """Pieces on disk for ``padded`` bytes that are known to be free. The lock is held."""
+        shares = self._shares(padded)
+        pieces = []
+        for index, share in enumerate(shares):
+            taken = self._free[index].take(share) if share else []
+            if taken is None:
+                raise AssertionError(f"share {share} of path {index} exceeds its free bytes")
+            pieces += [Piece(index, offset, nbytes) for offset, nbytes in taken]
+        return pieces
+
+    def _shares(self, padded: int) -> list[int]:
+        """How many bytes of an extent each path gets, at most what it has free."""
+        if padded < 2 * STRIPE_MIN_BYTES or len(self.paths) == 1:
+            # Whole, where relatively most is free; in parts only when it fits nowhere whole.
+            order = sorted(range(len(self.paths)), key=lambda index: self._free[index].used_bytes / self.weights[index])
+            for index in order:
+                if self._free[index].free_bytes >= padded:
+                    return [padded if at == index else 0 for at in range(len(self.paths))]
+        shares = split_by_weight(padded, self.weights, STRIPE_MIN_BYTES)
+        shares = [min(share, free.free_bytes) for share, free in zip(shares, self._free, strict=True)]
+        left = padded - sum(shares)
+        for index, free in enumerate(self._free):
+            more = min(left, free.free_bytes - shares[index])
+            shares[index] += more
+            left -= more
+        return shares
+
+    def _grow(self, missing: int) -> None:
+        """Adds at least ``missing`` bytes of capacity, within budget and free space. The lock is held."""
+        if self._closed:
+            raise ClosedError("this swap space is closed")
+        allowed = (
+            None if self.budget_bytes is None else self.budget_bytes // PAGE_BYTES * PAGE_BYTES - self.capacity_bytes
+        )
+        if allowed is not None and missing > allowed:
+            raise BudgetError(
+                f"nvme_budget: {missing} more bytes are needed on {', '.join(self.paths)}, but of the budget of "
+                f"{self.budget_bytes} bytes {max(0, allowed)} are left ({self.used_bytes} are used). Raise nvme_budget."
+            )
+        wanted = round_up(missing, GROW_STEP_BYTES)
+        if allowed is not None:
+            wanted = min(wanted, allowed)
+        for index, share in enumerate(self._growth_shares(wanted, missing)):
+            if share:
+                self._grow_file(index, share)
+
+    def _growth_shares(self, wanted: int, missing: int) -> list[int]:
+        rooms: dict[int, int] = {}
+        for path, file in zip(self.paths, self._files, strict=True):
+            rooms.setdefault(file.device, max(0, free_bytes(path) - SPACE_MARGIN_BYTES) // PAGE_BYTES * PAGE_BYTES)
+        available = sum(rooms.values())
+        if missing > available:
+            raise BudgetError(
+                f"nvme_path: {missing} more bytes are needed on {', '.join(self.paths)}, but only {available} are free "
+                f"there (beside a margin of {SPACE_MARGIN_BYTES} bytes per file system). Free space, name another path, "
+                "or give more host_budget."
+            )
+        target = split_by_weight(self.capacity_bytes + min(wanted, available), self.weights, PAGE_BYTES)
+        shares = [0] * len(self.paths)
+        left = min(wanted, available)
+        # First towards the proportion of the weights, then wherever there is room.
+        for limit in (True, False):
+            for index, file in enumerate(self._files):
+                goal = target[index] - self._free[index].capacity_bytes - shares[index] if limit else left
+                more = max(0, min(goal, left, rooms[file.device]))
+                shares[index] += more
+                rooms[file.device] -= more
+                left -= more
+        return shares
+
+    def _grow_file(self, index: int, share: int) -> None:
+        size = self._free[index].capacity_bytes + share
+        try:
+            self._files[index].grow(size)
+        except IoFailure as failure:
+            if failure.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise BudgetError(
+                f"nvme_path: {self.paths[index]}: {share} more bytes cannot be allocated, {free_bytes(self.paths[index])} "
+                f"are free: {failure.strerror}. Free space, name another path, or give more host_budget."
+            ) from failure
+        self._free[index].extend(size)
+
+    def __enter__(self) -> SwapSpace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _close_files(files: list[IoFile]) -> None:
+    while files:
+        files[-1].close()
+        files.pop()
+
+
+def _buffered_warning(path: str, file: IoFile) -> str:
+    name = errno.errorcode.get(file.direct_errno, str(file.direct_errno))
+    return (
+        f"{path}: O_DIRECT does not work there ({name}: {os.strerror(file.direct_errno)}); transfers go through the "
+        "page cache, which costs memory and CPU time. A directory on a local ext4 or xfs disk avoids that."
+    )
