@@ -1,6 +1,7 @@
 """Builds the two compiled modules; everything else about the package is in pyproject.toml.
 
-``DEEPOFFLOAD_SANITIZE=address`` (or ``thread``, ``undefined``, or several with commas) builds both with that sanitizer.
+``DEEPOFFLOAD_SANITIZE=address`` (or ``thread``, ``undefined``, or several with commas) builds both with that sanitizer;
+``csrc/aio/build_aio.py`` reads it for its own module. ``DEEPOFFLOAD_BUILD_JOBS`` limits the compilers at a time.
 """
 
 from __future__ import annotations
@@ -8,23 +9,13 @@ from __future__ import annotations
 import os
 from glob import glob
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
-from setuptools.command.build_ext import build_ext
 
-SANITIZERS = os.environ.get("DEEPOFFLOAD_SANITIZE", "")
+SANITIZERS = [name for name in os.environ.get("DEEPOFFLOAD_SANITIZE", "").split(",") if name]
+SANITIZER_FLAGS = [f"-fsanitize={name}" for name in SANITIZERS]
 
-
-class BuildExt(build_ext):
-    """Adds the sanitizer to every module, whichever tool described it."""
-
-    def build_extension(self, ext):
-        if SANITIZERS:
-            flags = [f"-fsanitize={SANITIZERS}", "-fno-omit-frame-pointer", "-g", "-O1"]
-            ext.extra_compile_args = [*ext.extra_compile_args, *flags]
-            ext.extra_link_args = [*ext.extra_link_args, f"-fsanitize={SANITIZERS}"]
-        super().build_extension(ext)
-
+ParallelCompile("DEEPOFFLOAD_BUILD_JOBS").install()
 
 setup(
     cffi_modules=["csrc/aio/build_aio.py:ffibuilder"],
@@ -34,8 +25,13 @@ setup(
             sorted(glob("csrc/cpu_adam/*.cpp")),
             depends=sorted(glob("csrc/cpu_adam/*.h")),
             cxx_std=17,
-            extra_compile_args=["-O3", "-fvisibility=hidden", "-Wall", "-Wextra"],
+            libraries=["dl"],
+            extra_compile_args=[
+                *("-O3", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"),
+                *(["-g", "-fno-omit-frame-pointer"] if SANITIZERS else []),
+                *SANITIZER_FLAGS,
+            ],
+            extra_link_args=["-pthread", *SANITIZER_FLAGS],
         ),
     ],
-    cmdclass={"build_ext": BuildExt},
 )

@@ -1,0 +1,54 @@
+# make demo    make the environment, build, and train a GPT whose state lives on disk
+# make test    the same set-up, then the checks and the tests
+#
+# PYTHON=python3.12       the Python that the environment is made from (3.10 or newer)
+# TORCH_INDEX_URL=...     where torch comes from, e.g. https://download.pytorch.org/whl/cpu for the smaller CPU build
+# DEMO_ARGS="..."         arguments of examples/train_gpt.py;  PYTEST_ARGS="..."  arguments of pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX_URL ?=
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+NATIVE := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint check-format sanitize clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+
+install: $(INSTALLED)
+
+# The stamp is newer than everything that installing depends on, so that running it again costs nothing.
+$(INSTALLED): pyproject.toml setup.py constraints-dev.txt csrc/aio/build_aio.py $(NATIVE)
+	@$(PYTHON) tools/check_prerequisites.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints-dev.txt $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[dev]'
+	touch $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/train_gpt.py $(DEMO_ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+sanitize: $(INSTALLED)
+	PATH="$(abspath $(BIN)):$$PATH" tests/native/run_sanitizers.sh
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f deepoffload/native/*.so
+	find . -name __pycache__ -type d -not -path './.git/*' -exec rm -rf {} +

@@ -1,0 +1,196 @@
+"""Patterns that are kept out of the source, each found in the syntax tree so that words in texts do not count."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = sorted((ROOT / "deepoffload").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+OTHERS = sorted(
+    path for folder in ("examples", "benchmarks", "tools", "csrc") for path in (ROOT / folder).rglob("*.py")
+)
+NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".c", ".h", ".cpp"))
+
+FILE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 80
+PRINTING_PARTS = ("cli", "report", "estimate")
+"""Parts of the package whose job is to print."""
+
+
+def statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """The statements of the module itself, also those under ``if`` and ``try``."""
+    todo: list[ast.stmt] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        yield node
+        if isinstance(node, (ast.If, ast.Try, ast.With)):
+            todo.extend(child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt))
+
+
+def root_name(node: ast.expr) -> str:
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def targets(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) and node.target else []
+
+
+def global_statements(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno, f"global {', '.join(node.names)}"
+
+
+def module_level_mutable_state(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """A list, dict or set bound to a name that is not a constant's."""
+    makers = ("list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter", "WeakValueDictionary", "WeakSet")
+    for node in statements(tree):
+        value = getattr(node, "value", None)
+        display = isinstance(value, (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp))
+        called = value.func if isinstance(value, ast.Call) else None
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        if display or name in makers:
+            for target in targets(node):
+                if isinstance(target, ast.Name) and not re.fullmatch(r"_?[A-Z][A-Z0-9_]*|__all__", target.id):
+                    yield node.lineno, f"module-level mutable state {target.id}"
+
+
+def changes_to_torch(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        for target in targets(node):
+            if isinstance(target, ast.Attribute) and root_name(target) == "torch":
+                yield node.lineno, f"assignment to {ast.unparse(target)}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            if node.args and root_name(node.args[0]) == "torch":
+                yield node.lineno, ast.unparse(node)
+
+
+def swallowed_exceptions(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """``except:`` or ``except Exception:`` whose body only passes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            broad = node.type is None or root_name(node.type) in ("Exception", "BaseException")
+            if broad and all(isinstance(child, (ast.Pass, ast.Continue)) for child in node.body):
+                yield node.lineno, "a swallowed exception"
+
+
+def asserts_that_act(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    acting = ("pop", "append", "add", "remove", "discard", "update", "setdefault", "wait", "acquire", "close", "write")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            for inner in ast.walk(node.test):
+                called = inner.func if isinstance(inner, ast.Call) else None
+                if isinstance(inner, ast.NamedExpr) or getattr(called, "attr", "") in acting:
+                    yield node.lineno, f"an assert with a side effect: {ast.unparse(node)}"
+
+
+def stubs(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            if root_name(raised) == "NotImplementedError":
+                yield node.lineno, "NotImplementedError"
+
+
+def prints(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            yield node.lineno, "print in the library"
+
+
+def mocks(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name}" for name in names]
+        if any("mock" in name for name in names):
+            yield node.lineno, f"import of {', '.join(names)}"
+
+
+def long_functions(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES_MAX:
+                yield node.lineno, f"{node.name} has {lines} lines, more than {FUNCTION_LINES_MAX}"
+
+
+Rule = Callable[[ast.Module], Iterator[tuple[int, str]]]
+EVERYWHERE: tuple[Rule, ...] = (stubs, swallowed_exceptions, changes_to_torch, global_statements)
+RULES: tuple[tuple[Rule, list[Path]], ...] = (
+    *((rule, [*PACKAGE, *TESTS, *OTHERS]) for rule in EVERYWHERE),
+    (module_level_mutable_state, PACKAGE),
+    (asserts_that_act, [*PACKAGE, *OTHERS]),
+    (prints, [path for path in PACKAGE if path.relative_to(ROOT).parts[1] not in PRINTING_PARTS]),
+    (mocks, [*PACKAGE, *TESTS]),
+    (long_functions, [*PACKAGE, *OTHERS]),
+)
+
+
+@pytest.mark.parametrize(("rule", "paths"), RULES, ids=[rule.__name__ for rule, _ in RULES])
+def test_pattern_is_absent(rule, paths):
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for path in paths
+        for line, what in rule(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (global_statements, "def f():\n    global x"),
+        (module_level_mutable_state, "seen = {}"),
+        (module_level_mutable_state, "import weakref\ncache: object = weakref.WeakValueDictionary()"),
+        (changes_to_torch, "torch.nn.Linear.forward = f"),
+        (changes_to_torch, "setattr(torch.nn, 'Linear', f)"),
+        (swallowed_exceptions, "try:\n    f()\nexcept Exception:\n    pass"),
+        (asserts_that_act, "assert queue.pop()"),
+        (stubs, "def f():\n    raise NotImplementedError"),
+        (prints, "print(1)"),
+        (mocks, "from unittest import mock"),
+        (long_functions, "def f():\n" + "    x = 1\n" * (FUNCTION_LINES_MAX + 1)),
+    ],
+)
+def test_each_rule_finds_its_pattern(rule, source):
+    assert list(rule(ast.parse(source)))
+
+
+def test_files_are_not_too_long():
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (*PACKAGE, *OTHERS, *NATIVE)}
+    found = [f"{path.relative_to(ROOT)}: {length} lines" for path, length in lengths.items() if length > FILE_LINES_MAX]
+    assert not found, found
+
+
+def test_nothing_is_left_to_do():
+    marker = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in (*PACKAGE, *TESTS, *OTHERS, *NATIVE)
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if marker.search(line)
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_modules_start_alike():
+    found = []
+    for path in (*PACKAGE, *TESTS):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
+        first = body[0] if body else None
+        if body and not (isinstance(first, ast.ImportFrom) and first.module == "__future__"):
+            found.append(str(path.relative_to(ROOT)))
+    assert not found, f"`from __future__ import annotations` is missing in {found}"
