@@ -29,6 +29,7 @@ $(INSTALLED): pyproject.toml setup.py constraints-dev.txt csrc/aio/build_aio.py 
 	@$(PYTHON) tools/check_prerequisites.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints-dev.txt $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	rm -f deepoffload/native/*.so
 	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[dev]'
 	touch $(INSTALLED)
 
