@@ -64,7 +64,7 @@ class ChecksumTable:
             path, offset = locate(extent, start)
             length = min(BLOCK_BYTES, comparable - start)
             remedy = (
-                f"Checksum {found[block]:#010x} was read where {known.blocks[block]:#010x} had been written (byte {start} "
+                f"Checksum {found[block]:#010x} was read where {known.blocks[block]:#010x} was written (byte {start} "
                 f"of an extent of {extent.nbytes}): disk, cable or memory damages data, or another program wrote there."
             )
             raise IoFailure("read", errno.EBADMSG, path, offset, length, remedy)

@@ -229,7 +229,7 @@ class IoEngine:
     def read(
         self, file: IoFile, address: int, nbytes: int, offset: int, *, priority: Priority = Priority.NORMAL
     ) -> Ticket:
-        """Reads ``nbytes`` at ``offset`` into memory. Any alignment works; aligned parts are direct where the file can."""
+        """Reads ``nbytes`` at ``offset`` into memory. Any alignment works; aligned parts go directly."""
         return self._one(lib.DOFF_READ, file, address, nbytes, offset, priority)
 
     def write(

@@ -56,9 +56,9 @@ class SwapSpace:
     it grows, never by a write. Large extents are divided among the paths in proportion to ``weights``; a full path gets
     less.
 
-    Contract of ``read`` and ``write``: the address is a multiple of 4096, and the memory up to the next multiple of 4096
-    behind the last byte is mapped and belongs to the request. A direct transfer rounds its length up inside the extent's
-    own padding, on disk as in memory: a read may change those bytes, a write stores what is in them.
+    Contract of ``read`` and ``write``: the address is a multiple of 4096, and the memory up to the next multiple of
+    4096 behind the last byte is mapped and belongs to the request. A direct transfer rounds its length up inside the
+    extent's own padding, on disk as in memory: a read may change those bytes, a write stores what is in them.
 
     Args:
         engine: Does the transfers; it must outlive the swap space.
@@ -286,8 +286,8 @@ class SwapSpace:
         if missing > available:
             raise BudgetError(
                 f"nvme_path: {missing} more bytes are needed on {', '.join(self.paths)}, but only {available} are free "
-                f"there (beside a margin of {SPACE_MARGIN_BYTES} bytes per file system). Free space, name another path, "
-                "or give more host_budget."
+                f"there (beside a margin of {SPACE_MARGIN_BYTES} bytes per file system). Free space, name another "
+                "path, or give more host_budget."
             )
         target = split_by_weight(self.capacity_bytes + min(wanted, available), self.weights, PAGE_BYTES)
         shares = [0] * len(self.paths)
@@ -304,13 +304,14 @@ class SwapSpace:
 
     def _grow_file(self, index: int, share: int) -> None:
         size = self._free[index].capacity_bytes + share
+        path = self.paths[index]
         try:
             self._files[index].grow(size)
         except IoFailure as failure:
             if failure.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise BudgetError(
-                f"nvme_path: {self.paths[index]}: {share} more bytes cannot be allocated, {free_bytes(self.paths[index])} "
+                f"nvme_path: {path}: {share} more bytes cannot be allocated, {free_bytes(path)} "
                 f"are free: {failure.strerror}. Free space, name another path, or give more host_budget."
             ) from failure
         self._free[index].extend(size)

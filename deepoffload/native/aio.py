@@ -29,10 +29,10 @@ def round_up(nbytes: int, multiple: int = PAGE_BYTES) -> int:
 
 
 class HostMapping:
-    """One anonymous mapping: 2 MiB aligned, advised for huge pages, not inherited by ``fork``, touched by its user only.
+    """One anonymous mapping: 2 MiB aligned, advised for huge pages, not inherited by ``fork``, untouched.
 
-    Transfers from and to huge pages are about twice as fast as from scattered 4 KiB pages (a disk takes a limited number
-    of memory segments at once). Whoever makes tensors over ``buffer`` must drop them before ``close``.
+    Transfers from and to huge pages are about twice as fast as from scattered 4 KiB pages (a disk takes a limited
+    number of memory segments at once). Whoever makes tensors over ``buffer`` must drop them before ``close``.
 
     Args:
         nbytes: Size; rounded up to whole 4 KiB pages (``nbytes`` then says the rounded size).
