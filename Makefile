@@ -2,7 +2,7 @@
 # make test    the same set-up, then the checks and the tests
 #
 # PYTHON=python3.12       the Python that the environment is made from (3.10 or newer)
-# TORCH_INDEX_URL=...     where torch comes from, e.g. https://download.pytorch.org/whl/cpu for the smaller CPU build
+# TORCH_INDEX_URL=...     also look for torch here; https://download.pytorch.org/whl/cpu has the smaller CPU build
 # DEMO_ARGS="..."         arguments of examples/train_gpt.py;  PYTEST_ARGS="..."  arguments of pytest
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 NATIVE := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check-format sanitize clean
+.PHONY: help install demo test lint format sanitize clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
@@ -28,7 +28,8 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml setup.py constraints-dev.txt csrc/aio/build_aio.py $(NATIVE)
 	@$(PYTHON) tools/check_prerequisites.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --constraint constraints-dev.txt $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	$(PIP) install --quiet --constraint constraints-dev.txt \
+		$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) torch
 	rm -f deepoffload/native/*.so
 	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[dev]'
 	touch $(INSTALLED)
@@ -45,6 +46,11 @@ lint: $(INSTALLED)
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE)
 
 sanitize: $(INSTALLED)
 	PATH="$(abspath $(BIN)):$$PATH" tests/native/run_sanitizers.sh
