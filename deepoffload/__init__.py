@@ -1,0 +1,51 @@
+"""Train PyTorch models that do not fit: weights, gradients and optimizer states in host memory and on NVMe, just in time.
+
+Public names are loaded when first used, so that importing this package costs little beside importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepoffload.config import Config as Config
+    from deepoffload.optim.adam import CPUAdam as CPUAdam
+    from deepoffload.optim.adam import CPUAdamW as CPUAdamW
+    from deepoffload.runtime.context import offload_context as offload_context
+    from deepoffload.runtime.context import stats as stats
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "deepoffload.config",
+    "CPUAdam": "deepoffload.optim.adam",
+    "CPUAdamW": "deepoffload.optim.adam",
+    "offload_context": "deepoffload.runtime.context",
+    "stats": "deepoffload.runtime.context",
+    "initialize": "deepoffload.runtime.training",
+    "save_pretrained": "deepoffload.checkpoint.pretrained",
+}
+
+__all__ = [
+    "CPUAdam",
+    "CPUAdamW",
+    "Config",
+    "initialize",
+    "offload_context",
+    "save_pretrained",
+    "stats",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'deepoffload' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,130 @@
+"""One mapping of exactly the budgeted bytes, and the allocator over it.
+
+Everything that deepoffload manages lives in this mapping, so the budget cannot be exceeded: there is no other memory to
+take. Blocks of two lifetimes share it (unit weights and gradients, and the pieces of optimizer state), so the allocator is
+two-ended: one kind grows from the low end, the other from the high end, which keeps holes of like sizes together.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+from deepoffload.native.aio import HostMapping
+
+PAGE_BYTES = 4096
+
+
+def round_up(nbytes: int, multiple: int = PAGE_BYTES) -> int:
+    """``nbytes`` rounded up to a multiple of ``multiple`` (both in bytes)."""
+    return -(-nbytes // multiple) * multiple
+
+
+class Arena:
+    """A page-granular allocator over one :class:`HostMapping`.
+
+    Args:
+        capacity_bytes: size of the mapping; rounded *down* to whole pages, so that the budget holds.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
+        self._mapping: HostMapping | None = HostMapping(self.capacity_bytes)
+        self.address = self._mapping.address
+        self.buffer: Any = self._mapping.buffer
+        self._hole_starts: list[int] = [0]
+        self._hole_sizes: dict[int, int] = {0: self.capacity_bytes}
+        self._used: dict[int, int] = {}
+        self.used_bytes = 0
+        self.peak_bytes = 0
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self.used_bytes
+
+    def largest_hole_bytes(self) -> int:
+        return max(self._hole_sizes.values(), default=0)
+
+    def allocate(self, nbytes: int, *, high: bool = False) -> int | None:
+        """Offset of a new range of at least ``nbytes`` in the best fitting hole, or None when no hole is large enough.
+
+        ``high`` takes the upper end of the hole (and the highest of equally good holes).
+        """
+        size = round_up(max(nbytes, 1))
+        best = -1
+        best_size = self.capacity_bytes + 1
+        for start in reversed(self._hole_starts) if high else self._hole_starts:
+            hole = self._hole_sizes[start]
+            if size <= hole < best_size:
+                best, best_size = start, hole
+                if hole == size:
+                    break
+        if best < 0:
+            return None
+        offset = best + best_size - size if high else best
+        self._take(best, best_size, offset, size)
+        return offset
+
+    def _take(self, hole: int, hole_size: int, offset: int, size: int) -> None:
+        self._remove_hole(hole)
+        if offset > hole:
+            self._add_hole(hole, offset - hole)
+        if offset + size < hole + hole_size:
+            self._add_hole(offset + size, hole + hole_size - offset - size)
+        self._used[offset] = size
+        self.used_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def free(self, offset: int) -> None:
+        """Give a range back; it merges with the holes beside it."""
+        size = self._used.pop(offset)
+        self.used_bytes -= size
+        start, end = offset, offset + size
+        index = bisect.bisect_left(self._hole_starts, offset)
+        if index < len(self._hole_starts) and self._hole_starts[index] == end:
+            end += self._hole_sizes[end]
+            self._remove_hole(offset + size)
+        if index > 0:
+            before = self._hole_starts[index - 1]
+            if before + self._hole_sizes[before] == offset:
+                start = before
+                self._remove_hole(before)
+        self._add_hole(start, end - start)
+
+    def slide_down(self, offset: int) -> int | None:
+        """Where a used range would go if it slid into the hole right below it (the hole moves up), or None.
+
+        The caller moves the bytes with memmove semantics *after* this call returns the new offset; the two may overlap.
+        """
+        index = bisect.bisect_left(self._hole_starts, offset)
+        if index == 0:
+            return None
+        hole = self._hole_starts[index - 1]
+        if hole + self._hole_sizes[hole] != offset:
+            return None
+        size = self._used[offset]
+        self.free(offset)
+        start = hole
+        self._take(start, self._hole_sizes[start], start, size)
+        return start
+
+    def size_of(self, offset: int) -> int:
+        """Bytes of the used range at ``offset`` (whole pages)."""
+        return self._used[offset]
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Writable bytes of a range; whoever holds the view keeps the mapping alive."""
+        return memoryview(self.buffer)[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Drop the mapping; its memory goes when the last tensor that still shows a part of it goes. Idempotent."""
+        self._mapping = None
+        self.buffer = None
+
+    def _add_hole(self, start: int, size: int) -> None:
+        bisect.insort(self._hole_starts, start)
+        self._hole_sizes[start] = size
+
+    def _remove_hole(self, start: int) -> None:
+        self._hole_starts.pop(bisect.bisect_left(self._hole_starts, start))
+        del self._hole_sizes[start]

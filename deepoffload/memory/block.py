@@ -1,0 +1,93 @@
+"""A block: the contiguous bytes of one kind (weights, gradients, a piece of optimizer state) that move together."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Protocol
+
+from deepoffload.io.engine import Ticket
+from deepoffload.io.swap_space import Extent
+from deepoffload.schedule.placement import Kind
+
+
+class BlockState(enum.Enum):
+    """Who holds the bytes of a block."""
+
+    EMPTY = "nobody holds any bytes; the next user gets zeros or overwrites"
+    ON_NVME = "the extent alone is right"
+    READING = "the extent is right, the arena range is being filled"
+    CLEAN = "arena range and extent are both right"
+    DIRTY = "the arena range alone is right"
+    WRITING = "the arena range is right, the extent is being filled"
+
+
+_TRANSITIONS: dict[BlockState, frozenset[BlockState]] = {
+    BlockState.EMPTY: frozenset({BlockState.DIRTY}),
+    BlockState.ON_NVME: frozenset({BlockState.READING, BlockState.DIRTY, BlockState.EMPTY}),
+    BlockState.READING: frozenset({BlockState.CLEAN, BlockState.ON_NVME}),
+    BlockState.CLEAN: frozenset({BlockState.DIRTY, BlockState.ON_NVME, BlockState.EMPTY}),
+    BlockState.DIRTY: frozenset({BlockState.WRITING, BlockState.EMPTY}),
+    BlockState.WRITING: frozenset({BlockState.CLEAN, BlockState.DIRTY}),
+}
+
+
+Alias = Callable[[], bool]
+"""Answers whether somebody still refers to a piece of memory that was taken from its block."""
+
+
+class BlockOwner(Protocol):
+    """What shows the bytes of a block to the program (the tensors of a unit)."""
+
+    def can_release(self) -> bool:
+        """True when nobody outside refers to the memory any more. Called for every candidate of an eviction: cheap."""
+
+    def changed(self) -> bool:
+        """True when the program wrote to the memory since the last call; the block is then dirty."""
+
+    def aliases(self) -> list[Alias]:
+        """One question for each part of the memory that somebody refers to now, still to be asked after release()."""
+
+    def release(self) -> None:
+        """The memory is taken away now: whatever shows it must stop doing so."""
+
+    def relocate(self, offset: int) -> None:
+        """The bytes have been moved to another arena offset."""
+
+
+class Block:
+    """One block. Only :class:`~deepoffload.memory.tier_manager.TierManager` changes ``state``, ``offset`` and ``extent``.
+
+    Attributes:
+        offset: byte offset in the arena while resident, else None.
+        leases: how many users need it to stay; above zero it is neither evicted nor moved.
+        static: placement keeps it in memory for good: it is never evicted, hence never written.
+    """
+
+    __slots__ = ("id", "name", "kind", "nbytes", "state", "offset", "extent", "leases", "static", "ticket", "owner")
+
+    def __init__(self, block_id: int, name: str, kind: Kind, nbytes: int, owner: BlockOwner | None = None) -> None:
+        self.id = block_id
+        self.name = name
+        self.kind = kind
+        self.nbytes = nbytes
+        self.state = BlockState.EMPTY
+        self.offset: int | None = None
+        self.extent: Extent | None = None
+        self.leases = 0
+        self.static = False
+        self.ticket: Ticket | None = None
+        self.owner = owner
+
+    def to(self, state: BlockState) -> None:
+        """Change state along the transition table; anything else is a fault in deepoffload itself."""
+        if state not in _TRANSITIONS[self.state]:
+            raise RuntimeError(f"block {self.name}: no transition from {self.state.name} to {state.name}")
+        self.state = state
+
+    @property
+    def resident(self) -> bool:
+        return self.offset is not None and self.state is not BlockState.READING
+
+    def __repr__(self) -> str:
+        return f"<Block {self.id} {self.name} {self.kind.name} {self.nbytes} B {self.state.name} leases={self.leases}>"

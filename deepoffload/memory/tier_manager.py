@@ -1,0 +1,412 @@
+"""Moves blocks between the arena (host memory) and the swap space (NVMe), within the byte budget.
+
+The arena is the budget: a block is resident only while it has a range there, so the budget cannot be exceeded. A block
+that somebody leases, or whose memory somebody still refers to, stays. Everything else is evicted when room is needed,
+farthest next use first (Belady's choice, on the order that the caller's ``next_use`` knows).
+
+No thread of its own: transfers run in the I/O engine's native threads, and whoever calls in here also collects what has
+completed. One re-entrant lock guards all of it; completions never need that lock, so waiting under it cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from deepoffload.errors import BudgetError, IoFailure
+from deepoffload.io.swap_space import SwapSpace
+from deepoffload.memory.arena import Arena, round_up
+from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState
+from deepoffload.schedule.placement import Kind
+
+TRANSFER_LIMIT_S = 300.0
+"""How long one transfer may take before the wait for it is given up with an error that names it."""
+
+
+@dataclass
+class TierCounters:
+    """Running totals of one tier manager (bytes, counts, seconds)."""
+
+    faults: int = 0
+    waits: int = 0
+    wait_s: float = 0.0
+    prefetches: int = 0
+    evictions: int = 0
+    compactions: int = 0
+
+
+class TierManager:
+    """Owner of arena, swap space and blocks.
+
+    Args:
+        arena: the memory; its capacity is the budget.
+        space: where evicted blocks go; None when there is no NVMe path, then nothing dirty can be evicted.
+        poison: fill every range that is taken back with 0xFF (NaN), so that a stale alias shows.
+    """
+
+    def __init__(self, arena: Arena, space: SwapSpace | None, *, poison: bool = False) -> None:
+        self.arena = arena
+        self.space = space
+        self.poison = poison
+        self.lock = threading.RLock()
+        self.counters = TierCounters()
+        self.next_use: Callable[[int], float] = lambda block_id: math.inf
+        self.explain: Callable[[], str] = lambda: ""
+        self._blocks: dict[int, Block] = {}
+        self._resident: dict[int, Block] = {}
+        self._in_flight: dict[int, Block] = {}
+        self._limbo: list[tuple[int, list[Alias]]] = []
+        self._ids = 0
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    def create(self, name: str, kind: Kind, nbytes: int, owner: BlockOwner | None = None) -> Block:
+        """A new block without bytes; it takes memory when it is first acquired."""
+        with self.lock:
+            self._ids += 1
+            block = Block(self._ids, name, kind, nbytes, owner)
+            self._blocks[block.id] = block
+            return block
+
+    def blocks(self) -> Iterable[Block]:
+        return self._blocks.values()
+
+    def resident(self) -> Iterable[Block]:
+        """Blocks that have a range in the arena."""
+        return self._resident.values()
+
+    def block(self, block_id: int) -> Block:
+        return self._blocks[block_id]
+
+    def remove(self, block: Block) -> None:
+        """Forget a block and give back its memory and its extent; its bytes are lost."""
+        with self.lock:
+            self.discard(block)
+            if block.extent is not None and self.space is not None:
+                self.space.free(block.extent)
+                block.extent = None
+            self._blocks.pop(block.id, None)
+
+    def address(self, block: Block) -> int:
+        """Memory address of a resident block."""
+        if block.offset is None:
+            raise RuntimeError(f"block {block.name} has no memory")
+        return self.arena.address + block.offset
+
+    # -- leases ----------------------------------------------------------------------------------------------------
+
+    def acquire(self, block: Block, *, load: bool = True) -> None:
+        """Make a block resident and keep it until :meth:`release`.
+
+        Args:
+            load: False when the caller overwrites all of it: nothing is read, and an empty block is not zeroed.
+
+        Raises:
+            BudgetError: leased and referenced blocks leave no room.
+            IoFailure: the read failed; the block stays on NVMe and nothing is lost.
+        """
+        with self.lock:
+            block.leases += 1
+            try:
+                if not block.resident:
+                    self._bring(block, load)
+            except BaseException:
+                block.leases -= 1
+                raise
+
+    def release(self, block: Block) -> None:
+        with self.lock:
+            if block.leases <= 0:
+                raise RuntimeError(f"block {block.name} released more often than acquired")
+            block.leases -= 1
+
+    def will_change(self, block: Block) -> None:
+        """Call before the bytes of a resident block change: a write in flight ends first, then memory alone is right."""
+        with self.lock:
+            if block.state is BlockState.WRITING:
+                self._settle(block)
+            if block.state is BlockState.CLEAN:
+                block.to(BlockState.DIRTY)
+
+    def _bring(self, block: Block, load: bool) -> None:
+        if block.state is BlockState.READING:
+            self.counters.waits += 1
+            self._settle(block)
+            return
+        fresh = block.state is BlockState.EMPTY
+        if not fresh and load:
+            self.counters.faults += 1
+        block.offset = self._make_room(block)
+        self._resident[block.id] = block
+        if fresh or not load:
+            if fresh and load:
+                ctypes.memset(self.address(block), 0, block.nbytes)
+            block.to(BlockState.DIRTY)
+            return
+        self._start_read(block, urgent=True)
+        self._settle(block)
+
+    # -- eviction --------------------------------------------------------------------------------------------------
+
+    def evict(self, block: Block) -> bool:
+        """Take a block's memory away, writing it back first when it is dirty; False when it must stay."""
+        with self.lock:
+            if not self._may_go(block):
+                return False
+            self._note_changes(block)
+            if block.state is BlockState.DIRTY:
+                if self.space is None:
+                    return False
+                self._start_write(block)
+            if block.state in (BlockState.WRITING, BlockState.READING):
+                self._settle(block)
+            if block.owner is not None:
+                block.owner.release()
+            block.to(BlockState.ON_NVME)
+            self._free_memory(block)
+            self.counters.evictions += 1
+            return True
+
+    def discard(self, block: Block) -> None:
+        """Forget a block's bytes on every tier; its extent stays reserved for it."""
+        with self.lock:
+            if block.state in (BlockState.WRITING, BlockState.READING):
+                self._settle(block)
+            if block.state is BlockState.EMPTY:
+                return
+            if block.offset is not None:
+                aliases = block.owner.aliases() if block.owner is not None else []
+                if block.owner is not None:
+                    block.owner.release()
+                self._free_memory(block, aliases)
+            block.to(BlockState.EMPTY)
+
+    def evictable(self, block: Block) -> bool:
+        """True when a prefetch may take this block's memory without waiting for anything."""
+        if block.state is not BlockState.CLEAN or not self._may_go(block):
+            return False
+        self._note_changes(block)
+        return block.state is BlockState.CLEAN
+
+    def _note_changes(self, block: Block) -> None:
+        if block.owner is not None and block.offset is not None and block.owner.changed():
+            self.will_change(block)
+
+    def evict_all(self) -> None:
+        """Evict whatever may be evicted (used at the end of construction and by the tests' strictest mode)."""
+        with self.lock:
+            for block in list(self._resident.values()):
+                self.evict(block)
+
+    def _may_go(self, block: Block) -> bool:
+        if block.offset is None or block.leases or block.static:
+            return False
+        return block.owner is None or block.owner.can_release()
+
+    def _make_room(self, block: Block) -> int:
+        nbytes = block.nbytes
+        high = block.kind is Kind.STATE
+        collected = False
+        while True:
+            offset = self.arena.allocate(nbytes, high=high)
+            if offset is not None:
+                return offset
+            if self._limbo and self._empty_limbo():
+                continue
+            if self.arena.free_bytes >= round_up(nbytes) and self._compact(nbytes):
+                continue
+            if self._evict_farthest(block):
+                continue
+            if self._compact(nbytes):
+                continue
+            if not collected:
+                # Aliases in reference cycles, or in the traceback of a caught exception, hold memory until collected.
+                collected = True
+                gc.collect()
+                continue
+            raise BudgetError(self._no_room(block))
+
+    def _evict_farthest(self, wanted: Block) -> bool:
+        candidates = [b for b in self._resident.values() if b.leases == 0 and not b.static and b is not wanted]
+        candidates.sort(key=lambda b: (self.next_use(b.id), b.state is BlockState.CLEAN, b.id), reverse=True)
+        return any(self.evict(candidate) for candidate in candidates)
+
+    def _no_room(self, block: Block) -> str:
+        held = [b for b in self._resident.values() if b.leases or not self._may_go(b)]
+        held.sort(key=lambda b: -b.nbytes)
+        lines = "\n".join(
+            f"  {b.name} ({b.kind.name.lower()}): {b.nbytes:,} bytes, "
+            + ("in use" if b.leases else "static" if b.static else "still referred to by the program")
+            for b in held[:8]
+        )
+        return (
+            f"no room for {block.name} ({block.kind.name.lower()}, {block.nbytes:,} bytes): "
+            f"{self.arena.capacity_bytes:,} bytes are budgeted and {sum(b.nbytes for b in held):,} must stay:\n{lines}\n"
+            "One call may need many weights at once (foreach optimizers, torch.save, a held state_dict()): use "
+            "deepoffload.CPUAdamW or foreach=False, save with deepoffload.save_pretrained, drop references to weights, "
+            f"set nvme_path, or raise host_budget.{self.explain()}"
+        )
+
+    def _free_memory(self, block: Block, aliases: list[Alias] | None = None) -> None:
+        offset = block.offset
+        if offset is None:
+            raise RuntimeError(f"block {block.name} has no memory to give back")
+        block.offset = None
+        del self._resident[block.id]
+        if aliases:
+            self._limbo.append((offset, aliases))  # the program still looks at it: reused when nobody does
+        else:
+            self._free_range(offset)
+
+    def _free_range(self, offset: int) -> None:
+        if self.poison:
+            ctypes.memset(self.arena.address + offset, 0xFF, self.arena.size_of(offset))
+        self.arena.free(offset)
+
+    def _empty_limbo(self) -> bool:
+        """Take back memory of discarded blocks whose last alias has gone; True when some came back."""
+        gone = [entry for entry in self._limbo if not any(alias() for alias in entry[1])]
+        for entry in gone:
+            self._limbo.remove(entry)
+            self._free_range(entry[0])
+        return bool(gone)
+
+    def _compact(self, nbytes: int) -> bool:
+        """Slide blocks that nobody uses towards the low end until a hole of ``nbytes`` exists; False when none comes."""
+        if self.arena.largest_hole_bytes() >= nbytes:
+            return True
+        self.counters.compactions += 1
+        for block in sorted(self._resident.values(), key=lambda b: b.offset or 0):
+            movable = block.leases == 0 and block.state in (BlockState.CLEAN, BlockState.DIRTY)
+            if not movable or (block.owner is not None and not block.owner.can_release()):
+                continue
+            old = block.offset
+            new = self.arena.slide_down(old) if old is not None else None
+            if old is None or new is None:
+                continue
+            ctypes.memmove(self.arena.address + new, self.arena.address + old, block.nbytes)
+            block.offset = new
+            if block.owner is not None:
+                block.owner.relocate(new)
+            if self.poison:
+                end, moved_end = old + self.arena.size_of(new), new + self.arena.size_of(new)
+                start = max(old, moved_end)
+                ctypes.memset(self.arena.address + start, 0xFF, end - start)
+            if self.arena.largest_hole_bytes() >= nbytes:
+                return True
+        return False
+
+    # -- transfers -------------------------------------------------------------------------------------------------
+
+    def prefetch(self, block: Block) -> bool:
+        """Start reading a block if there is room right now; a prefetch never waits and never evicts."""
+        with self.lock:
+            if block.state is not BlockState.ON_NVME:
+                return False
+            offset = self.arena.allocate(block.nbytes, high=block.kind is Kind.STATE)
+            if offset is None:
+                return False
+            block.offset = offset
+            self._resident[block.id] = block
+            self._start_read(block, urgent=False)
+            self.counters.prefetches += 1
+            return True
+
+    def write_behind(self, block: Block) -> bool:
+        """Start writing a dirty block that nobody uses, so that its memory can be taken later without waiting."""
+        with self.lock:
+            if block.state is not BlockState.DIRTY or self.space is None or not self._may_go(block):
+                return False
+            self._start_write(block)
+            return True
+
+    def poll(self) -> None:
+        """Collect what has completed. Raises the :class:`IoFailure` of a failed write (the block is dirty again)."""
+        with self.lock:
+            for block in [b for b in self._in_flight.values() if b.ticket is not None and b.ticket.done()]:
+                self._settle(block)
+
+    def drain(self) -> None:
+        """Wait for everything in flight."""
+        with self.lock:
+            for block in list(self._in_flight.values()):
+                self._settle(block)
+
+    def in_flight_bytes(self, state: BlockState) -> int:
+        return sum(b.nbytes for b in self._in_flight.values() if b.state is state)
+
+    def _start_read(self, block: Block, *, urgent: bool) -> None:
+        if self.space is None or block.extent is None:
+            raise RuntimeError(f"block {block.name} is on NVMe without an extent")
+        block.to(BlockState.READING)
+        try:
+            block.ticket = self.space.read(block.extent, self.address(block), urgent=urgent)
+        except BaseException:
+            block.to(BlockState.ON_NVME)
+            self._free_memory(block)
+            raise
+        self._in_flight[block.id] = block
+
+    def _start_write(self, block: Block) -> None:
+        if self.space is None:
+            raise RuntimeError("there is no swap space")
+        if block.extent is None:
+            block.extent = self.space.allocate(block.nbytes)
+        block.to(BlockState.WRITING)
+        try:
+            block.ticket = self.space.write(block.extent, self.address(block))
+        except BaseException:
+            block.to(BlockState.DIRTY)
+            raise
+        self._in_flight[block.id] = block
+
+    def _settle(self, block: Block) -> None:
+        """Wait for a block's transfer and take its result. On failure nothing is lost: the right copy stays right."""
+        ticket = block.ticket
+        if ticket is None:
+            raise RuntimeError(f"block {block.name} has no transfer in flight")
+        reading = block.state is BlockState.READING
+        if not ticket.done():
+            started = time.perf_counter()
+            try:
+                ticket.wait(TRANSFER_LIMIT_S)
+            except IoFailure:
+                pass  # taken below, after the books are right
+            self.counters.wait_s += time.perf_counter() - started
+        del self._in_flight[block.id]
+        block.ticket = None
+        try:
+            ticket.wait(0.0)
+        except IoFailure as failure:
+            if reading:
+                block.to(BlockState.ON_NVME)
+                self._free_memory(block)
+            else:
+                block.to(BlockState.DIRTY)
+            raise IoFailure.about(block.name, failure) from failure
+        block.to(BlockState.CLEAN)
+
+    # -- report and end --------------------------------------------------------------------------------------------
+
+    def resident_bytes(self, kind: Kind) -> int:
+        return sum(b.nbytes for b in self._resident.values() if b.kind is kind)
+
+    def close(self) -> None:
+        """Wait for what is in flight, then drop blocks and arena. The swap space is closed by its owner. Idempotent."""
+        with self.lock:
+            for block in list(self._in_flight.values()):
+                try:
+                    self._settle(block)
+                except IoFailure:
+                    pass  # the bytes are being dropped anyway
+            for block in list(self._resident.values()):
+                if block.owner is not None:
+                    block.owner.release()
+            self._resident.clear()
+            self._blocks.clear()
+            self.arena.close()

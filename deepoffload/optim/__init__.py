@@ -1,0 +1,1 @@
+"""Gradients on the host and the optimizers that consume them."""

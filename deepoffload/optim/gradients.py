@@ -1,0 +1,252 @@
+"""Gradients land in their unit's block as soon as autograd has made them, and stand behind ``param.grad`` until the step.
+
+A gradient is touched once on its way: one native pass accumulates it into the block (rounding as torch does), sums its
+squares and notes non-finite values. Each landing replaces the parameter's sum of squares.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import torch
+from torch import Tensor
+
+from deepoffload.errors import BudgetError
+from deepoffload.memory.block import Block, BlockState
+from deepoffload.native import cpu_adam
+from deepoffload.native.cpu_adam import DType
+from deepoffload.params.pager import Pager
+from deepoffload.params.parameter import OffloadedGradient, show_stand_in
+from deepoffload.params.slot import make_stand_in
+from deepoffload.params.torch_private import bare, get_data, get_grad, set_data, set_grad
+from deepoffload.params.unit import GradientSlot, GradientState, ParamHandle, SlotOwner
+from deepoffload.schedule.placement import Kind
+
+NATIVE_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
+
+_SHOWN_REFERENCES = 4
+"""References to a gradient object that nobody but its slot holds, as ``_forget_shown`` counts them."""
+
+
+class Gradients:
+    """All gradients of one pager's parameters."""
+
+    def __init__(self, pager: Pager) -> None:
+        self.pager = pager
+        self.tiers = pager.tiers
+        self._in_block: dict[int, list[ParamHandle]] = {}
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def give_block(
+        self, block: Block, handles: list[ParamHandle], offsets: list[int], dtypes: list[torch.dtype]
+    ) -> None:
+        """Say where the gradients of ``handles`` land, and in which dtype."""
+        owner = SlotOwner(self.pager)
+        block.owner = owner
+        for handle, offset, dtype in zip(handles, offsets, dtypes, strict=True):
+            slot = GradientSlot(handle, dtype)
+            slot.bind(block, offset)
+            handle.grad_slot = slot
+            owner.slots.append(slot)
+        self._in_block[block.id] = list(handles)
+
+    def track(self, handle: ParamHandle) -> None:
+        """Have autograd call us when the gradient of a parameter is complete. A frozen parameter cannot be tracked yet."""
+        param = handle.tensor
+        if param is None or handle.grad_hook is not None or not param.requires_grad:
+            return
+        if handle.dtype not in NATIVE_DTYPES:
+            return  # complex, float64: autograd keeps such gradients itself
+        if handle.grad_slot is None:
+            block = self.tiers.create(f"{handle.name}.grad", Kind.GRADIENT, handle.nbytes)
+            self.give_block(block, [handle], [0], [handle.dtype])
+        with bare():
+            handle.grad_hook = Tensor.register_post_accumulate_grad_hook(param, _landed)
+
+    # -- landing ---------------------------------------------------------------------------------------------------
+
+    def land(self, param: Tensor, handle: ParamHandle) -> None:
+        """Take over what autograd has just put into ``param.grad``."""
+        grad = get_grad(param)
+        slot = handle.grad_slot
+        if grad is None or slot is None or handle.grad_state is GradientState.USER:
+            return  # the user's own tensor: autograd has accumulated into it, it is the truth
+        if grad.grad_fn is not None or grad.layout is not torch.strided or grad.dtype not in NATIVE_DTYPES:
+            self._leave_with_autograd(param, handle, grad)
+            return
+        with self.pager.lock:
+            if handle.unit is not None:
+                self.pager.use_backward(handle.unit)
+            block = self._block(slot)
+            self.tiers.acquire(block, load=self._any_landed(block))
+            try:
+                self.tiers.will_change(block)
+                accumulate = handle.grad_state is GradientState.LANDED
+                source = grad if grad.stride() == slot.stride else _with_stride(grad, slot)
+                handle.grad_sum_sq, handle.grad_non_finite = cpu_adam.land(
+                    slot.address(),
+                    source.data_ptr(),
+                    slot.numel,
+                    dst_dtype=NATIVE_DTYPES[slot.dtype],
+                    src_dtype=NATIVE_DTYPES[source.dtype],
+                    accumulate=accumulate,
+                    num_threads=torch.get_num_threads(),
+                )
+                handle.grad_state = GradientState.LANDED
+            finally:
+                self.tiers.release(block)
+            set_grad(param, None)
+            if self.pager.evict_always:
+                self.pager.pump()
+
+    def _leave_with_autograd(self, param: Tensor, handle: ParamHandle, grad: Tensor) -> None:
+        """A sparse gradient, or one with a graph of its own: autograd's tensor stays the truth, with what had landed."""
+        if handle.grad_state is GradientState.LANDED:
+            landed = self.read(handle)
+            set_grad(param, grad + landed)
+            self._drop(handle)
+        handle.grad_state = GradientState.USER
+
+    def _any_landed(self, block: Block) -> bool:
+        return any(h.grad_state is GradientState.LANDED for h in self._in_block[block.id])
+
+    def _block(self, slot: GradientSlot) -> Block:
+        if slot.block is None:
+            raise RuntimeError(f"{slot.name} has no block")
+        return slot.block
+
+    # -- the .grad door --------------------------------------------------------------------------------------------
+
+    def read(self, handle: ParamHandle) -> Tensor | None:
+        """What ``param.grad`` shows."""
+        param = handle.tensor
+        if param is None:
+            return None
+        raw = get_grad(param)
+        if raw is not None or handle.grad_state is not GradientState.LANDED or handle.grad_slot is None:
+            return raw
+        with self.pager.lock:
+            slot = handle.grad_slot
+            if slot.shown is None:
+                with bare():
+                    shown = make_stand_in(slot.shape, slot.dtype).as_subclass(OffloadedGradient)
+                show_stand_in(shown, slot, OffloadedGradient)
+                slot.show(shown)
+            return slot.shown
+
+    def assign(self, handle: ParamHandle, value: Tensor | None) -> None:
+        """``param.grad = value``; None drops the gradient."""
+        param = handle.tensor
+        if param is None:
+            return
+        slot = handle.grad_slot
+        if value is not None and slot is not None and value is slot.shown:
+            return
+        set_grad(param, value)  # torch checks shape, dtype and device before anything else changes
+        with self.pager.lock:
+            self._drop(handle)
+            handle.grad_state = GradientState.EMPTY if value is None else GradientState.USER
+
+    def _drop(self, handle: ParamHandle) -> None:
+        if handle.grad_state is not GradientState.LANDED or handle.grad_slot is None:
+            return
+        self._forget_shown(handle.grad_slot)
+        handle.grad_state = GradientState.EMPTY
+        handle.grad_sum_sq = None
+        handle.grad_non_finite = False
+        block = self._block(handle.grad_slot)
+        if not self._any_landed(block):
+            self.tiers.discard(block)
+
+    def _forget_shown(self, slot: GradientSlot) -> None:
+        """The gradient object goes; if the program keeps it, it becomes an ordinary tensor with the same values."""
+        shown = slot.shown
+        if shown is None:
+            return
+        if sys.getrefcount(shown) > _SHOWN_REFERENCES:
+            self.pager.pin(slot)
+            try:
+                with bare():
+                    values = get_data(shown).clone()
+            finally:
+                self.pager.unpin(slot)
+            slot.hide()
+            shown.__class__ = Tensor
+            shown.__dict__.pop("_slot", None)
+            set_data(shown, values)
+        else:
+            slot.hide()
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def present(self, handle: ParamHandle) -> bool:
+        """True when the parameter has a gradient, landed or the user's own."""
+        if handle.grad_state is GradientState.LANDED:
+            return True
+        param = handle.tensor
+        return param is not None and get_grad(param) is not None
+
+    def sum_of_squares(self, handle: ParamHandle) -> tuple[float, bool]:
+        """Sum of squares (float64) of one parameter's gradient, and whether it holds a non-finite value."""
+        if handle.grad_state is not GradientState.LANDED:
+            return self._user_sum_of_squares(handle)
+        if handle.grad_sum_sq is None and handle.grad_slot is not None:
+            slot = handle.grad_slot
+            self.pager.pin(slot)
+            try:
+                handle.grad_sum_sq, handle.grad_non_finite = cpu_adam.sum_of_squares(
+                    slot.address(), slot.numel, dtype=NATIVE_DTYPES[slot.dtype], num_threads=torch.get_num_threads()
+                )
+            finally:
+                self.pager.unpin(slot)
+        return handle.grad_sum_sq or 0.0, handle.grad_non_finite
+
+    def _user_sum_of_squares(self, handle: ParamHandle) -> tuple[float, bool]:
+        param = handle.tensor
+        raw = get_grad(param) if param is not None else None
+        if raw is None:
+            return 0.0, False
+        with bare():
+            total = float(raw.to_dense().double().square().sum()) if raw.is_sparse else float(raw.double().square().sum())
+        return total, not math.isfinite(total)
+
+    def user_gradient(self, handle: ParamHandle, keep: list[Tensor]) -> tuple[int, DType]:
+        """Address and type of a gradient that the user assigned; ``keep`` holds a copy alive if one is needed."""
+        param = handle.tensor
+        raw = get_grad(param) if param is not None else None
+        if raw is None or handle.grad_slot is None:
+            raise RuntimeError(f"{handle.name} has no gradient")
+        if raw.dtype not in NATIVE_DTYPES or raw.stride() != handle.stride:
+            raw = _with_stride(raw if raw.dtype in NATIVE_DTYPES else raw.to(handle.dtype), handle.grad_slot)
+        keep.append(raw)
+        return raw.data_ptr(), NATIVE_DTYPES[raw.dtype]
+
+    def clear(self) -> None:
+        """Drop every landed gradient (the engine is closing)."""
+        for handles in self._in_block.values():
+            for handle in handles:
+                try:
+                    self._drop(handle)
+                except (BudgetError, OSError):
+                    handle.grad_state = GradientState.EMPTY
+
+    def resident_or_spilled_bytes(self) -> tuple[int, int]:
+        """Bytes of gradient blocks in memory and on NVMe."""
+        blocks = [self.tiers.block(b) for b in self._in_block]
+        spilled = sum(b.nbytes for b in blocks if b.state is BlockState.ON_NVME)
+        return sum(b.nbytes for b in blocks if b.offset is not None), spilled
+
+
+def _landed(param: Tensor) -> None:
+    """Post-accumulate hook of every tracked parameter."""
+    handle: ParamHandle | None = param.__dict__.get("_slot")
+    if handle is not None and isinstance(handle.pager.gradients, Gradients) and handle.pager.closed_because is None:
+        handle.pager.gradients.land(param, handle)
+
+
+def _with_stride(grad: Tensor, slot: GradientSlot) -> Tensor:
+    with bare():
+        copy = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype)
+        return copy.copy_(grad)

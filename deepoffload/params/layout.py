@@ -1,0 +1,89 @@
+"""Where parameters lie in their unit's blocks: pure arithmetic, no torch.
+
+Every size is a function of ``(numel, world_size, alignment)``; with one rank a shard is the whole tensor and views need no
+copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGNMENT_BYTES = 64
+"""Each tensor starts on a cache line, which is also the widest vector register."""
+
+ALIGNMENT_NUMEL = 64
+"""Arrays of a state piece are padded to this many elements, so that each starts aligned for every element size."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def shard_numel(numel: int, world_size: int = 1, alignment_numel: int = 1) -> int:
+    """Elements of one rank's shard of a tensor, equal on every rank (the last one is padded).
+
+    Raises:
+        ValueError: a size is not positive.
+    """
+    if numel < 0 or world_size < 1 or alignment_numel < 1:
+        raise ValueError(f"no shard of {numel} elements for {world_size} ranks, alignment {alignment_numel}")
+    return round_up(-(-numel // world_size), alignment_numel)
+
+
+def byte_offsets(sizes_bytes: Sequence[int], alignment_bytes: int = ALIGNMENT_BYTES) -> tuple[list[int], int]:
+    """Offsets of tensors laid one after the other, each aligned, and the total size, all in bytes."""
+    offsets: list[int] = []
+    position = 0
+    for size in sizes_bytes:
+        position = round_up(position, alignment_bytes)
+        offsets.append(position)
+        position += size
+    return offsets, round_up(position, alignment_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSegment:
+    """A run of one parameter's elements inside a state piece (all in elements)."""
+
+    tensor: int
+    start: int
+    numel: int
+    piece_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class PieceLayout:
+    """A piece of optimizer state: ``numel`` padded elements of each state array, and whose elements they are."""
+
+    numel: int
+    segments: tuple[PieceSegment, ...]
+
+
+def cut_pieces(numels: Sequence[int], piece_numel: int) -> list[PieceLayout]:
+    """Cut tensors, laid one after the other, into pieces of at most ``piece_numel`` elements.
+
+    A tensor may span pieces and a piece may hold several tensors; each run starts at a multiple of
+    :data:`ALIGNMENT_NUMEL` inside its piece.
+
+    Raises:
+        ValueError: ``piece_numel`` is not a positive multiple of :data:`ALIGNMENT_NUMEL`.
+    """
+    if piece_numel < ALIGNMENT_NUMEL or piece_numel % ALIGNMENT_NUMEL:
+        raise ValueError(f"piece_numel must be a positive multiple of {ALIGNMENT_NUMEL}, got {piece_numel}")
+    pieces: list[PieceLayout] = []
+    segments: list[PieceSegment] = []
+    filled = 0
+    for index, numel in enumerate(numels):
+        start = 0
+        while start < numel:
+            if filled >= piece_numel:
+                pieces.append(PieceLayout(filled, tuple(segments)))
+                segments, filled = [], 0
+            run = min(numel - start, piece_numel - filled)
+            segments.append(PieceSegment(index, start, run, filled))
+            filled = round_up(filled + run, ALIGNMENT_NUMEL)
+            start += run
+    if segments:
+        pieces.append(PieceLayout(filled, tuple(segments)))
+    return pieces

@@ -1,0 +1,292 @@
+"""The pager: brings the bytes of units when the program uses them, and keeps the order of uses.
+
+It is what the doors and windows talk to. It owns the units, the trace of their use and the prefetcher's decisions; the
+bytes themselves belong to the tier manager.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from deepoffload.errors import ClosedError
+from deepoffload.memory.block import Block, BlockState
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.params.saved import SavedTensorHooks
+from deepoffload.params.slot import TensorSlot
+from deepoffload.params.torch_private import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks_enabled,
+    top_saved_tensors_hooks,
+)
+from deepoffload.params.unit import ParamHandle, SlotOwner, Unit
+from deepoffload.schedule.planner import MoveKind, plan_prefetch
+from deepoffload.schedule.trace import Event, Trace
+
+WRITE_BEHIND_SHARE = 0.5
+"""At most this share of the arena may be in flight to NVMe without anybody waiting for it."""
+
+
+class GradientDoor(Protocol):
+    """What stands behind ``param.grad`` (implemented by :class:`deepoffload.optim.gradients.Gradients`)."""
+
+    def read(self, handle: ParamHandle) -> Tensor | None: ...
+
+    def assign(self, handle: ParamHandle, value: Tensor | None) -> None: ...
+
+    def track(self, handle: ParamHandle) -> None: ...
+
+
+class OpenWindow(Protocol):
+    """One running call of a window's module (see :mod:`deepoffload.params.window`)."""
+
+    window: Any
+    pushed: bool | None
+
+
+class _ThreadState(threading.local):
+    """What this thread has opened, innermost last."""
+
+    def __init__(self) -> None:
+        self.pushed: list[SavedTensorHooks] = []
+        self.opened: list[Any] = []
+
+
+class Pager:
+    """Args:
+    tiers: the memory.
+    prefetch: False for the serial reference: every transfer is waited for where it is needed.
+    evict_always: evict whatever may be evicted after every use (tests).
+    """
+
+    def __init__(self, tiers: TierManager, *, prefetch: bool = True, evict_always: bool = False) -> None:
+        self.tiers = tiers
+        self.lock = tiers.lock
+        self.prefetch = prefetch
+        self.evict_always = evict_always
+        self.units: list[Unit] = []
+        self.storages: dict[int, TensorSlot] = {}
+        self.trace = Trace()
+        self.gradients: GradientDoor | None = None
+        self.adopt_late: Callable[[Tensor, str], ParamHandle | None] | None = None
+        self.closed_because: str | None = None
+        self.lookahead_bytes = tiers.arena.capacity_bytes
+        self._keys: dict[tuple[object, ...], int] = {}
+        self._last_key: tuple[object, ...] | None = None
+        self._held: list[Block] = []
+        self._local = _ThreadState()
+        self._hooks_alone = SavedTensorHooks(self, None)
+        self._clock = 0
+        self._stamps: dict[int, int] = {}
+        self.engine: Any = None
+        self.on_all_dead: Callable[[], None] | None = None
+        self._alive = 0
+        self._working = 0
+        tiers.next_use = self._next_use
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def tensor_born(self) -> None:
+        with self.lock:
+            self._alive += 1
+
+    def tensor_died(self, _: Any) -> None:
+        """A parameter was deleted. May run at any time, in any thread: only count, and end a pager that shows nothing."""
+        self._alive -= 1
+        if self._alive == 0 and self.on_all_dead is not None and self.lock.acquire(blocking=False):
+            try:
+                if not self._working:
+                    self.on_all_dead()
+            finally:
+                self.lock.release()
+
+    # -- bytes -----------------------------------------------------------------------------------------------------
+
+    def pin(self, slot: TensorSlot) -> None:
+        """Make a tensor's bytes resident, visible and immovable until :meth:`unpin`."""
+        with self.lock:
+            block = self._block_of(slot)
+            self._stamp(block)
+            self.tiers.acquire(block)
+            owner = block.owner
+            if isinstance(owner, SlotOwner):
+                owner.install()
+
+    def unpin(self, slot: TensorSlot) -> None:
+        with self.lock:
+            if slot.block is not None and self.closed_because is None:
+                self.tiers.release(slot.block)
+
+    def will_change(self, slot: TensorSlot) -> None:
+        """Call before the resident bytes of a slot change."""
+        with self.lock:
+            self.tiers.will_change(self._block_of(slot))
+
+    def hold_until_step(self, slot: TensorSlot) -> None:
+        """Keep a tensor resident until the step ends, where autograd saves it by reference and no door sees it."""
+        with self.lock:
+            block = self._block_of(slot)
+            self.tiers.acquire(block)
+            self._held.append(block)
+
+    def release_held(self) -> None:
+        with self.lock:
+            for block in self._held:
+                self.tiers.release(block)
+            self._held.clear()
+
+    def _block_of(self, slot: TensorSlot) -> Block:
+        if self.closed_because is not None:
+            raise ClosedError(f"{slot.name} belongs to a closed engine: {self.closed_because}")
+        if slot.block is None:
+            raise RuntimeError(f"{slot.name} has no block")
+        return slot.block
+
+    def remember_storage(self, slot: TensorSlot) -> None:
+        if slot.storage is not None:
+            self.storages[slot.storage._cdata] = slot
+
+    def forget_storage(self, slot: TensorSlot) -> None:
+        if slot.storage is not None:
+            self.storages.pop(slot.storage._cdata, None)
+
+    # -- order of uses ---------------------------------------------------------------------------------------------
+
+    def use_forward(self, units: list[Unit]) -> None:
+        """The program enters the forward of ``units``."""
+        self._event(("f", *(u.index for u in units)), tuple(u.weights.id for u in units))
+
+    def pin_for_backward(self, handle: ParamHandle) -> None:
+        """Pin a weight for backward, noting the order of use."""
+        if handle.unit is not None:
+            self.use_backward(handle.unit)
+        self.pin(handle)
+
+    def use_backward(self, unit: Unit) -> None:
+        gradients = () if unit.gradients is None else (unit.gradients.id,)
+        self._event(("b", unit.index), (unit.weights.id, *gradients))
+
+    def use_update(self, unit: Unit, piece: int, blocks: tuple[int, ...]) -> None:
+        """The optimizer comes to a piece of a unit's state."""
+        self._event(("u", unit.index, piece), blocks)
+
+    def end_of_step(self) -> None:
+        """An optimizer step is finished: the recorded order becomes the cycle."""
+        with self.lock:
+            self.release_held()
+            self.trace.end_of_step()
+            self._last_key = None
+
+    def _event(self, key: tuple[object, ...], blocks: tuple[int, ...]) -> None:
+        if key == self._last_key:
+            return
+        with self.lock:
+            if self.closed_because is not None:
+                return
+            self._last_key = key
+            self.trace.observe(Event(self._keys.setdefault(key, len(self._keys)), blocks))
+            self.pump(set(blocks))
+
+    def _stamp(self, block: Block) -> None:
+        self._clock += 1
+        self._stamps[block.id] = self._clock
+
+    def _next_use(self, block_id: int) -> float:
+        """Distance to the next use; where the order is unknown, farther the longer ago the last use was (LRU)."""
+        distance = self.trace.next_use(block_id)
+        if distance < math.inf:
+            return distance
+        return 1e12 - self._stamps.get(block_id, 0)
+
+    def pump(self, in_use: set[int] | frozenset[int] = frozenset()) -> None:
+        """Collect what completed, write behind, fetch ahead. Called at every event; costs microseconds."""
+        tiers = self.tiers
+        if self.evict_always:
+            for block in list(tiers.blocks()):
+                if block.id not in in_use:
+                    tiers.evict(block)
+            return
+        if not self.prefetch:
+            return
+        tiers.poll()
+        self.write_behind(in_use)
+        moves = plan_prefetch(
+            self.trace.upcoming(),
+            is_resident=lambda b: tiers.block(b).state is not BlockState.ON_NVME,
+            nbytes=lambda b: tiers.block(b).nbytes,
+            free_bytes=tiers.arena.free_bytes,
+            evictable=self._evictable(in_use),
+            next_use=self._next_use,
+            lookahead_bytes=self.lookahead_bytes,
+        )
+        for move in moves:
+            block = tiers.block(move.block)
+            done = tiers.evict(block) if move.kind is MoveKind.EVICT else tiers.prefetch(block)
+            if not done:
+                break
+
+    def _evictable(self, in_use: set[int] | frozenset[int]) -> dict[int, float]:
+        tiers = self.tiers
+        return {b.id: b.nbytes for b in tiers.resident() if b.id not in in_use and tiers.evictable(b)}
+
+    def write_behind(self, in_use: set[int] | frozenset[int] = frozenset()) -> None:
+        """Start writing dirty blocks that nobody uses and that will have to leave."""
+        tiers = self.tiers
+        budget = tiers.arena.capacity_bytes * WRITE_BEHIND_SHARE - tiers.in_flight_bytes(BlockState.WRITING)
+        for block in list(tiers.resident()):
+            if block.state is BlockState.DIRTY and block.id not in in_use and budget >= block.nbytes:
+                if tiers.write_behind(block):
+                    budget -= block.nbytes
+
+    # -- saved-tensor hooks ----------------------------------------------------------------------------------------
+
+    def push_hooks(self) -> bool | None:
+        """Push our saved-tensor hooks unless they are on top.
+
+        Returns True when pushed, False when they are there already, None when the program has disabled such hooks.
+        """
+        if not saved_tensors_hooks_enabled():
+            return None
+        top = top_saved_tensors_hooks(True)
+        if top is None:
+            hooks = self._hooks_alone
+        else:
+            mine = getattr(top[0], "__self__", None)
+            if type(mine) is SavedTensorHooks and mine.pager is self:
+                return False
+            hooks = SavedTensorHooks(self, top)
+        push_saved_tensors_hooks(hooks.pack, hooks.unpack)
+        self._local.pushed.append(hooks)
+        return True
+
+    def pop_hooks(self) -> None:
+        """Undo one :meth:`push_hooks` that returned True."""
+        self._local.pushed.pop()
+        pop_saved_tensors_hooks()
+
+    def opened(self) -> list[Any]:
+        """The windows that this thread is in, innermost last."""
+        return self._local.opened
+
+    def close_leaked(self) -> None:
+        """Close what an interrupted forward (Ctrl-C) left open on this thread; torch runs no post hooks for it."""
+        if self._local.pushed and saved_tensors_hooks_enabled():
+            top = top_saved_tensors_hooks(True)
+            if top is None or getattr(top[0], "__self__", None) is not self._local.pushed[-1]:
+                # Somebody else has tidied the stack already, or has pushed over ours: leave torch's stack alone.
+                for entry in self._local.opened:
+                    entry.pushed = False
+                self._local.pushed.clear()
+        while self._local.opened:
+            entry = self._local.opened.pop()
+            entry.window.close(entry)
+        while self._local.pushed:
+            self.pop_hooks()
+
+    def refuse_closed(self, name: str) -> None:
+        raise ClosedError(f"{name or 'the model'} belongs to a closed engine: {self.closed_because}")

@@ -1,0 +1,407 @@
+"""The forward door: the classes whose ``__torch_function__`` brings the bytes a call takes.
+
+``OffloadedParameter`` is the class that an adopted ``nn.Parameter`` gets; ``OffloadedGradient`` shows a gradient that
+landed in a unit's gradient block. Both keep one attribute, ``_slot``. Correctness rests on this door alone: module hooks
+only make it cheaper.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepoffload.errors import UnsupportedError
+from deepoffload.params.slot import TensorSlot
+from deepoffload.params.torch_private import bare, get_data, no_torch_function, set_data, version_of
+from deepoffload.params.unit import ParamHandle
+
+_METADATA_NAMES = (
+    "shape dtype device requires_grad is_leaf grad_fn layout ndim names itemsize nbytes output_nr retains_grad name "
+    "is_cuda is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_cpu is_xpu is_mps _version "
+    "_backward_hooks _post_accumulate_grad_hooks grad_dtype _base"
+).split()
+_METADATA_METHODS = (
+    "size dim numel nelement ndimension is_floating_point is_complex is_signed element_size get_device register_hook "
+    "register_post_accumulate_grad_hook is_inference is_shared is_pinned is_same_size has_names __len__ __hash__ "
+    "is_conj is_neg retain_grad dim_order"
+).split()
+_ESCAPES = frozenset(
+    "numpy data_ptr untyped_storage storage _typed_storage __dlpack__ __array__ __cuda_array_interface__ share_memory_"
+    .split()
+)
+
+
+def _metadata() -> frozenset[Any]:
+    functions: set[Any] = {torch.autograd.grad, torch.autograd.backward, Tensor.backward, torch.is_floating_point}
+    functions |= {torch.is_complex, torch.numel, torch.is_same_size}
+    for name in _METADATA_NAMES:
+        attribute = getattr(Tensor, name, None)
+        if hasattr(attribute, "__get__"):
+            functions.add(attribute.__get__)
+        if name in ("_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype") and hasattr(attribute, "__set__"):
+            functions.add(attribute.__set__)
+    functions |= {getattr(Tensor, name) for name in _METADATA_METHODS if hasattr(Tensor, name)}
+    return frozenset(functions)
+
+
+_METADATA = _metadata()
+
+
+class OffloadedParameter(nn.Parameter):
+    """A parameter whose bytes come and go. Never constructed by users: ``nn.Parameter`` objects become one in place."""
+
+    _slot: ParamHandle
+
+    def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> Any:  # noqa: PYI034
+        # type(p)(tensor, requires_grad=...) as accelerate and peft write it: an ordinary parameter, adopted on arrival.
+        return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return through_the_door(func, types, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = self._plain_copy()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain_copy().__reduce_ex__(protocol)
+
+    def _plain_copy(self) -> nn.Parameter:
+        """An ordinary parameter with the same values in memory of its own."""
+        slot = self._slot
+        slot.pager.pin(slot)
+        try:
+            with bare():
+                return nn.Parameter(get_data(self).clone(memory_format=torch.preserve_format), self.requires_grad)
+        finally:
+            slot.pager.unpin(slot)
+
+
+class OffloadedGradient(Tensor):
+    """A landed gradient, as ``param.grad`` shows it. Operations on it work on the gradient block itself."""
+
+    _slot: TensorSlot
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return through_the_door(func, types, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = self.clone()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+PAGED_CLASSES = (OffloadedParameter, OffloadedGradient)
+
+
+def through_the_door(func: Callable[..., Any], types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` with every paged tensor among its arguments resident."""
+    special = _SPECIAL.get(func)
+    if special is not None:
+        return special(func, args, kwargs)
+    if func in _METADATA:
+        with no_torch_function():
+            return func(*args, **kwargs)
+    name = getattr(func, "__name__", "")
+    if name.startswith(("_foreach_", "_fused_")) or func is torch._amp_foreach_non_finite_check_and_unscale_:
+        return _one_by_one(func, args, kwargs)
+    return _paged_call(func, name, types, args, kwargs)
+
+
+def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:
+    paged: list[Any] = []
+    _collect(args, paged)
+    if kwargs:
+        _collect(kwargs.values(), paged)
+    pinned: list[TensorSlot] = []
+    try:
+        for tensor in paged:
+            slot: TensorSlot = tensor._slot
+            slot.pager.pin(slot)
+            pinned.append(slot)
+        _before_mutation(name, args, kwargs)
+        pager = paged[0]._slot.pager if paged else None
+        pushed = pager.push_hooks() if pager is not None and torch.is_grad_enabled() else False
+        if pushed is None:
+            for slot in pinned:
+                slot.pager.hold_until_step(slot)
+        try:
+            if any(t not in PAGED_CLASSES and t is not nn.Parameter and t is not Tensor for t in types):
+                result = _among_strangers(func, args, kwargs, paged)
+            else:
+                with no_torch_function():
+                    result = func(*args, **kwargs)
+        finally:
+            if pushed and pager is not None:
+                pager.pop_hooks()
+        for tensor in paged:
+            _after_call(tensor, name)
+        return result
+    finally:
+        for slot in pinned:
+            slot.pager.unpin(slot)
+        if pinned and pinned[0].pager.evict_always:
+            pinned[0].pager.pump()
+
+
+def _collect(values: Any, found: list[Any]) -> None:
+    for value in values:
+        kind = type(value)
+        if kind is OffloadedParameter or kind is OffloadedGradient:
+            if not any(value is seen for seen in found):
+                found.append(value)
+        elif kind is list or kind is tuple or (isinstance(value, (list, tuple)) and not isinstance(value, torch.Size)):
+            _collect(value, found)
+        elif kind is dict:
+            _collect(value.values(), found)
+
+
+def _mutates(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__invert__", "__index__"))
+    return name.endswith("_")
+
+
+def _before_mutation(name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    targets: list[Any] = []
+    if args and _mutates(name):
+        _collect(args[:1], targets)
+    if "out" in kwargs:
+        _collect((kwargs["out"],), targets)
+    for tensor in targets:
+        tensor._slot.pager.will_change(tensor._slot)
+        if type(tensor) is OffloadedParameter:
+            tensor._slot.master_stale = True
+        else:
+            tensor._slot.touched()
+
+
+def _after_call(tensor: Any, name: str) -> None:
+    slot = tensor._slot
+    if type(tensor) is OffloadedGradient:
+        version = version_of(tensor)
+        if version != slot.version or name in _ESCAPES:
+            slot.version = version
+            slot.pager.will_change(slot)
+            slot.touched()
+        return
+    version = version_of(tensor)
+    if version != slot.version:
+        slot.version = version
+        slot.master_stale = True
+        slot.pager.will_change(slot)
+    if name in _ESCAPES:
+        slot.note_escape()
+
+
+def _among_strangers(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], paged: list[Any]) -> Any:
+    """Call with another library's tensor subclass among the arguments: ours look like plain ones, theirs are asked."""
+    classes = [type(tensor) for tensor in paged]
+    for tensor in paged:
+        tensor.__class__ = nn.Parameter if type(tensor) is OffloadedParameter else Tensor
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for tensor, kind in zip(paged, classes, strict=True):
+            tensor.__class__ = kind
+
+
+def _one_by_one(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """A ``_foreach_`` or ``_fused_`` function over many tensors: the same function over one of each list at a time.
+
+    That is what torch's own slow path does on the CPU, and it needs the bytes of one tensor at a time.
+    """
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and len(a) and _has_tensor(a)]
+    if not lists:
+        return _paged_call(func, getattr(func, "__name__", ""), (), args, kwargs)
+    count = len(lists[0])
+
+    def pick(value: Any, index: int) -> Any:
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            return [value[index]]
+        return value
+
+    results: list[Any] = []
+    for index in range(count):
+        one = tuple(pick(a, index) for a in args)
+        named = {key: pick(value, index) for key, value in kwargs.items()}
+        paged: list[Any] = []
+        _collect(one, paged)
+        _collect(named.values(), paged)
+        if paged:
+            result = _paged_call(func, getattr(func, "__name__", ""), (), one, named)
+        else:
+            result = func(*one, **named)
+        if isinstance(result, (list, tuple)):
+            results.extend(result)
+    return results if results else None
+
+
+def _has_tensor(values: Any) -> bool:
+    return any(isinstance(value, Tensor) for value in values)
+
+
+# -- special doors -----------------------------------------------------------------------------------------------------
+
+
+def _get_grad(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    if type(tensor) is not OffloadedParameter or tensor._slot.pager.gradients is None:
+        with no_torch_function():
+            return func(*args)
+    return tensor._slot.pager.gradients.read(tensor._slot)
+
+
+def _assign_grad(func: Any, args: Any, kwargs: Any) -> None:
+    tensor, value = args[0], (args[1] if len(args) > 1 else None)
+    if type(tensor) is not OffloadedParameter or tensor._slot.pager.gradients is None:
+        with no_torch_function():
+            func(*args)
+        return
+    tensor._slot.pager.gradients.assign(tensor._slot, value)
+
+
+def _get_data(func: Any, args: Any, kwargs: Any) -> Tensor:
+    tensor = args[0]
+    slot = tensor._slot
+    slot.pager.pin(slot)
+    try:
+        shown = get_data(tensor)
+        if type(tensor) is OffloadedParameter:
+            slot.note_escape()
+        else:
+            slot.pager.will_change(slot)
+            slot.touched()
+        return shown if type(shown) is Tensor else shown.as_subclass(Tensor)
+    finally:
+        slot.pager.unpin(slot)
+
+
+def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+    """``param.data = value`` adopts the value: its bytes are copied into the unit's block."""
+    tensor, value = args
+    slot = tensor._slot
+    if value is tensor:
+        return
+    if value.shape != slot.shape or value.dtype is not slot.dtype or value.device != tensor.device:
+        raise UnsupportedError(
+            f"{slot.name}.data = ...: a paged parameter keeps its shape, dtype and device ({tuple(slot.shape)}, "
+            f"{slot.dtype}, {tensor.device}; given {tuple(value.shape)}, {value.dtype}, {value.device}). Convert the model "
+            "before offload_context ends (or set precision), or replace the parameter with a new nn.Parameter"
+        )
+    slot.pager.pin(slot)
+    try:
+        slot.pager.will_change(slot)
+        if type(value) in PAGED_CLASSES:
+            value._slot.pager.pin(value._slot)
+        try:
+            with bare():
+                get_data(tensor).copy_(get_data(value))
+        finally:
+            if type(value) in PAGED_CLASSES:
+                value._slot.pager.unpin(value._slot)
+        if type(tensor) is OffloadedParameter:
+            slot.master_stale = True
+        else:
+            slot.touched()
+    finally:
+        slot.pager.unpin(slot)
+
+
+def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
+    with no_torch_function():
+        result = func(*args, **kwargs)
+    tensor = args[0]
+    if type(tensor) is OffloadedParameter and tensor._slot.pager.gradients is not None and tensor.requires_grad:
+        tensor._slot.pager.gradients.track(tensor._slot)
+    return result
+
+
+def _detach(func: Any, args: Any, kwargs: Any) -> Any:
+    # Frames from here: the door, __torch_function__, and then whoever called detach().
+    if sys._getframe(3).f_code is nn.Parameter.__new__.__code__:
+        # nn.Parameter(paged) insists on getting its own class back: give it a new parameter of that class.
+        return _new_parameter_like(args[0])
+    return _paged_call(func, "detach", (), args, kwargs)
+
+
+def _new_parameter_like(tensor: Any) -> Any:
+    slot = tensor._slot
+    copy = tensor._plain_copy() if type(tensor) is OffloadedParameter else nn.Parameter(tensor.clone())
+    if slot.pager.adopt_late is None or slot.pager.adopt_late(copy, f"{slot.name} (copy)") is None:
+        raise UnsupportedError(f"nn.Parameter({slot.name}) could not be adopted; use nn.Parameter({slot.name}.data.clone())")
+    return copy
+
+
+def _stride(func: Any, args: Any, kwargs: Any) -> Any:
+    slot = args[0]._slot
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return tuple(slot.stride) if dim is None else slot.stride[dim]
+
+
+def _storage_offset(func: Any, args: Any, kwargs: Any) -> int:
+    return 0
+
+
+def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
+    slot = args[0]._slot
+    with bare():
+        like = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="meta")
+        return like.is_contiguous(*args[1:], **kwargs)
+
+
+def _repr(func: Any, args: Any, kwargs: Any) -> str:
+    tensor = args[0]
+    slot = tensor._slot
+    if slot.pager.closed_because is not None:
+        return f"<{type(tensor).__name__} {slot.name} {tuple(slot.shape)} {slot.dtype}, of a closed engine>"
+    return str(_paged_call(func, "__repr__", (), args, kwargs))
+
+
+def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
+    table: dict[Any, Callable[[Any, Any, Any], Any]] = {
+        Tensor.grad.__get__: _get_grad,  # type: ignore[attr-defined]
+        Tensor.grad.__set__: _assign_grad,  # type: ignore[attr-defined]
+        Tensor.grad.__delete__: _assign_grad,  # type: ignore[attr-defined]
+        Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
+        Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+        Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
+        Tensor.requires_grad_: _requires_grad,
+        Tensor.detach: _detach,
+        Tensor.stride: _stride,
+        Tensor.storage_offset: _storage_offset,
+        Tensor.is_contiguous: _is_contiguous,
+        Tensor.__repr__: _repr,
+    }
+    return table
+
+
+_SPECIAL = _special()
+
+
+def show_stand_in(tensor: Any, slot: TensorSlot, kind: type) -> None:
+    """Give ``tensor`` its paged class and its slot, and its stand-in for data."""
+    tensor.__class__ = kind
+    tensor._slot = slot
+    slot.uninstall()
+
+
+def plain_again(tensor: Any, value: Tensor | None) -> None:
+    """Undo the adoption: the class is ``nn.Parameter`` again, with ``value`` for data when given."""
+    tensor.__class__ = nn.Parameter
+    tensor.__dict__.pop("_slot", None)
+    if value is not None:
+        set_data(tensor, value)

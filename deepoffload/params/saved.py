@@ -1,0 +1,104 @@
+"""The backward door: what autograd saves of a weight is a description, and the weight is fetched again when it is needed.
+
+torch calls only the top pair of saved-tensor hooks, so ours hands everything that is not a weight to the pair that was on
+top before it (activation checkpointing, ``save_on_cpu``, the user's own), and unpacks through that pair again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepoffload.errors import ClosedError
+from deepoffload.params.torch_private import bare, get_data, modes_active, version_of
+from deepoffload.params.unit import ParamHandle
+
+if TYPE_CHECKING:
+    from deepoffload.params.pager import Pager
+
+
+class SavedWeight:
+    """A weight, or a view of one, saved for backward."""
+
+    __slots__ = ("handle", "size", "stride", "offset", "version", "generation")
+
+    def __init__(self, handle: ParamHandle, tensor: Tensor) -> None:
+        self.handle = handle
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.version = tensor._version
+        self.generation = handle.generation
+
+
+class SavedBelow:
+    """What the pair of hooks below ours made of a tensor, and how to get it back."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self.packed = packed
+        self.unpack = unpack
+
+
+class SavedTensorHooks:
+    """One pair of hooks: packs the weights of ``pager``, gives all else to the pair ``below`` (or keeps it as it is)."""
+
+    __slots__ = ("pager", "below")
+
+    def __init__(self, pager: Pager, below: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None) -> None:
+        self.pager = pager
+        self.below = below
+
+    def pack(self, tensor: Tensor) -> Any:
+        try:
+            slot = self.pager.storages.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # sparse, or wrapped by functorch: never one of ours
+            slot = None
+        if isinstance(slot, ParamHandle) and tensor.dtype is slot.dtype and not (tensor.is_conj() or tensor.is_neg()):
+            return SavedWeight(slot, tensor)
+        if self.below is None:
+            return tensor
+        return SavedBelow(self.below[0](tensor), self.below[1])
+
+    def unpack(self, packed: Any) -> Tensor:
+        if type(packed) is SavedWeight:
+            return restore(packed)
+        if type(packed) is SavedBelow:
+            return packed.unpack(packed.packed)
+        return packed  # type: ignore[no-any-return]
+
+
+def restore(saved: SavedWeight) -> Tensor:
+    """The weight that was saved, fetched if need be.
+
+    Raises:
+        RuntimeError: torch's own message, when the weight was changed between forward and backward.
+        ClosedError: the engine or the parameter is gone.
+    """
+    handle = saved.handle
+    pager = handle.pager
+    with pager.lock:
+        pager.pin_for_backward(handle)
+        try:
+            param = handle.tensor
+            if param is None:
+                raise ClosedError(f"{handle.name} was deleted between forward and backward")
+            if version_of(param) != saved.version or handle.generation != saved.generation:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"parameter {handle.name} {list(saved.size)} was changed (an optimizer step counts) after the forward "
+                    "pass that saved it"
+                )
+            shown = get_data(param)
+            if saved.offset == 0 and saved.size == shown.size() and saved.stride == shown.stride():
+                return shown
+            if not modes_active():
+                return shown.as_strided(saved.size, saved.stride, saved.offset)
+            with bare():
+                return torch.as_strided(shown, saved.size, saved.stride, saved.offset)
+        finally:
+            pager.unpin(handle)

@@ -1,0 +1,181 @@
+"""One paged tensor: where its bytes lie in a block, and the tensor object that shows them.
+
+While the block is resident the object's data is a view of the arena with a storage of its own; while it is not, the data
+is a *stand-in*: one scalar expanded to the shape, which costs nothing, reads as NaN and refuses every write.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepoffload.params.torch_private import (
+    BASE_REF_COUNT,
+    BASE_USE_COUNT,
+    bare,
+    set_data,
+    storage_use_count,
+    throw_on_mutable_data_ptr,
+)
+
+if TYPE_CHECKING:
+    from deepoffload.memory.block import Block
+    from deepoffload.params.pager import Pager
+
+
+def make_stand_in(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of ``shape`` backed by one scalar of its own: NaN for floating types, the largest value for others."""
+    with bare():
+        if dtype.is_floating_point or dtype.is_complex:
+            scalar = torch.full((), float("nan"), dtype=dtype, device="cpu")
+        elif dtype is torch.bool:
+            scalar = torch.ones((), dtype=dtype, device="cpu")
+        else:
+            scalar = torch.full((), torch.iinfo(dtype).max, dtype=dtype, device="cpu")
+        throw_on_mutable_data_ptr(scalar)
+        return scalar.expand(shape)
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The strides to keep: the tensor's own when they cover its memory without holes, else contiguous ones."""
+    if tensor.is_contiguous():
+        return tuple(tensor.stride())
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)))
+    expected = 1
+    for dim in order:
+        if tensor.size(dim) != 1 and tensor.stride(dim) != expected:
+            return tuple(torch.empty(tensor.shape, device="meta").stride())
+        expected *= tensor.size(dim)
+    return tuple(tensor.stride())
+
+
+class TensorSlot:
+    """A paged tensor's place. ``block`` and ``byte_offset`` say where, ``dtype``, ``shape`` and ``stride`` how.
+
+    The tensor object is held weakly: whoever owns it (the module, the user) decides how long it lives.
+    """
+
+    __slots__ = (
+        "pager",
+        "name",
+        "block",
+        "byte_offset",
+        "dtype",
+        "shape",
+        "stride",
+        "numel",
+        "storage",
+        "_tensor_ref",
+        "_stand_in",
+        "__weakref__",
+    )
+
+    def __init__(
+        self,
+        pager: Pager,
+        name: str,
+        tensor: Tensor | None,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        stride: tuple[int, ...],
+    ) -> None:
+        self.pager = pager
+        self.name = name
+        self.block: Block | None = None
+        self.byte_offset = 0
+        self.dtype = dtype
+        self.shape = shape
+        self.stride = stride
+        self.numel = shape.numel()
+        self.storage: torch.UntypedStorage | None = None
+        self._tensor_ref: weakref.ref[Tensor] | None = None
+        self._stand_in = make_stand_in(shape, dtype)
+        if tensor is not None:
+            self.attach(tensor, pager.tensor_died)
+
+    def attach(self, tensor: Tensor, on_death: Callable[[Any], None] | None = None) -> None:
+        """Show the bytes through this tensor object from now on."""
+        self._tensor_ref = weakref.ref(tensor, on_death)
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return None if self._tensor_ref is None else self._tensor_ref()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    def bind(self, block: Block, byte_offset: int) -> None:
+        """Say where the bytes lie from now on."""
+        self.block = block
+        self.byte_offset = byte_offset
+
+    def address(self) -> int:
+        """Memory address of the first element; the block must be resident."""
+        if self.block is None:
+            raise RuntimeError(f"{self.name} has no block")
+        return self.pager.tiers.address(self.block) + self.byte_offset
+
+    def view(self) -> Tensor:
+        """A new tensor over the resident bytes, with a storage of its own. Call inside :func:`bare`."""
+        if self.block is None or self.block.offset is None:
+            raise RuntimeError(f"{self.name} is not resident")
+        flat = torch.frombuffer(
+            self.pager.tiers.arena.buffer,
+            dtype=self.dtype,
+            count=self.numel,
+            offset=self.block.offset + self.byte_offset,
+        )
+        return flat.as_strided(self.shape, self.stride)
+
+    def install(self) -> None:
+        """Show the resident bytes through the tensor object."""
+        tensor = self.tensor
+        if tensor is None or self.storage is not None:
+            return
+        shown = self.view()
+        self.storage = shown.untyped_storage()
+        set_data(tensor, shown)
+
+    def uninstall(self) -> None:
+        """Show the stand-in instead."""
+        self.storage = None
+        tensor = self.tensor
+        if tensor is not None:
+            set_data(tensor, self._stand_in)
+
+    def aliased(self) -> bool:
+        """True when somebody besides the tensor object refers to the memory it shows.
+
+        Both counts are needed: a view or ``detach()`` raises the use count; torch keeps one Python wrapper per storage,
+        so code that collects storages (``torch.save``) only raises the wrapper's reference count.
+        """
+        storage = self.storage
+        if storage is None:
+            return False
+        return storage_use_count(storage._cdata) > BASE_USE_COUNT or sys.getrefcount(storage) > BASE_REF_COUNT + 1
+
+    def alias(self) -> Callable[[], bool]:
+        """Answers, also after :meth:`uninstall`, whether somebody still refers to the memory shown now."""
+        storage = self.storage
+        if storage is None:
+            return lambda: False
+        cdata = storage._cdata
+        holder = [storage]
+        # The tensor no longer counts: one user and one reference less than while it showed the memory.
+        return lambda: storage_use_count(cdata) > BASE_USE_COUNT - 1 or sys.getrefcount(holder[0]) >= BASE_REF_COUNT
+
+    def retype(self, dtype: torch.dtype) -> None:
+        """Change the element type (once, when construction ends). The tensor must show its stand-in."""
+        self.dtype = dtype
+        self._stand_in = make_stand_in(self.shape, dtype)
+        self.uninstall()

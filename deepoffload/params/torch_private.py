@@ -1,0 +1,129 @@
+"""The private names of torch that paging rests on, gathered and checked in one place.
+
+torch has no public way to compose saved-tensor hooks, to see who else refers to a storage, or to step outside the
+user's modes. Each name below exists in torch 2.6 to 2.13; a torch that lacks one gets one clear sentence at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch
+
+from deepoffload.errors import UnsupportedError
+
+
+def _need(owner: Any, name: str) -> Any:
+    found = getattr(owner, name, None)
+    if found is None:
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no {getattr(owner, '__name__', owner)}.{name}, which paged parameters need; "
+            "use torch 2.6 to 2.13, or report this version"
+        )
+    return found
+
+
+_autograd = torch._C._autograd
+push_saved_tensors_hooks: Callable[[Any, Any], None] = _need(_autograd, "_push_saved_tensors_default_hooks")
+pop_saved_tensors_hooks: Callable[[], None] = _need(_autograd, "_pop_saved_tensors_default_hooks")
+top_saved_tensors_hooks: Callable[[bool], Any] = _need(_autograd, "_top_saved_tensors_default_hooks")
+saved_tensors_hooks_enabled: Callable[[], bool] = _need(_autograd, "_saved_tensors_hooks_is_enabled")
+storage_use_count: Callable[[int], int] = _need(torch._C, "_storage_Use_Count")
+throw_on_mutable_data_ptr: Callable[[Tensor], None] = _need(torch._C, "_set_throw_on_mutable_data_ptr")
+no_torch_function = torch._C.DisableTorchFunctionSubclass
+is_functorch_wrapped: Callable[[Tensor], bool] = _need(torch._C._functorch, "is_functorch_wrapped_tensor")
+get_unwrapped: Callable[[Tensor], Tensor] = _need(torch._C._functorch, "get_unwrapped")
+_peek_interpreter_stack = _need(torch._C._functorch, "peek_interpreter_stack")
+_disable_current_modes = _need(_python_dispatch, "_disable_current_modes")
+_len_dispatch_stack = _need(torch._C, "_len_torch_dispatch_stack")
+_len_function_stack = _need(torch._C, "_len_torch_function_stack")
+
+_data = torch.Tensor.__dict__.get("data") or torch._C.TensorBase.data
+_grad = torch._C.TensorBase.grad
+raw_data: Callable[[Tensor], Tensor] = _data.__get__
+_set_raw_data = _data.__set__
+_raw_grad = _grad.__get__
+_set_raw_grad = _grad.__set__
+_raw_version = torch._C.TensorBase._version.__get__
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """``tensor.data = value`` without any door."""
+    with no_torch_function():
+        _set_raw_data(tensor, value)
+
+
+def get_data(tensor: Tensor) -> Tensor:
+    """``tensor.data`` without any door."""
+    with no_torch_function():
+        return raw_data(tensor)
+
+
+def get_grad(tensor: Tensor) -> Tensor | None:
+    """What autograd itself keeps in ``.grad``."""
+    with no_torch_function():
+        return _raw_grad(tensor)
+
+
+def set_grad(tensor: Tensor, value: Tensor | None) -> None:
+    """``tensor.grad = value`` without any door."""
+    with no_torch_function():
+        _set_raw_grad(tensor, value)
+
+
+def version_of(tensor: Tensor) -> int:
+    """The in-place counter of a tensor."""
+    with no_torch_function():
+        return int(_raw_version(tensor))
+
+
+def modes_active() -> bool:
+    """True inside any user mode that would see, or change, an operation of ours."""
+    return bool(
+        _len_dispatch_stack()
+        or _len_function_stack()
+        or torch.is_inference_mode_enabled()
+        or _peek_interpreter_stack() is not None
+    )
+
+
+@contextlib.contextmanager
+def bare() -> Iterator[None]:
+    """Outside every user mode: bytes that deepoffload moves are nobody's operation.
+
+    No dispatch mode, no function mode, no functorch level, no inference mode, no gradient, no default device. The cheap
+    tests first: leaving modes that are not there costs as much as the rest together.
+    """
+    with contextlib.ExitStack() as stack:
+        if _peek_interpreter_stack() is not None:
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if _len_dispatch_stack():
+            stack.enter_context(_disable_current_modes())
+        if _len_function_stack():
+            stack.enter_context(torch._C.DisableTorchFunction())
+        else:
+            stack.enter_context(no_torch_function())
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+def _calibrate() -> tuple[int, int]:
+    """Use count and reference count of a storage that nobody but its tensor and one Python wrapper refers to."""
+    holder = torch.nn.Parameter(torch.empty(1))
+    fresh = torch.frombuffer(bytearray(64), dtype=torch.float32)
+    storage = fresh.untyped_storage()
+    set_data(holder, fresh)
+    del fresh
+    return storage_use_count(storage._cdata), sys.getrefcount(storage)
+
+
+BASE_USE_COUNT, BASE_REF_COUNT = _calibrate()

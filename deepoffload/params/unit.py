@@ -1,0 +1,241 @@
+"""A unit: the parameters that move together, and the blocks that hold their weights, gradients and optimizer state."""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from deepoffload.memory.block import Alias, Block, BlockState
+from deepoffload.native.cpu_adam import StateLayout
+from deepoffload.params.layout import PieceLayout
+from deepoffload.params.slot import TensorSlot
+from deepoffload.params.torch_private import bare, version_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from deepoffload.params.pager import Pager
+
+
+class UnitState(enum.Enum):
+    """What the parameters of a unit show."""
+
+    EVICTED = "stand-ins; the bytes are on NVMe, or nowhere yet"
+    FETCHING = "stand-ins; the bytes are on their way, or have arrived and nobody used them yet"
+    RESIDENT = "their bytes in the arena"
+
+
+class GradientState(enum.Enum):
+    """Who holds the gradient of one parameter."""
+
+    EMPTY = "nobody"
+    LANDED = "the unit's gradient block"
+    USER = "a tensor that the user assigned to .grad"
+
+
+class ParamHandle(TensorSlot):
+    """Everything deepoffload knows of one parameter.
+
+    Attributes:
+        master_stale: the program changed the weight; its 16-bit remainder no longer belongs to it and counts as zero.
+        in_window: depth of unit windows in which the parameter's class is plain ``nn.Parameter``.
+        version: torch's in-place counter when deepoffload last looked.
+    """
+
+    __slots__ = (
+        "unit",
+        "in_window",
+        "master_stale",
+        "version",
+        "generation",
+        "escape_crc",
+        "grad_state",
+        "grad_slot",
+        "grad_sum_sq",
+        "grad_non_finite",
+        "grad_hook",
+    )
+
+    def __init__(
+        self, pager: Pager, name: str, tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...]
+    ) -> None:
+        super().__init__(pager, name, tensor, tensor.shape, dtype, stride)
+        pager.tensor_born()
+        self.unit: Unit | None = None
+        self.in_window = 0
+        self.master_stale = False
+        self.version = 0
+        self.generation = 0
+        self.escape_crc: int | None = None
+        self.grad_state = GradientState.EMPTY
+        self.grad_slot: GradientSlot | None = None
+        self.grad_sum_sq: float | None = None
+        self.grad_non_finite = False
+        self.grad_hook: RemovableHandle | None = None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # Pickled along when a parameter is pickled inside a window; the copy belongs to no engine.
+        return (type(None), ())
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ParamHandle:
+        return self
+
+    def note_escape(self) -> None:
+        """An alias that moves no version counter was handed out: remember the bytes, to see whether it was written to."""
+        if self.escape_crc is None:
+            self.escape_crc = self.crc()
+
+    def changed(self) -> bool:
+        """True when the program wrote to the resident bytes since the last look; then the master follows the weight."""
+        tensor = self.tensor
+        if tensor is None:
+            return False
+        version = version_of(tensor)
+        changed = version != self.version
+        self.version = version
+        if self.escape_crc is not None:
+            crc = self.crc()
+            changed |= crc != self.escape_crc
+            self.escape_crc = crc if self.aliased() else None
+        self.master_stale |= changed
+        return changed
+
+    def updated(self) -> None:
+        """Our own update has changed the resident bytes: saved tensors of an older graph no longer hold."""
+        self.generation += 1
+        self.master_stale = False
+        if self.escape_crc is not None:
+            self.escape_crc = self.crc() if self.aliased() else None
+
+    def crc(self) -> int:
+        """Checksum of the resident bytes, to see whether an alias that was handed out has been written through."""
+        block = self.block
+        if block is None or block.offset is None:
+            raise RuntimeError(f"{self.name} is not resident")
+        return zlib.crc32(self.pager.tiers.arena.view(block.offset + self.byte_offset, self.nbytes))
+
+
+class GradientSlot(TensorSlot):
+    """The gradient of one parameter in its unit's gradient block.
+
+    ``shown`` is the object behind ``param.grad`` while the program may look at it; made when first asked for.
+    """
+
+    __slots__ = ("handle", "version", "shown")
+
+    def __init__(self, handle: ParamHandle, dtype: torch.dtype) -> None:
+        super().__init__(handle.pager, f"{handle.name}.grad", None, handle.shape, dtype, handle.stride)
+        self.handle = handle
+        self.version = 0
+        self.shown: Tensor | None = None
+
+    def show(self, tensor: Tensor) -> None:
+        """Show the gradient through ``tensor`` from now on."""
+        self.shown = tensor
+        self.attach(tensor)
+        self.version = version_of(tensor)
+        owner = self.block.owner if self.block is not None else None
+        if isinstance(owner, SlotOwner) and owner.installed:
+            owner.installed = False
+            owner.install()
+
+    def hide(self) -> None:
+        """Stop showing it."""
+        self.pager.forget_storage(self)
+        self.uninstall()
+        self.shown = None
+
+    def touched(self) -> None:
+        """The program may have changed the gradient: its sum of squares is taken again at the step."""
+        self.handle.grad_sum_sq = None
+
+
+class StatePiece:
+    """A piece of a unit's optimizer state: one block, and the layout of the arrays in it."""
+
+    __slots__ = ("block", "layout", "kind", "handles")
+
+    def __init__(self, block: Block, layout: PieceLayout, kind: StateLayout, handles: list[ParamHandle]) -> None:
+        self.block = block
+        self.layout = layout
+        self.kind = kind
+        self.handles = handles
+
+
+class SlotOwner:
+    """Owner of a block whose bytes are shown by tensor slots."""
+
+    def __init__(self, pager: Pager) -> None:
+        self.pager = pager
+        self.slots: list[TensorSlot] = []
+        self.installed = False
+
+    def changed(self) -> bool:
+        return False
+
+    def can_release(self) -> bool:
+        return not self.installed or not any(slot.aliased() for slot in self.slots)
+
+    def aliases(self) -> list[Alias]:
+        return [slot.alias() for slot in self.slots if slot.aliased()] if self.installed else []
+
+    def release(self) -> None:
+        if self.installed:
+            self.installed = False
+            with bare():
+                for slot in self.slots:
+                    self.pager.forget_storage(slot)
+                    slot.uninstall()
+
+    def relocate(self, offset: int) -> None:
+        if self.installed:
+            self.release()
+            self.install()
+
+    def install(self) -> None:
+        """Show the bytes through every tensor object of the block."""
+        if not self.installed:
+            with bare():
+                for slot in self.slots:
+                    slot.install()
+                    self.pager.remember_storage(slot)
+            self.installed = True
+
+
+class WeightOwner(SlotOwner):
+    """Owner of a unit's weights: knows when the program wrote to them behind the doors."""
+
+    def changed(self) -> bool:
+        return self.installed and any([slot.changed() for slot in self.slots if isinstance(slot, ParamHandle)])
+
+
+class Unit:
+    """Parameters that move together. ``handles`` are in registration order.
+
+    Attributes:
+        generation: counts our own updates, which move no ``_version``; saved tensors compare it.
+    """
+
+    def __init__(self, index: int, name: str, handles: list[ParamHandle], weights: Block, owner: SlotOwner) -> None:
+        self.index = index
+        self.name = name
+        self.handles = handles
+        self.weights = weights
+        self.owner = owner
+        self.gradients: Block | None = None
+        self.gradient_owner: SlotOwner | None = None
+        self.pieces: list[StatePiece] = []
+        self.generation = 0
+
+    @property
+    def state(self) -> UnitState:
+        if self.owner.installed:
+            return UnitState.RESIDENT
+        return UnitState.FETCHING if self.weights.state is BlockState.READING else UnitState.EVICTED
+
+    def __repr__(self) -> str:
+        return f"<Unit {self.index} {self.name} {len(self.handles)} parameters {self.state.name}>"

@@ -1,0 +1,253 @@
+"""Building a model under a budget: parameters are adopted as they are registered, and become units when the context ends.
+
+While the model is built each parameter is a block of its own and the least recently used ones are evicted. At the end the
+units are found and placed, and each parameter's bytes move, once, into its unit's block, in the dtype it will compute in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepoffload.errors import UsageError
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.native import cpu_adam
+from deepoffload.native.cpu_adam import StateLayout
+from deepoffload.optim.gradients import Gradients
+from deepoffload.optim.state import LAYOUTS, PieceView, make_pieces, whole_segment
+from deepoffload.params.layout import byte_offsets
+from deepoffload.params.pager import Pager
+from deepoffload.params.parameter import OffloadedParameter
+from deepoffload.params.slot import dense_stride
+from deepoffload.params.torch_private import bare, get_data, set_data, version_of
+from deepoffload.params.unit import ParamHandle, Unit, WeightOwner
+from deepoffload.schedule.placement import Kind
+
+
+def adoptable(param: Any) -> bool:
+    """True for what paging takes: exactly ``nn.Parameter``, real bytes on the CPU, dense, not complex."""
+    return (
+        type(param) is nn.Parameter
+        and "_slot" not in param.__dict__
+        and param.device.type == "cpu"
+        and param.layout is torch.strided
+        and not param.is_complex()
+        and not param.is_quantized
+        and param.numel() > 0
+    )
+
+
+def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
+    """Make ``param`` a paged parameter in place: same object, its bytes copied into a block of its own."""
+    handle = ParamHandle(pager, name, param, param.dtype, dense_stride(param))
+    owner = WeightOwner(pager)
+    owner.slots.append(handle)
+    block = pager.tiers.create(name, Kind.WEIGHT, handle.nbytes, owner)
+    handle.bind(block, 0)
+    try:
+        pager.tiers.acquire(block, load=False)
+    except BaseException:
+        pager.tiers.remove(block)
+        raise
+    with bare():
+        handle.view().copy_(get_data(param))
+        param.__class__ = OffloadedParameter
+        param._slot = handle  # type: ignore[attr-defined]
+    owner.install()
+    handle.version = version_of(param)
+    pager.tiers.release(block)
+    return handle
+
+
+class Assembly:
+    """Turns adopted parameters into units with weights, gradient and state blocks.
+
+    Args:
+        dtype: what floating-point parameters compute in from now on; None keeps theirs.
+        piece_numel: elements per piece of optimizer state.
+    """
+
+    def __init__(self, pager: Pager, gradients: Gradients, dtype: torch.dtype | None, piece_numel: int) -> None:
+        self.pager = pager
+        self.tiers: TierManager = pager.tiers
+        self.gradients = gradients
+        self.dtype = dtype
+        self.piece_numel = piece_numel
+
+    def target_dtype(self, handle: ParamHandle) -> torch.dtype:
+        return self.dtype if self.dtype is not None and handle.dtype.is_floating_point else handle.dtype
+
+    def declare(self, name: str, handles: list[ParamHandle]) -> UnitDraft:
+        """The blocks of a unit, still without bytes."""
+        draft = UnitDraft(len(self.pager.units), name, handles, [self.target_dtype(h) for h in handles])
+        self.pager.units.append(draft.make(self.pager, self.gradients, self.piece_numel))
+        return draft
+
+    def fill(self, draft: UnitDraft) -> None:
+        """Move the bytes of a unit's parameters into its block, converting them."""
+        unit = draft.unit
+        self.tiers.acquire(unit.weights, load=False)
+        try:
+            ctypes.memset(self.tiers.address(unit.weights), 0, unit.weights.nbytes)
+            for index, handle in enumerate(draft.handles):
+                self._move(unit, handle, draft.offsets[index], draft.dtypes[index])
+        finally:
+            self.tiers.release(unit.weights)
+
+    def _move(self, unit: Unit, handle: ParamHandle, offset: int, dtype: torch.dtype) -> None:
+        old = handle.block
+        if old is None:
+            raise RuntimeError(f"{handle.name} has no block")
+        self.tiers.acquire(old)
+        try:
+            target = self.tiers.address(unit.weights) + offset
+            if dtype is handle.dtype:
+                ctypes.memmove(target, handle.address(), handle.nbytes)
+            elif handle.dtype is torch.float32 and dtype is torch.bfloat16:
+                self._split(unit, handle, target)
+            else:
+                self._convert(unit, handle, offset, dtype)
+        finally:
+            self.tiers.release(old)
+        handle.changed()
+        self.tiers.remove(old)
+        handle.bind(unit.weights, offset)
+        handle.unit = unit
+        if dtype is not handle.dtype:
+            handle.retype(dtype)
+        unit.owner.slots.append(handle)
+
+    def _split(self, unit: Unit, handle: ParamHandle, target: int) -> None:
+        """fp32 to bf16; what rounding leaves over goes into the optimizer state, so that the fp32 value stays the master."""
+        threads = torch.get_num_threads()
+        source = handle.address()
+        left = handle.numel
+        for piece in unit.pieces:
+            if piece.kind is not StateLayout.SPLIT_BF16 or handle not in piece.handles:
+                continue
+            for part in whole_segment(piece.layout, piece.handles.index(handle)):
+                self.tiers.acquire(piece.block)
+                try:
+                    self.tiers.will_change(piece.block)
+                    cpu_adam.split_fp32(
+                        source + part.start * 4,
+                        target + part.start * 2,
+                        PieceView(self.tiers, piece).lead(part),
+                        part.numel,
+                        num_threads=threads,
+                    )
+                finally:
+                    self.tiers.release(piece.block)
+                left -= part.numel
+        if left:  # frozen: there is no state, but the weight rounds the same way
+            rest = torch.empty(1 << 16, dtype=torch.int16)
+            for start in range(0, handle.numel, rest.numel()):
+                numel = min(rest.numel(), handle.numel - start)
+                cpu_adam.split_fp32(source + start * 4, target + start * 2, rest.data_ptr(), numel, num_threads=threads)
+
+    def _convert(self, unit: Unit, handle: ParamHandle, offset: int, dtype: torch.dtype) -> None:
+        """Any other change of dtype, as ``Tensor.to`` does it."""
+        with bare():
+            block = unit.weights
+            converted = torch.frombuffer(
+                self.tiers.arena.buffer, dtype=dtype, count=handle.numel, offset=(block.offset or 0) + offset
+            )
+            converted.as_strided(handle.shape, handle.stride).copy_(handle.view())
+
+
+class UnitDraft:
+    """A unit to be: which parameters, which dtypes, at which offsets of its weights block."""
+
+    def __init__(self, index: int, name: str, handles: list[ParamHandle], dtypes: list[torch.dtype]) -> None:
+        # Trainable parameters first, and those of one dtype together: their state arrays then follow the weights' order.
+        order = sorted(range(len(handles)), key=lambda i: (not _trainable(handles[i]), str(dtypes[i])))
+        self.index = index
+        self.name = name
+        self.handles = [handles[i] for i in order]
+        self.dtypes = [dtypes[i] for i in order]
+        self.offsets, self.nbytes = byte_offsets([h.numel * d.itemsize for h, d in zip(self.handles, self.dtypes, strict=True)])
+        self.unit: Unit
+
+    def make(self, pager: Pager, gradients: Gradients, piece_numel: int) -> Unit:
+        tiers = pager.tiers
+        owner = WeightOwner(pager)
+        weights = tiers.create(self.name, Kind.WEIGHT, self.nbytes, owner)
+        self.unit = Unit(self.index, self.name, self.handles, weights, owner)
+        trained = [
+            (h, d) for h, d in zip(self.handles, self.dtypes, strict=True) if _trainable(h) and d in LAYOUTS
+        ]
+        if trained:
+            offsets, nbytes = byte_offsets([h.numel * d.itemsize for h, d in trained])
+            block = tiers.create(f"{self.name}.grad", Kind.GRADIENT, nbytes)
+            self.unit.gradients = block
+            gradients.give_block(block, [h for h, _ in trained], offsets, [d for _, d in trained])
+            self.unit.pieces = make_pieces(tiers, self.unit, trained, piece_numel)
+        return self.unit
+
+
+def _trainable(handle: ParamHandle) -> bool:
+    param = handle.tensor
+    return param is not None and param.requires_grad
+
+
+class ConstructionHooks:
+    """torch's global registration hooks, on while a context is open."""
+
+    def __init__(self, pager: Pager) -> None:
+        self.pager = pager
+        self.handles: list[ParamHandle] = []
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._removable: list[Any] = []
+
+    def __enter__(self) -> ConstructionHooks:
+        registration = torch.nn.modules.module
+        self._removable = [
+            registration.register_module_parameter_registration_hook(self._on_parameter),
+            registration.register_module_module_registration_hook(self._on_module),
+        ]
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for removable in self._removable:
+            removable.remove()
+        self._removable.clear()
+
+    def _on_parameter(self, module: nn.Module, name: str, param: Any) -> None:
+        self._modules.add(module)
+        if adoptable(param):
+            self.handles.append(adopt(self.pager, param, f"{type(module).__name__}.{name}"))
+
+    def _on_module(self, module: nn.Module, name: str, child: Any) -> None:
+        self._modules.add(module)
+        if isinstance(child, nn.Module):
+            self._modules.add(child)
+
+    def roots(self) -> list[nn.Module]:
+        """Modules built in the context that live on and are part of no other."""
+        alive = list(self._modules)
+        inner = {id(child) for module in alive for child in module.modules() if child is not module}
+        return [module for module in alive if id(module) not in inner and next(module.parameters(), None) is not None]
+
+
+def refuse_meta(root: nn.Module) -> None:
+    """Raise for parameters that were never given real memory."""
+    on_meta = [name for name, param in root.named_parameters() if param.is_meta]
+    if on_meta:
+        shown = ", ".join(on_meta[:5]) + (f" and {len(on_meta) - 5} more" if len(on_meta) > 5 else "")
+        raise UsageError(
+            f"{len(on_meta)} parameters of {type(root).__name__} are still on the meta device when offload_context ends: "
+            f"{shown}. Load or initialise them inside the context (model.to_empty(device='cpu') and a checkpoint), or "
+            "build the model without a meta device: the context keeps it within the budget anyway"
+        )
+
+
+def convert_buffers(root: nn.Module, dtype: torch.dtype) -> None:
+    """Floating-point buffers follow the compute dtype, as ``module.to(dtype)`` has them."""
+    with bare():
+        for buffer in root.buffers():
+            if buffer.is_floating_point() and not buffer.is_meta and buffer.dtype is not dtype:
+                set_data(buffer, get_data(buffer).to(dtype))

@@ -1,0 +1,94 @@
+"""``offload_context``: build or load a model inside it, and its parameters are paged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepoffload.config import Config, parse_config
+from deepoffload.errors import UsageError
+from deepoffload.params.unit import ParamHandle
+from deepoffload.runtime.construct import ConstructionHooks
+from deepoffload.runtime.engine import Engine
+
+
+class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
+    """Within it, modules are built (or loaded) under the budget; when it ends, they are placed and ready to train.
+
+    ``with offload_context(config): model = ...`` adopts every ``nn.Parameter`` that is registered, in place. At the end
+    units are found and placed, weights take their compute dtype, and the swap space is reserved.
+
+    Args:
+        config: path of a JSON file, a mapping (DeepSpeed's keys work), a :class:`Config`, or nothing.
+        overrides: our own keys as keyword arguments, such as ``host_budget="2GiB"``, ``nvme_path="/mnt/nvme"``.
+
+    Attributes:
+        engine: the :class:`~deepoffload.runtime.engine.Engine` (from ``__enter__`` on).
+
+    Raises:
+        ConfigError: on construction of this object, before anything is touched.
+        PlacementError, UsageError: when the context ends; nothing is left behind.
+    """
+
+    def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, **overrides: Any) -> None:
+        self.config = parse_config(config, **overrides)
+        self.engine: Engine | None = None
+        self._hooks: ConstructionHooks | None = None
+
+    def __enter__(self) -> offload_context:
+        if self.engine is not None:
+            raise UsageError("this offload_context has been used already; make a new one for the next model")
+        if _inside_another():
+            raise UsageError("offload_context inside offload_context: build the models one after the other, or all in one")
+        self.engine = Engine(self.config)
+        self._hooks = ConstructionHooks(self.engine.pager)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        engine, hooks = self.engine, self._hooks
+        if engine is None or hooks is None:
+            return
+        hooks.__exit__()
+        self._hooks = None
+        if error is not None:
+            engine.close(f"its offload_context was left by {type(error).__name__}")
+            return
+        try:
+            engine.assemble(hooks.roots(), hooks.handles)
+        except BaseException as failure:
+            engine.close(f"its offload_context ended with {type(failure).__name__}")
+            raise
+
+
+def _inside_another() -> bool:
+    hooks = torch.nn.modules.module._global_parameter_registration_hooks
+    return any(isinstance(getattr(hook, "__self__", None), ConstructionHooks) for hook in hooks.values())
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine whose parameters ``model`` has.
+
+    Raises:
+        UsageError: the model has no paged parameters.
+    """
+    for param in model.parameters():
+        slot = param.__dict__.get("_slot")
+        if isinstance(slot, ParamHandle) and isinstance(slot.pager.engine, Engine):
+            return slot.pager.engine
+    raise UsageError(
+        f"{type(model).__name__} has no offloaded parameters: build it inside deepoffload.offload_context, or pass it to "
+        "deepoffload.initialize"
+    )
+
+
+def stats(model: nn.Module) -> dict[str, float]:
+    """Numbers of the engine behind ``model``; see :meth:`Engine.stats`."""
+    return engine_of(model).stats()

@@ -1,0 +1,303 @@
+"""The engine of one or more models: it owns the memory, the units, the hooks, and their end."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from deepoffload import machine
+from deepoffload.config import Config, Precision, StepOverlap
+from deepoffload.config.resolve import Budgets, resolve_budgets
+from deepoffload.device import Device, Tier
+from deepoffload.errors import ConfigError, UsageError
+from deepoffload.io.engine import IoEngine
+from deepoffload.io.probe import measure_bandwidth
+from deepoffload.io.swap_space import SwapSpace
+from deepoffload.memory.arena import Arena, round_up
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.optim.gradients import Gradients
+from deepoffload.optim.state import PIECE_NUMEL, bytes_per_element
+from deepoffload.native.cpu_adam import StateLayout
+from deepoffload.params.layout import ALIGNMENT_NUMEL
+from deepoffload.params.pager import Pager
+from deepoffload.params.unit import ParamHandle
+from deepoffload.params.window import Window
+from deepoffload.runtime.construct import Assembly, UnitDraft, adopt, adoptable, convert_buffers, refuse_meta
+from deepoffload.runtime.unit_finder import find_units
+from deepoffload.schedule.cost_model import Bandwidths, Kind, Workload
+from deepoffload.schedule.placement import BlockSpec, Placement, plan_placement
+
+log = logging.getLogger("deepoffload")
+
+_DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32, Precision.FP16: torch.float16}
+
+PIECES_PER_BUDGET = 16
+"""A state piece takes at most this part of the budget, so that small budgets have a ring, too."""
+
+UNITS_PER_BUDGET = 8
+"""A unit's weights take at most this part of the budget, where the model can be split so far."""
+
+NO_DISK = Bandwidths(2e9, 2e9, 2e9, 2e10)
+"""Stands where there is no NVMe path: nothing is moved, so any rate gives the same placement."""
+
+
+class Engine:
+    """Everything deepoffload holds for the models of one context. Made by :class:`offload_context` or ``initialize``.
+
+    Attributes:
+        placement: what went where and why; None until the context has ended. ``placement.table()`` is for people.
+    """
+
+    def __init__(self, config: Config) -> None:
+        _check_supported(config)
+        gc.collect()  # models that are gone, but kept by reference cycles, give their budgets back first
+        self.config = config
+        self._pid = os.getpid()
+        paths = [str(Path(path)) for path in config.nvme_path]
+        self._check_paths(paths)
+        self.budgets: Budgets = resolve_budgets(config, machine.measure(paths), Device.parse("cpu"))
+        self.placement: Placement | None = None
+        self._windows: list[Window] = []
+        self._io: IoEngine | None = None
+        self._space: SwapSpace | None = None
+        self._bandwidths = NO_DISK
+        try:
+            self._open_disk(paths)
+            arena = Arena(self.budgets.host_bytes)
+            tiers = TierManager(arena, self._space, poison=config.debug.poison)
+        except BaseException:
+            self._close_disk()
+            raise
+        self.pager = Pager(tiers, prefetch=config.prefetch, evict_always=config.debug.evict_always)
+        self.pager.engine = self
+        self.gradients = Gradients(self.pager)
+        self._exit = weakref.finalize(self, _close_at_exit, self._io, self._space, self._pid)
+        for note in config.notes:
+            log.info(note)
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def _check_paths(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            if not os.path.isdir(path):
+                what = "is not a directory" if os.path.exists(path) else "does not exist"
+                raise ConfigError(f"nvme_path {path!r} {what}; create it or give another directory")
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise ConfigError(f"nvme_path {path!r} is not writable by this user; give a directory that is")
+
+    def _open_disk(self, paths: list[str]) -> None:
+        if not paths or not self.budgets.nvme_bytes:
+            return
+        aio = self.config.aio
+        self._io = IoEngine(backend=aio.backend.value, queue_depth=aio.queue_depth, block_bytes=aio.block_bytes)
+        self._space = SwapSpace(
+            self._io, paths, budget_bytes=self.budgets.nvme_bytes, label="swap", verify=aio.verify
+        )
+
+    def assemble(self, roots: Sequence[nn.Module], handles: Iterable[ParamHandle]) -> None:
+        """End of construction: find units, place them, move every parameter's bytes into its unit, put hooks on.
+
+        Raises:
+            PlacementError: the budgets cannot run this model; the message carries the table.
+            UsageError: parameters on the meta device.
+        """
+        for root in roots:
+            refuse_meta(root)
+        dtype = _DTYPES.get(self.config.precision)
+        capacity = self.pager.tiers.arena.capacity_bytes
+        assembly = Assembly(self.pager, self.gradients, dtype, _piece_numel(capacity))
+        drafts, windows = self._draft(assembly, roots, list(handles), capacity // UNITS_PER_BUDGET)
+        self._place(drafts, windows)
+        for draft in drafts:
+            assembly.fill(draft)
+        for root in roots:
+            if dtype is not None:
+                convert_buffers(root, dtype)
+        self.pager.gradients = self.gradients
+        self.pager.adopt_late = self.adopt_late
+        self.pager.on_all_dead = lambda: self.close("its model was deleted")
+        for unit in self.pager.units:
+            for handle in unit.handles:
+                self.gradients.track(handle)
+        self._windows = [Window(self.pager, module, name) for name, module in windows]
+        log.info("placement\n%s", self.placement.table() if self.placement is not None else "")
+
+    def _draft(
+        self, assembly: Assembly, roots: Sequence[nn.Module], handles: list[ParamHandle], max_unit_bytes: int
+    ) -> tuple[list[UnitDraft], list[tuple[str, nn.Module]]]:
+        by_tensor = {id(handle.tensor): handle for handle in handles if handle.tensor is not None}
+        drafts: list[UnitDraft] = []
+        windows: list[tuple[str, nn.Module]] = []
+        drafted: set[int] = set()
+        for root in roots:
+            plan = find_units(root, max_unit_bytes)
+            windows.extend(plan.windows)
+            for unit in plan.units:
+                mine = []
+                for name, param in unit.params:
+                    handle = by_tensor.get(id(param))
+                    if handle is not None and id(handle) not in drafted:
+                        handle.name = name
+                        drafted.add(id(handle))
+                        mine.append(handle)
+                if mine:
+                    drafts.append(assembly.declare(unit.name, mine))
+        for handle in handles:  # registered somewhere, alive, but in no module that is left
+            if handle.tensor is not None and id(handle) not in drafted:
+                drafts.append(assembly.declare(handle.name, [handle]))
+            elif handle.tensor is None and handle.block is not None:
+                self.pager.tiers.remove(handle.block)
+        return drafts, windows
+
+    def _place(self, drafts: list[UnitDraft], windows: list[tuple[str, nn.Module]]) -> None:
+        tiers = self.pager.tiers
+        specs: list[BlockSpec] = []
+        unit_of: dict[int, UnitDraft] = {}
+        trained = 0
+        for draft in drafts:
+            unit = draft.unit
+            blocks = [unit.weights, *([unit.gradients] if unit.gradients else []), *(p.block for p in unit.pieces)]
+            specs += [BlockSpec(b.id, b.name, b.kind, round_up(b.nbytes), unit.index) for b in blocks]
+            for handle in draft.handles:
+                unit_of[id(handle.tensor)] = draft
+                trained += handle.numel if handle.grad_slot is not None else 0
+        event_bytes = 0
+        for _, module in windows:
+            used = {unit_of[id(p)].index: unit_of[id(p)].nbytes for p in module.parameters() if id(p) in unit_of}
+            event_bytes = max(event_bytes, sum(round_up(nbytes) for nbytes in used.values()))
+        if self._space is not None:
+            self._bandwidths = _measured(self.config.nvme_path[0], self._io)
+        self.placement = plan_placement(
+            specs,
+            capacity_bytes=tiers.arena.capacity_bytes,
+            nvme_capacity_bytes=self.budgets.nvme_bytes if self._space is not None else None,
+            event_weight_bytes=event_bytes,
+            bandwidths=self._bandwidths,
+            workload=Workload(self.config.gradient_accumulation_steps),
+            num_parameters=trained or None,
+        )
+        if self._space is not None and self.placement.nvme_bytes:
+            self._space.reserve(self.placement.nvme_bytes + self._space.used_bytes)
+        for block_id in self.placement.resident:
+            tiers.block(block_id).static = True
+        self.pager.lookahead_bytes = self.placement.lookahead_bytes
+        tiers.explain = lambda: f"\n{self.placement.table()}" if self.placement is not None else ""
+
+    def adopt_model(self, model: nn.Module) -> None:
+        """Take a model that was built before: its parameters move into the arena one by one."""
+        handles = []
+        for name, param in model.named_parameters():
+            if adoptable(param):
+                handles.append(adopt(self.pager, param, name))
+        if not handles:
+            raise UsageError(f"{type(model).__name__} has no parameters on the CPU that could be offloaded")
+        self.assemble([model], handles)
+
+    def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:
+        """A parameter that arrived after the context ended becomes a unit of its own; None for what is not adoptable."""
+        if not adoptable(param):
+            return None
+        with self.pager.lock:
+            handle = adopt(self.pager, param, name)
+            assembly = Assembly(self.pager, self.gradients, None, _piece_numel(self.pager.tiers.arena.capacity_bytes))
+            assembly.fill(assembly.declare(name, [handle]))
+            self.gradients.track(handle)
+            return handle
+
+    # -- report ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        """Numbers of the run so far: bytes per tier and their peaks, disk bytes, faults, waits. All flat, all numeric."""
+        tiers = self.pager.tiers
+        space = self._space
+        trace = self.pager.trace.stats()
+        counters = tiers.counters
+        return {
+            "host_budget_bytes": tiers.arena.capacity_bytes,
+            "host_bytes": tiers.arena.used_bytes,
+            "host_peak_bytes": tiers.arena.peak_bytes,
+            "host_weight_bytes": tiers.resident_bytes(Kind.WEIGHT),
+            "host_gradient_bytes": tiers.resident_bytes(Kind.GRADIENT),
+            "host_state_bytes": tiers.resident_bytes(Kind.STATE),
+            "nvme_budget_bytes": self.budgets.nvme_bytes,
+            "nvme_bytes": space.used_bytes if space is not None else 0,
+            "nvme_capacity_bytes": space.capacity_bytes if space is not None else 0,
+            "disk_bytes_read": space.bytes_read if space is not None else 0,
+            "disk_bytes_written": space.bytes_written if space is not None else 0,
+            "faults": counters.faults,
+            "waits": counters.waits,
+            "wait_s": counters.wait_s,
+            "prefetches": counters.prefetches,
+            "evictions": counters.evictions,
+            "compactions": counters.compactions,
+            "order_mismatches": trace.mismatches,
+            "units": len(self.pager.units),
+            "parameters": sum(h.numel for unit in self.pager.units for h in unit.handles),
+        }
+
+    # -- end -------------------------------------------------------------------------------------------------------
+
+    def close(self, because: str = "engine.close() was called") -> None:
+        """Give everything back: hooks, memory, swap files, threads. Idempotent. Parameters then raise ``ClosedError``."""
+        if self.pager.closed_because is not None:
+            return
+        with self.pager.lock:
+            self.pager.close_leaked()
+            self.pager.closed_because = because
+            for window in self._windows:
+                window.remove()
+            self._windows.clear()
+            self.pager.tiers.close()
+            self._close_disk()
+            self._exit.detach()
+
+    def _close_disk(self) -> None:
+        if self._space is not None:
+            self._space.close()
+        if self._io is not None:
+            self._io.close()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Engine:
+        return self
+
+
+def _close_at_exit(io: IoEngine | None, space: SwapSpace | None, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child: the files and threads are the parent's
+    if space is not None:
+        space.close()
+    if io is not None:
+        io.close()
+
+
+def _measured(path: str, io: IoEngine | None) -> Bandwidths:
+    if io is None:
+        return NO_DISK
+    rates = measure_bandwidth(path, io)
+    return Bandwidths(rates.read_bytes_per_s, rates.write_bytes_per_s, rates.mixed_bytes_per_s, 2e10)
+
+
+def _piece_numel(capacity_bytes: int) -> int:
+    largest = capacity_bytes // PIECES_PER_BUDGET // bytes_per_element(StateLayout.MASTER)
+    return max(ALIGNMENT_NUMEL * 16, min(PIECE_NUMEL, largest // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL))
+
+
+def _check_supported(config: Config) -> None:
+    if config.step_overlap is not StepOverlap.NONE:
+        raise ConfigError(
+            f"step_overlap {config.step_overlap.value!r} is not available in this version; use 'none' (the same bits)"
+        )
+    if config.precision is Precision.FP16:
+        raise ConfigError("precision 'fp16' needs loss scaling, which is not available in this version; use 'bf16' or 'fp32'")
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise ConfigError(
+            f"torch.distributed runs with {distributed.get_world_size()} ranks; this version offloads on one rank only"
+        )

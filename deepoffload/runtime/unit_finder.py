@@ -1,0 +1,79 @@
+"""Finds the units of a model without annotation: which parameters move together, and which modules open windows.
+
+A unit is what one call uses: an element of a ``ModuleList`` or ``Sequential`` (a transformer layer), a module with
+parameters of its own and nothing repeated below it, or a leaf. What is larger than the budget can hold in a few pieces is
+split along its children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Parameters that will form a unit, and the module whose calls open its window (None: only the door knows it)."""
+
+    name: str
+    module: nn.Module | None
+    params: tuple[tuple[str, Tensor], ...]
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The units of one root module, and further modules to put windows on (they use parameters of other units)."""
+
+    units: tuple[UnitPlan, ...]
+    windows: tuple[tuple[str, nn.Module], ...]
+
+
+class _Finder:
+    def __init__(self, max_unit_bytes: int) -> None:
+        self.max_unit_bytes = max_unit_bytes
+        self.units: list[UnitPlan] = []
+        self.windows: list[tuple[str, nn.Module]] = []
+        self._taken: set[int] = set()
+
+    def visit(self, module: nn.Module, name: str, *, repeated: bool) -> None:
+        params = list(module.named_parameters())
+        if not params:
+            return
+        direct = any(param is not None for param in module._parameters.values())
+        leaf = not any(next(child.parameters(), None) is not None for child in module.children())
+        small = sum(param.numel() * param.element_size() for _, param in params) <= self.max_unit_bytes
+        has_containers = any(isinstance(child, _CONTAINERS) for child in module.modules() if child is not module)
+        callable_module = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if callable_module and (leaf or (small and (repeated or (direct and not has_containers)))):
+            self._add(name, module, params)
+            return
+        if direct:
+            own = [(key, param) for key, param in module.named_parameters(recurse=False)]
+            self._add(name, None, own)
+        for key, child in module.named_children():
+            self.visit(child, f"{name}.{key}" if name else key, repeated=isinstance(module, _CONTAINERS))
+
+    def _add(self, name: str, module: nn.Module | None, params: Iterable[tuple[str, Tensor]]) -> None:
+        fresh = []
+        for key, param in params:
+            if id(param) not in self._taken:
+                self._taken.add(id(param))
+                fresh.append((f"{name}.{key}" if name else key, param))
+        if module is not None:
+            self.windows.append((name, module))
+        if fresh:
+            self.units.append(UnitPlan(name or type(module).__name__, module, tuple(fresh)))
+
+
+def find_units(root: nn.Module, max_unit_bytes: int) -> ModelPlan:
+    """The units of ``root`` in registration order; tied parameters belong to the first unit that has them.
+
+    ``max_unit_bytes`` bounds the bytes of a unit where its module can be split (in the dtype the parameters have now).
+    """
+    finder = _Finder(max_unit_bytes)
+    finder.visit(root, "", repeated=False)
+    return ModelPlan(tuple(finder.units), tuple(finder.windows))
