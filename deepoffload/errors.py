@@ -48,6 +48,14 @@ class IoFailure(DeepOffloadError, OSError):
         self.offset = offset
         self.nbytes = nbytes
 
+    @classmethod
+    def about(cls, name: str, failure: IoFailure) -> IoFailure:
+        """The same failure, saying which block it was."""
+        error = cls.__new__(cls)
+        OSError.__init__(error, failure.errno, f"{name}: {failure.strerror}", failure.filename)
+        error.offset, error.nbytes = failure.offset, failure.nbytes
+        return error
+
 
 class IoTimeout(DeepOffloadError, TimeoutError):
     """A transfer did not finish within the stated limit; it is still in flight and its buffer still in use."""
