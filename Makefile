@@ -53,7 +53,7 @@ format: $(INSTALLED)
 	$(BIN)/clang-format -i $(NATIVE)
 
 sanitize: $(INSTALLED)
-	PATH="$(abspath $(BIN)):$$PATH" tests/native/run_sanitizers.sh
+	PATH="$(abspath $(BIN)):$$PATH" bash tests/native/run_sanitizers.sh
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

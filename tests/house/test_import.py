@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 IMPORT_LIMIT_S = 0.15
 TRIES = 5
 HEAVY = ("transformers", "safetensors", "peft", "psutil", "matplotlib", "rich", "tqdm", "accelerate", "pytest")
@@ -23,7 +25,7 @@ print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 
 
 def timed_import() -> tuple[float, set[str]]:
-    result = subprocess.run([sys.executable, "-c", TIMED_IMPORT], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", TIMED_IMPORT], capture_output=True, text=True, check=True, cwd=ROOT)
     seconds, names = result.stdout.splitlines()
     return float(seconds), set(names.split())
 
