@@ -200,14 +200,50 @@ struct Land {
     using F = typename V::F;
     using D = typename Element<kDst>::Type;
     using S = typename Element<kSrc>::Type;
+    static constexpr bool kCopy = !kAccumulate && kDst == kSrc;  // the bits are kept, also those of a NaN
 
     static inline void lanes(D* dst, const S* src, typename V::Sum& sum) {
         for (int part = 0; part < kSumLanes / V::kWidth; ++part) {
             const int j = part * V::kWidth;
             F x = Element<kSrc>::template load<V>(src + j);
-            if (kAccumulate) x = V::add(Element<kDst>::template load<V>(dst + j), x);
-            sum.add_square(part, Element<kDst>::template store<V>(dst + j, x));
+            if constexpr (kCopy) {
+                std::memmove(dst + j, src + j, V::kWidth * sizeof(D));
+            } else {
+                if constexpr (kAccumulate) x = V::add(Element<kDst>::template load<V>(dst + j), x);
+                x = Element<kDst>::template store<V>(dst + j, x);
+            }
+            sum.add_square(part, x);
         }
+    }
+
+    static inline void block(D* dst, const S* src, typename V::Sum& sum) {
+        prefetch<S, false>(src);
+        prefetch<D, true>(dst);
+        for (std::size_t j = 0; j < kUnroll; j += kSumLanes) lanes(dst + j, src + j, sum);
+    }
+
+    // bf16 to bf16, several vectors of even and odd elements; the lanes are those of lanes().
+    static std::size_t paired(D* dst, const S* src, std::size_t n, typename V::Sum& sum) {
+        typename V::PairSum pair_sum;
+        std::size_t i = 0;
+        for (; i + kUnroll <= n; i += kUnroll) {
+            prefetch<S, false>(src + i);
+            prefetch<D, true>(dst + i);
+            for (std::size_t j = i; j < i + kUnroll; j += 2 * V::kWidth) {
+                typename V::Pair x = V::load_pair(src + j);
+                if constexpr (kCopy) {
+                    std::memmove(dst + j, src + j, 2 * V::kWidth * sizeof(D));
+                } else {
+                    const typename V::Pair y = V::load_pair(dst + j);
+                    x = V::store_pair(dst + j, {V::add(y.even, x.even), V::add(y.odd, x.odd)});
+                }
+                pair_sum.add_squares(x);
+            }
+        }
+        double lane[kSumLanes];
+        pair_sum.lanes(lane);
+        sum.set_lanes(lane);
+        return i;
     }
 
     static double run(void* dst_address, const void* src_address, std::size_t n) {
@@ -215,11 +251,8 @@ struct Land {
         const S* src = static_cast<const S*>(src_address);
         typename V::Sum sum;
         std::size_t i = 0;
-        for (; i + kUnroll <= n; i += kUnroll) {
-            prefetch<S, false>(src + i);
-            prefetch<D, true>(dst + i);
-            for (std::size_t j = 0; j < kUnroll; j += kSumLanes) lanes(dst + i + j, src + i + j, sum);
-        }
+        if constexpr (V::kPairs && kDst == DType::kBf16 && kSrc == DType::kBf16) i = paired(dst, src, n, sum);
+        for (; i + kUnroll <= n; i += kUnroll) block(dst + i, src + i, sum);
         for (; i + kSumLanes <= n; i += kSumLanes) lanes(dst + i, src + i, sum);
         if (i < n) {
             D d[kSumLanes] = {};

@@ -8,7 +8,9 @@
 #include <cstring>
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC bug 105593: its own _mm512_undefined_epi32
+// GCC bug 105593: its own _mm512_undefined_epi32
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
 #if defined(__clang__)
@@ -27,7 +29,7 @@ namespace {
 }  // namespace
 
 const KernelTable* kernels_avx512() {
-    static const KernelTable table = make_table<Avx512<false>>();
+    static const KernelTable table = make_table<Avx512>();
     return &table;
 }
 

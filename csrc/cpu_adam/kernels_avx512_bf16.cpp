@@ -8,7 +8,9 @@
 #include <cstring>
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC bug 105593: its own _mm512_undefined_epi32
+// GCC bug 105593: its own _mm512_undefined_epi32
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
 #if defined(__clang__)
@@ -18,6 +20,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 #endif
 
+#define CPU_ADAM_BF16_INSTRUCTIONS
 #include "simd_scalar.h"
 
 namespace cpu_adam {
@@ -27,7 +30,7 @@ namespace {
 }  // namespace
 
 const KernelTable* kernels_avx512_bf16() {
-    static const KernelTable table = make_table<Avx512<true>>();
+    static const KernelTable table = make_table<Avx512>();
     return &table;
 }
 

@@ -2,6 +2,7 @@
 
 struct Avx2 {
     using F = __m256;
+    static constexpr bool kPairs = true;
     static constexpr int kWidth = 8;
 
     static inline F set1(float x) { return _mm256_set1_ps(x); }
@@ -31,13 +32,16 @@ struct Avx2 {
     }
     static inline F load_fp16(const std::uint16_t* p) { return _mm256_cvtph_ps(load128(p)); }
 
+    // Rounded to nearest even in the upper half of each 32 bits; the lower half is garbage.
+    static inline __m256i round_upper(F x) {
+        const __m256i u = _mm256_castps_si256(x);
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+        const __m256i even = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+        const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
+        return _mm256_blendv_epi8(even, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+    }
     static inline F store_bf16(std::uint16_t* p, F x) {
-        const __m256i u = _mm256_castps_si256(x), high = _mm256_srli_epi32(u, 16);
-        const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
-        const __m256i even = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
-        const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
-        const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-        const __m256i h = _mm256_blendv_epi8(even, quiet, nan);
+        const __m256i h = _mm256_srli_epi32(round_upper(x), 16);
         store128(p, narrow(h));
         return _mm256_castsi256_ps(_mm256_slli_epi32(h, 16));
     }
@@ -58,16 +62,61 @@ struct Avx2 {
         store128(lo, narrow(_mm256_and_si256(u, _mm256_set1_epi32(0xFFFF))));
     }
     static __attribute__((noinline, cold)) F guard(F x) {
-        alignas(32) std::uint32_t u[8];
-        _mm256_store_si256(reinterpret_cast<__m256i*>(u), _mm256_castps_si256(x));
-        for (auto& element : u) element = split_guard(element);
-        return _mm256_castsi256_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(u)));
+        const __m256i u = _mm256_castps_si256(x), all = _mm256_set1_epi32(0x7FFFFFFF);
+        const __m256i hi = _mm256_and_si256(_mm256_add_epi32(u, _mm256_set1_epi32(0x8000)), all);
+        const __m256i shown = _mm256_cmpgt_epi32(hi, _mm256_set1_epi32(0x7F80FFFF));
+        const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+        const __m256i quiet = _mm256_or_si256(_mm256_andnot_si256(all, u), _mm256_set1_epi32(0x7FC00000));
+        return _mm256_castsi256_ps(_mm256_blendv_epi8(u, quiet, _mm256_andnot_si256(shown, nan)));
     }
+
+    // 16 bf16 as the fp32 values of even and odd elements: no shuffle is needed either way.
+    struct Pair {
+        F even, odd;
+    };
+    static inline __m256i upper() { return _mm256_set1_epi32(static_cast<int>(0xFFFF0000u)); }
+    static inline Pair unpack(__m256i h) {
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(h, 16)), _mm256_castsi256_ps(_mm256_and_si256(h, upper()))};
+    }
+    static inline Pair load_pair(const std::uint16_t* p) {
+        return unpack(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
+    static inline Pair store_pair(std::uint16_t* p, Pair x) {
+        const __m256i even = _mm256_srli_epi32(round_upper(x.even), 16);
+        const __m256i h = _mm256_or_si256(_mm256_and_si256(round_upper(x.odd), upper()), even);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), h);
+        return unpack(h);
+    }
+    struct PairSum {
+        __m256d lane_[4];  // lanes 0 2 4 6, 8 10 12 14, 1 3 5 7, 9 11 13 15
+        inline PairSum() { for (__m256d& sum : lane_) sum = _mm256_setzero_pd(); }
+        static inline void add(__m256d* sum, F x) {
+            const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+            const __m256d b = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+            sum[0] = _mm256_fmadd_pd(a, a, sum[0]);
+            sum[1] = _mm256_fmadd_pd(b, b, sum[1]);
+        }
+        inline void add_squares(Pair x) {
+            add(lane_, x.even);
+            add(lane_ + 2, x.odd);
+        }
+        inline void lanes(double* lane) const {
+            double flat[kSumLanes];
+            for (int i = 0; i < 4; ++i) _mm256_storeu_pd(flat + 4 * i, lane_[i]);
+            for (int i = 0; i < 8; ++i) {
+                lane[2 * i] = flat[i];
+                lane[2 * i + 1] = flat[i + 8];
+            }
+        }
+    };
 
     struct Sum {
         __m256d lane[4];
         // Spelled out: an implicit constructor is compiled without the target pragma.
         inline Sum() { for (__m256d& sum : lane) sum = _mm256_setzero_pd(); }
+        inline void set_lanes(const double* values) {
+            for (int i = 0; i < 4; ++i) lane[i] = _mm256_loadu_pd(values + 4 * i);
+        }
         inline void add_square(int part, F x) {
             const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
             const __m256d b = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));

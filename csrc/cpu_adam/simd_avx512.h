@@ -1,9 +1,10 @@
-// Vector policy for AVX-512 (F, BW, DQ, VL), with the bf16 conversion instructions when kBf16Instructions.
-// Include after the target pragma and simd_scalar.h, inside an anonymous namespace.
+// Vector policy for AVX-512 (F, BW, DQ, VL); with CPU_ADAM_BF16_INSTRUCTIONS defined, also for AVX512_BF16.
+// Include after the target pragma and simd_scalar.h, inside an anonymous namespace. (A macro of our own: g++ before 13
+// does not define __AVX512BF16__ for a target pragma.)
 
-template <bool kBf16Instructions>
 struct Avx512 {
     using F = __m512;
+    static constexpr bool kPairs = true;
     static constexpr int kWidth = 16;
 
     static inline F set1(float x) { return _mm512_set1_ps(x); }
@@ -28,26 +29,24 @@ struct Avx512 {
     static inline F load_bf16(const std::uint16_t* p) { return expand(load256(p)); }
     static inline F load_fp16(const std::uint16_t* p) { return _mm512_cvtph_ps(load256(p)); }
 
-    static inline __m256i round_with_integers(F x) {
-        const __m512i u = _mm512_castps_si512(x), high = _mm512_srli_epi32(u, 16);
-        const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
-        const __m512i even = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
-        const __m512i quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
-        return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(even, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet));
+    // Rounded to nearest even in the upper half of each 32 bits; the lower half is garbage.
+    static inline __m512i round_upper(F x) {
+        const __m512i u = _mm512_castps_si512(x);
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+        const __m512i even = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+        return _mm512_mask_or_epi32(even, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), u, _mm512_set1_epi32(0x400000));
     }
     static inline __m256i round_bf16(F x) {
-#ifdef __AVX512BF16__
-        if (kBf16Instructions) {
-            // The instruction takes subnormals for zero; we, like torch, keep them.
-            if (__builtin_expect(_mm512_fpclass_ps_mask(x, 0x20) == 0, 1)) {
-                const __m256bh h = _mm512_cvtneps_pbh(x);
-                __m256i result;
-                __builtin_memcpy(&result, &h, sizeof(result));
-                return result;
-            }
+#ifdef CPU_ADAM_BF16_INSTRUCTIONS
+        // The instruction takes subnormals for zero; we, like torch, keep them.
+        if (__builtin_expect(_mm512_fpclass_ps_mask(x, 0x20) == 0, 1)) {
+            const __m256bh h = _mm512_cvtneps_pbh(x);
+            __m256i result;
+            __builtin_memcpy(&result, &h, sizeof(result));
+            return result;
         }
 #endif
-        return round_with_integers(x);
+        return _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_upper(x), 16));
     }
     static inline F store_bf16(std::uint16_t* p, F x) {
         const __m256i h = round_bf16(x);
@@ -71,16 +70,60 @@ struct Avx512 {
         store256(lo, _mm512_cvtepi32_epi16(u));
     }
     static __attribute__((noinline, cold)) F guard(F x) {
-        alignas(64) std::uint32_t u[16];
-        _mm512_store_si512(u, _mm512_castps_si512(x));
-        for (auto& element : u) element = split_guard(element);
-        return _mm512_castsi512_ps(_mm512_load_si512(u));
+        const __m512i u = _mm512_castps_si512(x), all = _mm512_set1_epi32(0x7FFFFFFF);
+        const __m512i hi = _mm512_and_si512(_mm512_add_epi32(u, _mm512_set1_epi32(0x8000)), all);
+        const __mmask16 hidden = _mm512_mask_cmp_epi32_mask(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), hi,
+                                                            _mm512_set1_epi32(0x7F80FFFF), _MM_CMPINT_LE);
+        const __m512i quiet = _mm512_or_si512(_mm512_andnot_si512(all, u), _mm512_set1_epi32(0x7FC00000));
+        return _mm512_castsi512_ps(_mm512_mask_mov_epi32(u, hidden, quiet));
     }
+
+    // 32 bf16 as the fp32 values of even and odd elements: no shuffle is needed either way.
+    struct Pair {
+        F even, odd;
+    };
+    static inline __m512i upper() { return _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)); }
+    static inline Pair unpack(__m512i h) {
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(h, 16)), _mm512_castsi512_ps(_mm512_and_si512(h, upper()))};
+    }
+    static inline Pair load_pair(const std::uint16_t* p) { return unpack(_mm512_loadu_si512(p)); }
+    static inline Pair store_pair(std::uint16_t* p, Pair x) {
+        const __m512i even = _mm512_srli_epi32(round_upper(x.even), 16), odd = round_upper(x.odd);
+        const __m512i h = _mm512_ternarylogic_epi32(upper(), odd, even, 0xEA);  // (upper & odd) | even
+        _mm512_storeu_si512(p, h);
+        return unpack(h);
+    }
+    struct PairSum {
+        __m512d even, odd;  // lanes 0, 2, .. 14 and 1, 3, .. 15
+        inline PairSum() : even(_mm512_setzero_pd()), odd(_mm512_setzero_pd()) {}
+        static inline void add(__m512d& sum, F x) {
+            const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+            const __m512d b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+            sum = _mm512_fmadd_pd(b, b, _mm512_fmadd_pd(a, a, sum));
+        }
+        inline void add_squares(Pair x) {
+            add(even, x.even);
+            add(odd, x.odd);
+        }
+        inline void lanes(double* lane) const {
+            double flat[kSumLanes];
+            _mm512_storeu_pd(flat, even);
+            _mm512_storeu_pd(flat + 8, odd);
+            for (int i = 0; i < 8; ++i) {
+                lane[2 * i] = flat[i];
+                lane[2 * i + 1] = flat[i + 8];
+            }
+        }
+    };
 
     struct Sum {
         __m512d low, high;
         // Spelled out: an implicit constructor is compiled without the target pragma.
         inline Sum() : low(_mm512_setzero_pd()), high(_mm512_setzero_pd()) {}
+        inline void set_lanes(const double* lane) {
+            low = _mm512_loadu_pd(lane);
+            high = _mm512_loadu_pd(lane + 8);
+        }
         inline void add_square(int, F x) {
             const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
             const __m512d b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));

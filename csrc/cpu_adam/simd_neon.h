@@ -2,6 +2,7 @@
 
 struct Neon {
     using F = float32x4_t;
+    static constexpr bool kPairs = false;
     static constexpr int kWidth = 4;
 
     static inline F set1(float x) { return vdupq_n_f32(x); }
@@ -49,10 +50,11 @@ struct Neon {
         store64(lo, vmovn_u32(u));
     }
     static __attribute__((noinline, cold)) F guard(F x) {
-        std::uint32_t u[4];
-        vst1q_u32(u, vreinterpretq_u32_f32(x));
-        for (auto& element : u) element = split_guard(element);
-        return vreinterpretq_f32_u32(vld1q_u32(u));
+        const uint32x4_t u = vreinterpretq_u32_f32(x), all = vdupq_n_u32(0x7FFFFFFF);
+        const uint32x4_t hi = vandq_u32(vaddq_u32(u, vdupq_n_u32(0x8000)), all);
+        const uint32x4_t hidden = vbicq_u32(vcleq_u32(hi, vdupq_n_u32(0x7F80FFFF)), vceqq_f32(x, x));
+        const uint32x4_t quiet = vorrq_u32(vbicq_u32(u, all), vdupq_n_u32(0x7FC00000));
+        return vreinterpretq_f32_u32(vbslq_u32(hidden, quiet, u));
     }
 
     struct Sum {

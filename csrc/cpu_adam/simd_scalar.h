@@ -61,6 +61,7 @@ inline std::uint32_t split_guard(std::uint32_t u) {
 
 struct Scalar {
     using F = float;
+    static constexpr bool kPairs = false;
     static constexpr int kWidth = 1;
 
     static inline F set1(float x) { return x; }
