@@ -137,7 +137,7 @@ class Engine:
         windows: list[tuple[str, nn.Module]] = []
         drafted: set[int] = set()
         for root in roots:
-            plan = find_units(root, max_unit_bytes)
+            plan = find_units(root, max_unit_bytes, assembly.target_nbytes)
             windows.extend(plan.windows)
             for unit in plan.units:
                 mine = []
@@ -185,8 +185,9 @@ class Engine:
         )
         if self._space is not None and self.placement.nvme_bytes:
             self._space.reserve(self.placement.nvme_bytes + self._space.used_bytes)
-        for block_id in self.placement.resident:
-            tiers.block(block_id).static = True
+        if not self.pager.evict_always:
+            for block_id in self.placement.resident:
+                tiers.block(block_id).static = True
         self.pager.lookahead_bytes = self.placement.lookahead_bytes
         tiers.explain = lambda: f"\n{self.placement.table()}" if self.placement is not None else ""
 
