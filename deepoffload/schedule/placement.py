@@ -17,6 +17,8 @@ from deepoffload.schedule.cost_model import (
 )
 from deepoffload.schedule.table import Row, Totals, human_bytes, render
 
+__all__ = ["BlockSpec", "Kind", "Placement", "Window", "plan_placement"]
+
 _KINDS = (Kind.WEIGHT, Kind.GRADIENT, Kind.STATE)
 
 

@@ -94,7 +94,9 @@ class Simulation:
         return faults
 
     def end_of_step(self) -> None:
+        """Close the step; what was learned from it is used at once."""
         self.trace.end_of_step()
+        self._prefetch(())
 
     def _prefetch(self, in_use: tuple[int, ...]) -> None:
         moves = plan_prefetch(

@@ -81,10 +81,8 @@ def _align(cells: list[tuple[str, ...]]) -> list[str]:
 
 def _budgets(totals: Totals) -> str:
     nvme = "none" if totals.nvme_capacity_bytes is None else human_bytes(totals.nvme_capacity_bytes)
-    return (
-        f"budget: {human_bytes(totals.capacity_bytes)} of memory (at least {human_bytes(totals.minimum_bytes)} needed), "
-        f"NVMe {nvme}"
-    )
+    memory, least = human_bytes(totals.capacity_bytes), human_bytes(totals.minimum_bytes)
+    return f"budget: {memory} of memory (at least {least} needed), NVMe {nvme}"
 
 
 def _expectation(total: Row, totals: Totals) -> str:
