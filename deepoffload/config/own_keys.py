@@ -33,8 +33,8 @@ OWN_KEYS = (
     _own(
         "step_overlap",
         choice({member.value: member for member in StepOverlap}),
-        "When the update runs: before a unit's next use, during backward, or inside `step()`. Same bits in all three.",
-        StepOverlap.DEFERRED,
+        "When the update runs. This version has `none`: inside `step()`; `deferred` and `in_backward` are errors.",
+        StepOverlap.NONE,
     ),
     _own("prefetch", boolean(), "Fetch units before they are used. `false` is the serial reference.", True),
     _own(
@@ -43,7 +43,7 @@ OWN_KEYS = (
         "Resume from the swap file. Not in this version: `true` is an error.",
         False,
     ),
-    _own("timeline", boolean(), "Record what happened when, for a Chrome trace.", False),
+    _own("timeline", boolean(), "Record what happened when. Not in this version: `true` is an error.", False),
     _own(
         "precision",
         choice({member.value: member for member in Precision}),

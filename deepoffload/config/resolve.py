@@ -47,7 +47,7 @@ def resolve_budgets(config: Config, machine: Machine, device: Device, device_fre
     if device.shares_host_memory:
         device_bytes, device_reason = 0, "device: the CPU, one pool with host memory"
         said = [budget for budget in (config.host_budget, config.device_budget) if budget is not None]
-        host_said = min(said) if said else None
+        host_said = sum(said) if said else None
     else:
         device_bytes, device_reason = _device(config.device_budget, device, device_free_bytes)
         host_said = config.host_budget

@@ -81,6 +81,11 @@ class Assembly:
     def target_dtype(self, handle: ParamHandle) -> torch.dtype:
         return self.dtype if self.dtype is not None and handle.dtype.is_floating_point else handle.dtype
 
+    def target_nbytes(self, param: Tensor) -> int:
+        """Bytes of a parameter in the dtype it will compute in."""
+        dtype = self.dtype if self.dtype is not None and param.is_floating_point() else param.dtype
+        return param.numel() * dtype.itemsize
+
     def declare(self, name: str, handles: list[ParamHandle]) -> UnitDraft:
         """The blocks of a unit, still without bytes."""
         draft = UnitDraft(len(self.pager.units), name, handles, [self.target_dtype(h) for h in handles])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload import machine
-from deepoffload.config import Config, Precision, StepOverlap
+from deepoffload.config import Config, Precision
 from deepoffload.config.resolve import Budgets, resolve_budgets
 from deepoffload.device import Device, Tier
 from deepoffload.errors import ConfigError, UsageError
@@ -291,12 +291,6 @@ def _piece_numel(capacity_bytes: int) -> int:
 
 
 def _check_supported(config: Config) -> None:
-    if config.step_overlap is not StepOverlap.NONE:
-        raise ConfigError(
-            f"step_overlap {config.step_overlap.value!r} is not available in this version; use 'none' (the same bits)"
-        )
-    if config.precision is Precision.FP16:
-        raise ConfigError("precision 'fp16' needs loss scaling, which is not available in this version; use 'bf16' or 'fp32'")
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise ConfigError(

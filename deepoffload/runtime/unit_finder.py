@@ -7,7 +7,7 @@ split along its children.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -33,8 +33,9 @@ class ModelPlan:
 
 
 class _Finder:
-    def __init__(self, max_unit_bytes: int) -> None:
+    def __init__(self, max_unit_bytes: int, nbytes: Callable[[Tensor], int]) -> None:
         self.max_unit_bytes = max_unit_bytes
+        self.nbytes = nbytes
         self.units: list[UnitPlan] = []
         self.windows: list[tuple[str, nn.Module]] = []
         self._taken: set[int] = set()
@@ -45,7 +46,7 @@ class _Finder:
             return
         direct = any(param is not None for param in module._parameters.values())
         leaf = not any(next(child.parameters(), None) is not None for child in module.children())
-        small = sum(param.numel() * param.element_size() for _, param in params) <= self.max_unit_bytes
+        small = sum(self.nbytes(param) for _, param in params) <= self.max_unit_bytes
         has_containers = any(isinstance(child, _CONTAINERS) for child in module.modules() if child is not module)
         callable_module = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
         if callable_module and (leaf or (small and (repeated or (direct and not has_containers)))):
@@ -69,11 +70,12 @@ class _Finder:
             self.units.append(UnitPlan(name or type(module).__name__, module, tuple(fresh)))
 
 
-def find_units(root: nn.Module, max_unit_bytes: int) -> ModelPlan:
+def find_units(root: nn.Module, max_unit_bytes: int, nbytes: Callable[[Tensor], int]) -> ModelPlan:
     """The units of ``root`` in registration order; tied parameters belong to the first unit that has them.
 
-    ``max_unit_bytes`` bounds the bytes of a unit where its module can be split (in the dtype the parameters have now).
+    ``max_unit_bytes`` bounds the bytes of a unit where its module can be split; ``nbytes`` says what a parameter will
+    take (in the dtype it will compute in).
     """
-    finder = _Finder(max_unit_bytes)
+    finder = _Finder(max_unit_bytes, nbytes)
     finder.visit(root, "", repeated=False)
     return ModelPlan(tuple(finder.units), tuple(finder.windows))

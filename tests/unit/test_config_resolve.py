@@ -43,7 +43,7 @@ def test_the_disk_can_be_ruled_out(config):
 
 
 def test_on_the_cpu_both_budgets_are_one_pool():
-    for device, host, pool in ((None, 3, 3), (2, None, 2), (2, 3, 2), (4, 3, 3)):
+    for device, host, pool in ((None, 3, 3), (2, None, 2), (2, 3, 5), (4, 3, 7)):
         config = Config(device_budget=device and device * GIB, host_budget=host and host * GIB)
         assert resolve_budgets(config, MACHINE, CPU).host_bytes == pool * GIB
 
