@@ -1,0 +1,52 @@
+"""The training loop. It is the same, line for line, for a model on disk and for a plain one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gpt.data import Batches
+
+WARM_UP_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step gave. ``number`` counts from 1; ``loss`` is the mean in nats per byte."""
+
+    number: int
+    loss: float
+    seconds: float
+
+
+def rate_at(step: int, steps: int) -> float:
+    """Factor of the learning rate: a linear warm-up, then half a cosine down to a tenth."""
+    warm_up = max(1, round(steps * WARM_UP_SHARE))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    done = (step - warm_up) / max(1, steps - warm_up)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, *, steps: int, accumulate: int
+) -> Iterator[Step]:
+    """Train for ``steps`` steps of ``accumulate`` batches each."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))
+    for number in range(steps):
+        started = time.perf_counter()
+        total = 0.0
+        for micro in range(accumulate):
+            tokens, targets = batches[number * accumulate + micro]
+            loss = model(tokens, targets) / accumulate
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        yield Step(number + 1, total, time.perf_counter() - started)
