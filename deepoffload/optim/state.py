@@ -13,6 +13,7 @@ import torch
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.cpu_adam import StateLayout
 from deepoffload.params.layout import PieceLayout, PieceSegment, cut_pieces
+from deepoffload.params.torch_private import bare
 from deepoffload.params.unit import ParamHandle, StatePiece, Unit
 from deepoffload.schedule.placement import Kind
 
@@ -66,9 +67,18 @@ class PieceView:
         return self._base + self._numel * (self._lead + 4) + segment.piece_start * 4
 
 
-def clear_remainder(view: PieceView, segment: PieceSegment) -> None:
-    """Make the 16-bit weight exact: the program has set it, so nothing is left over."""
-    ctypes.memset(view.lead(segment), 0, segment.numel * 2)
+def follow_weight(tiers: TierManager, piece: StatePiece, segment: PieceSegment, handle: ParamHandle) -> None:
+    """Make the fp32 master the exact value of the weight, which the program has set. Both blocks must be resident."""
+    view = PieceView(tiers, piece)
+    if piece.kind is StateLayout.SPLIT_BF16:
+        ctypes.memset(view.lead(segment), 0, segment.numel * 2)
+    elif piece.kind is StateLayout.MASTER:
+        with bare():
+            buffer, base = tiers.arena.buffer, tiers.arena.address
+            source = handle.address() + segment.start * handle.itemsize - base
+            weight = torch.frombuffer(buffer, dtype=handle.dtype, count=segment.numel, offset=source)
+            target = view.lead(segment) - base
+            torch.frombuffer(buffer, dtype=torch.float32, count=segment.numel, offset=target).copy_(weight)
 
 
 def whole_segment(piece: PieceLayout, tensor: int) -> list[PieceSegment]:

@@ -15,7 +15,7 @@ from deepoffload.memory.block import Block
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import AdamHyper, DType, Segment, StateLayout
 from deepoffload.optim.gradients import NATIVE_DTYPES, Gradients
-from deepoffload.optim.state import PieceView, clear_remainder
+from deepoffload.optim.state import PieceView, follow_weight
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import get_grad
 from deepoffload.params.unit import GradientState, ParamHandle, StatePiece, Unit
@@ -90,8 +90,8 @@ class HostUpdate:
             hyper = hypers.get(handle)
             if hyper is None:
                 continue
-            if handle.master_stale and piece.kind is StateLayout.SPLIT_BF16:
-                clear_remainder(view, part)
+            if handle.master_stale:
+                follow_weight(self.tiers, piece, part, handle)
             if not indexed or indexed[-1] != hyper:
                 indexed.append(hyper)
             grad, grad_dtype = self._gradient(handle, keep)

@@ -119,6 +119,8 @@ class Assembly:
         finally:
             self.tiers.release(old)
         handle.changed()
+        # The state holds the fp32 value now, except for fp16 weights: their master is made from them at the first step.
+        handle.master_stale = LAYOUTS.get(dtype) is StateLayout.MASTER
         self.tiers.remove(old)
         handle.bind(unit.weights, offset)
         handle.unit = unit
