@@ -1,0 +1,36 @@
+"""What all tests share: a directory on a real disk for swap files, and paged models that leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.paging import STRICT, Paging, Same
+
+
+@pytest.fixture(scope="session")
+def nvme_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory for the whole session, so that its bandwidth is measured once."""
+    return tmp_path_factory.mktemp("nvme")
+
+
+@pytest.fixture(scope="session")
+def shared_paging(nvme_path: Path) -> Paging:
+    return Paging(nvme_path)
+
+
+@pytest.fixture
+def paging(shared_paging: Paging) -> Iterator[Paging]:
+    """Makes paged models; when the test is over, their swap files are gone."""
+    yield shared_paging
+    gc.collect()
+    assert list(shared_paging.nvme_path.iterdir()) == []
+
+
+@pytest.fixture(params=STRICT, ids=str)
+def same(request: pytest.FixtureRequest, paging: Paging) -> Same:
+    """Compares a program on a plain and on a paged model, once with everything evicted, once with the least budget."""
+    return Same(paging, request.param)

@@ -1,0 +1,124 @@
+"""Builds models under a budget, the same way in every test: poison always on, budgets from comfortable to the least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepoffload import offload_context
+from deepoffload.errors import BudgetError
+from tests.support.loops import assert_same_bits, to_bf16
+
+PLENTY_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to page a model.
+
+    Attributes:
+        room: budget as a multiple of the least that this model is accepted with; None for one that holds everything.
+        evict_always: everything that may be evicted is, after every use.
+    """
+
+    name: str
+    room: float | None
+    prefetch: bool = True
+    evict_always: bool = False
+    precision: str = "keep"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+RESIDENT = Setting("resident", None)
+TIGHT = Setting("tight", 1.6)
+SERIAL = Setting("serial", 1.6, prefetch=False)
+ROOMY = Setting("roomy", 3.0)
+EVICTING = Setting("evicting", 1.8, prefetch=False, evict_always=True)
+STRICT = (EVICTING, TIGHT)
+EVERY = (RESIDENT, ROOMY, TIGHT, SERIAL, EVICTING)
+
+
+class Paging:
+    """Makes paged models with their swap files in ``nvme_path``."""
+
+    def __init__(self, nvme_path: Path) -> None:
+        self.nvme_path = nvme_path
+        self._least: dict[object, int] = {}
+
+    @contextmanager
+    def context(self, setting: Setting, host_budget: int, **config: Any) -> Iterator[offload_context]:
+        debug = {"poison": True, "evict_always": setting.evict_always}
+        with offload_context(
+            host_budget=host_budget,
+            nvme_path=str(self.nvme_path),
+            step_overlap="none",
+            prefetch=setting.prefetch,
+            precision=setting.precision,
+            debug=debug,
+            **config,
+        ) as context:
+            yield context
+
+    def build(self, build: Callable[[], Any], setting: Setting, *, seed: int = 0, key: object = None) -> Any:
+        """What ``build`` makes, paged. ``key`` names the model among those whose least budget is known already."""
+        budget = self._budget_bytes(build, setting, seed, key)
+        with self.context(setting, budget):
+            torch.manual_seed(seed)
+            return build()
+
+    def least_bytes(self, build: Callable[[], Any], setting: Setting, *, seed: int = 0, key: object = None) -> int:
+        """The least budget, to within a seventh, that is accepted for this model."""
+        key = (key or build, setting.precision)
+        if key not in self._least:
+            budget = 64 << 10
+            while not self._accepted(build, replace(setting, evict_always=False), budget, seed):
+                budget = budget * 8 // 7 // 4096 * 4096
+            self._least[key] = budget
+        return self._least[key]
+
+    def _budget_bytes(self, build: Callable[[], Any], setting: Setting, seed: int, key: object) -> int:
+        if setting.room is None:
+            return PLENTY_BYTES
+        return int(setting.room * self.least_bytes(build, setting, seed=seed, key=key))
+
+    def _accepted(self, build: Callable[[], Any], setting: Setting, budget: int, seed: int) -> bool:
+        torch.manual_seed(seed)
+        try:
+            with self.context(setting, budget):
+                model = build()
+        except BudgetError:
+            return False
+        del model
+        return True
+
+
+def plain(build: Callable[[], Any], *, precision: str = "keep", seed: int = 0) -> Any:
+    """The same model in plain PyTorch."""
+    torch.manual_seed(seed)
+    model = build()
+    return to_bf16(model) if precision == "bf16" else model
+
+
+class Same:
+    """Runs a program on a plain and on a paged model and wants the same bits of everything it returns."""
+
+    def __init__(self, paging: Paging, setting: Setting) -> None:
+        self.paging = paging
+        self.setting = setting
+
+    def __call__(
+        self, build: Callable[[], nn.Module], program: Callable[[nn.Module], Any], *, key: object = None
+    ) -> None:
+        torch.manual_seed(1)
+        expected = program(plain(build, precision=self.setting.precision))
+        model = self.paging.build(build, self.setting, key=key)
+        torch.manual_seed(1)
+        assert_same_bits(expected, program(model))
