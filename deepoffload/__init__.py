@@ -9,11 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepoffload.checkpoint.pretrained import save_pretrained as save_pretrained
     from deepoffload.config import Config as Config
     from deepoffload.optim.adam import CPUAdam as CPUAdam
     from deepoffload.optim.adam import CPUAdamW as CPUAdamW
     from deepoffload.runtime.context import offload_context as offload_context
     from deepoffload.runtime.context import stats as stats
+    from deepoffload.runtime.initialize import add_config_arguments as add_config_arguments
+    from deepoffload.runtime.initialize import initialize as initialize
 
 __version__ = "0.1.0"
 
@@ -23,7 +26,8 @@ _HOMES = {
     "CPUAdamW": "deepoffload.optim.adam",
     "offload_context": "deepoffload.runtime.context",
     "stats": "deepoffload.runtime.context",
-    "initialize": "deepoffload.runtime.training",
+    "add_config_arguments": "deepoffload.runtime.initialize",
+    "initialize": "deepoffload.runtime.initialize",
     "save_pretrained": "deepoffload.checkpoint.pretrained",
 }
 
@@ -31,6 +35,7 @@ __all__ = [
     "CPUAdam",
     "CPUAdamW",
     "Config",
+    "add_config_arguments",
     "initialize",
     "offload_context",
     "save_pretrained",

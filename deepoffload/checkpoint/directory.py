@@ -1,0 +1,123 @@
+"""A save appears whole or not at all: files are written beside their place and moved there when all are on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+
+from deepoffload.checkpoint.safetensors_file import failure
+from deepoffload.checkpoint.shards import INDEX_NAME, WEIGHTS_NAME, is_weight_file
+from deepoffload.config.units import format_bytes
+from deepoffload.errors import IoFailure, UsageError
+
+_STAGING_PREFIX = ".deepoffload-save-"
+
+
+def prepare(directory: str, needed_bytes: int) -> None:
+    """Check, before anything is written, that ``directory`` can take the files; make it when it is not there.
+
+    Raises:
+        UsageError: not a directory, not writable. IoFailure: not enough space.
+    """
+    if os.path.exists(directory) and not os.path.isdir(directory):
+        raise UsageError(f"save_pretrained: {directory!r} is a file; give a directory")
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"save_pretrained: {directory!r} cannot be made ({error.strerror}); give a directory in a writable place"
+        ) from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise UsageError(f"save_pretrained: {directory!r} is not writable by this user; give another directory")
+    _remove_leftovers(directory)
+    free = shutil.disk_usage(directory).free
+    if free < needed_bytes:
+        remedy = (
+            f"{format_bytes(free)} are free; free some space or save to another directory. Nothing has been written"
+        )
+        raise IoFailure("reserving space to save", errno.ENOSPC, directory, 0, needed_bytes, remedy)
+
+
+@contextlib.contextmanager
+def staging(directory: str) -> Iterator[str]:
+    """A directory beside the final place, removed with everything in it when the context ends, however it ends."""
+    path = tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=directory)
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another process then knows that this save is alive
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def publish(staged: str, directory: str) -> None:
+    """Move every staged file to its place, so that at no moment new and old shards can be read as one model.
+
+    Raises:
+        IoFailure: a file could not be moved.
+    """
+    names = sorted(os.listdir(staged))
+    sharded = INDEX_NAME in names
+    try:
+        if sharded:
+            _unlink(os.path.join(directory, INDEX_NAME))  # an old index must never name new shards
+        for name in sorted(names, key=_publishing_order):
+            os.replace(os.path.join(staged, name), os.path.join(directory, name))
+        for name in os.listdir(directory):
+            if is_weight_file(name) and name not in names:
+                _unlink(os.path.join(directory, name))
+        _sync(directory)
+    except IoFailure:
+        raise
+    except OSError as error:
+        raise failure("moving files into place", error, error.filename or directory, 0) from error
+
+
+def _publishing_order(name: str) -> tuple[int, str]:
+    order: Sequence[str] = (WEIGHTS_NAME, INDEX_NAME)
+    return (order.index(name) + 1 if name in order else 0, name)
+
+
+def sync_file(path: str) -> None:
+    """Put a file that somebody else has written on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(directory: str) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _remove_leftovers(directory: str) -> None:
+    """Staging directories of saves that were killed: nobody holds their lock."""
+    for name in os.listdir(directory):
+        path = os.path.join(directory, name)
+        if not name.startswith(_STAGING_PREFIX) or not os.path.isdir(path):
+            continue
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,168 @@
+"""Tensors that are described but not computed: what becomes of parameters on their way into a file.
+
+Transformers packs weights in memory differently from how checkpoints store them, and has functions that turn one form
+into the other for a whole state dict at once. Run on *meta* tensors under a recorder, the same functions say what each
+stored tensor is made of, and then every stored tensor can be read from its parameters piece by piece: no copy of a
+parameter is ever whole in memory, except where an operation cannot be followed through.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from deepoffload.errors import UnsupportedError
+
+Opener = Callable[[], AbstractContextManager[Tensor]]
+"""Gives the bytes of a source for as long as the context lasts."""
+
+_COPIES = (torch.ops.aten.clone.default,)
+_JOINS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A storage that stands for a real tensor."""
+
+    base: Tensor
+    open: Opener
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A storage that an operation has made; ``index`` says which of its outputs."""
+
+    base: Tensor
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int
+
+
+class Expressions(TorchDispatchMode):
+    """Records what is done to stand-ins made by :meth:`source` while it is entered, and reads the outcome in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._origins: dict[int, _Source | _Result] = {}
+
+    # -- recording -------------------------------------------------------------------------------------------------
+
+    def source(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, opener: Opener) -> Tensor:
+        """A meta tensor that stands for a real one of this geometry."""
+        base = torch.empty_strided(tuple(shape), stride, dtype=dtype, device="meta")
+        self._origins[_key(base)] = _Source(base, opener)
+        return base
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            raise UnsupportedError(f"{func} changes a weight in place while it is converted for saving")
+        result = func(*args, **kwargs)
+        for index, out in enumerate(_tensors(result)):
+            if out.device.type != "meta":
+                continue  # small helpers, such as an index tensor
+            if _key(out) not in self._origins:
+                self._origins[_key(out)] = _Result(out, func, tuple(args), kwargs, index)
+        return result
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def pieces(self, tensor: Tensor, window_bytes: int) -> Iterator[Tensor]:
+        """The values of ``tensor`` in row-major order, as contiguous tensors of at most ``window_bytes``.
+
+        A piece is valid until the next one is asked for. Call outside the recording.
+        """
+        window = max(1, window_bytes // tensor.element_size())
+        return self._stream(tensor, 0, tensor.numel(), window)
+
+    def _stream(self, tensor: Tensor, start: int, stop: int, window: int) -> Iterator[Tensor]:
+        """Elements ``start`` to ``stop`` of the row-major order of ``tensor``."""
+        origin = self._origins[_key(tensor)]
+        if isinstance(origin, _Result) and tensor.is_contiguous() and origin.base.is_contiguous():
+            offset = int(tensor.storage_offset())
+            if origin.function in _COPIES and origin.args[0].device.type == "meta":
+                yield from self._stream(origin.args[0], start + offset, stop + offset, window)
+                return
+            if origin.function in _JOINS and _dim_of(origin) == 0:
+                yield from self._stream_parts(origin.args[0], start + offset, stop + offset, window)
+                return
+        with self._opened(tensor) as values:
+            yield from _slabs(values, start, stop, window)
+
+    def _stream_parts(self, parts: list[Tensor], start: int, stop: int, window: int) -> Iterator[Tensor]:
+        ends = list(itertools.accumulate(part.numel() for part in parts))
+        for index in range(bisect.bisect_right(ends, start), len(parts)):
+            before = ends[index] - parts[index].numel()
+            if before >= stop:
+                return
+            yield from self._stream(parts[index], max(start - before, 0), min(stop, ends[index]) - before, window)
+
+    @contextmanager
+    def _opened(self, tensor: Tensor) -> Iterator[Tensor]:
+        with ExitStack() as stack:
+            yield self._value(tensor, stack)
+
+    def _value(self, tensor: Tensor, stack: ExitStack) -> Tensor:
+        """The values behind a stand-in: a view of its source's bytes, or an operation's outcome, computed whole."""
+        origin = self._origins[_key(tensor)]
+        if isinstance(origin, _Source):
+            real = stack.enter_context(origin.open())
+        else:
+            args, kwargs = tree_map_only(Tensor, lambda t: self._argument(t, stack), (origin.args, origin.kwargs))
+            real = _tensors(origin.function(*args, **kwargs))[origin.index]
+            if real.stride() != origin.base.stride():
+                real = torch.empty_strided(real.shape, origin.base.stride(), dtype=real.dtype).copy_(real)
+        offset = real.storage_offset() + tensor.storage_offset() - origin.base.storage_offset()
+        return real.as_strided(tensor.shape, tensor.stride(), offset)
+
+    def _argument(self, tensor: Tensor, stack: ExitStack) -> Tensor:
+        return self._value(tensor, stack) if tensor.device.type == "meta" else tensor
+
+
+def _key(tensor: Tensor) -> int:
+    # A storage lives as long as its origin is kept, so its address is unique.
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
+
+
+def _dim_of(origin: _Result) -> int:
+    return int(origin.kwargs.get("dim", origin.args[1] if len(origin.args) > 1 else 0))
+
+
+def _slabs(tensor: Tensor, start: int, stop: int, window: int) -> Iterator[Tensor]:
+    """Contiguous pieces of at most ``window`` elements: views where the memory is in order, copies where not."""
+    if start >= stop:
+        return
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+        for at in range(start, stop, window):
+            yield flat[at : min(at + window, stop)]
+        return
+    if tensor.numel() <= window:
+        yield tensor.contiguous().view(-1)[start:stop]
+        return
+    row = tensor.numel() // tensor.shape[0]
+    at = start
+    while at < stop:
+        index, inside = divmod(at, row)
+        if inside == 0 and row <= window and stop - at >= row:
+            rows = min(window // row, (stop - at) // row)
+            yield tensor[index : index + rows].contiguous().view(-1)
+            at += rows * row
+        else:
+            end = min(stop, (index + 1) * row)
+            yield from _slabs(tensor[index], inside, end - index * row, window)
+            at = end

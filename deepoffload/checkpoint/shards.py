@@ -1,0 +1,57 @@
+"""Which tensor goes into which file: the Hugging Face layout."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deepoffload.checkpoint.safetensors_file import Entry
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Files and what is in them; ``index`` is the text of the index file, None for a single file."""
+
+    files: Mapping[str, tuple[Entry, ...]]
+    index: str | None
+    total_bytes: int
+
+
+def split(entries: Sequence[Entry], max_shard_bytes: int, num_parameters: int) -> Layout:
+    """Fill shards in order, as ``huggingface_hub`` does; a tensor above ``max_shard_bytes`` gets one of its own."""
+    shards: list[list[Entry]] = []
+    current: list[Entry] = []
+    current_bytes = 0
+    for entry in entries:
+        if entry.nbytes > max_shard_bytes:
+            shards.append([entry])
+            continue
+        if current_bytes + entry.nbytes > max_shard_bytes:
+            shards.append(current)
+            current, current_bytes = [], 0
+        current.append(entry)
+        current_bytes += entry.nbytes
+    if current or not shards:
+        shards.append(current)
+    total = sum(entry.nbytes for entry in entries)
+    if len(shards) == 1:
+        return Layout({WEIGHTS_NAME: tuple(shards[0])}, None, total)
+    files = {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": tuple(shard) for number, shard in enumerate(shards, 1)
+    }
+    index = {
+        "metadata": {"total_parameters": num_parameters, "total_size": total},
+        "weight_map": {entry.name: name for name, shard in files.items() for entry in shard},
+    }
+    return Layout(files, json.dumps(index, indent=2, sort_keys=True) + "\n", total)
+
+
+def is_weight_file(name: str) -> bool:
+    """True for names that a save of ours, or of transformers, may have left in a directory."""
+    return name in (WEIGHTS_NAME, INDEX_NAME) or _SHARD.fullmatch(name) is not None

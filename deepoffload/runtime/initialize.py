@@ -1,0 +1,274 @@
+"""``deepoffload.initialize``: model, optimizer, data and schedule in, DeepSpeed's 4-tuple out."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from deepoffload.config import Config, StepOverlap, parse_config
+from deepoffload.errors import ConfigError, UnsupportedError, UsageError
+from deepoffload.optim.adam import CPUAdam
+from deepoffload.params.unit import ParamHandle
+from deepoffload.runtime.context import engine_of
+from deepoffload.runtime.engine import Engine
+from deepoffload.runtime.schedulers import ConfiguredSchedule
+from deepoffload.runtime.training import TrainingEngine
+
+log = logging.getLogger("deepoffload")
+
+DEFAULT_GRADIENT_CLIPPING = 1.0
+"""DeepSpeed's default; a plain loop does not clip unless it is asked to."""
+
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
+
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+_TRAINING_KEYS = (
+    "gradient_clipping",
+    "dataloader_drop_last",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "zero_stage",
+    "optimizer",
+    "scheduler",
+)
+"""What may be said when the model has been built already."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: Any = None,
+    config_params: ConfigSource | None = None,
+) -> tuple[TrainingEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]:
+    """Make a training engine, with DeepSpeed's arguments.
+
+    Args:
+        args: an object whose ``deepspeed_config`` names the configuration file (see :func:`add_config_arguments`).
+        model: built inside :class:`deepoffload.offload_context`, or an ordinary one on the CPU, which is taken over:
+            its parameters stay the same objects.
+        optimizer: a torch optimizer over the model's parameters, or a function from parameters to one. None: as the
+            configuration's ``optimizer`` says; without one the engine only infers.
+        model_parameters: parameters or groups for the optimizer; None: all that require gradients.
+        training_data: a dataset; the loader draws micro-batches from it in random order.
+        lr_scheduler: a scheduler, or a function from the optimizer to one. None: as the configuration says.
+        distributed_port, dist_init_required: of no use with one process, and accepted.
+        mpu, mesh_param: only None.
+        collate_fn: for the loader.
+        config: path, mapping or :class:`Config`. None for a model built in a context: that context's configuration.
+            When both are given, what concerns placement has to agree, and the rest may be said in either.
+        config_params: older name of ``config``.
+
+    Returns:
+        ``(engine, optimizer, loader, lr_scheduler)``; the last three are None where there is none. The engine clips
+        gradients to a global norm of 1.0 when nothing is said.
+
+    Raises:
+        ConfigError, UsageError, UnsupportedError: before the model is touched. PlacementError: it does not fit.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}")
+    if mpu is not None or mesh_param is not None:
+        raise UnsupportedError("initialize: model parallelism (mpu, mesh_param) is not available; one process trains")
+    core = _paging_engine(model)
+    source = _config_source(args, config, config_params)
+    settings = parse_config(source)
+    if core is not None:
+        settings = core.config if source is None else combine(core.config, settings)
+    clipping = _clipping(settings, optimizer)
+    _check_before(settings, model, optimizer, model_parameters, lr_scheduler, training_data)
+    if core is None:
+        core = Engine(settings)
+        try:
+            core.adopt_model(model)
+        except BaseException as error:
+            core.close(f"initialize() failed with {type(error).__name__}")
+            raise
+    built = _optimizer(settings, model, optimizer, model_parameters, clipping)
+    scheduler = _scheduler(settings, built, lr_scheduler)
+    loader = _loader(settings, training_data, collate_fn)
+    if built is None:
+        log.info("initialize: no optimizer, so the engine only infers")
+    return TrainingEngine(model, core, settings, built, scheduler, clipping), built, loader, scheduler
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config`` to a parser, whose result :func:`initialize` takes as ``args``."""
+    group = parser.add_argument_group("deepoffload", "configuration (the names are DeepSpeed's)")
+    group.add_argument("--deepspeed", action="store_true", help="for scripts that ask whether to use the engine")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="JSON file with DeepSpeed's keys, ours, or both")
+    return parser
+
+
+# -- configuration ---------------------------------------------------------------------------------------------------
+
+
+def _paging_engine(model: nn.Module) -> Engine | None:
+    """The engine of a model built in a context; None for an ordinary model."""
+    if not any(isinstance(param.__dict__.get("_slot"), ParamHandle) for param in model.parameters()):
+        return None
+    engine = engine_of(model)
+    if engine.pager.closed_because is not None:
+        engine.pager.refuse_closed(type(model).__name__)
+    if engine.pager.gradients is None:
+        raise UsageError("initialize() inside offload_context: call it after the context has ended")
+    return engine
+
+
+def _config_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource | None:
+    said = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = {name: value for name, value in said.items() if value is not None}
+    if len(given) > 1:
+        raise ConfigError(f"initialize was given {' and '.join(given)}; give one of them")
+    return next(iter(given.values()), None)
+
+
+def combine(context: Config, said: Config) -> Config:
+    """The configuration of a model built under ``context`` when ``initialize`` is given ``said``.
+
+    Raises:
+        ConfigError: both say something, and not the same; or ``said`` has a key that came too late.
+    """
+    defaults = Config()
+    changes: dict[str, Any] = {}
+    batch = _differing(said, defaults, _BATCH_KEYS)
+    if batch and _differing(context, defaults, _BATCH_KEYS) and _differing(said, context, _BATCH_KEYS):
+        name = _differing(said, context, _BATCH_KEYS)[0]
+        raise _conflict(name, getattr(context, name), getattr(said, name))
+    if batch:
+        changes.update({name: getattr(said, name) for name in _BATCH_KEYS})
+    for field in dataclasses.fields(Config):
+        name = field.name
+        before, now = getattr(context, name), getattr(said, name)
+        if name in _BATCH_KEYS or name == "notes" or now == getattr(defaults, name) or now == before:
+            continue
+        if name not in _TRAINING_KEYS or before != getattr(defaults, name):
+            raise _conflict(name, before, now)
+        changes[name] = now
+    return dataclasses.replace(context, **changes)
+
+
+def _differing(one: Config, other: Config, names: Iterable[str]) -> list[str]:
+    return [name for name in names if getattr(one, name) != getattr(other, name)]
+
+
+def _conflict(name: str, before: object, now: object) -> ConfigError:
+    return ConfigError(
+        f"{name}: the model was built in an offload_context with {before!r}, and initialize() was given {now!r}; "
+        "say it the same in both, or only in offload_context"
+    )
+
+
+def _clipping(config: Config, optimizer: Any) -> float:
+    """Largest global norm; 0.0 is off. A ``CPUAdam`` that clips already keeps its own."""
+    own = optimizer.max_grad_norm if isinstance(optimizer, CPUAdam) else None
+    said = config.gradient_clipping
+    if own is not None and said is not None and own != said:
+        raise ConfigError(f"gradient_clipping = {said}, but the optimizer has max_grad_norm = {own}; leave one out")
+    if own is not None:
+        return own
+    if said is None and config.step_overlap is StepOverlap.IN_BACKWARD:
+        raise ConfigError(
+            'step_overlap = "in_backward" cannot clip, and initialize() clips to 1.0; set gradient_clipping to 0'
+        )
+    return DEFAULT_GRADIENT_CLIPPING if said is None else float(said)
+
+
+def _check_before(
+    config: Config, model: nn.Module, optimizer: Any, model_parameters: Any, lr_scheduler: Any, training_data: Any
+) -> None:
+    """Everything that can be wrong with the arguments, while the model is still as it was."""
+    has_optimizer = optimizer is not None or config.optimizer is not None
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and not callable(optimizer):
+        raise UsageError(
+            f"initialize(optimizer=...) takes an optimizer or a function giving one, not {type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, torch.optim.Optimizer) and model_parameters is not None:
+        log.info("initialize: model_parameters are not used, because the optimizer has its own")
+    if (lr_scheduler is not None or config.scheduler is not None) and not has_optimizer:
+        raise UsageError("initialize: a schedule needs an optimizer; pass one, or say optimizer in the configuration")
+    if lr_scheduler is not None and not callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+        raise UsageError(
+            f"initialize(lr_scheduler=...) takes a schedule or a function giving it, not {type(lr_scheduler).__name__}"
+        )
+    if has_optimizer and not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None:
+        if not any(param.requires_grad for param in model.parameters()):
+            raise UsageError(f"initialize: all parameters of {type(model).__name__} are frozen: nothing can be trained")
+    if training_data is not None and config.train_micro_batch_size_per_gpu is None:
+        raise ConfigError("initialize(training_data=...) needs train_micro_batch_size_per_gpu (or train_batch_size)")
+
+
+# -- the parts -------------------------------------------------------------------------------------------------------
+
+
+def _optimizer(
+    config: Config, model: nn.Module, given: Any, model_parameters: Any, clipping: float
+) -> torch.optim.Optimizer | None:
+    if given is not None and config.optimizer is not None:
+        log.warning("initialize: the optimizer passed in is used, the configuration's optimizer section is not")
+    if given is None and config.optimizer is None:
+        return None
+    params = model_parameters
+    if params is None:
+        params = [param for param in model.parameters() if param.requires_grad]
+    if isinstance(given, torch.optim.Optimizer):
+        built = given
+    elif given is not None:
+        built = given(params)
+        if not isinstance(built, torch.optim.Optimizer):
+            raise UsageError(f"the function passed as optimizer gave {type(built).__name__}, not a torch optimizer")
+    else:
+        built = CPUAdam(params, **dict(config.optimizer.params))  # type: ignore[union-attr]
+    if isinstance(built, CPUAdam):
+        if built.max_grad_norm is None and clipping > 0:
+            built.max_grad_norm = clipping
+    elif isinstance(built, (torch.optim.Adam, torch.optim.AdamW)):
+        log.info(
+            "%s works on paged parameters exactly, but keeps its state in memory and updates slowly; "
+            "deepoffload.CPUAdamW keeps the state within the budget",
+            type(built).__name__,
+        )
+    return built
+
+
+def _scheduler(config: Config, optimizer: torch.optim.Optimizer | None, given: Any) -> Any:
+    if optimizer is None:
+        return None
+    if given is not None:
+        if config.scheduler is not None:
+            log.warning("initialize: the schedule passed in is used, the configuration's scheduler section is not")
+        return given if hasattr(given, "step") else given(optimizer)
+    return None if config.scheduler is None else ConfiguredSchedule(optimizer, config.scheduler)
+
+
+def _loader(config: Config, data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> DataLoader[Any] | None:
+    if data is None:
+        return None
+    return DataLoader(
+        data,
+        batch_size=config.train_micro_batch_size_per_gpu,
+        shuffle=None if isinstance(data, IterableDataset) else True,
+        drop_last=config.dataloader_drop_last,
+        collate_fn=collate_fn,
+    )

@@ -1,0 +1,40 @@
+"""DeepSpeed's learning rate schedules as a scheduler of torch."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from deepoffload.config import SchedulerConfig
+from deepoffload.config.lr_schedules import betas_at, lr_at
+
+
+class ConfiguredSchedule(LRScheduler):
+    """The schedule of a configuration's ``scheduler`` section; see :mod:`deepoffload.config.lr_schedules`.
+
+    Args:
+        optimizer: its groups' ``lr`` is set, and their ``betas`` where the schedule cycles the momentum.
+        config: type and parameters.
+        last_epoch: updates taken before; -1 for a new run.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: SchedulerConfig, last_epoch: int = -1) -> None:
+        self.config = config
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        """Learning rates of the update that follows ``last_epoch`` updates."""
+        return [lr_at(self.config, self.last_epoch, float(base), group) for group, base in enumerate(self.base_lrs)]
+
+    def step(self, epoch: int | None = None) -> None:
+        """Go on by one update (or to ``epoch`` updates)."""
+        super().step() if epoch is None else super().step(epoch)
+        betas = betas_at(self.config, self.last_epoch)
+        if betas is not None:
+            for group in self.optimizer.param_groups:
+                if "betas" in group:
+                    group["betas"] = betas
+
+    def state_dict(self) -> dict[str, object]:
+        """As every scheduler of torch; the configuration is not part of it."""
+        return {key: value for key, value in super().state_dict().items() if key != "config"}
