@@ -3,6 +3,7 @@
 #define DOFF_BACKEND_H
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -21,7 +22,7 @@ struct doff_io {
         struct doff_io* next;
         uint64_t due_ns, delay_ns;
         int64_t result, flip_bit;
-        size_t len;
+        size_t len, report_max;
     } fault;
 };
 
@@ -42,6 +43,7 @@ struct doff_backend {
     pthread_mutex_t mutex;
     pthread_cond_t wake;
     int64_t in_flight;
+    _Atomic uint64_t submissions; /* see doff_backend_publish */
     bool stop, reaper_started;
 };
 
@@ -65,6 +67,13 @@ int doff_backend_start(struct doff_backend* backend, const struct doff_backend_t
                        const char* argument, doff_complete_fn complete, void* context);
 int doff_backend_submit(struct doff_backend* backend, struct doff_io** ios, unsigned count);
 void doff_backend_stop(struct doff_backend* backend);
+
+/* Called by a backend with a reaper directly before the system call that submits: orders all that was done to the
+ * chunks before their completions. The kernel does that in fact, but neither the C memory model nor a sanitizer sees
+ * it. */
+static inline void doff_backend_publish(struct doff_backend* backend) {
+    atomic_fetch_add_explicit(&backend->submissions, 1, memory_order_release);
+}
 
 /* A thread with all signals blocked (they belong to the interpreter's main thread) and a small stack. */
 int doff_thread_start(pthread_t* thread, void* (*body)(void*), void* argument, const char* name);

@@ -5,9 +5,12 @@
  *   op=read|write   only these            nth=K   only the K-th it sees (from 1)     after=K   all but the first K
  *   every=K         each K-th             permille=P  at random                      seed=S    of all random choices
  * and does all of:
- *   errno=N    completes with that error, nothing is transferred       short=B    transfers only the first B bytes
- *   delay_ms=N holds the completion back         jitter_us=N  by a random time, which also changes the order
- *   flip=N     inverts bit N of the data read     refuse=1    the backend answers EAGAIN once instead of accepting
+ *   errno=N      completes with that error, nothing is transferred
+ *   short=B      reports the first B bytes only (what is transferred ends at the next 4096)
+ *   delay_ms=N   holds the completion back
+ *   jitter_us=N  the same by a random time, which also changes the order
+ *   flip=N       inverts bit N of the data read
+ *   refuse=1     the backend answers EAGAIN once instead of accepting
  */
 #define _GNU_SOURCE
 #include "backend.h"
@@ -17,6 +20,7 @@
 #include <string.h>
 
 #define RULES_MAX 16
+#define DIRECT_ALIGN 4096
 
 struct rule {
     int op; /* -1: any, 0: read, 1: write */
@@ -165,14 +169,23 @@ static void inner_complete(void* context, const struct doff_completion* done, un
     struct fault_state* state = context;
     for (unsigned i = 0; i < count; i++) {
         struct doff_io* io = done[i].io;
+        int64_t result = done[i].result;
         io->len = io->fault.len;
-        if (io->fault.flip_bit >= 0 && !io->write && done[i].result > io->fault.flip_bit / 8)
+        if (result > (int64_t)io->fault.report_max) {
+            /* What goes beyond the report must be transferred again: spoil it, so that a test sees when it is not. */
+            size_t surplus = (size_t)result - io->fault.report_max;
+            if (!io->write)
+                memset(io->buf + io->fault.report_max, 0xa5, surplus);
+            result = (int64_t)io->fault.report_max;
+        }
+        if (io->fault.flip_bit >= 0 && !io->write && result > io->fault.flip_bit / 8)
             io->buf[io->fault.flip_bit / 8] ^= (char)(1 << io->fault.flip_bit % 8);
         if (io->fault.delay_ns) {
-            io->fault.result = done[i].result;
+            io->fault.result = result;
             hold(state, io);
         } else {
-            state->outer->complete(state->outer->context, &done[i], 1);
+            struct doff_completion report = {io, result};
+            state->outer->complete(state->outer->context, &report, 1);
         }
     }
 }
@@ -204,7 +217,10 @@ static int submit_one(struct fault_state* state, struct doff_io* io) {
         hold(state, io);
         return 1;
     }
-    io->len = length;
+    io->fault.report_max = length;
+    length = (length + DIRECT_ALIGN - 1) & ~(size_t)(DIRECT_ALIGN - 1); /* or O_DIRECT would refuse it */
+    if (length < io->len)
+        io->len = length;
     int code = doff_backend_submit(&state->inner, &io, 1);
     if (code <= 0)
         io->len = io->fault.len; /* still ours; an accepted chunk may be gone by now */

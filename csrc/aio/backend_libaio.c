@@ -107,6 +107,7 @@ static int aio_submit(struct doff_backend* backend, struct doff_io** ios, unsign
         };
         pointers[i] = &blocks[i];
     }
+    doff_backend_publish(backend);
     return calls.submit(state->context, count, pointers);
 }
 

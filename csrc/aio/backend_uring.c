@@ -136,6 +136,7 @@ static int uring_submit(struct doff_backend* backend, struct doff_io** ios, unsi
         ring->sq_array[index] = index;
     }
     atomic_store_explicit(ring->sq_tail, tail + count, memory_order_release);
+    doff_backend_publish(backend);
     long code = syscall(__NR_io_uring_enter, ring->fd, count, 0, 0, NULL, 0);
     int error = code < 0 ? -errno : -EAGAIN;
     /* The kernel looks at the queue only inside the call: what it did not take is taken back. */

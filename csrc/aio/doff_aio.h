@@ -64,7 +64,7 @@ typedef struct {
     uint64_t bytes_read, bytes_written;
     uint64_t requests_done, requests_failed, requests_cancelled, requests_pending;
     uint64_t chunks_done, chunks_buffered, chunks_in_flight, chunks_in_flight_max;
-    uint64_t short_transfers, retries, submit_calls, unobserved_failures;
+    uint64_t short_transfers, retries, direct_refused, submit_calls, unobserved_failures;
 } doff_stats;
 
 /* 0 when the backend ("libaio", "io_uring", "pool") can be started here, else -errno. */

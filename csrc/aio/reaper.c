@@ -10,6 +10,7 @@
 #include <errno.h>
 #include <limits.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <time.h>
 
@@ -71,6 +72,7 @@ static void* reaper_main(void* argument) {
         int count = backend->table->reap(backend, done, REAP_MAX);
         if (count <= 0)
             continue; /* EINTR */
+        (void)atomic_load_explicit(&backend->submissions, memory_order_acquire);
         pthread_mutex_lock(&backend->mutex);
         backend->in_flight -= count;
         pthread_mutex_unlock(&backend->mutex);

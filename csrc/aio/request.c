@@ -96,28 +96,29 @@ void doff_request_fail(doff_engine* engine, struct doff_request* request, int er
 }
 
 /* The length of the next chunk at a segment's cut, and whether it can be direct. Pieces that direct I/O cannot do are
- * cut off at the border, so that only they go through the page cache. */
+ * cut off, so that only they go through the page cache: whole blocks of 4096 bytes, even where the device would take
+ * 512, because the page cache writes whole blocks back and would undo a direct write beside it in the same block. */
 static size_t chunk_length(const struct doff_engine* engine, const struct doff_seg* seg, bool* direct, size_t* padded) {
+    const uint64_t page_mask = DOFF_PAGE - 1;
     int64_t rest = seg->nbytes - seg->cut;
     size_t length = rest < (int64_t)engine->block_bytes ? (size_t)rest : engine->block_bytes;
-    uint64_t mask = seg->file->mask, address = (uint64_t)(uintptr_t)seg->buf + (uint64_t)seg->cut;
-    uint64_t off = (uint64_t)(seg->off + seg->cut);
+    uint64_t address = (uint64_t)(uintptr_t)seg->buf + (uint64_t)seg->cut, off = (uint64_t)(seg->off + seg->cut);
     *padded = length;
-    *direct = seg->file->fd_direct >= 0 && !((address ^ off) & mask);
+    *direct = seg->file->fd_direct >= 0 && !((address - off) & seg->file->mask);
     if (!*direct)
         return length;
-    if (seg->request->padded && !(off & (DOFF_PAGE - 1))) {
-        *padded = (length + DOFF_PAGE - 1) & ~(size_t)(DOFF_PAGE - 1);
+    uint64_t head = (DOFF_PAGE - (off & page_mask)) & page_mask;
+    if (seg->request->padded && !head) {
+        *padded = (length + page_mask) & ~page_mask;
         return length;
     }
-    uint64_t head = (mask + 1 - (off & mask)) & mask;
-    if (head || length <= mask) {
+    if (head || length < DOFF_PAGE) {
         *direct = false;
         if (head && head < length)
             length = head;
         return *padded = length;
     }
-    return *padded = length & ~(size_t)mask;
+    return *padded = length & ~page_mask;
 }
 
 static void op_release(doff_engine* engine, struct doff_op* op) {
@@ -203,6 +204,13 @@ void doff_op_delay(doff_engine* engine, struct doff_op* op) {
     pthread_cond_signal(&engine->work);
 }
 
+static void op_buffered(doff_engine* engine, struct doff_op* op) {
+    op->io.fd = op->seg->file->fd_buffered;
+    op->io.len = op->want;
+    op->helper = engine->has_helper;
+    engine->stats.chunks_buffered++;
+}
+
 /* A short transfer goes on where it stopped; a rest that is no longer aligned goes through the page cache. */
 static void op_continue(doff_engine* engine, struct doff_op* op, size_t moved) {
     struct doff_file* file = op->seg->file;
@@ -213,11 +221,8 @@ static void op_continue(doff_engine* engine, struct doff_op* op, size_t moved) {
     op->io.len -= moved;
     op->want -= moved;
     uint64_t bits = (uint64_t)(uintptr_t)op->io.buf | (uint64_t)op->io.off | op->io.len;
-    if (file->fd_direct < 0 || (bits & file->mask)) {
-        op->io.fd = file->fd_buffered;
-        op->io.len = op->want;
-        op->helper = engine->has_helper;
-    }
+    if (file->fd_direct < 0 || (bits & file->mask))
+        op_buffered(engine, op);
     op_resend(op);
 }
 
@@ -232,6 +237,14 @@ void doff_op_done(doff_engine* engine, struct doff_op* op, int64_t result) {
         } else {
             doff_op_delay(engine, op);
         }
+        return;
+    }
+    if (result == -EINVAL && !request->result.error && op->io.fd == op->seg->file->fd_direct) {
+        /* Some conditions make direct I/O refuse an aligned transfer (a size limit that cuts it at an odd length): the
+         * page cache does it, or says what is really wrong. */
+        engine->stats.direct_refused++;
+        op_buffered(engine, op);
+        op_resend(op);
         return;
     }
     if (result <= 0 || result > (int64_t)op->io.len) {

@@ -135,6 +135,7 @@ class SwapSpace:
             BudgetError: Over the budget, or the file systems do not have the room; says how much is missing.
         """
         with self._lock:
+            self._check_open()
             missing = round_up(total_nbytes) - self.capacity_bytes
             if missing > 0:
                 self._grow(missing)
@@ -149,6 +150,7 @@ class SwapSpace:
             raise UsageError(f"an extent of {nbytes} bytes cannot be allocated")
         padded = round_up(nbytes)
         with self._lock:
+            self._check_open()
             missing = padded - sum(free.free_bytes for free in self._free)
             if missing > 0:
                 self._grow(missing)
@@ -202,9 +204,12 @@ class SwapSpace:
         _close_files(self._open)
         self._finalizer.detach()
 
-    def _segments(self, extent: Extent, address: int, nbytes: int) -> tuple[Any, int]:
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this swap space is closed")
+
+    def _segments(self, extent: Extent, address: int, nbytes: int) -> tuple[Any, int]:
+        self._check_open()
         if address % PAGE_BYTES or not address:
             raise UsageError(f"address {address:#x} of a swap transfer is not a multiple of {PAGE_BYTES}")
         if not 0 <= nbytes <= extent.nbytes:
@@ -261,8 +266,6 @@ class SwapSpace:
 
     def _grow(self, missing: int) -> None:
         """Adds at least ``missing`` bytes of capacity, within budget and free space. The lock is held."""
-        if self._closed:
-            raise ClosedError("this swap space is closed")
         allowed = (
             None if self.budget_bytes is None else self.budget_bytes // PAGE_BYTES * PAGE_BYTES - self.capacity_bytes
         )

@@ -1,0 +1,49 @@
+"""Engines and memory for the I/O tests. Files go to a real disk: pytest's temporary directory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deepoffload.io.engine import BACKENDS, IoEngine, probe_backend
+from deepoffload.native.aio import HostMapping
+
+
+def native_threads() -> list[str]:
+    """Names of this process's threads that the engine started."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if name.startswith("doff-")]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    report = probe_backend(request.param)
+    if not report.available:
+        pytest.skip(f"{report.name}: {report.reason}")
+    return str(request.param)
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., IoEngine]]:
+    """Makes engines and closes them; none of their threads may be left."""
+    before = len(native_threads())
+    engines: list[IoEngine] = []
+
+    def make(**options: object) -> IoEngine:
+        engines.append(IoEngine(**options))  # type: ignore[arg-type]
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close(timeout_s=20)
+    assert len(native_threads()) == before
+    assert threading.active_count() < 50
+
+
+@pytest.fixture
+def memory() -> Iterator[HostMapping]:
+    with HostMapping(16 << 20) as mapping:
+        yield mapping

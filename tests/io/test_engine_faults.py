@@ -1,0 +1,271 @@
+"""Every error of the table, injected: it is reported with its place, and the engine stays usable and can be closed."""
+
+from __future__ import annotations
+
+import errno
+import time
+
+import pytest
+
+from deepoffload.errors import ClosedError, ConfigError, IoFailure, IoTimeout, UsageError
+from deepoffload.io.engine import IoEngine, Priority
+from deepoffload.io.ticket import Ticket
+
+BLOCK = 64 << 10
+FATAL = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT, errno.EFBIG, errno.ENODEV, errno.EREMOTEIO]
+
+
+def open_file(engine: IoEngine, directory, nbytes: int = 4 << 20):
+    file = engine.open_file(directory / "data", create=True, lock=True)
+    file.grow(nbytes)
+    return file
+
+
+@pytest.mark.parametrize("code", FATAL, ids=errno.errorcode.get)
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_error_names_its_place_and_spares_the_rest(make_engine, memory, tmp_path, backend, code, kind):
+    engine = make_engine(
+        backend=backend, block_bytes=BLOCK, queue_depth=4, fault_script=f"op={kind} nth=3 errno={code}"
+    )
+    file = open_file(engine, tmp_path)
+    start = getattr(engine, kind)
+    bad = start(file, memory.address, 16 * BLOCK, 8192)
+    with pytest.raises(IoFailure) as caught:
+        bad.wait(20)
+    assert caught.value.errno == code
+    assert errno.errorcode[code] in str(caught.value)
+    assert caught.value.filename == str(tmp_path / "data")
+    assert caught.value.offset == 8192 + 2 * BLOCK
+    assert caught.value.nbytes == BLOCK
+    with pytest.raises(IoFailure, match=errno.errorcode[code]):  # the same answer each time it is asked
+        bad.result()
+    assert bad.done()
+    for _ in range(3):
+        assert start(file, memory.address, 16 * BLOCK, 0).result() == 16 * BLOCK
+    stats = engine.stats()
+    assert stats["requests_failed"] == 1 and stats["requests_pending"] == 0
+
+
+def test_a_direct_transfer_that_is_refused_goes_through_the_page_cache(make_engine, memory, tmp_path, backend):
+    engine = make_engine(backend=backend, block_bytes=BLOCK, fault_script=f"nth=3 errno={errno.EINVAL}")
+    file = open_file(engine, tmp_path)
+    if not file.direct:
+        pytest.skip(f"no direct I/O on {tmp_path}")
+    memory.buffer[: 16 * BLOCK] = b"x" * 16 * BLOCK
+    assert engine.write(file, memory.address, 16 * BLOCK, 0).result() == 16 * BLOCK
+    assert engine.stats()["direct_refused"] == 1
+    assert (tmp_path / "data").read_bytes()[: 16 * BLOCK] == b"x" * 16 * BLOCK
+
+
+def test_a_buffered_transfer_that_is_refused_is_an_error(make_engine, memory, tmp_path, backend):
+    engine = make_engine(backend=backend, block_bytes=BLOCK, fault_script=f"nth=3 errno={errno.EINVAL}")
+    file = engine.open_file(tmp_path / "data", create=True, direct="off")
+    with pytest.raises(IoFailure, match="EINVAL"):
+        engine.write(file, memory.address, 16 * BLOCK, 0).wait(20)
+
+
+def test_the_rest_of_a_failed_request_is_not_sent(make_engine, memory, tmp_path):
+    engine = make_engine(backend="pool", block_bytes=4096, queue_depth=1, fault_script=f"nth=2 errno={errno.EIO}")
+    file = open_file(engine, tmp_path)
+    with pytest.raises(IoFailure, match="EIO"):
+        engine.write(file, memory.address, 1 << 20, 0).wait(20)
+    assert engine.stats()["chunks_done"] == 1
+
+
+def test_only_the_first_error_is_kept(make_engine, memory, tmp_path, backend):
+    script = f"nth=2 errno={errno.ENOSPC}; nth=4 errno={errno.EIO} delay_ms=50"
+    engine = make_engine(backend=backend, block_bytes=BLOCK, queue_depth=8, fault_script=script)
+    file = open_file(engine, tmp_path)
+    with pytest.raises(IoFailure, match="ENOSPC"):
+        engine.write(file, memory.address, 8 * BLOCK, 0).wait(20)
+
+
+def test_interruptions_that_never_end_become_an_error(make_engine, memory, tmp_path):
+    engine = make_engine(backend="pool", fault_script=f"op=write errno={errno.EAGAIN}")
+    file = open_file(engine, tmp_path)
+    with pytest.raises(IoFailure, match="EAGAIN"):
+        engine.write(file, memory.address, 4096, 0).wait(60)
+    assert engine.read(file, memory.address, 4096, 0).result() == 4096
+
+
+def test_a_write_that_moves_nothing_is_an_error(make_engine, memory, tmp_path):
+    engine = make_engine(backend="pool", fault_script="op=write short=0")
+    file = open_file(engine, tmp_path)
+    with pytest.raises(IoFailure, match="EIO"):
+        engine.write(file, memory.address, 4096, 0).wait(20)
+
+
+def test_waiting_has_a_limit_and_can_go_on(make_engine, memory, tmp_path, backend):
+    engine = make_engine(backend=backend, fault_script="op=read delay_ms=400")
+    file = open_file(engine, tmp_path)
+    ticket = engine.read(file, memory.address, 4096, 0)
+    start = time.monotonic()
+    with pytest.raises(IoTimeout, match="still in flight"):
+        ticket.wait(0.05)
+    assert 0.04 < time.monotonic() - start < 0.35
+    assert not ticket.done()
+    ticket.wait(20)
+    assert ticket.done() and ticket.result() == 4096
+
+
+def test_one_wait_does_not_wait_for_others(make_engine, memory, tmp_path, backend):
+    engine = make_engine(backend=backend, fault_script="op=read nth=1 delay_ms=600")
+    file = open_file(engine, tmp_path)
+    slow = engine.read(file, memory.address, 4096, 0)
+    quick = engine.read(file, memory.address + 4096, 4096, 4096)
+    start = time.monotonic()
+    quick.wait(20)
+    assert time.monotonic() - start < 0.4 and not slow.done()
+    slow.wait(20)
+
+
+def test_closing_has_a_limit_and_finishes_what_was_submitted(memory, tmp_path):
+    engine = IoEngine(backend="pool", fault_script="op=write delay_ms=400")
+    file = open_file(engine, tmp_path)
+    memory.buffer[:4] = b"last"
+    ticket = engine.write(file, memory.address, 4096, 0)
+    with pytest.raises(IoTimeout, match="in flight"):
+        engine.close(timeout_s=0.05)
+    engine.close(timeout_s=20)
+    engine.close()
+    assert ticket.done() and ticket.result() == 4096
+    assert (tmp_path / "data").read_bytes()[:4] == b"last"
+    with pytest.raises(ClosedError):
+        engine.write(file, memory.address, 4096, 0)
+    file.close()
+    assert set(engine.stats().values()) == {0}
+
+
+def test_a_dropped_ticket_does_not_stop_its_transfer(make_engine, memory, tmp_path, backend):
+    engine = make_engine(backend=backend, fault_script="op=write delay_ms=50")
+    file = open_file(engine, tmp_path)
+    memory.buffer[:5] = b"still"
+    engine.write(file, memory.address, 4096, 0)
+    file.close(20)  # waits for requests on it
+    assert (tmp_path / "data").read_bytes()[:5] == b"still"
+
+
+def test_an_error_that_nobody_saw_is_counted(make_engine, memory, tmp_path):
+    engine = make_engine(backend="pool", fault_script=f"op=write errno={errno.EIO} delay_ms=50")
+    file = open_file(engine, tmp_path)
+    engine.write(file, memory.address, 4096, 0)
+    file.close(20)
+    assert engine.stats()["unobserved_failures"] == 1
+
+
+def test_cancelling_takes_back_only_what_was_not_sent(make_engine, memory, tmp_path, backend):
+    engine = make_engine(backend=backend, queue_depth=1, fault_script="op=write delay_ms=150")
+    file = open_file(engine, tmp_path)
+    memory.buffer[:8192] = b"a" * 4096 + b"b" * 4096
+    first = engine.write(file, memory.address, 4096, 0)
+    time.sleep(0.05)
+    second = engine.write(file, memory.address + 4096, 4096, 4096)
+    assert second.cancel()
+    assert not first.cancel()
+    assert second.done()
+    with pytest.raises(IoFailure, match="ECANCELED"):
+        second.wait()
+    first.wait(20)
+    assert not first.cancel()
+    assert (tmp_path / "data").read_bytes()[4096:8192] == bytes(4096)
+    assert engine.stats()["requests_cancelled"] == 1
+
+
+def finish_order(tickets: dict[str, Ticket]) -> list[str]:
+    order: list[str] = []
+    until = time.monotonic() + 20
+    while len(order) < len(tickets) and time.monotonic() < until:
+        order += [name for name, ticket in tickets.items() if name not in order and ticket.done()]
+        time.sleep(0.001)
+    return order
+
+
+def test_urgent_and_promoted_requests_overtake(make_engine, memory, tmp_path, backend):
+    engine = make_engine(backend=backend, queue_depth=1, fault_script="delay_ms=20")
+    file = open_file(engine, tmp_path)
+    requests = {"running": engine.read(file, memory.address, 4096, 0)}
+    time.sleep(0.005)
+    for number, name in enumerate(["queued", "promoted", "urgent"], start=1):
+        priority = Priority.URGENT if name == "urgent" else Priority.NORMAL
+        requests[name] = engine.read(file, memory.address + 4096 * number, 4096, 4096 * number, priority=priority)
+    requests["promoted"].promote()
+    assert finish_order(requests) == ["running", "urgent", "promoted", "queued"]
+
+
+def test_reads_and_writes_take_turns(make_engine, memory, tmp_path, backend):
+    """A burst of writes submitted first does not make reads wait for all of it, nor the other way round."""
+    engine = make_engine(backend=backend, queue_depth=1, fault_script="delay_ms=5")
+    file = open_file(engine, tmp_path)
+    requests = {}
+    for kind in ("write", "read"):
+        for number in range(6):
+            at = (number + (6 if kind == "read" else 0)) * 4096
+            requests[f"{kind}{number}"] = getattr(engine, kind)(file, memory.address + at, 4096, at)
+    order = [name.rstrip("0123456789") for name in finish_order(requests)]
+    assert all(order[at] != order[at + 1] for at in range(1, 10)), order
+
+
+def test_a_full_queue_waits_and_then_refuses(make_engine, memory, tmp_path):
+    engine = make_engine(
+        backend="pool", queue_depth=1, pending_max=2, submit_timeout_s=0.3, fault_script="op=write delay_ms=150"
+    )
+    file = open_file(engine, tmp_path)
+    start = time.monotonic()
+    tickets = [engine.write(file, memory.address, 4096, 0) for _ in range(3)]
+    assert time.monotonic() - start > 0.1, "the third had to wait for the first"
+    slow = make_engine(
+        backend="pool", queue_depth=1, pending_max=1, submit_timeout_s=0.1, fault_script="op=write delay_ms=500"
+    )
+    other = slow.open_file(tmp_path / "other", create=True)
+    other.grow(4096)
+    held = slow.write(other, memory.address, 4096, 0)
+    with pytest.raises(IoTimeout, match="no room in the queue"):
+        slow.write(other, memory.address, 4096, 0)
+    for ticket in [*tickets, held]:
+        ticket.wait(20)
+    assert slow.stats()["requests_done"] == 1
+
+
+def test_requests_of_no_bytes_are_done(make_engine, memory, tmp_path, backend):
+    engine = make_engine(backend=backend)
+    file = open_file(engine, tmp_path)
+    ticket = engine.read(file, memory.address, 0, 0)
+    assert ticket.done() and ticket.result() == 0
+
+
+def test_wrong_arguments_are_refused(make_engine, memory, tmp_path):
+    engine = make_engine(backend="pool")
+    file = open_file(engine, tmp_path)
+    for address, nbytes, offset in [(0, 4096, 0), (memory.address, -1, 0), (memory.address, 1, -1)]:
+        with pytest.raises(UsageError, match="not aligned|negative"):
+            engine.read(file, address, nbytes, offset)
+    with pytest.raises(UsageError):
+        engine.read(file, memory.address, 1 << 62, 1 << 62)
+    with pytest.raises(IoFailure, match="EFAULT"):
+        engine.read(file, 4096, 4096, 0).wait(20)
+    file.close()
+    with pytest.raises(ClosedError, match="closed"):
+        engine.read(file, memory.address, 4096, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"backend": "nonsense"}, "aio.backend.*nonsense"),
+        ({"queue_depth": 0}, "aio.queue_depth"),
+        ({"queue_depth": 5000}, "aio.queue_depth"),
+        ({"block_bytes": 1000}, "aio.block_size"),
+        ({"block_bytes": 0}, "aio.block_size"),
+        ({"pending_max": 0}, "pending_max"),
+    ],
+)
+def test_wrong_options_are_refused(options, match):
+    with pytest.raises(ConfigError, match=match):
+        IoEngine(**options)
+
+
+def test_auto_says_what_it_chose_and_why(make_engine):
+    engine = make_engine()
+    assert engine.backend in ("libaio", "io_uring", "pool")
+    assert len(engine.backend_reason) > 10
+    assert make_engine(backend="pool").backend_reason.startswith("asked for")

@@ -1,0 +1,335 @@
+"""Faults that the kernel makes itself: limits, full and shrunken files, forks, signals.
+
+Those that could end the process run in one of their own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from deepoffload.errors import ClosedError, IoFailure
+from deepoffload.io.engine import IoEngine
+from deepoffload.native.aio import HostMapping
+
+PRELUDE = """
+import errno, os, resource, signal, sys, threading, time
+from deepoffload.errors import *
+from deepoffload.io.engine import IoEngine
+from deepoffload.io.swap_space import SwapSpace
+from deepoffload.native.aio import HostMapping
+backend, directory = sys.argv[1:]
+memory = HostMapping(16 << 20)
+memory.buffer[:] = os.urandom(memory.nbytes)
+engine = IoEngine(backend=backend)
+"""
+
+
+def start(body: str, backend: str, directory: Path) -> subprocess.Popen[str]:
+    program = PRELUDE + textwrap.dedent(body)
+    return subprocess.Popen(
+        [sys.executable, "-c", program, backend, str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def run(body: str, backend: str, directory: Path) -> str:
+    process = start(body, backend, directory)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return out
+
+
+@pytest.mark.parametrize("direct", ["preferred", "off"])
+def test_a_file_size_limit_is_an_error_not_a_short_success(backend, direct, tmp_path):
+    out = run(
+        f"""
+        file = engine.open_file(directory + "/data", create=True, direct={direct!r})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20 | 100, 3 << 20 | 100))  # not aligned on purpose
+        ticket = engine.write(file, memory.address, 8 << 20, 0)
+        try:
+            ticket.wait(20)
+        except IoFailure as failure:
+            print(errno.errorcode[failure.errno], failure.offset, failure.filename == file.path)
+        print(engine.write(file, memory.address, 1 << 20, 0).result())
+        try:
+            file.grow(8 << 20)
+        except IoFailure as failure:
+            print(errno.errorcode[failure.errno])
+        engine.close()
+        """,
+        backend,
+        tmp_path,
+    )
+    first, after, grow = out.splitlines()
+    name, offset, same = first.split()
+    assert (name, same) == ("EFBIG", "True")
+    assert (3 << 20) <= int(offset) < (8 << 20)
+    assert after == str(1 << 20)
+    assert grow == "EFBIG"
+
+
+@pytest.mark.parametrize("direct", ["preferred", "off"])
+def test_a_file_truncated_under_us_is_an_error(make_engine, memory, backend, direct, tmp_path):
+    engine = make_engine(backend=backend)
+    file = engine.open_file(tmp_path / "data", create=True, direct=direct)
+    file.grow(8 << 20)
+    assert engine.read(file, memory.address, 8 << 20, 0).result() == 8 << 20
+    os.truncate(tmp_path / "data", (3 << 20) + 1000)
+    with pytest.raises(IoFailure, match="truncated") as caught:
+        engine.read(file, memory.address, 8 << 20, 0).wait(20)
+    assert caught.value.errno == errno.ENODATA
+    assert (3 << 20) <= caught.value.offset < (8 << 20)
+    assert engine.read(file, memory.address, 3 << 20, 0).result() == 3 << 20
+    assert engine.read(file, memory.address, (3 << 20) + 1000, 0).result() == (3 << 20) + 1000
+
+
+def test_a_file_removed_under_us_goes_on_working(make_engine, memory, backend, tmp_path):
+    engine = make_engine(backend=backend)
+    file = engine.open_file(tmp_path / "data", create=True)
+    file.grow(1 << 20)
+    os.unlink(tmp_path / "data")
+    memory.buffer[:4] = b"kept"
+    engine.write(file, memory.address, 1 << 20, 0).wait(20)
+    memory.buffer[:4] = bytes(4)
+    engine.read(file, memory.address, 1 << 20, 0).wait(20)
+    assert bytes(memory.buffer[:4]) == b"kept"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A tmpfs of 4 MiB, where we may mount one."""
+    where = tmp_path / "small"
+    where.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", where], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting needs root")
+    yield where
+    subprocess.run(["umount", "-l", where], check=True)
+
+
+def test_a_disk_that_fills_up(make_engine, memory, backend, small_disk):
+    engine = make_engine(backend=backend)
+    file = engine.open_file(small_disk / "data", create=True)
+    assert not file.direct and file.direct_errno == errno.EOPNOTSUPP
+    with pytest.raises(IoFailure, match="ENOSPC") as caught:
+        engine.write(file, memory.address, 8 << 20, 0).wait(20)
+    assert caught.value.offset >= 3 << 20
+    with pytest.raises(IoFailure, match="ENOSPC"):
+        file.grow(8 << 20)
+    assert engine.write(file, memory.address, 1 << 20, 0).result() == 1 << 20
+    file.close()
+
+
+def test_required_direct_io_is_refused_where_there_is_none(make_engine, small_disk):
+    engine = make_engine()
+    with pytest.raises(IoFailure, match="open failed"):
+        engine.open_file(small_disk / "data", create=True, direct="required")
+    assert list(small_disk.iterdir()) == []
+
+
+def test_a_read_only_file_cannot_be_written(make_engine, memory, backend, tmp_path):
+    (tmp_path / "data").write_bytes(b"x" * 5000)
+    engine = make_engine(backend=backend)
+    file = engine.open_file(tmp_path / "data", readonly=True)
+    assert engine.read(file, memory.address, 5000, 0).result() == 5000
+    assert bytes(memory.buffer[:5000]) == b"x" * 5000
+    with pytest.raises(IoFailure, match="EBADF"):
+        engine.write(file, memory.address, 4096, 0).wait(20)
+
+
+@pytest.mark.parametrize(("name", "match"), [("missing", "ENOENT"), (".", "EISDIR"), ("missing/data", "ENOENT")])
+def test_what_cannot_be_opened(make_engine, tmp_path, name, match):
+    with pytest.raises(IoFailure, match=match):
+        make_engine().open_file(tmp_path / name)
+
+
+def test_a_locked_file_is_refused_until_closed(make_engine, tmp_path):
+    first, second = make_engine(), make_engine()
+    file = first.open_file(tmp_path / "data", create=True, lock=True)
+    with pytest.raises(IoFailure, match="EAGAIN|EWOULDBLOCK"):
+        second.open_file(tmp_path / "data", lock=True)
+    assert (tmp_path / "data").exists(), "a refused open must not remove what it did not create"
+    file.close()
+    second.open_file(tmp_path / "data", lock=True).close()
+
+
+def test_descriptors_are_given_back(make_engine, tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    engine = make_engine()
+    inside = len(os.listdir("/proc/self/fd"))
+    for number in range(300):  # more than the table holds at once
+        engine.open_file(tmp_path / str(number), create=True, unlink=True).close()
+    assert len(os.listdir("/proc/self/fd")) == inside
+    engine.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_direct_transfers_leave_the_page_cache_alone(make_engine, memory, backend, tmp_path):
+    engine = make_engine(backend=backend)
+    file = engine.open_file(tmp_path / "data", create=True)
+    if not file.direct:
+        pytest.skip(f"no direct I/O on {tmp_path}")
+    file.grow(16 << 20)
+    engine.write(file, memory.address, 16 << 20, 0).wait(20)
+    engine.read(file, memory.address, 16 << 20, 0).wait(20)
+    assert engine.stats()["chunks_buffered"] == 0
+    cached = subprocess.run(["fincore", "-b", "-n", "-o", "RES", tmp_path / "data"], capture_output=True, text=True)
+    if cached.returncode == 0:
+        assert int(cached.stdout) <= 64 << 10
+
+
+def test_a_forked_child_has_no_part_in_it(make_engine, memory, backend, tmp_path):
+    engine = make_engine(backend=backend, fault_script="op=write delay_ms=100")
+    file = engine.open_file(tmp_path / "data", create=True)
+    file.grow(1 << 20)
+    ticket = engine.write(file, memory.address, 1 << 20, 0)
+    child = os.fork()
+    if child == 0:
+        try:
+            assert not ticket.done() and not ticket.cancel()
+            calls = (
+                lambda: ticket.wait(1),
+                lambda: engine.read(file, memory.address, 1, 0),
+                lambda: file.grow(2 << 20),
+            )
+            for call in calls:
+                try:
+                    call()
+                    os._exit(3)
+                except ClosedError as error:
+                    assert "parent" in str(error)
+            file.close()
+            engine.close()
+            del ticket
+            os._exit(0)
+        except BaseException:
+            os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    ticket.wait(20)
+    assert engine.read(file, memory.address, 4096, 0).result() == 4096
+
+
+SWAP = """
+swap = SwapSpace(engine, [directory])
+extents = [swap.allocate(8 << 20) for _ in range(4)]
+print("ready", flush=True)
+def forever():
+    while True:
+        tickets = [swap.write(extent, memory.address) for extent in extents]
+        for ticket in tickets: ticket.wait()
+"""
+
+
+def free_bytes_settle(path: Path, expected: int) -> int:
+    for _ in range(100):
+        status = os.statvfs(path)
+        missing = expected - status.f_bavail * status.f_frsize
+        if missing < 16 << 20:
+            break
+        time.sleep(0.05)
+    return missing
+
+
+def test_kill_9_leaves_no_file(backend, tmp_path):
+    status = os.statvfs(tmp_path)
+    process = start(SWAP + "forever()", backend, tmp_path)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert list(tmp_path.iterdir()) == [], "the file has no name while it is used"
+    time.sleep(0.2)
+    process.kill()
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+    assert free_bytes_settle(tmp_path, status.f_bavail * status.f_frsize) < 1 << 30
+
+
+def test_ctrl_c_ends_a_wait_and_everything_behind_it(backend, tmp_path):
+    body = """
+    try:
+        forever()
+    except KeyboardInterrupt:
+        swap.close(); engine.close()
+        left = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+        print([name for name in left if name.startswith("doff")])
+    """
+    process = start(SWAP + textwrap.dedent(body), backend, tmp_path)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    assert out == "[]\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_reaches_a_wait_for_a_slow_disk(tmp_path):
+    body = """
+    engine = IoEngine(backend="pool", fault_script="op=write delay_ms=3000")
+    file = engine.open_file(directory + "/data", create=True)
+    ticket = engine.write(file, memory.address, 4096, 0)
+    print("ready", flush=True)
+    start = time.monotonic()
+    try:
+        ticket.wait()
+    except KeyboardInterrupt:
+        print(time.monotonic() - start < 2.5)
+    """
+    process = start(body, "pool", tmp_path)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    assert out == "True\n"
+
+
+def test_an_engine_nobody_closed_does_not_hang_the_exit(backend, tmp_path):
+    body = """
+    file = engine.open_file(directory + "/data", create=True)
+    ticket = engine.write(file, memory.address, 16 << 20, 0)
+    keep = [engine, ticket]
+    """
+    start_s = time.monotonic()
+    run(body, backend, tmp_path)
+    assert time.monotonic() - start_s < 20
+
+
+def test_many_threads_submit_wait_and_cancel(backend, tmp_path):
+    import threading
+
+    with IoEngine(backend=backend, queue_depth=4, block_bytes=16 << 10) as engine, HostMapping(8 << 20) as memory:
+        file = engine.open_file(tmp_path / "data", create=True)
+        file.grow(8 << 20)
+        problems: list[BaseException] = []
+
+        def work(number: int) -> None:
+            try:
+                base = number << 20
+                for turn in range(30):
+                    memory.buffer[base : base + 100_000] = bytes([turn * 8 + number]) * 100_000
+                    engine.write(file, memory.address + base, 100_000, base).wait(30)
+                    engine.read(file, memory.address + base + (512 << 10), 100_000, base).cancel()
+                    engine.read(file, memory.address + base + (256 << 10), 100_000, base).wait(30)
+                    assert memory.buffer[base + (256 << 10)] == bytes([turn * 8 + number])
+            except BaseException as problem:
+                problems.append(problem)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        file.close(30)
+        assert problems == []

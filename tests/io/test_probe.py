@@ -1,0 +1,104 @@
+"""Probing and measuring real paths."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from deepoffload.errors import ConfigError, UnsupportedError
+from deepoffload.io.engine import choose_backend, probe_backend
+from deepoffload.io.probe import Bandwidth, cache_directory, measure_bandwidth, probe_path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "deepoffload"
+
+
+@pytest.fixture
+def disk(tmp_path):
+    (tmp_path / "disk").mkdir()
+    return tmp_path / "disk"
+
+
+def test_the_report_says_what_a_file_there_can_do(make_engine, disk):
+    engine = make_engine()
+    report = probe_path(disk, engine)
+    assert report.path == str(disk) and report.free_bytes > 0
+    file = engine.open_file(disk / "x", create=True)
+    assert (report.direct, report.memory_align, report.offset_align) == (
+        file.direct,
+        file.memory_align,
+        file.offset_align,
+    )
+    assert "O_DIRECT works" in report.direct_reason or not report.direct
+    assert [path.name for path in disk.iterdir()] == ["x"]
+
+
+def test_a_measurement_is_quick_kept_and_leaves_nothing(make_engine, disk, cache):
+    engine = make_engine()
+    start = time.perf_counter()
+    first = measure_bandwidth(disk, engine, time_s=0.4)
+    assert time.perf_counter() - start < 10
+    assert list(disk.iterdir()) == []
+    assert min(first.read_bytes_per_s, first.write_bytes_per_s, first.mixed_bytes_per_s) > 1e6
+    assert 0 <= first.overlap <= 1
+    assert cache_directory() == cache
+    assert [path.suffix for path in cache.iterdir()] == [".json"]
+    moved = engine.stats()["bytes_read"]
+    assert measure_bandwidth(disk, engine, time_s=0.4) == first
+    assert engine.stats()["bytes_read"] == moved, "the second answer comes from the cache"
+    assert measure_bandwidth(disk, engine, time_s=0.1, use_cache=False) != first
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"path": 1}', "null"])
+def test_a_damaged_cache_is_measured_again(make_engine, disk, cache, damage):
+    engine = make_engine()
+    first = measure_bandwidth(disk, engine, time_s=0.05)
+    (file,) = cache.iterdir()
+    file.write_text(damage)
+    again = measure_bandwidth(disk, engine, time_s=0.05)
+    assert again.measured_at_unix_s > first.measured_at_unix_s
+    assert json.loads(file.read_text())["path"] == str(disk)
+
+
+def test_an_old_measurement_is_taken_again(make_engine, disk, cache):
+    engine = make_engine()
+    first = measure_bandwidth(disk, engine, time_s=0.05)
+    (file,) = cache.iterdir()
+    file.write_text(json.dumps({**json.loads(file.read_text()), "measured_at_unix_s": time.time() - 100 * 86400}))
+    assert measure_bandwidth(disk, engine, time_s=0.05).measured_at_unix_s > first.measured_at_unix_s
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(make_engine, disk, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+    assert measure_bandwidth(disk, make_engine(), time_s=0.05).read_bytes_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "mixed", "overlap"),
+    [(2e9, 2e9, 2e9, 0.0), (2e9, 2e9, 4e9, 1.0), (2e9, 2e9, 3e9, 0.5), (4e9, 10e9, 5e9, 0.0), (1e9, 1e12, 2e9, 1.0)],
+)
+def test_overlap_tells_half_from_full_duplex(read, write, mixed, overlap):
+    assert Bandwidth("/", "pool", True, read, write, mixed, 0.0).overlap == pytest.approx(overlap, abs=0.02)
+
+
+def test_a_missing_path(make_engine, tmp_path):
+    for call in (probe_path, measure_bandwidth):
+        with pytest.raises(ConfigError, match="does not exist"):
+            call(tmp_path / "none", make_engine())
+
+
+def test_backends_are_reported_with_reasons():
+    for name in ("libaio", "io_uring", "pool"):
+        report = probe_backend(name)
+        assert report.name == name and report.reason
+    assert probe_backend("pool").available
+    name, reason = choose_backend("auto")
+    assert probe_backend(name).available and reason
+    if not probe_backend("io_uring").available:
+        with pytest.raises(UnsupportedError, match="io_uring"):
+            choose_backend("io_uring")
