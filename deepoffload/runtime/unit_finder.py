@@ -33,7 +33,8 @@ class ModelPlan:
 
 
 class _Finder:
-    def __init__(self, max_unit_bytes: int, nbytes: Callable[[Tensor], int]) -> None:
+    def __init__(self, root_name: str, max_unit_bytes: int, nbytes: Callable[[Tensor], int]) -> None:
+        self.root_name = root_name
         self.max_unit_bytes = max_unit_bytes
         self.nbytes = nbytes
         self.units: list[UnitPlan] = []
@@ -67,7 +68,7 @@ class _Finder:
         if module is not None:
             self.windows.append((name, module))
         if fresh:
-            self.units.append(UnitPlan(name or type(module).__name__, module, tuple(fresh)))
+            self.units.append(UnitPlan(name or self.root_name, module, tuple(fresh)))
 
 
 def find_units(root: nn.Module, max_unit_bytes: int, nbytes: Callable[[Tensor], int]) -> ModelPlan:
@@ -76,6 +77,6 @@ def find_units(root: nn.Module, max_unit_bytes: int, nbytes: Callable[[Tensor], 
     ``max_unit_bytes`` bounds the bytes of a unit where its module can be split; ``nbytes`` says what a parameter will
     take (in the dtype it will compute in).
     """
-    finder = _Finder(max_unit_bytes, nbytes)
+    finder = _Finder(type(root).__name__, max_unit_bytes, nbytes)
     finder.visit(root, "", repeated=False)
     return ModelPlan(tuple(finder.units), tuple(finder.windows))
