@@ -61,16 +61,19 @@ class Block:
     Attributes:
         offset: byte offset in the arena while resident, else None.
         leases: how many users need it to stay; above zero it is neither evicted nor moved.
+        room_bytes: what it takes in the arena. Blocks of about the same size take the same, so that each fits where
+            another was.
         static: placement keeps it in memory for good: it is never evicted, hence never written.
     """
 
-    __slots__ = ("id", "name", "kind", "nbytes", "state", "offset", "extent", "leases", "static", "ticket", "owner")
+    __slots__ = ("id", "name", "kind", "nbytes", "room_bytes", "state", "offset", "extent", "leases", "static", "ticket", "owner")
 
     def __init__(self, block_id: int, name: str, kind: Kind, nbytes: int, owner: BlockOwner | None = None) -> None:
         self.id = block_id
         self.name = name
         self.kind = kind
         self.nbytes = nbytes
+        self.room_bytes = nbytes
         self.state = BlockState.EMPTY
         self.offset: int | None = None
         self.extent: Extent | None = None

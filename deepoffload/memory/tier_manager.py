@@ -30,7 +30,11 @@ TRANSFER_LIMIT_S = 300.0
 
 @dataclass
 class TierCounters:
-    """Running totals of one tier manager (bytes, counts, seconds)."""
+    """Running totals of one tier manager.
+
+    faults: reads that were waited for at a use that no plan had foreseen. waits: foreseen uses whose read was not done in
+    time. wait_s: seconds spent waiting for transfers of any kind.
+    """
 
     faults: int = 0
     waits: int = 0
@@ -56,6 +60,7 @@ class TierManager:
         self.lock = threading.RLock()
         self.counters = TierCounters()
         self.next_use: Callable[[int], float] = lambda block_id: math.inf
+        self.foreseen: frozenset[int] = frozenset()
         self.explain: Callable[[], str] = lambda: ""
         self._blocks: dict[int, Block] = {}
         self._resident: dict[int, Block] = {}
@@ -91,6 +96,10 @@ class TierManager:
                 self.space.free(block.extent)
                 block.extent = None
             self._blocks.pop(block.id, None)
+
+    def room_bytes(self, block_id: int) -> int:
+        """What a block takes in the arena."""
+        return round_up(self._blocks[block_id].room_bytes)
 
     def address(self, block: Block) -> int:
         """Memory address of a resident block."""
@@ -140,7 +149,10 @@ class TierManager:
             return
         fresh = block.state is BlockState.EMPTY
         if not fresh and load:
-            self.counters.faults += 1
+            if block.id in self.foreseen:
+                self.counters.waits += 1
+            else:
+                self.counters.faults += 1
         block.offset = self._make_room(block)
         self._resident[block.id] = block
         if fresh or not load:
@@ -209,7 +221,7 @@ class TierManager:
         return block.owner is None or block.owner.can_release()
 
     def _make_room(self, block: Block) -> int:
-        nbytes = block.nbytes
+        nbytes = block.room_bytes
         high = block.kind is Kind.STATE
         collected = False
         while True:
@@ -308,7 +320,7 @@ class TierManager:
         with self.lock:
             if block.state is not BlockState.ON_NVME:
                 return False
-            offset = self.arena.allocate(block.nbytes, high=block.kind is Kind.STATE)
+            offset = self.arena.allocate(block.room_bytes, high=block.kind is Kind.STATE)
             if offset is None:
                 return False
             block.offset = offset

@@ -12,13 +12,20 @@ import torch
 
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.cpu_adam import StateLayout
-from deepoffload.params.layout import PieceLayout, PieceSegment, cut_pieces
+from deepoffload.memory.block import Block
+from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceLayout, PieceSegment, cut_pieces
 from deepoffload.params.torch_private import bare
 from deepoffload.params.unit import ParamHandle, StatePiece, Unit
 from deepoffload.schedule.placement import Kind
 
-PIECE_NUMEL = 2 << 20
-"""Elements per piece: 20 to 24 MiB of state, what the disk pipeline was fastest with; smaller budgets get smaller ones."""
+PIECE_BYTES = 28 << 20
+"""A piece is about 20 to 28 MiB of state, what the disk pipeline was fastest with; smaller budgets get smaller ones."""
+
+LEAST_PIECE_NUMEL = 1024
+"""Below this a piece would be less than a few disk pages."""
+
+SAME_ROOM = 0.9
+"""A block of at least this share of its unit's largest takes as much room as that one."""
 
 LAYOUTS = {
     torch.float32: StateLayout.FP32,
@@ -34,14 +41,33 @@ def bytes_per_element(layout: StateLayout) -> int:
     return _LEAD_BYTES[layout] + 8
 
 
+def piece_numel(weight_bytes: int, layout: StateLayout, limit_bytes: int) -> int:
+    """Elements per state piece: as many bytes as the unit's weights take, or an even part of them within ``limit_bytes``.
+
+    Then pieces, weights and gradients of a unit fit into each other's room, and memory does not fall into splinters.
+    """
+    per_element = bytes_per_element(layout)
+    parts = max(1, round(weight_bytes / min(limit_bytes, PIECE_BYTES)))
+    numel = -(-weight_bytes // parts // per_element)
+    return max(LEAST_PIECE_NUMEL, -(-numel // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL)
+
+
+def equalise_room(blocks: list[Block]) -> None:
+    """Give blocks of about the same size the same room in memory."""
+    for block in sorted(blocks, key=lambda b: -b.nbytes):
+        room = max((b.room_bytes for b in blocks if b.nbytes * SAME_ROOM <= block.nbytes), default=block.nbytes)
+        block.room_bytes = max(block.nbytes, room) if room * SAME_ROOM <= block.nbytes else block.nbytes
+
+
 def make_pieces(
-    tiers: TierManager, unit: Unit, trained: list[tuple[ParamHandle, torch.dtype]], piece_numel: int
+    tiers: TierManager, unit: Unit, trained: list[tuple[ParamHandle, torch.dtype]], limit_bytes: int
 ) -> list[StatePiece]:
     """Blocks for the state of trainable parameters, given with their compute dtypes; they take memory when first used."""
     pieces: list[StatePiece] = []
     for dtype, layout in LAYOUTS.items():
         group = [handle for handle, compute_dtype in trained if compute_dtype is dtype]
-        for piece in cut_pieces([h.numel for h in group], piece_numel):
+        numel = piece_numel(unit.weights.nbytes, layout, limit_bytes)
+        for piece in cut_pieces([h.numel for h in group], numel):
             name = f"{unit.name}.state[{len(pieces)}]"
             block = tiers.create(name, Kind.STATE, piece.numel * bytes_per_element(layout))
             pieces.append(StatePiece(block, piece, layout, group))

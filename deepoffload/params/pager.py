@@ -25,7 +25,7 @@ from deepoffload.params.torch_private import (
     top_saved_tensors_hooks,
 )
 from deepoffload.params.unit import ParamHandle, SlotOwner, Unit
-from deepoffload.schedule.planner import MoveKind, plan_prefetch
+from deepoffload.schedule.planner import MoveKind, plan_prefetch, plan_write_back
 from deepoffload.schedule.trace import Event, Trace
 
 WRITE_BEHIND_SHARE = 0.5
@@ -76,6 +76,7 @@ class Pager:
         self.adopt_late: Callable[[Tensor, str], ParamHandle | None] | None = None
         self.closed_because: str | None = None
         self.lookahead_bytes = tiers.arena.capacity_bytes
+        self.static: frozenset[int] = frozenset()
         self._keys: dict[tuple[object, ...], int] = {}
         self._last_key: tuple[object, ...] | None = None
         self._held: list[Block] = []
@@ -161,6 +162,11 @@ class Pager:
         """The program enters the forward of ``units``."""
         self._event(("f", *(u.index for u in units)), tuple(u.weights.id for u in units))
 
+    def note_use(self, slot: TensorSlot) -> None:
+        """The program uses a weight outside of any window."""
+        if isinstance(slot, ParamHandle) and slot.unit is not None:
+            self.use_forward([slot.unit])
+
     def pin_for_backward(self, handle: ParamHandle) -> None:
         """Pin a weight for backward, noting the order of use."""
         if handle.unit is not None:
@@ -181,6 +187,8 @@ class Pager:
             self.release_held()
             self.trace.end_of_step()
             self._last_key = None
+            if self.closed_because is None:
+                self.pump()
 
     def _event(self, key: tuple[object, ...], blocks: tuple[int, ...]) -> None:
         if key == self._last_key:
@@ -189,7 +197,8 @@ class Pager:
             if self.closed_because is not None:
                 return
             self._last_key = key
-            self.trace.observe(Event(self._keys.setdefault(key, len(self._keys)), blocks))
+            predicted = self.trace.observe(Event(self._keys.setdefault(key, len(self._keys)), blocks))
+            self.tiers.foreseen = frozenset(blocks) if predicted and self.prefetch else frozenset()
             self.pump(set(blocks))
 
     def _stamp(self, block: Block) -> None:
@@ -218,11 +227,12 @@ class Pager:
         moves = plan_prefetch(
             self.trace.upcoming(),
             is_resident=lambda b: tiers.block(b).state is not BlockState.ON_NVME,
-            nbytes=lambda b: tiers.block(b).nbytes,
+            nbytes=tiers.room_bytes,
             free_bytes=tiers.arena.free_bytes,
-            evictable=self._evictable(in_use),
+            evictable=(b.id for b in tiers.resident() if b.id not in in_use and tiers.evictable(b)),
             next_use=self._next_use,
             lookahead_bytes=self.lookahead_bytes,
+            static=self.static,
         )
         for move in moves:
             block = tiers.block(move.block)
@@ -230,18 +240,22 @@ class Pager:
             if not done:
                 break
 
-    def _evictable(self, in_use: set[int] | frozenset[int]) -> dict[int, float]:
-        tiers = self.tiers
-        return {b.id: b.nbytes for b in tiers.resident() if b.id not in in_use and tiers.evictable(b)}
-
     def write_behind(self, in_use: set[int] | frozenset[int] = frozenset()) -> None:
         """Start writing dirty blocks that nobody uses and that will have to leave."""
         tiers = self.tiers
         budget = tiers.arena.capacity_bytes * WRITE_BEHIND_SHARE - tiers.in_flight_bytes(BlockState.WRITING)
-        for block in list(tiers.resident()):
-            if block.state is BlockState.DIRTY and block.id not in in_use and budget >= block.nbytes:
-                if tiers.write_behind(block):
-                    budget -= block.nbytes
+        chosen = plan_write_back(
+            [b.id for b in tiers.resident() if b.state is BlockState.DIRTY and b.id not in in_use],
+            self.trace.upcoming(),
+            nbytes=tiers.room_bytes,
+            next_use=self._next_use,
+            lookahead_bytes=self.lookahead_bytes,
+            static=self.static,
+        )
+        for block_id in chosen:
+            block = tiers.block(block_id)
+            if budget >= block.nbytes and tiers.write_behind(block):
+                budget -= block.nbytes
 
     # -- saved-tensor hooks ----------------------------------------------------------------------------------------
 

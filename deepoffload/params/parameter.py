@@ -130,6 +130,7 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
     try:
         for tensor in paged:
             slot: TensorSlot = tensor._slot
+            slot.pager.note_use(slot)
             slot.pager.pin(slot)
             pinned.append(slot)
         _before_mutation(name, args, kwargs)

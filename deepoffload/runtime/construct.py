@@ -18,7 +18,7 @@ from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import StateLayout
 from deepoffload.optim.gradients import Gradients
-from deepoffload.optim.state import LAYOUTS, PieceView, make_pieces, whole_segment
+from deepoffload.optim.state import LAYOUTS, PieceView, equalise_room, make_pieces, whole_segment
 from deepoffload.params.layout import byte_offsets
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter
@@ -68,15 +68,15 @@ class Assembly:
 
     Args:
         dtype: what floating-point parameters compute in from now on; None keeps theirs.
-        piece_numel: elements per piece of optimizer state.
+        piece_bytes: about the most that a piece of optimizer state may take.
     """
 
-    def __init__(self, pager: Pager, gradients: Gradients, dtype: torch.dtype | None, piece_numel: int) -> None:
+    def __init__(self, pager: Pager, gradients: Gradients, dtype: torch.dtype | None, piece_bytes: int) -> None:
         self.pager = pager
         self.tiers: TierManager = pager.tiers
         self.gradients = gradients
         self.dtype = dtype
-        self.piece_numel = piece_numel
+        self.piece_bytes = piece_bytes
 
     def target_dtype(self, handle: ParamHandle) -> torch.dtype:
         return self.dtype if self.dtype is not None and handle.dtype.is_floating_point else handle.dtype
@@ -89,7 +89,7 @@ class Assembly:
     def declare(self, name: str, handles: list[ParamHandle]) -> UnitDraft:
         """The blocks of a unit, still without bytes."""
         draft = UnitDraft(len(self.pager.units), name, handles, [self.target_dtype(h) for h in handles])
-        self.pager.units.append(draft.make(self.pager, self.gradients, self.piece_numel))
+        self.pager.units.append(draft.make(self.pager, self.gradients, self.piece_bytes))
         return draft
 
     def fill(self, draft: UnitDraft) -> None:
@@ -179,7 +179,7 @@ class UnitDraft:
         self.offsets, self.nbytes = byte_offsets([h.numel * d.itemsize for h, d in zip(self.handles, self.dtypes, strict=True)])
         self.unit: Unit
 
-    def make(self, pager: Pager, gradients: Gradients, piece_numel: int) -> Unit:
+    def make(self, pager: Pager, gradients: Gradients, piece_bytes: int) -> Unit:
         tiers = pager.tiers
         owner = WeightOwner(pager)
         weights = tiers.create(self.name, Kind.WEIGHT, self.nbytes, owner)
@@ -192,7 +192,8 @@ class UnitDraft:
             block = tiers.create(f"{self.name}.grad", Kind.GRADIENT, nbytes)
             self.unit.gradients = block
             gradients.give_block(block, [h for h, _ in trained], offsets, [d for _, d in trained])
-            self.unit.pieces = make_pieces(tiers, self.unit, trained, piece_numel)
+            self.unit.pieces = make_pieces(tiers, self.unit, trained, piece_bytes)
+            equalise_room([weights, block, *(piece.block for piece in self.unit.pieces)])
         return self.unit
 
 

@@ -23,9 +23,6 @@ from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena, round_up
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim.gradients import Gradients
-from deepoffload.optim.state import PIECE_NUMEL, bytes_per_element
-from deepoffload.native.cpu_adam import StateLayout
-from deepoffload.params.layout import ALIGNMENT_NUMEL
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.window import Window
@@ -38,8 +35,8 @@ log = logging.getLogger("deepoffload")
 
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32, Precision.FP16: torch.float16}
 
-PIECES_PER_BUDGET = 16
-"""A state piece takes at most this part of the budget, so that small budgets have a ring, too."""
+PIECES_PER_BUDGET = 14
+"""A state piece takes about this part of the budget at most, so that small budgets have a ring, too."""
 
 UNITS_PER_BUDGET = 8
 """A unit's weights take at most this part of the budget, where the model can be split so far."""
@@ -112,7 +109,7 @@ class Engine:
             refuse_meta(root)
         dtype = _DTYPES.get(self.config.precision)
         capacity = self.pager.tiers.arena.capacity_bytes
-        assembly = Assembly(self.pager, self.gradients, dtype, _piece_numel(capacity))
+        assembly = Assembly(self.pager, self.gradients, dtype, capacity // PIECES_PER_BUDGET)
         drafts, windows = self._draft(assembly, roots, list(handles), capacity // UNITS_PER_BUDGET)
         self._place(drafts, windows)
         for draft in drafts:
@@ -164,13 +161,15 @@ class Engine:
         for draft in drafts:
             unit = draft.unit
             blocks = [unit.weights, *([unit.gradients] if unit.gradients else []), *(p.block for p in unit.pieces)]
-            specs += [BlockSpec(b.id, b.name, b.kind, round_up(b.nbytes), unit.index) for b in blocks]
+            specs += [BlockSpec(b.id, b.name, b.kind, round_up(b.room_bytes), unit.index) for b in blocks]
             for handle in draft.handles:
                 unit_of[id(handle.tensor)] = draft
                 trained += handle.numel if handle.grad_slot is not None else 0
+        limits = {Kind.WEIGHT: self.config.offload_param, Kind.STATE: self.config.offload_optimizer}
+        kept_kinds = {kind for kind, tier in limits.items() if tier is not None and tier is not Tier.NVME}
         event_bytes = 0
         for _, module in windows:
-            used = {unit_of[id(p)].index: unit_of[id(p)].nbytes for p in module.parameters() if id(p) in unit_of}
+            used = {unit_of[id(p)].index: unit_of[id(p)].unit.weights.room_bytes for p in module.parameters() if id(p) in unit_of}
             event_bytes = max(event_bytes, sum(round_up(nbytes) for nbytes in used.values()))
         if self._space is not None:
             self._bandwidths = _measured(self.config.nvme_path[0], self._io)
@@ -182,12 +181,14 @@ class Engine:
             bandwidths=self._bandwidths,
             workload=Workload(self.config.gradient_accumulation_steps),
             num_parameters=trained or None,
+            keep=frozenset(spec.id for spec in specs if spec.kind in kept_kinds),
         )
         if self._space is not None and self.placement.nvme_bytes:
             self._space.reserve(self.placement.nvme_bytes + self._space.used_bytes)
         if not self.pager.evict_always:
             for block_id in self.placement.resident:
                 tiers.block(block_id).static = True
+        self.pager.static = self.placement.resident
         self.pager.lookahead_bytes = self.placement.lookahead_bytes
         tiers.explain = lambda: f"\n{self.placement.table()}" if self.placement is not None else ""
 
@@ -207,7 +208,8 @@ class Engine:
             return None
         with self.pager.lock:
             handle = adopt(self.pager, param, name)
-            assembly = Assembly(self.pager, self.gradients, None, _piece_numel(self.pager.tiers.arena.capacity_bytes))
+            piece_bytes = self.pager.tiers.arena.capacity_bytes // PIECES_PER_BUDGET
+            assembly = Assembly(self.pager, self.gradients, None, piece_bytes)
             assembly.fill(assembly.declare(name, [handle]))
             self.gradients.track(handle)
             return handle
@@ -283,11 +285,6 @@ def _measured(path: str, io: IoEngine | None) -> Bandwidths:
         return NO_DISK
     rates = measure_bandwidth(path, io)
     return Bandwidths(rates.read_bytes_per_s, rates.write_bytes_per_s, rates.mixed_bytes_per_s, 2e10)
-
-
-def _piece_numel(capacity_bytes: int) -> int:
-    largest = capacity_bytes // PIECES_PER_BUDGET // bytes_per_element(StateLayout.MASTER)
-    return max(ALIGNMENT_NUMEL * 16, min(PIECE_NUMEL, largest // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL))
 
 
 def _check_supported(config: Config) -> None:

@@ -106,26 +106,29 @@ def plan_placement(
     workload: Workload,
     num_parameters: int | None = None,
     ring_pieces: int = 16,
+    keep: frozenset[int] = frozenset(),
 ) -> Placement:
     """Place ``blocks`` in ``capacity_bytes`` of memory and ``nvme_capacity_bytes`` of NVMe (None: there is no path).
 
     event_weight_bytes: the largest set of weights that one event uses at once.
     ring_pieces: state pieces that should be in memory at a time; 2 are the least. (16 pieces of some 20 MiB are where
         more stopped helping on the disk the defaults were tuned on.)
+    keep: blocks that have to stay in memory, because the configuration says so.
 
     If everything fits, everything is resident and nothing is ever written. Otherwise the window is reserved first, as
     large as there is room for, and what is left goes to the blocks that save most seconds per byte. Equal worth:
     weights before gradients before state, then the order given. Raises ``PlacementError``, with the table, when the
     least window does not fit or NVMe is missing or too small.
     """
-    problem = _Problem(blocks, event_weight_bytes, bandwidths, workload, num_parameters)
+    problem = _Problem(blocks, event_weight_bytes, bandwidths, workload, num_parameters, keep)
     total_bytes = sum(block.nbytes for block in problem.blocks)
     if total_bytes <= capacity_bytes:
         everything = frozenset(block.id for block in problem.blocks)
         return problem.placement(everything, Window(), capacity_bytes, nvme_capacity_bytes)
     least_bytes = total_bytes if nvme_capacity_bytes is None else problem.minimum_bytes
     if nvme_capacity_bytes is None or capacity_bytes < least_bytes:
-        placement = problem.placement(frozenset(), problem.window(problem.blocks, 2, False), capacity_bytes, None)
+        paged = [block for block in problem.blocks if block.id not in keep]
+        placement = problem.placement(keep, problem.window(paged, 2, False), capacity_bytes, None)
         raise PlacementError(_memory_message(placement, total_bytes, nvme_capacity_bytes is not None))
     resident, window = problem.choose(capacity_bytes, max(ring_pieces, 2))
     placement = problem.placement(resident, window, capacity_bytes, nvme_capacity_bytes)
@@ -164,8 +167,10 @@ class _Problem:
         bandwidths: Bandwidths,
         workload: Workload,
         num_parameters: int | None,
+        keep: frozenset[int],
     ) -> None:
         self.blocks = tuple(blocks)
+        self._keep = keep & {block.id for block in self.blocks}
         self._event_weight_bytes = event_weight_bytes
         self._bandwidths = bandwidths
         self._num_parameters = num_parameters
@@ -181,12 +186,14 @@ class _Problem:
         prices = bandwidths.prices(sum(self._traffic.values(), Traffic()))
         self._worth = {block: seconds_saved(traffic, prices) for block, traffic in per_byte.items()}
         kind_rank = {kind: rank for rank, kind in enumerate(_KINDS)}
-        self._ranked = sorted(self.blocks, key=lambda block: (-self._worth[block.id], kind_rank[block.kind]))
+        self._ranked = sorted(
+            self.blocks, key=lambda block: (block.id not in keep, -self._worth[block.id], kind_rank[block.kind])
+        )
         self._prefix_bytes = list(accumulate((block.nbytes for block in self._ranked), initial=0))
         self._suffix_needs = _suffix_needs(self._ranked)
         self.minimum_bytes = min(
             kept_bytes + needs.window(2, False, event_weight_bytes).nbytes
-            for kept_bytes, needs in zip(self._prefix_bytes, self._suffix_needs, strict=True)
+            for kept_bytes, needs in list(zip(self._prefix_bytes, self._suffix_needs, strict=True))[len(self._keep) :]
         )
 
     def window(self, paged: Iterable[BlockSpec], ring_pieces: int, prefetches_weights: bool) -> Window:
@@ -221,6 +228,8 @@ class _Problem:
         for count, kept_bytes in enumerate(self._prefix_bytes):
             if kept_bytes > capacity_bytes:
                 break
+            if count < len(self._keep):
+                continue
             needs = self._suffix_needs[count].window(pieces, prefetches_weights, self._event_weight_bytes)
             if kept_bytes + needs.nbytes <= capacity_bytes:
                 best = count
@@ -260,11 +269,14 @@ class _Problem:
         moved = sum((self._traffic[block.id] for block in paged), Traffic())
         if not every:
             reason = "none"
+        elif all(block.id in self._keep for block in every):
+            reason = "kept in memory, as configured"
         elif not paged:
             reason = "all fit" if len(resident) < len(self.blocks) else "everything fits"
         else:
             worth = max(self._worth[block.id] for block in paged) * (1 << 30)
-            room = f"{len(paged)} of {len(every)} have no room" if kept else "no room"
+            free = [block for block in every if block.id not in self._keep]
+            room = "no room" if len(paged) == len(free) else f"{len(paged)} of {len(free)} have no room"
             reason = f"{room}; 1 GiB more would save {worth:.2f} s per step"
         return Row(
             name=kind.value,
