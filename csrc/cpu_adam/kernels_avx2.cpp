@@ -19,6 +19,7 @@
 namespace cpu_adam {
 namespace {
 #include "simd_avx2.h"
+#include "rules.inc.h"
 #include "kernels.inc.h"
 }  // namespace
 

@@ -26,6 +26,7 @@
 namespace cpu_adam {
 namespace {
 #include "simd_avx512.h"
+#include "rules.inc.h"
 #include "kernels.inc.h"
 }  // namespace
 

@@ -12,6 +12,7 @@
 namespace cpu_adam {
 namespace {
 #include "simd_neon.h"
+#include "rules.inc.h"
 #include "kernels.inc.h"
 }  // namespace
 

@@ -8,6 +8,7 @@
 
 namespace cpu_adam {
 namespace {
+#include "rules.inc.h"
 #include "kernels.inc.h"
 }  // namespace
 

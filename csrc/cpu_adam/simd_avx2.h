@@ -18,6 +18,11 @@ struct Avx2 {
         const F unordered = _mm256_cmp_ps(a, b, _CMP_UNORD_Q);
         return _mm256_blendv_ps(_mm256_max_ps(a, b), _mm256_add_ps(a, b), unordered);
     }
+    static inline F sign(F a) {  // zero and NaN stay
+        const F zero = _mm256_setzero_ps();
+        const F positive = _mm256_blendv_ps(a, set1(1.0f), _mm256_cmp_ps(a, zero, _CMP_GT_OQ));
+        return _mm256_blendv_ps(positive, set1(-1.0f), _mm256_cmp_ps(a, zero, _CMP_LT_OQ));
+    }
     static inline F opaque(F a) { asm("" : "+x"(a)); return a; }
 
     static inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
@@ -81,11 +86,18 @@ struct Avx2 {
     static inline Pair load_pair(const std::uint16_t* p) {
         return unpack(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     }
-    static inline Pair store_pair(std::uint16_t* p, Pair x) {
-        const __m256i even = _mm256_srli_epi32(round_upper(x.even), 16);
-        const __m256i h = _mm256_or_si256(_mm256_and_si256(round_upper(x.odd), upper()), even);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), h);
-        return unpack(h);
+    // Only for sums of two bf16: their NaNs are quiet and have no payload in the lower half, so none can carry or vanish.
+    static inline F round_sum(F x) {
+        const __m256i u = _mm256_castps_si256(x);
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+        const __m256i sum = _mm256_add_epi32(odd, _mm256_add_epi32(u, _mm256_set1_epi32(0x7FFF)));
+        return _mm256_castsi256_ps(_mm256_and_si256(sum, upper()));
+    }
+    static inline Pair store_sum_pair(std::uint16_t* p, Pair x) {
+        const Pair y{round_sum(x.even), round_sum(x.odd)};
+        const __m256i even = _mm256_srli_epi32(_mm256_castps_si256(y.even), 16);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_or_si256(even, _mm256_castps_si256(y.odd)));
+        return y;
     }
     struct PairSum {
         __m256d lane_[4];  // lanes 0 2 4 6, 8 10 12 14, 1 3 5 7, 9 11 13 15

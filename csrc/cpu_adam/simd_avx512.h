@@ -20,6 +20,10 @@ struct Avx512 {
         const __mmask16 unordered = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q);
         return _mm512_mask_add_ps(_mm512_max_ps(a, b), unordered, a, b);
     }
+    static inline F sign(F a) {  // zero and NaN stay
+        const F positive = _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GT_OQ), set1(1.0f));
+        return _mm512_mask_mov_ps(positive, _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_LT_OQ), set1(-1.0f));
+    }
     static inline F opaque(F a) { asm("" : "+v"(a)); return a; }
 
     static inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -87,11 +91,18 @@ struct Avx512 {
         return {_mm512_castsi512_ps(_mm512_slli_epi32(h, 16)), _mm512_castsi512_ps(_mm512_and_si512(h, upper()))};
     }
     static inline Pair load_pair(const std::uint16_t* p) { return unpack(_mm512_loadu_si512(p)); }
-    static inline Pair store_pair(std::uint16_t* p, Pair x) {
-        const __m512i even = _mm512_srli_epi32(round_upper(x.even), 16), odd = round_upper(x.odd);
-        const __m512i h = _mm512_ternarylogic_epi32(upper(), odd, even, 0xEA);  // (upper & odd) | even
-        _mm512_storeu_si512(p, h);
-        return unpack(h);
+    // Only for sums of two bf16: their NaNs are quiet and have no payload in the lower half, so none can carry or vanish.
+    static inline F round_sum(F x) {
+        const __m512i u = _mm512_castps_si512(x);
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+        const __m512i sum = _mm512_add_epi32(odd, _mm512_add_epi32(u, _mm512_set1_epi32(0x7FFF)));
+        return _mm512_castsi512_ps(_mm512_and_si512(sum, upper()));
+    }
+    static inline Pair store_sum_pair(std::uint16_t* p, Pair x) {
+        const Pair y{round_sum(x.even), round_sum(x.odd)};
+        const __m512i even = _mm512_srli_epi32(_mm512_castps_si512(y.even), 16);
+        _mm512_storeu_si512(p, _mm512_or_si512(even, _mm512_castps_si512(y.odd)));
+        return y;
     }
     struct PairSum {
         __m512d even, odd;  // lanes 0, 2, .. 14 and 1, 3, .. 15

@@ -15,6 +15,10 @@ struct Neon {
     static inline F sqrt(F a) { return vsqrtq_f32(a); }
     static inline F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
     static inline F maximum(F a, F b) { return vmaxq_f32(a, b); }  // FMAX propagates NaN
+    static inline F sign(F a) {  // zero and NaN stay
+        const F positive = vbslq_f32(vcgtzq_f32(a), set1(1.0f), a);
+        return vbslq_f32(vcltzq_f32(a), set1(-1.0f), positive);
+    }
     static inline F opaque(F a) { asm("" : "+w"(a)); return a; }
 
     static inline uint16x4_t load64(const void* p) { return vreinterpret_u16_u8(vld1_u8(static_cast<const std::uint8_t*>(p))); }

@@ -74,6 +74,7 @@ struct Scalar {
     static inline F sqrt(F a) { return std::sqrt(a); }
     static inline F fma(F a, F b, F c) { return std::fma(a, b, c); }
     static inline F maximum(F a, F b) { return a != a || b != b ? a + b : (a > b ? a : b); }
+    static inline F sign(F a) { return a > 0.0f ? 1.0f : a < 0.0f ? -1.0f : a; }  // zero and NaN stay
     static inline F opaque(F a) { asm("" : CPU_ADAM_SCALAR_REGISTER(a)); return a; }
 
     static inline F load_bf16(const std::uint16_t* p) { return float_of_bf16(load16(p)); }

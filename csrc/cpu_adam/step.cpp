@@ -1,7 +1,6 @@
 #include "step.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "threads.h"
 
@@ -49,25 +48,6 @@ void run_step(const std::vector<Segment>& segments, const std::vector<Coefficien
         const Segment& segment = segments[task.segment];
         segment.kernel(slice(segment, task, segment.grad_size, segment.weight_size), coefficients[segment.group]);
     });
-}
-
-Coefficients adam_coefficients(const AdamHyper& h, double grad_factor) {
-    const double step = static_cast<double>(h.step);
-    const double correction1 = h.bias_correction ? 1.0 - std::pow(h.beta1, step) : 1.0;
-    const double correction2 = h.bias_correction ? 1.0 - std::pow(h.beta2, step) : 1.0;
-    Coefficients c{};
-    c.grad_factor = static_cast<float>(h.maximize ? -grad_factor : grad_factor);
-    c.weight_factor = static_cast<float>(h.decoupled ? 1.0 - h.lr * h.weight_decay : 1.0);
-    c.l2 = static_cast<float>(h.decoupled ? 0.0 : h.weight_decay);
-    c.lerp_weight = static_cast<float>(1.0 - h.beta1);
-    c.lerp_rest = static_cast<float>(1.0 - (1.0 - h.beta1));
-    c.lerp_from_grad = c.lerp_weight >= 0.5f;
-    c.beta2 = static_cast<float>(h.beta2);
-    c.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
-    c.root_correction2 = static_cast<float>(std::sqrt(correction2));
-    c.eps = static_cast<float>(h.eps);
-    c.neg_step_size = static_cast<float>(-h.lr / correction1);
-    return c;
 }
 
 }  // namespace cpu_adam

@@ -14,23 +14,32 @@ constexpr int kNumDTypes = 3;
 enum class WeightForm : int { kFp32 = 0, kSplitBf16 = 1, kMasterBf16 = 2, kMasterFp16 = 3 };
 constexpr int kNumWeightForms = 4;
 
-enum class Rule : int { kAdam = 0, kAdamAmsgrad = 1 };
-constexpr int kNumRules = 2;
+enum class Rule : int { kAdam, kAdamAmsgrad, kLion, kAdagrad, kSgd, kSgdMomentum };
+constexpr int kNumRules = 6;
 constexpr int kMaxStates = 3;
 
-// Scalars of one parameter group, derived in double and rounded once to float, as torch does for fp32 tensors.
+// Weight of torch.lerp, which starts from the nearer end: from the new value when the weight is at least one half.
+struct Lerp {
+    float weight, rest;
+    bool from_new;
+};
+
+// Scalars of one parameter group, derived in double and rounded once to float, as torch does for fp32 tensors. A rule
+// reads those that it has.
 struct Coefficients {
     float grad_factor;       // unscale * clip, negative when maximizing
     float weight_factor;     // 1 - lr * weight_decay when decoupled, else 1
     float l2;                // weight_decay when coupled, else 0
-    float lerp_weight;       // 1 - beta1
-    float lerp_rest;         // beta1
-    bool lerp_from_grad;     // torch.lerp starts from the nearer end: the gradient when 1 - beta1 >= 0.5
+    float neg_step_size;     // -lr, over bias_correction1 in Adam, decayed in Adagrad
+    float eps;
+    Lerp lerp1, lerp2;       // 1 - beta1, and 1 - beta2 in Lion
     float beta2;
     float one_minus_beta2;
     float root_correction2;  // sqrt(bias_correction2)
-    float eps;
-    float neg_step_size;     // -lr / bias_correction1
+    float momentum;
+    float one_minus_dampening;
+    bool nesterov;
+    bool first;              // SGD: the momentum buffer has no value yet
 };
 
 // One contiguous piece of a parameter: `n` elements at each non-null address.

@@ -1,4 +1,4 @@
-"""Host kernels: fused Adam, gradient landing, norms, splitting of fp32, parallel fill and copy.
+"""Host kernels: fused optimizer steps, gradient landing, norms, splitting of fp32, parallel fill and copy.
 
 Everything here takes addresses as integers and counts in elements (bytes where the name says so), releases the GIL, and
 checks all arguments before it writes anything: a wrong one raises ``ValueError`` naming the field. The caller keeps the
@@ -42,7 +42,7 @@ class StateLayout(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdamHyper:
-    """Settings of one parameter group for one step, meaning what they mean in ``torch.optim.Adam`` and ``AdamW``."""
+    """Settings of one parameter group for one step, as in ``torch.optim.Adam`` and ``AdamW``."""
 
     lr: float
     beta1: float
@@ -58,8 +58,50 @@ class AdamHyper:
     amsgrad: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LionHyper:
+    """Settings of one parameter group for one step of Lion (Chen et al. 2023)."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    maximize: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AdagradHyper:
+    """Settings of one parameter group for one step, with the meaning they have in ``torch.optim.Adagrad``."""
+
+    lr: float
+    lr_decay: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Number of the step being taken, from 1."""
+    maximize: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SgdHyper:
+    """Settings of one parameter group for one step, with the meaning they have in ``torch.optim.SGD``."""
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    first: bool
+    """True in the step that gives the momentum buffer its first value; the buffer is then only written."""
+    maximize: bool = False
+
+
 class Segment(NamedTuple):
-    """A contiguous piece of one parameter: ``numel`` elements at every address that is not 0."""
+    """A contiguous piece of one parameter: ``numel`` elements at every address that is not 0.
+
+    ``exp_avg`` is also the state of Lion and the ``momentum_buffer`` of SGD, ``exp_avg_sq`` the ``sum`` of Adagrad; a
+    state that the optimizer does not have (SGD without momentum has none) is neither read nor written.
+    """
 
     numel: int
     hyper_index: int
@@ -92,15 +134,62 @@ def adam_step(
         p = p * (1 - lr * weight_decay) - lr / (1 - beta1**step) * m / (sqrt(v or s) / sqrt(1 - beta2**step) + eps)
 
     ``grad_factor`` is unscale times clip factor, finite. The gradient is only read. Segments must not overlap.
-    Against ``torch.optim.Adam`` and ``AdamW`` on fp32, one step from equal state: ``exp_avg_sq`` within 1 ulp, ``exp_avg``
-    within 1 ulp of the larger of itself and the gradient, the weight within 1 ulp of itself + 4 ulp of its change. With
-    ``fused=True`` nearly every element is equal bit for bit (measured: all but 3 in 100,000); torch's other variants take
-    their square roots from a library that rounds differently.
+    Against ``torch.optim.Adam`` and ``AdamW`` on fp32, one step from equal state: ``exp_avg_sq`` within 1 ulp,
+    ``exp_avg`` within 1 ulp of the larger of itself and the gradient, the weight within 1 ulp of itself + 4 ulp of its
+    """One Lion step: ``p = p * (1 - lr * weight_decay) - lr * sign(lerp(m, g, 1 - beta1)); m = lerp(m, g, 1 - beta2)``
+    variants take their square roots from a library that rounds differently.
 
     Raises ``ValueError`` before anything is written when an argument is wrong, or when ``DEEPOFFLOAD_CPU_CAPABILITY``
     names an instruction set that this CPU lacks.
     """
     _cpu_adam.adam_step(segments, hypers, layout, grad_factor, num_threads)
+
+
+def lion_step(
+    segments: Sequence[Segment],
+    hypers: Sequence[LionHyper],
+    layout: StateLayout,
+    *,
+    grad_factor: float,
+    num_threads: int,
+) -> None:
+    """One Lion step: ``p = p * (1 - lr * weight_decay) - lr * sign(lerp(m, g, 1 - beta1)); m = lerp(m, g, 1 - beta2)``.
+
+    Gradients, layouts, threads and errors as in :func:`adam_step`.
+    """
+    _cpu_adam.lion_step(segments, hypers, layout, grad_factor, num_threads)
+
+
+def adagrad_step(
+    segments: Sequence[Segment],
+    hypers: Sequence[AdagradHyper],
+    layout: StateLayout,
+    *,
+    grad_factor: float,
+    num_threads: int,
+) -> None:
+    """One Adagrad step: ``sum += g * g; p -= lr / (1 + (step - 1) * lr_decay) * g / (sqrt(sum) + eps)``.
+
+    Gradients, layouts, threads and errors as in :func:`adam_step`. Against ``torch.optim.Adagrad`` on fp32, one step
+    from equal state: ``sum`` within 1 ulp, the weight within 1 ulp of itself + 4 ulp of its change.
+    """
+    _cpu_adam.adagrad_step(segments, hypers, layout, grad_factor, num_threads)
+
+
+def sgd_step(
+    segments: Sequence[Segment],
+    hypers: Sequence[SgdHyper],
+    layout: StateLayout,
+    *,
+    grad_factor: float,
+    num_threads: int,
+) -> None:
+    """One SGD step: ``b = momentum * b + (1 - dampening) * g; p -= lr * (b, or g + momentum * b with nesterov)``.
+
+    Gradients, layouts, threads and errors as in :func:`adam_step`. Against ``torch.optim.SGD`` on fp32, one step from
+    equal state: buffer and weight within 1 ulp of the largest term of their sums.
+    """
+    _cpu_adam.sgd_step(segments, hypers, layout, grad_factor, num_threads)
 
 
 def land(

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from deepoffload.native import cpu_adam
-from deepoffload.native.cpu_adam import AdamHyper, DType, Segment, StateLayout
+from deepoffload.native.cpu_adam import AdagradHyper, AdamHyper, DType, LionHyper, Segment, SgdHyper, StateLayout
 
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, step=3)
 SPECIAL = np.array(
@@ -164,6 +164,26 @@ def _update(digest: hashlib._Hash, array: np.ndarray) -> None:
     digest.update(canonical.tobytes())
 
 
+def _update_with_sisters(digest: hashlib._Hash, num_threads: int) -> None:
+    lion = LionHyper(lr=1e-3, beta1=0.9, beta2=0.3, weight_decay=0.1)
+    adagrad = AdagradHyper(lr=0.05, lr_decay=0.01, eps=1e-10, weight_decay=0.01, step=3)
+    sgd = SgdHyper(lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01, nesterov=False, first=False)
+    steps = [
+        (cpu_adam.lion_step, lion),
+        (cpu_adam.adagrad_step, adagrad),
+        (cpu_adam.sgd_step, sgd),
+        (cpu_adam.sgd_step, replace(sgd, dampening=0.0, nesterov=True)),
+        (cpu_adam.sgd_step, replace(sgd, momentum=0.0)),
+    ]
+    for layout, copy in FORMS:
+        for step, hyper in steps:
+            buffers = AdamBuffers(10_007, layout, DType.BF16, copy, seed=3, special=True)
+            step([buffers.segment()], [hyper], layout, grad_factor=0.37, num_threads=num_threads)
+            buffers.remainder[np.isnan(buffers.value())] = 0
+            for array in buffers.outputs():
+                _update(digest, array)
+
+
 def run_all(num_threads: int) -> str:
     """Every kernel of the table on inputs with special values; the digest of all that they wrote and returned."""
     digest = hashlib.sha256()
@@ -182,6 +202,7 @@ def run_all(num_threads: int) -> str:
                     buffers.remainder[remainder_of_nan] = 0
                     for array in buffers.outputs():
                         _update(digest, array)
+    _update_with_sisters(digest, num_threads)
     rng = np.random.default_rng(5)
     for dst_dtype in DType:
         for src_dtype in DType:
