@@ -136,8 +136,8 @@ def adam_step(
     ``grad_factor`` is unscale times clip factor, finite. The gradient is only read. Segments must not overlap.
     Against ``torch.optim.Adam`` and ``AdamW`` on fp32, one step from equal state: ``exp_avg_sq`` within 1 ulp,
     ``exp_avg`` within 1 ulp of the larger of itself and the gradient, the weight within 1 ulp of itself + 4 ulp of its
-    """One Lion step: ``p = p * (1 - lr * weight_decay) - lr * sign(lerp(m, g, 1 - beta1)); m = lerp(m, g, 1 - beta2)``
-    variants take their square roots from a library that rounds differently.
+    change. With ``fused=True`` nearly every element is equal bit for bit (all but 3 in 100,000, measured); torch's
+    other variants take their square roots from a library that rounds differently.
 
     Raises ``ValueError`` before anything is written when an argument is wrong, or when ``DEEPOFFLOAD_CPU_CAPABILITY``
     names an instruction set that this CPU lacks.
