@@ -1,0 +1,168 @@
+// Runs every kernel of every instruction set that this CPU has on the same inputs and compares all bytes with the scalar
+// kernels'. Needs neither Python nor torch, so it can be cross-compiled and run under an emulator; prints one digest that is
+// the same on every architecture. NaNs count as equal whatever their payload: architectures differ in it.
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "dispatch.h"
+#include "hypers.h"
+#include "kernels.h"
+
+using namespace cpu_adam;
+
+namespace {
+
+struct Random {
+    std::uint64_t state;
+    std::uint32_t next() {
+        state = state * 6364136223846793005ULL + 1442695040888963407ULL;
+        return static_cast<std::uint32_t>(state >> 32);
+    }
+};
+
+constexpr std::uint32_t kSpecial[] = {0x00000000, 0x80000000, 0x00000001, 0x80000003, 0x007FFFFF, 0x7F7FFFFF, 0xFF7FFFFF,
+                                      0x7F800000, 0xFF800000, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0x477FE000, 0x477FF000,
+                                      0x33000000, 0x387FFFFF, 0x3F808000, 0x3F818000};
+
+// A number of ordinary size, or now and then a special one.
+float draw(Random& random, bool special) {
+    std::uint32_t bits = (random.next() & 0x807FFFFFu) | ((100u + random.next() % 40u) << 23);
+    if (special && random.next() % 8 == 0) bits = kSpecial[random.next() % (sizeof(kSpecial) / sizeof(kSpecial[0]))];
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+std::uint32_t canonical32(std::uint32_t u) { return (u & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : u; }
+std::uint16_t canonical16(std::uint16_t h, std::uint16_t infinity) { return (h & 0x7FFFu) > infinity ? 0x7FFFu : h; }
+
+// All streams of one call; 16-bit streams hold bf16 unless `half`.
+struct Streams {
+    std::vector<float> master, state[kMaxStates];
+    std::vector<std::uint32_t> grad;  // room for any dtype
+    std::vector<std::uint16_t> weight;
+    std::vector<std::int16_t> remainder;
+
+    Streams(std::size_t n, bool special) : grad(n), weight(n), remainder(n) {
+        Random random{n * 2 + special};
+        for (std::size_t i = 0; i < n; ++i) {
+            master.push_back(draw(random, special));
+            grad[i] = random.next() & 0xBFFFBFFFu;
+            weight[i] = static_cast<std::uint16_t>(random.next());
+            remainder[i] = static_cast<std::int16_t>(random.next());
+        }
+        for (auto& s : state)
+            for (std::size_t i = 0; i < n; ++i) s.push_back(draw(random, special));
+        for (float& x : state[1]) x = x < 0 ? -x : x;
+    }
+
+    std::vector<std::uint32_t> canonical(WeightForm form) const {
+        std::vector<std::uint32_t> words;
+        auto add_floats = [&](const std::vector<float>& values) {
+            for (const float& value : values) {
+                std::uint32_t u;
+                std::memcpy(&u, &value, 4);
+                words.push_back(canonical32(u));
+            }
+        };
+        add_floats(master);
+        for (const auto& s : state) add_floats(s);
+        const std::uint16_t infinity = form == WeightForm::kMasterFp16 ? 0x7C00 : 0x7F80;
+        for (std::size_t i = 0; i < weight.size(); ++i) {
+            const std::uint16_t h = canonical16(weight[i], infinity);
+            words.push_back(h);
+            words.push_back(h == 0x7FFF ? 0 : static_cast<std::uint16_t>(remainder[i]));
+        }
+        return words;
+    }
+};
+
+std::uint64_t digest_of(std::uint64_t digest, const void* data, std::size_t nbytes) {
+    for (std::size_t i = 0; i < nbytes; ++i)
+        digest = (digest ^ static_cast<const unsigned char*>(data)[i]) * 1099511628211ULL;
+    return digest;
+}
+
+std::vector<Coefficients> hypers() {
+    return {coefficients_of(AdamHyper{1e-3, 0.9, 0.999, 1e-8, 0.01, true, 3.0, true, false}, 0.37),
+            coefficients_of(AdamHyper{1e-3, 0.3, 0.99, 1e-8, 0.01, false, 9.0, true, true}, 0.37),
+            coefficients_of(LionHyper{1e-3, 0.9, 0.3, 0.1, false}, 0.37),
+            coefficients_of(AdagradHyper{0.05, 0.01, 1e-10, 0.01, 3.0, false}, 0.37),
+            coefficients_of(SgdHyper{0.05, 0.9, 0.0, 0.01, true, false, false}, 0.37)};
+}
+
+std::uint64_t updates(const KernelTable& table) {
+    std::uint64_t digest = 14695981039346656037ULL;
+    for (int rule = 0; rule < kNumRules; ++rule)
+        for (int form = 0; form < kNumWeightForms; ++form)
+            for (int grad = 0; grad < kNumDTypes; ++grad)
+                for (const Coefficients& c : hypers())
+                    for (std::size_t n : {1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 70, 1000})
+                        for (bool special : {false, true}) {
+                            Streams s(n, special);
+                            const bool whole = form == static_cast<int>(WeightForm::kFp32);
+                            UpdateArgs a{s.grad.data(), s.weight.data(), s.remainder.data(), s.master.data(), {}, n};
+                            if (whole) a.weight = s.master.data();
+                            for (int i = 0; i < kMaxStates; ++i) a.state[i] = s.state[i].data();
+                            if (whole) a.master = nullptr;
+                            table.update[rule][form][grad](a, c);
+                            const auto words = s.canonical(static_cast<WeightForm>(form));
+                            digest = digest_of(digest, words.data(), words.size() * 4);
+                        }
+    return digest;
+}
+
+std::uint64_t passes(const KernelTable& table) {
+    std::uint64_t digest = 14695981039346656037ULL;
+    for (std::size_t n : {1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 70, 5000})
+        for (bool special : {false, true}) {
+            for (int accumulate = 0; accumulate < 2; ++accumulate)
+                for (int to = 0; to < kNumDTypes; ++to)
+                    for (int from = 0; from < kNumDTypes; ++from) {
+                        Streams s(n, special), d(n + 1, special);
+                        void* dst = to == 0 ? static_cast<void*>(d.master.data()) : d.grad.data();
+                        const void* src = from == 0 ? static_cast<const void*>(s.master.data()) : s.grad.data();
+                        double sum = table.land[accumulate][to][from](dst, src, n);
+                        if (sum != sum) sum = -1.0;
+                        digest = digest_of(digest, &sum, 8);
+                        if (to == 0) {
+                            const auto words = d.canonical(WeightForm::kFp32);
+                            digest = digest_of(digest, words.data(), words.size() * 4);
+                        } else {
+                            const auto* halves = static_cast<const std::uint16_t*>(dst);
+                            for (std::size_t i = 0; i < n; ++i) {
+                                const std::uint16_t h = canonical16(halves[i], to == 2 ? 0x7C00 : 0x7F80);
+                                digest = digest_of(digest, &h, 2);
+                            }
+                        }
+                        sum = table.sum_of_squares[from](src, n);
+                        if (sum != sum) sum = -1.0;
+                        digest = digest_of(digest, &sum, 8);
+                    }
+            Streams s(n, special);
+            std::vector<float> back(n);
+            table.split(s.master.data(), s.weight.data(), s.remainder.data(), n);
+            table.merge(s.weight.data(), s.remainder.data(), back.data(), n);
+            digest = digest_of(digest, s.weight.data(), n * 2);
+            digest = digest_of(digest, s.remainder.data(), n * 2);
+            digest = digest_of(digest, back.data(), n * 4);
+        }
+    return digest;
+}
+
+}  // namespace
+
+int main() {
+    struct {
+        const char* name;
+        const KernelTable* table;
+    } const all[] = {{"scalar", kernels_scalar()}, {"avx2", kernels_avx2()}, {"avx512", kernels_avx512()},
+                     {"avx512_bf16", kernels_avx512_bf16()}, {"neon", kernels_neon()}};
+    for (const std::string& name : available_capabilities())
+        for (const auto& entry : all)
+            if (name == entry.name)
+                std::printf("%s %016llx %016llx\n", entry.name, static_cast<unsigned long long>(updates(*entry.table)),
+                            static_cast<unsigned long long>(passes(*entry.table)));
+    return 0;
+}
