@@ -1,4 +1,5 @@
-"""Train PyTorch models that do not fit: weights, gradients and optimizer states in host memory and on NVMe, just in time.
+"""Train PyTorch models that do not fit: weights, gradients and optimizer states in host memory and on NVMe, just in
+time.
 
 Public names are loaded when first used, so that importing this package costs little beside importing torch.
 """

@@ -1,8 +1,9 @@
 """One mapping of exactly the budgeted bytes, and the allocator over it.
 
 Everything that deepoffload manages lives in this mapping, so the budget cannot be exceeded: there is no other memory to
-take. Blocks of two lifetimes share it (unit weights and gradients, and the pieces of optimizer state), so the allocator is
-two-ended: one kind grows from the low end, the other from the high end, which keeps holes of like sizes together.
+take. Blocks of two lifetimes share it (unit weights and gradients, and the pieces of optimizer state), so the
+allocator is two-ended: one kind grows from the low end, the other from the high end, which keeps holes of like sizes
+together.
 """
 
 from __future__ import annotations
@@ -90,6 +91,12 @@ class Arena:
                 start = before
                 self._remove_hole(before)
         self._add_hole(start, end - start)
+
+    def layout(self) -> list[tuple[int, int, bool]]:
+        """(offset, bytes, used) of every range and hole, in address order."""
+        parts = [(offset, size, True) for offset, size in self._used.items()]
+        parts += [(offset, size, False) for offset, size in self._hole_sizes.items()]
+        return sorted(parts)
 
     def slide_down(self, offset: int) -> int | None:
         """Where a used range would go if it slid into the hole right below it (the hole moves up), or None.

@@ -6,8 +6,8 @@ import enum
 from collections.abc import Callable
 from typing import Protocol
 
-from deepoffload.io.engine import Ticket
 from deepoffload.io.swap_space import Extent
+from deepoffload.io.ticket import Ticket
 from deepoffload.schedule.placement import Kind
 
 
@@ -56,7 +56,8 @@ class BlockOwner(Protocol):
 
 
 class Block:
-    """One block. Only :class:`~deepoffload.memory.tier_manager.TierManager` changes ``state``, ``offset`` and ``extent``.
+    """One block. Only :class:`~deepoffload.memory.tier_manager.TierManager` changes ``state``, ``offset`` and
+    ``extent``.
 
     Attributes:
         offset: byte offset in the arena while resident, else None.
@@ -66,7 +67,20 @@ class Block:
         static: placement keeps it in memory for good: it is never evicted, hence never written.
     """
 
-    __slots__ = ("id", "name", "kind", "nbytes", "room_bytes", "state", "offset", "extent", "leases", "static", "ticket", "owner")
+    __slots__ = (
+        "id",
+        "name",
+        "kind",
+        "nbytes",
+        "room_bytes",
+        "state",
+        "offset",
+        "extent",
+        "leases",
+        "static",
+        "ticket",
+        "owner",
+    )
 
     def __init__(self, block_id: int, name: str, kind: Kind, nbytes: int, owner: BlockOwner | None = None) -> None:
         self.id = block_id

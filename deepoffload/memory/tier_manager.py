@@ -32,8 +32,8 @@ TRANSFER_LIMIT_S = 300.0
 class TierCounters:
     """Running totals of one tier manager.
 
-    faults: reads that were waited for at a use that no plan had foreseen. waits: foreseen uses whose read was not done in
-    time. wait_s: seconds spent waiting for transfers of any kind.
+    faults: reads that were waited for at a use that no plan had foreseen. waits: foreseen uses whose read was not
+    done in time. wait_s: seconds spent waiting for transfers of any kind.
     """
 
     faults: int = 0
@@ -65,6 +65,7 @@ class TierManager:
         self._blocks: dict[int, Block] = {}
         self._resident: dict[int, Block] = {}
         self._in_flight: dict[int, Block] = {}
+        self._threads: set[int] = set()
         self._limbo: list[tuple[int, list[Alias]]] = []
         self._ids = 0
 
@@ -121,6 +122,7 @@ class TierManager:
         """
         with self.lock:
             block.leases += 1
+            self._threads.add(threading.get_ident())
             try:
                 if not block.resident:
                     self._bring(block, load)
@@ -135,7 +137,8 @@ class TierManager:
             block.leases -= 1
 
     def will_change(self, block: Block) -> None:
-        """Call before the bytes of a resident block change: a write in flight ends first, then memory alone is right."""
+        """Call before the bytes of a resident block change: a write in flight ends first, then memory alone is
+        right."""
         with self.lock:
             if block.state is BlockState.WRITING:
                 self._settle(block)
@@ -221,7 +224,8 @@ class TierManager:
         return block.owner is None or block.owner.can_release()
 
     def _make_room(self, block: Block) -> int:
-        nbytes = block.room_bytes
+        """An arena offset for ``block``; evicts, waits and moves others for it as far as that goes."""
+        nbytes = round_up(block.room_bytes)
         high = block.kind is Kind.STATE
         collected = False
         while True:
@@ -230,11 +234,10 @@ class TierManager:
                 return offset
             if self._limbo and self._empty_limbo():
                 continue
-            if self.arena.free_bytes >= round_up(nbytes) and self._compact(nbytes):
+            if self._compact(nbytes) or self._evict_farthest(block):
                 continue
-            if self._evict_farthest(block):
-                continue
-            if self._compact(nbytes):
+            if self._in_flight:
+                self.drain()
                 continue
             if not collected:
                 # Aliases in reference cycles, or in the traceback of a caught exception, hold memory until collected.
@@ -258,7 +261,8 @@ class TierManager:
         )
         return (
             f"no room for {block.name} ({block.kind.name.lower()}, {block.nbytes:,} bytes): "
-            f"{self.arena.capacity_bytes:,} bytes are budgeted and {sum(b.nbytes for b in held):,} must stay:\n{lines}\n"
+            f"{self.arena.capacity_bytes:,} bytes are budgeted and {sum(b.nbytes for b in held):,} must stay:\n"
+            f"{lines}\n"
             "One call may need many weights at once (foreach optimizers, torch.save, a held state_dict()): use "
             "deepoffload.CPUAdamW or foreach=False, save with deepoffload.save_pretrained, drop references to weights, "
             f"set nvme_path, or raise host_budget.{self.explain()}"
@@ -289,29 +293,64 @@ class TierManager:
         return bool(gone)
 
     def _compact(self, nbytes: int) -> bool:
-        """Slide blocks that nobody uses towards the low end until a hole of ``nbytes`` exists; False when none comes."""
-        if self.arena.largest_hole_bytes() >= nbytes:
-            return True
+        """Merge holes into one of ``nbytes`` by sliding the fewest bytes between them; False when that cannot be
+        done."""
+        if self.arena.free_bytes < nbytes:
+            return False
+        run = self._cheapest_run(nbytes)
+        if run is None:
+            return False
         self.counters.compactions += 1
-        for block in sorted(self._resident.values(), key=lambda b: b.offset or 0):
-            movable = block.leases == 0 and block.state in (BlockState.CLEAN, BlockState.DIRTY)
-            if not movable or (block.owner is not None and not block.owner.can_release()):
+        for block in run:
+            self._slide(block)
+        return True
+
+    def _cheapest_run(self, nbytes: int) -> list[Block] | None:
+        """Neighbours which, slid down, leave a hole of ``nbytes`` above them."""
+        by_offset = {block.offset: block for block in self._resident.values()}
+        parts = self.arena.layout()
+        best: list[Block] | None = None
+        best_bytes = self.arena.capacity_bytes + 1
+        for first, (_, _, used) in enumerate(parts):
+            if used:
                 continue
-            old = block.offset
-            new = self.arena.slide_down(old) if old is not None else None
-            if old is None or new is None:
-                continue
-            ctypes.memmove(self.arena.address + new, self.arena.address + old, block.nbytes)
-            block.offset = new
-            if block.owner is not None:
-                block.owner.relocate(new)
-            if self.poison:
-                end, moved_end = old + self.arena.size_of(new), new + self.arena.size_of(new)
-                start = max(old, moved_end)
-                ctypes.memset(self.arena.address + start, 0xFF, end - start)
-            if self.arena.largest_hole_bytes() >= nbytes:
-                return True
-        return False
+            free_bytes = moved_bytes = 0
+            run: list[Block] = []
+            for offset, size, is_used in parts[first:]:
+                if is_used:
+                    block = by_offset.get(offset)
+                    moved_bytes += size
+                    if block is None or moved_bytes >= best_bytes or not self._may_move(block):
+                        break
+                    run.append(block)
+                    continue
+                free_bytes += size
+                if free_bytes >= nbytes:
+                    best, best_bytes = run, moved_bytes
+                    break
+        return best
+
+    def _may_move(self, block: Block) -> bool:
+        """A block can move while nobody refers to its memory: between two operations of one thread a lease is no
+        obstacle,
+        since whoever leases takes addresses only when all its blocks are there."""
+        if block.state not in (BlockState.CLEAN, BlockState.DIRTY) or (block.leases and len(self._threads) > 1):
+            return False
+        return block.owner is None or block.owner.can_release()
+
+    def _slide(self, block: Block) -> None:
+        old = block.offset
+        new = self.arena.slide_down(old) if old is not None else None
+        if old is None or new is None:
+            raise RuntimeError(f"block {block.name} has nothing below it to slide into")
+        ctypes.memmove(self.arena.address + new, self.arena.address + old, block.nbytes)
+        block.offset = new
+        if block.owner is not None:
+            block.owner.relocate(new)
+        if self.poison:
+            size = self.arena.size_of(new)
+            start = max(old, new + size)
+            ctypes.memset(self.arena.address + start, 0xFF, old + size - start)
 
     # -- transfers -------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """``CPUAdam`` and ``CPUAdamW``: ordinary ``torch.optim.Optimizer``s whose update is one fused pass on the host.
 
-They take paged parameters and ordinary CPU parameters side by side. Paged parameters keep their state on whatever tier the
-engine placed it; ordinary ones keep it in ``optimizer.state`` as torch's own Adam does.
+They take paged parameters and ordinary CPU parameters side by side. Paged parameters keep their state on whatever
+tier the engine placed it; ordinary ones keep it in ``optimizer.state`` as torch's own Adam does.
 """
 
 from __future__ import annotations
@@ -87,13 +87,15 @@ class CPUAdam(torch.optim.Optimizer):
             _check(group["lr"], group["betas"], group["eps"], group["weight_decay"])
             for param in group["params"]:
                 if param.device.type != "cpu":
-                    raise UsageError(f"CPUAdam updates parameters on the CPU; one of shape {tuple(param.shape)} is on {param.device}")
+                    raise UsageError(
+                        f"CPUAdam updates parameters on the CPU; one of shape {tuple(param.shape)} is on {param.device}"
+                    )
         except ValueError:
             self.param_groups.pop()
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient. Returns what ``closure`` returned."""
         loss = None
         if closure is not None:
@@ -147,9 +149,7 @@ class CPUAdam(torch.optim.Optimizer):
                     plain.append((param, group))
         return paged, plain, list(pagers.values())
 
-    def _grad_factor(
-        self, paged: list[Any], plain: list[Any], unscale: float, need_finite: bool
-    ) -> tuple[float, bool]:
+    def _grad_factor(self, paged: list[Any], plain: list[Any], unscale: float, need_finite: bool) -> tuple[float, bool]:
         """Unscale times clip factor (as ``torch.nn.utils.clip_grad_norm_`` defines it), and whether all is finite."""
         if self.max_grad_norm is None and not need_finite:
             self.grad_norm = None
@@ -163,9 +163,13 @@ class CPUAdam(torch.optim.Optimizer):
             finite &= not bad
         for param, _ in plain:
             grad = param.grad.contiguous()
-            squares, bad = cpu_adam.sum_of_squares(
-                grad.data_ptr(), grad.numel(), dtype=NATIVE_DTYPES[grad.dtype], num_threads=torch.get_num_threads()
-            ) if grad.numel() else (0.0, False)
+            squares, bad = (
+                cpu_adam.sum_of_squares(
+                    grad.data_ptr(), grad.numel(), dtype=NATIVE_DTYPES[grad.dtype], num_threads=torch.get_num_threads()
+                )
+                if grad.numel()
+                else (0.0, False)
+            )
             total += squares
             finite &= not bad
         norm = math.sqrt(total) * abs(unscale) if math.isfinite(total) else math.inf if finite else math.nan
@@ -192,7 +196,8 @@ class CPUAdam(torch.optim.Optimizer):
 
 
 class CPUAdamW(CPUAdam):
-    """AdamW on the host with ``torch.optim.AdamW``'s arguments and defaults, and ``max_grad_norm`` (see :class:`CPUAdam`).
+    """AdamW on the host with ``torch.optim.AdamW``'s arguments and defaults, and ``max_grad_norm`` (see
+    :class:`CPUAdam`).
 
     ``foreach``, ``capturable``, ``differentiable`` and ``fused`` are accepted as torch's defaults (None or False); the
     update always is one fused pass.

@@ -1,4 +1,5 @@
-"""Gradients land in their unit's block as soon as autograd has made them, and stand behind ``param.grad`` until the step.
+"""Gradients land in their unit's block as soon as autograd has made them, and stand behind ``param.grad`` until the
+step.
 
 A gradient is touched once on its way: one native pass accumulates it into the block (rounding as torch does), sums its
 squares and notes non-finite values. Each landing replaces the parameter's sum of squares.
@@ -53,7 +54,8 @@ class Gradients:
         self._in_block[block.id] = list(handles)
 
     def track(self, handle: ParamHandle) -> None:
-        """Have autograd call us when the gradient of a parameter is complete. A frozen parameter cannot be tracked yet."""
+        """Have autograd call us when the gradient of a parameter is complete. A frozen parameter cannot be tracked
+        yet."""
         param = handle.tensor
         if param is None or handle.grad_hook is not None or not param.requires_grad:
             return
@@ -102,9 +104,10 @@ class Gradients:
                 self.pager.pump()
 
     def _leave_with_autograd(self, param: Tensor, handle: ParamHandle, grad: Tensor) -> None:
-        """A sparse gradient, or one with a graph of its own: autograd's tensor stays the truth, with what had landed."""
+        """A sparse gradient, or one with a graph of its own: autograd's tensor stays the truth, with what had
+        landed."""
         if handle.grad_state is GradientState.LANDED:
-            landed = self.read(handle)
+            landed = self._show(handle)
             set_grad(param, grad + landed)
             self._drop(handle)
         handle.grad_state = GradientState.USER
@@ -127,13 +130,20 @@ class Gradients:
         raw = get_grad(param)
         if raw is not None or handle.grad_state is not GradientState.LANDED or handle.grad_slot is None:
             return raw
+        return self._show(handle)
+
+    def _show(self, handle: ParamHandle) -> Tensor:
+        """The object that shows a landed gradient; made when first asked for."""
+        slot = handle.grad_slot
+        if slot is None:
+            raise RuntimeError(f"{handle.name} has no gradient slot")
         with self.pager.lock:
-            slot = handle.grad_slot
             if slot.shown is None:
                 with bare():
                     shown = make_stand_in(slot.shape, slot.dtype).as_subclass(OffloadedGradient)
                 show_stand_in(shown, slot, OffloadedGradient)
                 slot.show(shown)
+                return shown
             return slot.shown
 
     def assign(self, handle: ParamHandle, value: Tensor | None) -> None:
@@ -209,7 +219,9 @@ class Gradients:
         if raw is None:
             return 0.0, False
         with bare():
-            total = float(raw.to_dense().double().square().sum()) if raw.is_sparse else float(raw.double().square().sum())
+            total = (
+                float(raw.to_dense().double().square().sum()) if raw.is_sparse else float(raw.double().square().sum())
+            )
         return total, not math.isfinite(total)
 
     def user_gradient(self, handle: ParamHandle, keep: list[Tensor]) -> tuple[int, DType]:

@@ -1,7 +1,8 @@
 """Optimizer state of paged parameters: the pieces of a unit, and where each array lies in them.
 
-A piece of ``n`` (padded) elements holds, one after the other, what its layout needs beside the weight: the int16 remainder
-of the fp32 master (bf16 weights) or the fp32 master itself (fp16 weights), then exp_avg and exp_avg_sq in fp32.
+A piece of ``n`` (padded) elements holds, one after the other, what its layout needs beside the weight: the int16
+remainder of the fp32 master (bf16 weights) or the fp32 master itself (fp16 weights), then exp_avg and exp_avg_sq in
+fp32.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import ctypes
 
 import torch
 
+from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.cpu_adam import StateLayout
-from deepoffload.memory.block import Block
 from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceLayout, PieceSegment, cut_pieces
 from deepoffload.params.torch_private import bare
 from deepoffload.params.unit import ParamHandle, StatePiece, Unit
@@ -42,7 +43,8 @@ def bytes_per_element(layout: StateLayout) -> int:
 
 
 def piece_numel(weight_bytes: int, layout: StateLayout, limit_bytes: int) -> int:
-    """Elements per state piece: as many bytes as the unit's weights take, or an even part of them within ``limit_bytes``.
+    """Elements per state piece: as many bytes as the unit's weights take, or an even part of them within
+    ``limit_bytes``.
 
     Then pieces, weights and gradients of a unit fit into each other's room, and memory does not fall into splinters.
     """
@@ -62,7 +64,8 @@ def equalise_room(blocks: list[Block]) -> None:
 def make_pieces(
     tiers: TierManager, unit: Unit, trained: list[tuple[ParamHandle, torch.dtype]], limit_bytes: int
 ) -> list[StatePiece]:
-    """Blocks for the state of trainable parameters, given with their compute dtypes; they take memory when first used."""
+    """Blocks for the state of trainable parameters, given with their compute dtypes; they take memory when first
+    used."""
     pieces: list[StatePiece] = []
     for dtype, layout in LAYOUTS.items():
         group = [handle for handle, compute_dtype in trained if compute_dtype is dtype]

@@ -41,9 +41,13 @@ class HostUpdate:
         param = handle.tensor
         raw = get_grad(param) if param is not None else None
         if raw is not None and raw.is_sparse:
-            raise UnsupportedError(f"{handle.name} has a sparse gradient; CPUAdam needs dense ones (nn.Embedding(sparse=False))")
+            raise UnsupportedError(
+                f"{handle.name} has a sparse gradient; CPUAdam needs dense ones (nn.Embedding(sparse=False))"
+            )
         if handle.dtype not in NATIVE_DTYPES:
-            raise UnsupportedError(f"{handle.name} is {handle.dtype}; CPUAdam updates float32, bfloat16 and float16 weights")
+            raise UnsupportedError(
+                f"{handle.name} is {handle.dtype}; CPUAdam updates float32, bfloat16 and float16 weights"
+            )
 
     def _run_unit(self, unit: Unit, hypers: Mapping[ParamHandle, AdamHyper], grad_factor: float) -> None:
         with self.pager.lock, ExitStack() as leases:
@@ -70,7 +74,12 @@ class HostUpdate:
         blocks = {unit.weights.id: unit.weights}
         for handle in unit.handles:
             slot = handle.grad_slot
-            if handle in hypers and handle.grad_state is GradientState.LANDED and slot is not None and slot.block is not None:
+            if (
+                handle in hypers
+                and handle.grad_state is GradientState.LANDED
+                and slot is not None
+                and slot.block is not None
+            ):
                 blocks[slot.block.id] = slot.block
         return list(blocks.values())
 
@@ -110,9 +119,7 @@ class HostUpdate:
                     exp_avg_sq=view.exp_avg_sq(part),
                 )
             )
-        cpu_adam.adam_step(
-            segments, indexed, piece.kind, grad_factor=grad_factor, num_threads=torch.get_num_threads()
-        )
+        cpu_adam.adam_step(segments, indexed, piece.kind, grad_factor=grad_factor, num_threads=torch.get_num_threads())
 
     def _gradient(self, handle: ParamHandle, keep: list[torch.Tensor]) -> tuple[int, DType]:
         """Address and type of a parameter's gradient, in the order of the weight's bytes."""

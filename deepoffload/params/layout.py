@@ -1,7 +1,7 @@
 """Where parameters lie in their unit's blocks: pure arithmetic, no torch.
 
-Every size is a function of ``(numel, world_size, alignment)``; with one rank a shard is the whole tensor and views need no
-copy.
+Every size is a function of ``(numel, world_size, alignment)``; with one rank a shard is the whole tensor and views
+need no copy.
 """
 
 from __future__ import annotations

@@ -97,7 +97,8 @@ class Pager:
             self._alive += 1
 
     def tensor_died(self, _: Any) -> None:
-        """A parameter was deleted. May run at any time, in any thread: only count, and end a pager that shows nothing."""
+        """A parameter was deleted. May run at any time, in any thread: only count, and end a pager that shows
+        nothing."""
         self._alive -= 1
         if self._alive == 0 and self.on_all_dead is not None and self.lock.acquire(blocking=False):
             try:

@@ -1,8 +1,8 @@
 """The forward door: the classes whose ``__torch_function__`` brings the bytes a call takes.
 
 ``OffloadedParameter`` is the class that an adopted ``nn.Parameter`` gets; ``OffloadedGradient`` shows a gradient that
-landed in a unit's gradient block. Both keep one attribute, ``_slot``. Correctness rests on this door alone: module hooks
-only make it cheaper.
+landed in a unit's gradient block. Both keep one attribute, ``_slot``. Correctness rests on this door alone: module
+hooks only make it cheaper.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ _METADATA_METHODS = (
     "is_conj is_neg retain_grad dim_order"
 ).split()
 _ESCAPES = frozenset(
-    "numpy data_ptr untyped_storage storage _typed_storage __dlpack__ __array__ __cuda_array_interface__ share_memory_"
-    .split()
+    (
+        "numpy data_ptr untyped_storage storage _typed_storage __dlpack__ __array__ __cuda_array_interface__ "
+        "share_memory_"
+    ).split()
 )
 
 
@@ -39,7 +41,7 @@ def _metadata() -> frozenset[Any]:
     functions: set[Any] = {torch.autograd.grad, torch.autograd.backward, Tensor.backward, torch.is_floating_point}
     functions |= {torch.is_complex, torch.numel, torch.is_same_size}
     for name in _METADATA_NAMES:
-        attribute = getattr(Tensor, name, None)
+        attribute: Any = getattr(Tensor, name, None)
         if hasattr(attribute, "__get__"):
             functions.add(attribute.__get__)
         if name in ("_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype") and hasattr(attribute, "__set__"):
@@ -69,7 +71,7 @@ class OffloadedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = self._plain_copy()
-        return memo[id(self)]  # type: ignore[no-any-return]
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain_copy().__reduce_ex__(protocol)
@@ -98,7 +100,7 @@ class OffloadedGradient(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = self.clone()
-        return memo[id(self)]  # type: ignore[no-any-return]
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
@@ -300,8 +302,8 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     if value.shape != slot.shape or value.dtype is not slot.dtype or value.device != tensor.device:
         raise UnsupportedError(
             f"{slot.name}.data = ...: a paged parameter keeps its shape, dtype and device ({tuple(slot.shape)}, "
-            f"{slot.dtype}, {tensor.device}; given {tuple(value.shape)}, {value.dtype}, {value.device}). Convert the model "
-            "before offload_context ends (or set precision), or replace the parameter with a new nn.Parameter"
+            f"{slot.dtype}, {tensor.device}; given {tuple(value.shape)}, {value.dtype}, {value.device}). "
+            "Convert the model before offload_context ends (or set precision), or replace the parameter with a new nn.Parameter"
         )
     slot.pager.pin(slot)
     try:
@@ -343,7 +345,9 @@ def _new_parameter_like(tensor: Any) -> Any:
     slot = tensor._slot
     copy = tensor._plain_copy() if type(tensor) is OffloadedParameter else nn.Parameter(tensor.clone())
     if slot.pager.adopt_late is None or slot.pager.adopt_late(copy, f"{slot.name} (copy)") is None:
-        raise UnsupportedError(f"nn.Parameter({slot.name}) could not be adopted; use nn.Parameter({slot.name}.data.clone())")
+        raise UnsupportedError(
+            f"nn.Parameter({slot.name}) could not be adopted; use nn.Parameter({slot.name}.data.clone())"
+        )
     return copy
 
 
@@ -373,13 +377,14 @@ def _repr(func: Any, args: Any, kwargs: Any) -> str:
 
 
 def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
+    tensor: Any = Tensor
     table: dict[Any, Callable[[Any, Any, Any], Any]] = {
-        Tensor.grad.__get__: _get_grad,  # type: ignore[attr-defined]
-        Tensor.grad.__set__: _assign_grad,  # type: ignore[attr-defined]
-        Tensor.grad.__delete__: _assign_grad,  # type: ignore[attr-defined]
-        Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
-        Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
+        tensor.grad.__get__: _get_grad,
+        tensor.grad.__set__: _assign_grad,
+        tensor.grad.__delete__: _assign_grad,
+        tensor.data.__get__: _get_data,
+        tensor.data.__set__: _set_data,
+        tensor.requires_grad.__set__: _requires_grad,
         Tensor.requires_grad_: _requires_grad,
         Tensor.detach: _detach,
         Tensor.stride: _stride,

@@ -1,7 +1,8 @@
-"""The backward door: what autograd saves of a weight is a description, and the weight is fetched again when it is needed.
+"""The backward door: what autograd saves of a weight is a description, and the weight is fetched again when it is
+needed.
 
-torch calls only the top pair of saved-tensor hooks, so ours hands everything that is not a weight to the pair that was on
-top before it (activation checkpointing, ``save_on_cpu``, the user's own), and unpacks through that pair again.
+torch calls only the top pair of saved-tensor hooks, so ours hands everything that is not a weight to the pair that
+was on top before it (activation checkpointing, ``save_on_cpu``, the user's own), and unpacks through that pair again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class SavedBelow:
 
 
 class SavedTensorHooks:
-    """One pair of hooks: packs the weights of ``pager``, gives all else to the pair ``below`` (or keeps it as it is)."""
+    """One pair of hooks: packs the weights of ``pager``, gives all else to the pair ``below`` (or keeps it as it
+    is)."""
 
     __slots__ = ("pager", "below")
 
@@ -69,7 +71,7 @@ class SavedTensorHooks:
             return restore(packed)
         if type(packed) is SavedBelow:
             return packed.unpack(packed.packed)
-        return packed  # type: ignore[no-any-return]
+        return packed
 
 
 def restore(saved: SavedWeight) -> Tensor:
@@ -90,8 +92,8 @@ def restore(saved: SavedWeight) -> Tensor:
             if version_of(param) != saved.version or handle.generation != saved.generation:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"parameter {handle.name} {list(saved.size)} was changed (an optimizer step counts) after the forward "
-                    "pass that saved it"
+                    f"parameter {handle.name} {list(saved.size)} was changed (an optimizer step counts) after the "
+                    "forward pass that saved it"
                 )
             shown = get_data(param)
             if saved.offset == 0 and saved.size == shown.size() and saved.stride == shown.stride():

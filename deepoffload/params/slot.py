@@ -1,7 +1,7 @@
 """One paged tensor: where its bytes lie in a block, and the tensor object that shows them.
 
-While the block is resident the object's data is a view of the arena with a storage of its own; while it is not, the data
-is a *stand-in*: one scalar expanded to the shape, which costs nothing, reads as NaN and refuses every write.
+While the block is resident the object's data is a view of the arena with a storage of its own; while it is not, the
+data is a *stand-in*: one scalar expanded to the shape, which costs nothing, reads as NaN and refuses every write.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def _need(owner: Any, name: str) -> Any:
     found = getattr(owner, name, None)
     if found is None:
         raise UnsupportedError(
-            f"torch {torch.__version__} has no {getattr(owner, '__name__', owner)}.{name}, which paged parameters need; "
-            "use torch 2.6 to 2.13, or report this version"
+            f"torch {torch.__version__} has no {getattr(owner, '__name__', owner)}.{name}, which paged parameters "
+            "need; use torch 2.6 to 2.13, or report this version"
         )
     return found
 
@@ -43,13 +43,14 @@ _disable_current_modes = _need(_python_dispatch, "_disable_current_modes")
 _len_dispatch_stack = _need(torch._C, "_len_torch_dispatch_stack")
 _len_function_stack = _need(torch._C, "_len_torch_function_stack")
 
-_data = torch.Tensor.__dict__.get("data") or torch._C.TensorBase.data
-_grad = torch._C.TensorBase.grad
+_base: Any = torch._C.TensorBase
+_data = _base.data
+_grad = _base.grad
 raw_data: Callable[[Tensor], Tensor] = _data.__get__
 _set_raw_data = _data.__set__
 _raw_grad = _grad.__get__
 _set_raw_grad = _grad.__set__
-_raw_version = torch._C.TensorBase._version.__get__
+_raw_version = _base._version.__get__
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:

@@ -60,9 +60,7 @@ class ParamHandle(TensorSlot):
         "grad_hook",
     )
 
-    def __init__(
-        self, pager: Pager, name: str, tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...]
-    ) -> None:
+    def __init__(self, pager: Pager, name: str, tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...]) -> None:
         super().__init__(pager, name, tensor, tensor.shape, dtype, stride)
         pager.tensor_born()
         self.unit: Unit | None = None
@@ -85,7 +83,8 @@ class ParamHandle(TensorSlot):
         return self
 
     def note_escape(self) -> None:
-        """An alias that moves no version counter was handed out: remember the bytes, to see whether it was written to."""
+        """An alias that moves no version counter was handed out: remember the bytes, to see whether it was written
+        to."""
         if self.escape_crc is None:
             self.escape_crc = self.crc()
 
@@ -210,7 +209,10 @@ class WeightOwner(SlotOwner):
     """Owner of a unit's weights: knows when the program wrote to them behind the doors."""
 
     def changed(self) -> bool:
-        return self.installed and any([slot.changed() for slot in self.slots if isinstance(slot, ParamHandle)])
+        if not self.installed:
+            return False
+        changed = [slot.changed() for slot in self.slots if isinstance(slot, ParamHandle)]  # each has to look
+        return any(changed)
 
 
 class Unit:

@@ -1,7 +1,7 @@
 """The unit window: while a module runs, its parameters are resident and look like plain ``nn.Parameter``s.
 
-One pre and one post hook per module. Inside, no door is paid for, compiled code sees ordinary parameters, tensors derived
-from weights are packed by our saved-tensor hooks, and the prefetcher learns where the program is.
+One pre and one post hook per module. Inside, no door is paid for, compiled code sees ordinary parameters, tensors
+derived from weights are packed by our saved-tensor hooks, and the prefetcher learns where the program is.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Window:
 
     def _unwrap(self, module: nn.Module) -> None:
         """Under ``torch.func`` transforms a module holds wrappers of our parameters: keep what is inside resident."""
-        for members, key, value in self._identities:
+        for _, _, value in self._identities:
             if isinstance(value, Tensor) and is_functorch_wrapped(value):
                 inner = get_unwrapped(value)
                 while is_functorch_wrapped(inner):

@@ -1,7 +1,9 @@
-"""Building a model under a budget: parameters are adopted as they are registered, and become units when the context ends.
+"""Building a model under a budget: parameters are adopted as they are registered, and become units when the context
+ends.
 
-While the model is built each parameter is a block of its own and the least recently used ones are evicted. At the end the
-units are found and placed, and each parameter's bytes move, once, into its unit's block, in the dtype it will compute in.
+While the model is built each parameter is a block of its own and the least recently used ones are evicted. At the
+end the units are found and placed, and each parameter's bytes move, once, into its unit's block, in the dtype it will
+compute in.
 """
 
 from __future__ import annotations
@@ -109,11 +111,10 @@ class Assembly:
             raise RuntimeError(f"{handle.name} has no block")
         self.tiers.acquire(old)
         try:
-            target = self.tiers.address(unit.weights) + offset
             if dtype is handle.dtype:
-                ctypes.memmove(target, handle.address(), handle.nbytes)
+                ctypes.memmove(self.tiers.address(unit.weights) + offset, handle.address(), handle.nbytes)
             elif handle.dtype is torch.float32 and dtype is torch.bfloat16:
-                self._split(unit, handle, target)
+                self._split(unit, handle, offset)
             else:
                 self._convert(unit, handle, offset, dtype)
         finally:
@@ -128,10 +129,10 @@ class Assembly:
             handle.retype(dtype)
         unit.owner.slots.append(handle)
 
-    def _split(self, unit: Unit, handle: ParamHandle, target: int) -> None:
-        """fp32 to bf16; what rounding leaves over goes into the optimizer state, so that the fp32 value stays the master."""
+    def _split(self, unit: Unit, handle: ParamHandle, offset: int) -> None:
+        """fp32 to bf16; what rounding leaves over goes into the optimizer state, so that the fp32 value stays the
+        master."""
         threads = torch.get_num_threads()
-        source = handle.address()
         left = handle.numel
         for piece in unit.pieces:
             if piece.kind is not StateLayout.SPLIT_BF16 or handle not in piece.handles:
@@ -140,9 +141,9 @@ class Assembly:
                 self.tiers.acquire(piece.block)
                 try:
                     self.tiers.will_change(piece.block)
-                    cpu_adam.split_fp32(
-                        source + part.start * 4,
-                        target + part.start * 2,
+                    cpu_adam.split_fp32(  # addresses are taken now: to make room for the piece, others may have moved
+                        handle.address() + part.start * 4,
+                        self.tiers.address(unit.weights) + offset + part.start * 2,
                         PieceView(self.tiers, piece).lead(part),
                         part.numel,
                         num_threads=threads,
@@ -152,6 +153,7 @@ class Assembly:
                 left -= part.numel
         if left:  # frozen: there is no state, but the weight rounds the same way
             rest = torch.empty(1 << 16, dtype=torch.int16)
+            source, target = handle.address(), self.tiers.address(unit.weights) + offset
             for start in range(0, handle.numel, rest.numel()):
                 numel = min(rest.numel(), handle.numel - start)
                 cpu_adam.split_fp32(source + start * 4, target + start * 2, rest.data_ptr(), numel, num_threads=threads)
@@ -170,13 +172,16 @@ class UnitDraft:
     """A unit to be: which parameters, which dtypes, at which offsets of its weights block."""
 
     def __init__(self, index: int, name: str, handles: list[ParamHandle], dtypes: list[torch.dtype]) -> None:
-        # Trainable parameters first, and those of one dtype together: their state arrays then follow the weights' order.
+        # Trainable parameters first, and those of one dtype together: their state arrays then follow the weights'
+        # order.
         order = sorted(range(len(handles)), key=lambda i: (not _trainable(handles[i]), str(dtypes[i])))
         self.index = index
         self.name = name
         self.handles = [handles[i] for i in order]
         self.dtypes = [dtypes[i] for i in order]
-        self.offsets, self.nbytes = byte_offsets([h.numel * d.itemsize for h, d in zip(self.handles, self.dtypes, strict=True)])
+        self.offsets, self.nbytes = byte_offsets(
+            [h.numel * d.itemsize for h, d in zip(self.handles, self.dtypes, strict=True)]
+        )
         self.unit: Unit
 
     def make(self, pager: Pager, gradients: Gradients, piece_bytes: int) -> Unit:
@@ -184,9 +189,7 @@ class UnitDraft:
         owner = WeightOwner(pager)
         weights = tiers.create(self.name, Kind.WEIGHT, self.nbytes, owner)
         self.unit = Unit(self.index, self.name, self.handles, weights, owner)
-        trained = [
-            (h, d) for h, d in zip(self.handles, self.dtypes, strict=True) if _trainable(h) and d in LAYOUTS
-        ]
+        trained = [(h, d) for h, d in zip(self.handles, self.dtypes, strict=True) if _trainable(h) and d in LAYOUTS]
         if trained:
             offsets, nbytes = byte_offsets([h.numel * d.itemsize for h, d in trained])
             block = tiers.create(f"{self.name}.grad", Kind.GRADIENT, nbytes)
@@ -247,8 +250,8 @@ def refuse_meta(root: nn.Module) -> None:
     if on_meta:
         shown = ", ".join(on_meta[:5]) + (f" and {len(on_meta) - 5} more" if len(on_meta) > 5 else "")
         raise UsageError(
-            f"{len(on_meta)} parameters of {type(root).__name__} are still on the meta device when offload_context ends: "
-            f"{shown}. Load or initialise them inside the context (model.to_empty(device='cpu') and a checkpoint), or "
+            f"{len(on_meta)} parameters of {type(root).__name__} are still on the meta device when offload_context "
+            f"ends: {shown}. Load or initialise them inside the context (model.to_empty(device='cpu') and a checkpoint), or "
             "build the model without a meta device: the context keeps it within the budget anyway"
         )
 

@@ -35,7 +35,9 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
         PlacementError, UsageError: when the context ends; nothing is left behind.
     """
 
-    def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, **overrides: Any) -> None:
+    def __init__(
+        self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, **overrides: Any
+    ) -> None:
         self.config = parse_config(config, **overrides)
         self.engine: Engine | None = None
         self._hooks: ConstructionHooks | None = None
@@ -44,7 +46,9 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
         if self.engine is not None:
             raise UsageError("this offload_context has been used already; make a new one for the next model")
         if _inside_another():
-            raise UsageError("offload_context inside offload_context: build the models one after the other, or all in one")
+            raise UsageError(
+                "offload_context inside offload_context: build the models one after the other, or all in one"
+            )
         self.engine = Engine(self.config)
         self._hooks = ConstructionHooks(self.engine.pager)
         self._hooks.__enter__()
@@ -84,8 +88,8 @@ def engine_of(model: nn.Module) -> Engine:
         if isinstance(slot, ParamHandle) and isinstance(slot.pager.engine, Engine):
             return slot.pager.engine
     raise UsageError(
-        f"{type(model).__name__} has no offloaded parameters: build it inside deepoffload.offload_context, or pass it to "
-        "deepoffload.initialize"
+        f"{type(model).__name__} has no offloaded parameters: build it inside deepoffload.offload_context, or pass it "
+        "to deepoffload.initialize"
     )
 
 

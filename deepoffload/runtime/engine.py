@@ -94,9 +94,7 @@ class Engine:
             return
         aio = self.config.aio
         self._io = IoEngine(backend=aio.backend.value, queue_depth=aio.queue_depth, block_bytes=aio.block_bytes)
-        self._space = SwapSpace(
-            self._io, paths, budget_bytes=self.budgets.nvme_bytes, label="swap", verify=aio.verify
-        )
+        self._space = SwapSpace(self._io, paths, budget_bytes=self.budgets.nvme_bytes, label="swap", verify=aio.verify)
 
     def assemble(self, roots: Sequence[nn.Module], handles: Iterable[ParamHandle]) -> None:
         """End of construction: find units, place them, move every parameter's bytes into its unit, put hooks on.
@@ -169,7 +167,11 @@ class Engine:
         kept_kinds = {kind for kind, tier in limits.items() if tier is not None and tier is not Tier.NVME}
         event_bytes = 0
         for _, module in windows:
-            used = {unit_of[id(p)].index: unit_of[id(p)].unit.weights.room_bytes for p in module.parameters() if id(p) in unit_of}
+            used = {
+                unit_of[id(p)].index: unit_of[id(p)].unit.weights.room_bytes
+                for p in module.parameters()
+                if id(p) in unit_of
+            }
             event_bytes = max(event_bytes, sum(round_up(nbytes) for nbytes in used.values()))
         if self._space is not None:
             self._bandwidths = _measured(self.config.nvme_path[0], self._io)
@@ -203,7 +205,8 @@ class Engine:
         self.assemble([model], handles)
 
     def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:
-        """A parameter that arrived after the context ended becomes a unit of its own; None for what is not adoptable."""
+        """A parameter that arrived after the context ended becomes a unit of its own; None for what is not
+        adoptable."""
         if not adoptable(param):
             return None
         with self.pager.lock:
@@ -217,7 +220,8 @@ class Engine:
     # -- report ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
-        """Numbers of the run so far: bytes per tier and their peaks, disk bytes, faults, waits. All flat, all numeric."""
+        """Numbers of the run so far: bytes per tier and their peaks, disk bytes, faults, waits. All flat, all
+        numeric."""
         tiers = self.pager.tiers
         space = self._space
         trace = self.pager.trace.stats()
@@ -248,7 +252,8 @@ class Engine:
     # -- end -------------------------------------------------------------------------------------------------------
 
     def close(self, because: str = "engine.close() was called") -> None:
-        """Give everything back: hooks, memory, swap files, threads. Idempotent. Parameters then raise ``ClosedError``."""
+        """Give everything back: hooks, memory, swap files, threads. Idempotent. Parameters then raise
+        ``ClosedError``."""
         if self.pager.closed_because is not None:
             return
         with self.pager.lock:
