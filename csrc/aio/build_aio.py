@@ -23,6 +23,7 @@ SOURCES = (
     "engine.c",
     "file.c",
     "memory.c",
+    "pump.c",
     "reaper.c",
     "request.c",
 )

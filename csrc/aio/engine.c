@@ -1,9 +1,4 @@
-/* The engine: a bounded queue of requests, a submit thread, and backends that report chunks from their own threads.
- *
- * Whoever finds that chunks can be sent calls pump(): the submit thread after doff_submit, and the thread that reported
- * a completion (it is awake anyway, so a steady stream costs one thread switch per completion, not two). One pumps at a
- * time; the others leave, because the one inside looks again before it goes.
- */
+/* The engine's life, and requests from submission to result. */
 #define _GNU_SOURCE
 #include "internal.h"
 
@@ -12,112 +7,9 @@
 #include <string.h>
 #include <unistd.h>
 
-#define BATCH_MAX 32
-#define DELAY_NS 1000000u
-
 static uint64_t deadline(int64_t timeout_ms) {
     return doff_now_ns() + (timeout_ms > 0 ? (uint64_t)timeout_ms * 1000000u : 0);
 }
-
-/* ---- sending ------------------------------------------------------------------------------------------------------
- */
-
-static void submit_batch(doff_engine* engine, struct doff_backend* backend, struct doff_io** ios, unsigned count) {
-    unsigned sent = 0;
-    while (sent < count) {
-        int code = doff_backend_submit(backend, ios + sent, count - sent);
-        pthread_mutex_lock(&engine->mutex);
-        engine->stats.submit_calls++;
-        if (code > 0) {
-            sent += (unsigned)code;
-        } else if (code == 0 || code == -EAGAIN || code == -EBUSY) {
-            while (sent < count)
-                doff_op_delay(engine, (struct doff_op*)ios[sent++]);
-        } else if (code != -EINTR) {
-            doff_op_done(engine, (struct doff_op*)ios[sent++], code); /* the error is that of the first */
-        }
-        pthread_mutex_unlock(&engine->mutex);
-    }
-}
-
-static unsigned pick_batch(doff_engine* engine, struct doff_io** ios, bool* helper) {
-    unsigned count = 0;
-    for (unsigned idle = 0; idle < DOFF_LANES_MAX && count < BATCH_MAX;) {
-        struct doff_lane* lane = &engine->lanes[engine->lane_next];
-        engine->lane_next = (engine->lane_next + 1) % DOFF_LANES_MAX;
-        struct doff_op* op = lane->files ? doff_op_pick(engine, lane) : NULL;
-        if (!op) {
-            idle++;
-            continue;
-        }
-        idle = 0;
-        helper[count] = op->helper;
-        ios[count++] = &op->io;
-    }
-    return count;
-}
-
-static void pump(doff_engine* engine) {
-    struct doff_io *ios[BATCH_MAX], *group[2][BATCH_MAX];
-    bool helper[BATCH_MAX];
-    pthread_mutex_lock(&engine->mutex);
-    if (engine->pumping) {
-        pthread_mutex_unlock(&engine->mutex);
-        return;
-    }
-    engine->pumping = true;
-    unsigned count;
-    while ((count = pick_batch(engine, ios, helper))) {
-        pthread_mutex_unlock(&engine->mutex);
-        unsigned size[2] = {0, 0};
-        for (unsigned i = 0; i < count; i++)
-            group[helper[i]][size[helper[i]]++] = ios[i];
-        submit_batch(engine, &engine->backend, group[0], size[0]);
-        submit_batch(engine, &engine->helper, group[1], size[1]);
-        pthread_mutex_lock(&engine->mutex);
-    }
-    engine->pumping = false;
-    pthread_mutex_unlock(&engine->mutex);
-}
-
-static void on_complete(void* context, const struct doff_completion* done, unsigned count) {
-    doff_engine* engine = context;
-    pthread_mutex_lock(&engine->mutex);
-    for (unsigned i = 0; i < count; i++)
-        doff_op_done(engine, (struct doff_op*)done[i].io, done[i].result);
-    pthread_mutex_unlock(&engine->mutex);
-    pump(engine);
-}
-
-static void* submitter_main(void* argument) {
-    doff_engine* engine = argument;
-    pthread_mutex_lock(&engine->mutex);
-    while (!engine->stop) {
-        if (engine->delayed) {
-            uint64_t until = doff_now_ns() + DELAY_NS;
-            while (doff_cond_wait_until(&engine->work, &engine->mutex, until) == 0 && !engine->stop)
-                continue;
-            while (engine->delayed) {
-                struct doff_op* op = engine->delayed;
-                engine->delayed = op->next;
-                op->next = op->seg->file->lane->resend;
-                op->seg->file->lane->resend = op;
-            }
-        } else if (!engine->kicked) {
-            pthread_cond_wait(&engine->work, &engine->mutex);
-            continue;
-        }
-        engine->kicked = false;
-        pthread_mutex_unlock(&engine->mutex);
-        pump(engine);
-        pthread_mutex_lock(&engine->mutex);
-    }
-    pthread_mutex_unlock(&engine->mutex);
-    return NULL;
-}
-
-/* ---- opening and closing ------------------------------------------------------------------------------------------
- */
 
 static void engine_free(doff_engine* engine) {
     pthread_cond_destroy(&engine->work);
@@ -165,16 +57,15 @@ static int start_backends(doff_engine* engine, const struct doff_backend_table* 
         if (!argument)
             return -ENOMEM;
         stpcpy(stpcpy(stpcpy(argument, table->name), ":"), fault_script);
-        code = doff_backend_start(&engine->backend, &doff_backend_fault, ops, argument, on_complete, engine);
+        code = doff_backend_start(&engine->backend, &doff_backend_fault, ops, argument, doff_pump_complete, engine);
         free(argument);
         return code;
     }
-    if (table == &doff_backend_pool)
-        ops = engine->queue_depth;
-    code = doff_backend_start(&engine->backend, table, ops, NULL, on_complete, engine);
+    code = doff_backend_start(&engine->backend, table, ops, NULL, doff_pump_complete, engine);
     if (code || table != &doff_backend_libaio)
         return code;
-    code = doff_backend_start(&engine->helper, &doff_backend_pool, DOFF_HELPER_THREADS, NULL, on_complete, engine);
+    code =
+        doff_backend_start(&engine->helper, &doff_backend_pool, DOFF_HELPER_THREADS, NULL, doff_pump_complete, engine);
     if (code)
         doff_backend_stop(&engine->backend);
     engine->has_helper = !code;
@@ -204,7 +95,7 @@ int doff_engine_open(const char* backend, const char* fault_script, uint32_t que
         return -ENOMEM;
     int code = start_backends(engine, table, fault_script);
     if (!code) {
-        code = doff_thread_start(&engine->submitter, submitter_main, engine, "doff-submit");
+        code = doff_thread_start(&engine->submitter, doff_pump_main, engine, "doff-submit");
         if (code) {
             doff_backend_stop(&engine->backend);
             doff_backend_stop(&engine->helper);
@@ -266,9 +157,6 @@ int doff_engine_stats(doff_engine* engine, doff_stats* out) {
     pthread_mutex_unlock(&engine->mutex);
     return 0;
 }
-
-/* ---- requests -----------------------------------------------------------------------------------------------------
- */
 
 static struct doff_request* request_new(doff_engine* engine, int operation, const doff_segment* segments,
                                         uint32_t count, uint32_t flags) {

@@ -94,6 +94,10 @@ void doff_op_done(doff_engine* engine, struct doff_op* op, int64_t result);
 void doff_op_delay(doff_engine* engine, struct doff_op* op);
 void doff_request_free(struct doff_request* request);
 
+/* pump.c; without the mutex */
+void doff_pump_complete(void* engine, const struct doff_completion* done, unsigned count);
+void* doff_pump_main(void* engine);
+
 /* file.c; lanes with the mutex held */
 struct doff_file* doff_file_get(doff_engine* engine, int32_t file);
 void doff_files_close(doff_engine* engine);

@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -109,6 +109,11 @@ def measure_bandwidth(
         measured = _measure(swap, memory, directory, engine.backend, size, time_s)
     _store(cache, measured)
     return measured
+
+
+def stripe_weights(measured: Sequence[Bandwidth]) -> list[float]:
+    """Weights for :class:`~deepoffload.io.swap_space.SwapSpace` over these paths: their rates under mixed load."""
+    return [path.mixed_bytes_per_s for path in measured]
 
 
 def _measure(swap: SwapSpace, memory: HostMapping, path: str, backend: str, size: int, time_s: float) -> Bandwidth:

@@ -121,7 +121,7 @@ def test_many_at_once(backend, faults, sizes, rounds, depth, page_aligned):
 
 
 def test_the_page_cache_does_not_undo_the_direct_part_of_a_write(backend, tmp_path):
-    """Odd lengths go directly but for their tail. Regression: tails of 512 bytes shared a block with the direct part."""
+    """Odd lengths go directly but for their tail. Regression: a tail shared a block with the direct part."""
     nbytes_max = 64 << 10
     with IoEngine(backend=backend, block_bytes=BLOCK_BYTES) as engine, HostMapping(2 * nbytes_max) as memory:
         file = engine.open_file(tmp_path / "data", create=True)

@@ -9,7 +9,8 @@ import pytest
 
 from deepoffload.errors import ConfigError, UnsupportedError
 from deepoffload.io.engine import choose_backend, probe_backend
-from deepoffload.io.probe import Bandwidth, cache_directory, measure_bandwidth, probe_path
+from deepoffload.io.probe import Bandwidth, cache_directory, measure_bandwidth, probe_path, stripe_weights
+from deepoffload.io.swap_space import SwapSpace
 
 
 @pytest.fixture(autouse=True)
@@ -102,3 +103,11 @@ def test_backends_are_reported_with_reasons():
     if not probe_backend("io_uring").available:
         with pytest.raises(UnsupportedError, match="io_uring"):
             choose_backend("io_uring")
+
+
+def test_stripes_follow_the_measured_rates(make_engine, memory, disk, tmp_path):
+    (tmp_path / "slow").mkdir()
+    rates = [Bandwidth(str(path), "pool", True, 1e9, 1e9, rate, 0.0) for path, rate in (("a", 3e9), ("b", 1e9))]
+    with SwapSpace(make_engine(), [disk, tmp_path / "slow"], weights=stripe_weights(rates)) as swap:
+        pieces = swap.allocate(16 << 20).pieces
+        assert [(piece.path_index, piece.nbytes >> 20) for piece in pieces] == [(0, 12), (1, 4)]
