@@ -18,7 +18,8 @@ unsigned long long unsigned_of(PyObject* object, const std::string& name) {
 
 std::size_t count_of(const py::handle& object, const std::string& name) {
     const unsigned long long value = unsigned_of(object.ptr(), name);
-    if (value == 0 || value > (1ULL << 46)) refuse(name + " = " + std::to_string(value) + " must be from 1 to 2**46");
+    if (value == 0 || value > (1ULL << 46))
+        refuse(name + " = " + std::to_string(value) + " must be from 1 to 2**46");
     return static_cast<std::size_t>(value);
 }
 
@@ -44,8 +45,9 @@ double number_of(const py::handle& object, const char* field, const std::string&
     }
     if (!(value >= least && value < limit) || !std::isfinite(value))
         refuse(prefix + field + " = " + std::string(py::str(object.attr(field))) + " must be finite, at least " +
-               std::string(py::str(py::float_(least))) + (std::isfinite(limit) ? " and below " + std::string(py::str(py::float_(limit))) : ""));
+               std::string(py::str(py::float_(least))) +
+               (std::isfinite(limit) ? " and below " + std::string(py::str(py::float_(limit))) : ""));
     return value;
 }
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

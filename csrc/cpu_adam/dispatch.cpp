@@ -20,9 +20,12 @@ std::vector<Choice> supported() {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (avx2) choices.push_back({"avx2", kernels_avx2()});
-    if (avx512) choices.push_back({"avx512", kernels_avx512()});
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) choices.push_back({"avx512_bf16", kernels_avx512_bf16()});
+    if (avx2)
+        choices.push_back({"avx2", kernels_avx2()});
+    if (avx512)
+        choices.push_back({"avx512", kernels_avx512()});
+    if (avx512 && __builtin_cpu_supports("avx512bf16"))
+        choices.push_back({"avx512_bf16", kernels_avx512_bf16()});
 #elif defined(__aarch64__)
     choices.push_back({"neon", kernels_neon()});
 #endif
@@ -32,14 +35,17 @@ std::vector<Choice> supported() {
 Choice choose() {
     const std::vector<Choice> choices = supported();
     const char* wanted = std::getenv("DEEPOFFLOAD_CPU_CAPABILITY");
-    if (wanted == nullptr || *wanted == '\0') return choices.back();
+    if (wanted == nullptr || *wanted == '\0')
+        return choices.back();
     std::string names;
     for (const Choice& choice : choices) {
-        if (choice.name == wanted) return choice;
+        if (choice.name == wanted)
+            return choice;
         names += (names.empty() ? "" : ", ") + choice.name;
     }
     throw std::invalid_argument("DEEPOFFLOAD_CPU_CAPABILITY is '" + std::string(wanted) +
-                                "', which this CPU or build does not have; set it to one of " + names + ", or unset it");
+                                "', which this CPU or build does not have; set it to one of " + names +
+                                ", or unset it");
 }
 
 const Choice& chosen() {
@@ -47,11 +53,12 @@ const Choice& chosen() {
     return choice;
 }
 
-}  // namespace
+} // namespace
 
 std::vector<std::string> available_capabilities() {
     std::vector<std::string> names;
-    for (const Choice& choice : supported()) names.push_back(choice.name);
+    for (const Choice& choice : supported())
+        names.push_back(choice.name);
     return names;
 }
 
@@ -59,4 +66,4 @@ const std::string& capability() { return chosen().name; }
 
 const KernelTable& kernels() { return *chosen().table; }
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

@@ -16,4 +16,4 @@ std::vector<std::string> available_capabilities();
 const std::string& capability();
 const KernelTable& kernels();
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

@@ -20,7 +20,7 @@ Coefficients common(double grad_factor, bool maximize, double step_size, double 
     return c;
 }
 
-}  // namespace
+} // namespace
 
 Coefficients coefficients_of(const AdamHyper& h, double grad_factor) {
     const double correction1 = h.bias_correction ? 1.0 - std::pow(h.beta1, h.step) : 1.0;
@@ -57,4 +57,4 @@ Coefficients coefficients_of(const SgdHyper& h, double grad_factor) {
     return c;
 }
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

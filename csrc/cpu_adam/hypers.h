@@ -8,7 +8,7 @@ namespace cpu_adam {
 struct AdamHyper {
     double lr, beta1, beta2, eps, weight_decay;
     bool decoupled;
-    double step;  // the step being taken, from 1
+    double step; // the step being taken, from 1
     bool bias_correction, maximize;
 };
 struct LionHyper {
@@ -29,4 +29,4 @@ Coefficients coefficients_of(const LionHyper& hyper, double grad_factor);
 Coefficients coefficients_of(const AdagradHyper& hyper, double grad_factor);
 Coefficients coefficients_of(const SgdHyper& hyper, double grad_factor);
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

@@ -11,4 +11,4 @@ const KernelTable* kernels_avx512();
 const KernelTable* kernels_avx512_bf16();
 const KernelTable* kernels_neon();
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

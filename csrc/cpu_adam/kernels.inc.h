@@ -2,34 +2,27 @@
 //
 // Include after the target pragma, inside an anonymous namespace: nothing here may be shared between object files, or
 // the linker could pick an AVX-512 copy for a machine without it. A product that feeds an addition is either an
-// explicit fma or rounded first behind V::opaque, so that no compiler or flag contracts it: all instruction sets give the
-// same bits. Which of the two, and the order of operations, is that of torch's vectorised CPU kernels.
+// explicit fma or rounded first behind V::opaque, so that no compiler or flag contracts it: all instruction sets give
+// the same bits. Which of the two, and the order of operations, is that of torch's vectorised CPU kernels.
 
-template <DType kType>
-struct Element;
-template <>
-struct Element<DType::kFp32> {
+template <DType kType> struct Element;
+template <> struct Element<DType::kFp32> {
     using Type = float;
-    template <class V>
-    static inline typename V::F load(const Type* p) { return V::load(p); }
-    template <class V>
-    static inline typename V::F store(Type* p, typename V::F x) { V::store(p, x); return x; }
+    template <class V> static inline typename V::F load(const Type* p) { return V::load(p); }
+    template <class V> static inline typename V::F store(Type* p, typename V::F x) {
+        V::store(p, x);
+        return x;
+    }
 };
-template <>
-struct Element<DType::kBf16> {
+template <> struct Element<DType::kBf16> {
     using Type = std::uint16_t;
-    template <class V>
-    static inline typename V::F load(const Type* p) { return V::load_bf16(p); }
-    template <class V>
-    static inline typename V::F store(Type* p, typename V::F x) { return V::store_bf16(p, x); }
+    template <class V> static inline typename V::F load(const Type* p) { return V::load_bf16(p); }
+    template <class V> static inline typename V::F store(Type* p, typename V::F x) { return V::store_bf16(p, x); }
 };
-template <>
-struct Element<DType::kFp16> {
+template <> struct Element<DType::kFp16> {
     using Type = std::uint16_t;
-    template <class V>
-    static inline typename V::F load(const Type* p) { return V::load_fp16(p); }
-    template <class V>
-    static inline typename V::F store(Type* p, typename V::F x) { return V::store_fp16(p, x); }
+    template <class V> static inline typename V::F load(const Type* p) { return V::load_fp16(p); }
+    template <class V> static inline typename V::F store(Type* p, typename V::F x) { return V::store_fp16(p, x); }
 };
 
 // ---- weight forms: how the fp32 value is read, and everything that is written ----
@@ -40,81 +33,78 @@ struct Cursor {
     float* master;
 };
 
-template <WeightForm kForm>
-struct Weight;
-template <>
-struct Weight<WeightForm::kFp32> {
+template <WeightForm kForm> struct Weight;
+template <> struct Weight<WeightForm::kFp32> {
     using Type = float;
-    template <class V>
-    static inline typename V::F load(const Cursor& c, std::size_t i) { return V::load(static_cast<float*>(c.weight) + i); }
-    template <class V>
-    static inline void store(const Cursor& c, std::size_t i, typename V::F x) {
+    template <class V> static inline typename V::F load(const Cursor& c, std::size_t i) {
+        return V::load(static_cast<float*>(c.weight) + i);
+    }
+    template <class V> static inline void store(const Cursor& c, std::size_t i, typename V::F x) {
         V::store(static_cast<float*>(c.weight) + i, x);
     }
 };
-template <>
-struct Weight<WeightForm::kSplitBf16> {
+template <> struct Weight<WeightForm::kSplitBf16> {
     using Type = std::uint16_t;
-    template <class V>
-    static inline typename V::F load(const Cursor& c, std::size_t i) {
+    template <class V> static inline typename V::F load(const Cursor& c, std::size_t i) {
         return V::load_split(static_cast<std::uint16_t*>(c.weight) + i, c.remainder + i);
     }
-    template <class V>
-    static inline void store(const Cursor& c, std::size_t i, typename V::F x) {
+    template <class V> static inline void store(const Cursor& c, std::size_t i, typename V::F x) {
         V::store_split(static_cast<std::uint16_t*>(c.weight) + i, c.remainder + i, x);
     }
 };
-template <DType kCopy>
-struct MasterWeight {
+template <DType kCopy> struct MasterWeight {
     using Type = std::uint16_t;
-    template <class V>
-    static inline typename V::F load(const Cursor& c, std::size_t i) { return V::load(c.master + i); }
-    template <class V>
-    static inline void store(const Cursor& c, std::size_t i, typename V::F x) {
+    template <class V> static inline typename V::F load(const Cursor& c, std::size_t i) {
+        return V::load(c.master + i);
+    }
+    template <class V> static inline void store(const Cursor& c, std::size_t i, typename V::F x) {
         V::store(c.master + i, x);
         Element<kCopy>::template store<V>(static_cast<std::uint16_t*>(c.weight) + i, x);
     }
 };
-template <>
-struct Weight<WeightForm::kMasterBf16> : MasterWeight<DType::kBf16> {};
-template <>
-struct Weight<WeightForm::kMasterFp16> : MasterWeight<DType::kFp16> {};
+template <> struct Weight<WeightForm::kMasterBf16> : MasterWeight<DType::kBf16> {};
+template <> struct Weight<WeightForm::kMasterFp16> : MasterWeight<DType::kFp16> {};
+
+#include "rules.inc.h"
 
 #ifndef CPU_ADAM_PREFETCH
-#define CPU_ADAM_PREFETCH 1024  // elements ahead; 512 and 768 measured slower for bf16 on Zen 5, other distances alike
+#define CPU_ADAM_PREFETCH 1024 // elements ahead; 512 and 768 measured slower for bf16 on Zen 5, other distances alike
 #endif
-constexpr std::size_t kUnroll = 32;  // elements: two cache lines of fp32, one of bf16
+constexpr std::size_t kUnroll = 32; // elements: two cache lines of fp32, one of bf16
 
-template <class T, bool kWrite>
-inline void prefetch(const T* p) {
+template <class T, bool kWrite> inline void prefetch(const T* p) {
     for (std::size_t offset = 0; offset < kUnroll; offset += 64 / sizeof(T))
         __builtin_prefetch(p + CPU_ADAM_PREFETCH + offset, kWrite ? 1 : 0, 3);
 }
 
-template <class V, class R, WeightForm kForm, DType kGrad>
-struct Update {
+template <class V, class R, WeightForm kForm, DType kGrad> struct Update {
     using F = typename V::F;
     using G = typename Element<kGrad>::Type;
     using W = Weight<kForm>;
     using WT = typename W::Type;
 
     using C = typename R::template Vectors<V>;
-    static constexpr int kSlots = R::kStates > 0 ? R::kStates : 1;  // an array has at least one element
+    static constexpr int kSlots = R::kStates > 0 ? R::kStates : 1; // an array has at least one element
 
     static inline void vector(const C& c, const UpdateArgs& a, const Cursor& w, std::size_t i) {
         F state[kSlots];
-        for (int s = 0; s < R::kStates; ++s) state[s] = V::load(a.state[s] + i);
+        for (int s = 0; s < R::kStates; ++s)
+            state[s] = V::load(a.state[s] + i);
         const F grad = Element<kGrad>::template load<V>(static_cast<const G*>(a.grad) + i);
         const F weight = R::template apply<V>(c, W::template load<V>(w, i), grad, state);
-        for (int s = 0; s < R::kStates; ++s) V::store(a.state[s] + i, state[s]);
+        for (int s = 0; s < R::kStates; ++s)
+            V::store(a.state[s] + i, state[s]);
         W::template store<V>(w, i, weight);
     }
 
     static inline void prefetch_all(const UpdateArgs& a, std::size_t i) {
         prefetch<G, false>(static_cast<const G*>(a.grad) + i);
-        for (int s = 0; s < R::kStates; ++s) prefetch<float, true>(a.state[s] + i);
-        if (kForm == WeightForm::kSplitBf16) prefetch<std::int16_t, true>(a.remainder + i);
-        if (kForm == WeightForm::kMasterBf16 || kForm == WeightForm::kMasterFp16) prefetch<float, true>(a.master + i);
+        for (int s = 0; s < R::kStates; ++s)
+            prefetch<float, true>(a.state[s] + i);
+        if (kForm == WeightForm::kSplitBf16)
+            prefetch<std::int16_t, true>(a.remainder + i);
+        if (kForm == WeightForm::kMasterBf16 || kForm == WeightForm::kMasterFp16)
+            prefetch<float, true>(a.master + i);
         prefetch<WT, true>(static_cast<WT*>(a.weight) + i);
     }
 
@@ -129,17 +119,22 @@ struct Update {
         UpdateArgs t{grad, weight, remainder, master, {}, n};
         std::memcpy(grad, static_cast<const G*>(a.grad) + i, n * sizeof(G));
         std::memcpy(weight, static_cast<WT*>(a.weight) + i, n * sizeof(WT));
-        if (a.remainder) std::memcpy(remainder, a.remainder + i, n * sizeof(remainder[0]));
-        if (a.master) std::memcpy(master, a.master + i, n * sizeof(float));
+        if (a.remainder)
+            std::memcpy(remainder, a.remainder + i, n * sizeof(remainder[0]));
+        if (a.master)
+            std::memcpy(master, a.master + i, n * sizeof(float));
         for (int s = 0; s < R::kStates; ++s) {
             t.state[s] = state[s];
             std::memcpy(state[s], a.state[s] + i, n * sizeof(float));
         }
         vector(c, t, Cursor{weight, remainder, master}, 0);
         std::memcpy(static_cast<WT*>(a.weight) + i, weight, n * sizeof(WT));
-        if (a.remainder) std::memcpy(a.remainder + i, remainder, n * sizeof(remainder[0]));
-        if (a.master) std::memcpy(a.master + i, master, n * sizeof(float));
-        for (int s = 0; s < R::kStates; ++s) std::memcpy(a.state[s] + i, state[s], n * sizeof(float));
+        if (a.remainder)
+            std::memcpy(a.remainder + i, remainder, n * sizeof(remainder[0]));
+        if (a.master)
+            std::memcpy(a.master + i, master, n * sizeof(float));
+        for (int s = 0; s < R::kStates; ++s)
+            std::memcpy(a.state[s] + i, state[s], n * sizeof(float));
     }
 
     static void run(const UpdateArgs& args, const Coefficients& coefficients) {
@@ -149,21 +144,23 @@ struct Update {
         std::size_t i = 0;
         for (; i + kUnroll <= a.n; i += kUnroll) {
             prefetch_all(a, i);
-            for (std::size_t j = 0; j < kUnroll; j += V::kWidth) vector(c, a, w, i + j);
+            for (std::size_t j = 0; j < kUnroll; j += V::kWidth)
+                vector(c, a, w, i + j);
         }
-        for (; i + V::kWidth <= a.n; i += V::kWidth) vector(c, a, w, i);
-        if (i < a.n) tail(c, a, i);
+        for (; i + V::kWidth <= a.n; i += V::kWidth)
+            vector(c, a, w, i);
+        if (i < a.n)
+            tail(c, a, i);
     }
 };
 
 // ---- landing: dst = src or dst + src, and the sum of squares of what dst then holds ----
 
-template <class V, DType kDst, DType kSrc, bool kAccumulate>
-struct Land {
+template <class V, DType kDst, DType kSrc, bool kAccumulate> struct Land {
     using F = typename V::F;
     using D = typename Element<kDst>::Type;
     using S = typename Element<kSrc>::Type;
-    static constexpr bool kCopy = !kAccumulate && kDst == kSrc;  // the bits are kept, also those of a NaN
+    static constexpr bool kCopy = !kAccumulate && kDst == kSrc; // the bits are kept, also those of a NaN
 
     static inline void lanes(D* dst, const S* src, typename V::Sum& sum) {
         for (int part = 0; part < kSumLanes / V::kWidth; ++part) {
@@ -172,7 +169,8 @@ struct Land {
             if constexpr (kCopy) {
                 std::memmove(dst + j, src + j, V::kWidth * sizeof(D));
             } else {
-                if constexpr (kAccumulate) x = V::add(Element<kDst>::template load<V>(dst + j), x);
+                if constexpr (kAccumulate)
+                    x = V::add(Element<kDst>::template load<V>(dst + j), x);
                 x = Element<kDst>::template store<V>(dst + j, x);
             }
             sum.add_square(part, x);
@@ -182,7 +180,8 @@ struct Land {
     static inline void block(D* dst, const S* src, typename V::Sum& sum) {
         prefetch<S, false>(src);
         prefetch<D, true>(dst);
-        for (std::size_t j = 0; j < kUnroll; j += kSumLanes) lanes(dst + j, src + j, sum);
+        for (std::size_t j = 0; j < kUnroll; j += kSumLanes)
+            lanes(dst + j, src + j, sum);
     }
 
     // bf16 to bf16, several vectors of even and odd elements; the lanes are those of lanes().
@@ -214,9 +213,12 @@ struct Land {
         const S* src = static_cast<const S*>(src_address);
         typename V::Sum sum;
         std::size_t i = 0;
-        if constexpr (V::kPairs && kDst == DType::kBf16 && kSrc == DType::kBf16) i = paired(dst, src, n, sum);
-        for (; i + kUnroll <= n; i += kUnroll) block(dst + i, src + i, sum);
-        for (; i + kSumLanes <= n; i += kSumLanes) lanes(dst + i, src + i, sum);
+        if constexpr (V::kPairs && kDst == DType::kBf16 && kSrc == DType::kBf16)
+            i = paired(dst, src, n, sum);
+        for (; i + kUnroll <= n; i += kUnroll)
+            block(dst + i, src + i, sum);
+        for (; i + kSumLanes <= n; i += kSumLanes)
+            lanes(dst + i, src + i, sum);
         if (i < n) {
             D d[kSumLanes] = {};
             S s[kSumLanes] = {};
@@ -229,8 +231,7 @@ struct Land {
     }
 };
 
-template <class V, DType kSrc>
-struct SumOfSquares {
+template <class V, DType kSrc> struct SumOfSquares {
     using S = typename Element<kSrc>::Type;
 
     static inline void lanes(const S* src, typename V::Sum& sum) {
@@ -244,9 +245,11 @@ struct SumOfSquares {
         std::size_t i = 0;
         for (; i + kUnroll <= n; i += kUnroll) {
             prefetch<S, false>(src + i);
-            for (std::size_t j = 0; j < kUnroll; j += kSumLanes) lanes(src + i + j, sum);
+            for (std::size_t j = 0; j < kUnroll; j += kSumLanes)
+                lanes(src + i + j, sum);
         }
-        for (; i + kSumLanes <= n; i += kSumLanes) lanes(src + i, sum);
+        for (; i + kSumLanes <= n; i += kSumLanes)
+            lanes(src + i, sum);
         if (i < n) {
             S s[kSumLanes] = {};
             std::memcpy(s, src + i, (n - i) * sizeof(S));
@@ -258,11 +261,12 @@ struct SumOfSquares {
 
 // ---- split and merge of fp32 into bf16 and a 16-bit remainder ----
 
-template <class V>
-void split_run(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_t n) {
+template <class V> void split_run(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_t n) {
     std::size_t i = 0;
-    for (; i + V::kWidth <= n; i += V::kWidth) V::store_split(hi + i, lo + i, V::load(src + i));
-    if (i == n) return;
+    for (; i + V::kWidth <= n; i += V::kWidth)
+        V::store_split(hi + i, lo + i, V::load(src + i));
+    if (i == n)
+        return;
     float s[V::kWidth] = {};
     std::uint16_t h[V::kWidth];
     std::int16_t l[V::kWidth];
@@ -272,11 +276,12 @@ void split_run(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_
     std::memcpy(lo + i, l, (n - i) * sizeof(l[0]));
 }
 
-template <class V>
-void merge_run(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std::size_t n) {
+template <class V> void merge_run(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std::size_t n) {
     std::size_t i = 0;
-    for (; i + V::kWidth <= n; i += V::kWidth) V::store(dst + i, V::load_split(hi + i, lo + i));
-    if (i == n) return;
+    for (; i + V::kWidth <= n; i += V::kWidth)
+        V::store(dst + i, V::load_split(hi + i, lo + i));
+    if (i == n)
+        return;
     float d[V::kWidth];
     std::uint16_t h[V::kWidth] = {};
     std::int16_t l[V::kWidth] = {};
@@ -288,38 +293,33 @@ void merge_run(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std:
 
 // ---- the table ----
 
-template <class V, class R, WeightForm kForm>
-void fill_form(KernelTable& t, Rule rule) {
+template <class V, class R, WeightForm kForm> void fill_form(KernelTable& t, Rule rule) {
     UpdateFn* row = t.update[static_cast<int>(rule)][static_cast<int>(kForm)];
     row[static_cast<int>(DType::kFp32)] = &Update<V, R, kForm, DType::kFp32>::run;
     row[static_cast<int>(DType::kBf16)] = &Update<V, R, kForm, DType::kBf16>::run;
     row[static_cast<int>(DType::kFp16)] = &Update<V, R, kForm, DType::kFp16>::run;
 }
 
-template <class V, class R>
-void fill_rule(KernelTable& t, Rule rule) {
+template <class V, class R> void fill_rule(KernelTable& t, Rule rule) {
     fill_form<V, R, WeightForm::kFp32>(t, rule);
     fill_form<V, R, WeightForm::kSplitBf16>(t, rule);
     fill_form<V, R, WeightForm::kMasterBf16>(t, rule);
     fill_form<V, R, WeightForm::kMasterFp16>(t, rule);
 }
 
-template <class V, DType kDst, DType kSrc>
-void fill_land(KernelTable& t) {
+template <class V, DType kDst, DType kSrc> void fill_land(KernelTable& t) {
     t.land[0][static_cast<int>(kDst)][static_cast<int>(kSrc)] = &Land<V, kDst, kSrc, false>::run;
     t.land[1][static_cast<int>(kDst)][static_cast<int>(kSrc)] = &Land<V, kDst, kSrc, true>::run;
 }
 
-template <class V, DType kDst>
-void fill_dst(KernelTable& t) {
+template <class V, DType kDst> void fill_dst(KernelTable& t) {
     fill_land<V, kDst, DType::kFp32>(t);
     fill_land<V, kDst, DType::kBf16>(t);
     fill_land<V, kDst, DType::kFp16>(t);
     t.sum_of_squares[static_cast<int>(kDst)] = &SumOfSquares<V, kDst>::run;
 }
 
-template <class V>
-KernelTable make_table() {
+template <class V> KernelTable make_table() {
     KernelTable t{};
     fill_rule<V, AdamRule<false>>(t, Rule::kAdam);
     fill_rule<V, AdamRule<true>>(t, Rule::kAdamAmsgrad);

@@ -19,16 +19,17 @@
 namespace cpu_adam {
 namespace {
 #include "simd_avx2.h"
-#include "rules.inc.h"
+
+// After the policy.
 #include "kernels.inc.h"
-}  // namespace
+} // namespace
 
 const KernelTable* kernels_avx2() {
     static const KernelTable table = make_table<Avx2>();
     return &table;
 }
 
-}  // namespace cpu_adam
+} // namespace cpu_adam
 
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -40,6 +41,6 @@ const KernelTable* kernels_avx2() {
 
 namespace cpu_adam {
 const KernelTable* kernels_avx2() { return nullptr; }
-}  // namespace cpu_adam
+} // namespace cpu_adam
 
 #endif

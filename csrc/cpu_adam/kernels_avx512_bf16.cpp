@@ -1,4 +1,5 @@
-// Kernels for avx512_bf16. The standard headers come before the pragma: their inline functions are shared with other objects.
+// Kernels for avx512_bf16. The standard headers come before the pragma: their inline functions are shared with other
+// objects.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -14,7 +15,8 @@
 #endif
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))),   \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
@@ -26,16 +28,17 @@
 namespace cpu_adam {
 namespace {
 #include "simd_avx512.h"
-#include "rules.inc.h"
+
+// After the policy.
 #include "kernels.inc.h"
-}  // namespace
+} // namespace
 
 const KernelTable* kernels_avx512_bf16() {
     static const KernelTable table = make_table<Avx512>();
     return &table;
 }
 
-}  // namespace cpu_adam
+} // namespace cpu_adam
 
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -47,6 +50,6 @@ const KernelTable* kernels_avx512_bf16() {
 
 namespace cpu_adam {
 const KernelTable* kernels_avx512_bf16() { return nullptr; }
-}  // namespace cpu_adam
+} // namespace cpu_adam
 
 #endif

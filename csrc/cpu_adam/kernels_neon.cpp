@@ -12,21 +12,22 @@
 namespace cpu_adam {
 namespace {
 #include "simd_neon.h"
-#include "rules.inc.h"
+
+// After the policy.
 #include "kernels.inc.h"
-}  // namespace
+} // namespace
 
 const KernelTable* kernels_neon() {
     static const KernelTable table = make_table<Neon>();
     return &table;
 }
 
-}  // namespace cpu_adam
+} // namespace cpu_adam
 
 #else
 
 namespace cpu_adam {
 const KernelTable* kernels_neon() { return nullptr; }
-}  // namespace cpu_adam
+} // namespace cpu_adam
 
 #endif

@@ -8,13 +8,12 @@
 
 namespace cpu_adam {
 namespace {
-#include "rules.inc.h"
 #include "kernels.inc.h"
-}  // namespace
+} // namespace
 
 const KernelTable* kernels_scalar() {
     static const KernelTable table = make_table<Scalar>();
     return &table;
 }
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

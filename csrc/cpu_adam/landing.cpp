@@ -13,8 +13,7 @@ namespace {
 constexpr std::size_t kBytesPerTask = std::size_t{1} << 18;
 
 // Calls pass(begin, count) over n items in pieces of `piece`, in parallel.
-template <class Pass>
-void pieces(std::size_t n, std::size_t piece, int num_threads, const Pass& pass) {
+template <class Pass> void pieces(std::size_t n, std::size_t piece, int num_threads, const Pass& pass) {
     parallel_for((n + piece - 1) / piece, num_threads, [&](std::size_t index) {
         const std::size_t begin = index * piece;
         pass(begin, std::min(piece, n - begin));
@@ -22,22 +21,25 @@ void pieces(std::size_t n, std::size_t piece, int num_threads, const Pass& pass)
 }
 
 // Adds what pass(begin, count) returns for each chunk, in chunk order, whatever thread computed it.
-template <class Pass>
-double chunk_sums(std::size_t n, int num_threads, const Pass& pass) {
+template <class Pass> double chunk_sums(std::size_t n, int num_threads, const Pass& pass) {
     std::vector<double> sums((n + kSumChunk - 1) / kSumChunk);
-    pieces(n, kSumChunk, num_threads, [&](std::size_t begin, std::size_t count) { sums[begin / kSumChunk] = pass(begin, count); });
+    pieces(n, kSumChunk, num_threads,
+           [&](std::size_t begin, std::size_t count) { sums[begin / kSumChunk] = pass(begin, count); });
     double total = 0.0;
-    for (const double sum : sums) total += sum;
+    for (const double sum : sums)
+        total += sum;
     return total;
 }
 
-}  // namespace
+} // namespace
 
-double land(void* dst, const void* src, std::size_t n, DType dst_dtype, DType src_dtype, bool accumulate, int num_threads) {
+double land(void* dst, const void* src, std::size_t n, DType dst_dtype, DType src_dtype, bool accumulate,
+            int num_threads) {
     const LandFn kernel = kernels().land[accumulate][static_cast<int>(dst_dtype)][static_cast<int>(src_dtype)];
     const std::size_t dst_size = dtype_size(dst_dtype), src_size = dtype_size(src_dtype);
     return chunk_sums(n, num_threads, [&](std::size_t begin, std::size_t count) {
-        return kernel(static_cast<char*>(dst) + begin * dst_size, static_cast<const char*>(src) + begin * src_size, count);
+        return kernel(static_cast<char*>(dst) + begin * dst_size, static_cast<const char*>(src) + begin * src_size,
+                      count);
     });
 }
 
@@ -62,9 +64,8 @@ void merge_fp32(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std
 }
 
 void fill_bytes(void* dst, std::size_t nbytes, int byte, int num_threads) {
-    pieces(nbytes, kBytesPerTask, num_threads, [&](std::size_t begin, std::size_t count) {
-        std::memset(static_cast<char*>(dst) + begin, byte, count);
-    });
+    pieces(nbytes, kBytesPerTask, num_threads,
+           [&](std::size_t begin, std::size_t count) { std::memset(static_cast<char*>(dst) + begin, byte, count); });
 }
 
 void copy_bytes(void* dst, const void* src, std::size_t nbytes, int num_threads) {
@@ -78,4 +79,4 @@ void copy_bytes(void* dst, const void* src, std::size_t nbytes, int num_threads)
            [&](std::size_t begin, std::size_t count) { std::memcpy(to + begin, from + begin, count); });
 }
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

@@ -5,13 +5,14 @@
 
 namespace cpu_adam {
 
-double land(void* dst, const void* src, std::size_t n, DType dst_dtype, DType src_dtype, bool accumulate, int num_threads);
+double land(void* dst, const void* src, std::size_t n, DType dst_dtype, DType src_dtype, bool accumulate,
+            int num_threads);
 double sum_of_squares(const void* src, std::size_t n, DType dtype, int num_threads);
 void split_fp32(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_t n, int num_threads);
 void merge_fp32(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std::size_t n, int num_threads);
 void fill_bytes(void* dst, std::size_t nbytes, int byte, int num_threads);
-void copy_bytes(void* dst, const void* src, std::size_t nbytes, int num_threads);  // overlapping: one thread, memmove
+void copy_bytes(void* dst, const void* src, std::size_t nbytes, int num_threads); // overlapping: one thread, memmove
 
 constexpr std::size_t dtype_size(DType dtype) { return dtype == DType::kFp32 ? 4 : 2; }
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

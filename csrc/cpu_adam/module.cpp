@@ -1,4 +1,5 @@
-// The module: binding of the passes over blocks. Arguments are checked, then the GIL is released. Addresses are integers.
+// The module: binding of the passes over blocks. Arguments are checked, then the GIL is released. Addresses are
+// integers.
 #include <cmath>
 #include <string>
 
@@ -19,7 +20,7 @@ py::tuple py_land(const py::int_& dst, const py::int_& src, const py::int_& nume
     const std::size_t n = count_of(numel, "numel");
     const DType to_dtype = dtype_of(dst_dtype, "dst_dtype"), from_dtype = dtype_of(src_dtype, "src_dtype");
     const int threads = threads_of(num_threads);
-    kernels();  // a wrong DEEPOFFLOAD_CPU_CAPABILITY is reported with the GIL held
+    kernels(); // a wrong DEEPOFFLOAD_CPU_CAPABILITY is reported with the GIL held
     double sum;
     {
         const py::gil_scoped_release release;
@@ -42,7 +43,8 @@ py::tuple py_sum_of_squares(const py::int_& src, const py::int_& numel, const py
     return with_flag(sum);
 }
 
-void py_split(const py::int_& src, const py::int_& hi, const py::int_& lo, const py::int_& numel, long long num_threads) {
+void py_split(const py::int_& src, const py::int_& hi, const py::int_& lo, const py::int_& numel,
+              long long num_threads) {
     const float* const from = address_of<const float>(src, "src");
     auto* const high = address_of<std::uint16_t>(hi, "hi");
     auto* const low = address_of<std::int16_t>(lo, "lo");
@@ -53,7 +55,8 @@ void py_split(const py::int_& src, const py::int_& hi, const py::int_& lo, const
     split_fp32(from, high, low, n, threads);
 }
 
-void py_merge(const py::int_& hi, const py::int_& lo, const py::int_& dst, const py::int_& numel, long long num_threads) {
+void py_merge(const py::int_& hi, const py::int_& lo, const py::int_& dst, const py::int_& numel,
+              long long num_threads) {
     const auto* const high = address_of<const std::uint16_t>(hi, "hi");
     const auto* const low = address_of<const std::int16_t>(lo, "lo");
     float* const to = address_of<float>(dst, "dst");
@@ -67,7 +70,8 @@ void py_merge(const py::int_& hi, const py::int_& lo, const py::int_& dst, const
 void py_fill(const py::int_& dst, const py::int_& nbytes, int byte, long long num_threads) {
     void* const to = address_of<void>(dst, "dst");
     const std::size_t n = count_of(nbytes, "nbytes");
-    if (byte < 0 || byte > 255) refuse("byte = " + std::to_string(byte) + " must be from 0 to 255");
+    if (byte < 0 || byte > 255)
+        refuse("byte = " + std::to_string(byte) + " must be from 0 to 255");
     const int threads = threads_of(num_threads);
     const py::gil_scoped_release release;
     fill_bytes(to, n, byte, threads);
@@ -82,8 +86,8 @@ void py_copy(const py::int_& dst, const py::int_& src, const py::int_& nbytes, l
     copy_bytes(to, from, n, threads);
 }
 
-}  // namespace
-}  // namespace cpu_adam
+} // namespace
+} // namespace cpu_adam
 
 PYBIND11_MODULE(_cpu_adam, m) {
     using namespace cpu_adam;
@@ -98,7 +102,8 @@ PYBIND11_MODULE(_cpu_adam, m) {
     m.def("capability", [] { return capability(); });
     m.def("available_capabilities", [] {
         py::list names;
-        for (const std::string& name : available_capabilities()) names.append(name);
+        for (const std::string& name : available_capabilities())
+            names.append(name);
         return names;
     });
     m.def("threading_backend", &threading_backend);

@@ -10,7 +10,7 @@ namespace cpu_adam {
 namespace {
 
 class Pool {
-public:
+  public:
     Pool() : owner_(getpid()) {}
 
     pid_t owner() const { return owner_; }
@@ -19,7 +19,8 @@ public:
         const std::lock_guard<std::mutex> turn(turn_);
         {
             const std::lock_guard<std::mutex> lock(mutex_);
-            for (; size_ < num_threads - 1; ++size_) std::thread(&Pool::serve, this, size_, generation_).detach();
+            for (; size_ < num_threads - 1; ++size_)
+                std::thread(&Pool::serve, this, size_, generation_).detach();
             body_ = body;
             data_ = data;
             wanted_ = pending_ = num_threads - 1;
@@ -31,20 +32,22 @@ public:
         done_.wait(lock, [this] { return pending_ == 0; });
     }
 
-private:
+  private:
     // Detached: a daemon thread that waits for ever and holds nothing, so that the process may end at any time.
     void serve(int index, unsigned long seen) {
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
             start_.wait(lock, [&] { return generation_ != seen; });
             seen = generation_;
-            if (index >= wanted_) continue;
+            if (index >= wanted_)
+                continue;
             const auto body = body_;
             void* const data = data_;
             lock.unlock();
             body(data, index);
             lock.lock();
-            if (--pending_ == 0) done_.notify_one();
+            if (--pending_ == 0)
+                done_.notify_one();
         }
     }
 
@@ -62,12 +65,13 @@ Pool& pool() {
     static std::mutex guard;
     static Pool* current = nullptr;
     const std::lock_guard<std::mutex> lock(guard);
-    if (current == nullptr || current->owner() != getpid()) current = new Pool;
+    if (current == nullptr || current->owner() != getpid())
+        current = new Pool;
     return *current;
 }
 
-}  // namespace
+} // namespace
 
 void run_on_pool(int num_threads, void (*body)(void*, int), void* data) { pool().run(num_threads, body, data); }
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

@@ -7,4 +7,4 @@ namespace cpu_adam {
 // Calls from several threads take turns. A forked child makes a pool of its own.
 void run_on_pool(int num_threads, void (*body)(void* data, int thread), void* data);
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

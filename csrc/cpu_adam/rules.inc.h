@@ -1,7 +1,6 @@
 // The update rules: from weight, gradient and states to the new weight and states. Same conditions as kernels.inc.h.
 
-template <class V>
-struct LerpVectors {
+template <class V> struct LerpVectors {
     typename V::F weight, neg_rest;
     bool from_new;
 
@@ -14,8 +13,7 @@ struct LerpVectors {
 };
 
 // What all rules do first with weight and gradient: scale, add the coupled decay; shrink by the decoupled one.
-template <class V>
-struct CommonVectors {
+template <class V> struct CommonVectors {
     typename V::F grad_factor, weight_factor, l2, neg_step, eps;
     bool coupled;
 
@@ -31,12 +29,10 @@ struct CommonVectors {
 
 // torch.optim.Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019; Reddi et al. 2018). States: exp_avg,
 // exp_avg_sq, max_exp_avg_sq.
-template <bool kAmsgrad>
-struct AdamRule {
+template <bool kAmsgrad> struct AdamRule {
     static constexpr int kStates = kAmsgrad ? 3 : 2;
 
-    template <class V>
-    struct Vectors : CommonVectors<V> {
+    template <class V> struct Vectors : CommonVectors<V> {
         LerpVectors<V> lerp1;
         typename V::F beta2, one_minus_beta2, root_correction2;
 
@@ -53,7 +49,8 @@ struct AdamRule {
         const F m = state[0] = c.lerp1(state[0], g);
         const F v = state[1] = V::fma(V::mul(c.one_minus_beta2, g), g, V::mul(c.beta2, state[1]));
         F second = v;
-        if (kAmsgrad) second = state[kStates - 1] = V::maximum(state[kStates - 1], v);
+        if (kAmsgrad)
+            second = state[kStates - 1] = V::maximum(state[kStates - 1], v);
         const F denom = V::add(V::div(V::sqrt(second), c.root_correction2), c.eps);
         return V::add(c.decayed(weight), V::div(V::mul(c.neg_step, m), denom));
     }
@@ -63,8 +60,7 @@ struct AdamRule {
 struct LionRule {
     static constexpr int kStates = 1;
 
-    template <class V>
-    struct Vectors : CommonVectors<V> {
+    template <class V> struct Vectors : CommonVectors<V> {
         LerpVectors<V> lerp1, lerp2;
 
         explicit inline Vectors(const Coefficients& c) : CommonVectors<V>(c), lerp1(c.lerp1), lerp2(c.lerp2) {}
@@ -84,8 +80,7 @@ struct LionRule {
 struct AdagradRule {
     static constexpr int kStates = 1;
 
-    template <class V>
-    using Vectors = CommonVectors<V>;
+    template <class V> using Vectors = CommonVectors<V>;
 
     template <class V>
     static inline typename V::F apply(const CommonVectors<V>& c, typename V::F weight, typename V::F grad,
@@ -98,12 +93,10 @@ struct AdagradRule {
 };
 
 // torch.optim.SGD. State: momentum_buffer.
-template <bool kMomentum>
-struct SgdRule {
+template <bool kMomentum> struct SgdRule {
     static constexpr int kStates = kMomentum ? 1 : 0;
 
-    template <class V>
-    struct Vectors : CommonVectors<V> {
+    template <class V> struct Vectors : CommonVectors<V> {
         typename V::F momentum, one_minus_dampening;
         bool nesterov, first;
 

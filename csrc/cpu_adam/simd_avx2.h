@@ -1,4 +1,5 @@
-// Vector policy for AVX2 with FMA and F16C. Include after the target pragma and simd_scalar.h, in an anonymous namespace.
+// Vector policy for AVX2 with FMA and F16C. Include after the target pragma and simd_scalar.h, in an anonymous
+// namespace.
 
 struct Avx2 {
     using F = __m256;
@@ -18,12 +19,15 @@ struct Avx2 {
         const F unordered = _mm256_cmp_ps(a, b, _CMP_UNORD_Q);
         return _mm256_blendv_ps(_mm256_max_ps(a, b), _mm256_add_ps(a, b), unordered);
     }
-    static inline F sign(F a) {  // zero and NaN stay
+    static inline F sign(F a) { // zero and NaN stay
         const F zero = _mm256_setzero_ps();
         const F positive = _mm256_blendv_ps(a, set1(1.0f), _mm256_cmp_ps(a, zero, _CMP_GT_OQ));
         return _mm256_blendv_ps(positive, set1(-1.0f), _mm256_cmp_ps(a, zero, _CMP_LT_OQ));
     }
-    static inline F opaque(F a) { asm("" : "+x"(a)); return a; }
+    static inline F opaque(F a) {
+        asm("" : "+x"(a));
+        return a;
+    }
 
     static inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
     static inline void store128(void* p, __m128i x) { _mm_storeu_si128(static_cast<__m128i*>(p), x); }
@@ -61,7 +65,8 @@ struct Avx2 {
         return _mm256_castsi256_ps(_mm256_add_epi32(high, _mm256_cvtepi16_epi32(load128(lo))));
     }
     static inline void store_split(std::uint16_t* hi, std::int16_t* lo, F x) {
-        if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) != 0, 0)) x = guard(x);
+        if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) != 0, 0))
+            x = guard(x);
         const __m256i u = _mm256_castps_si256(x);
         store128(hi, narrow(_mm256_srli_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x8000)), 16)));
         store128(lo, narrow(_mm256_and_si256(u, _mm256_set1_epi32(0xFFFF))));
@@ -86,7 +91,8 @@ struct Avx2 {
     static inline Pair load_pair(const std::uint16_t* p) {
         return unpack(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     }
-    // Only for sums of two bf16: their NaNs are quiet and have no payload in the lower half, so none can carry or vanish.
+    // Only for sums of two bf16: their NaNs are quiet and have no payload in the lower half, so none can carry or
+    // vanish.
     static inline F round_sum(F x) {
         const __m256i u = _mm256_castps_si256(x);
         const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
@@ -100,8 +106,11 @@ struct Avx2 {
         return y;
     }
     struct PairSum {
-        __m256d lane_[4];  // lanes 0 2 4 6, 8 10 12 14, 1 3 5 7, 9 11 13 15
-        inline PairSum() { for (__m256d& sum : lane_) sum = _mm256_setzero_pd(); }
+        __m256d lane_[4]; // lanes 0 2 4 6, 8 10 12 14, 1 3 5 7, 9 11 13 15
+        inline PairSum() {
+            for (__m256d& sum : lane_)
+                sum = _mm256_setzero_pd();
+        }
         static inline void add(__m256d* sum, F x) {
             const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
             const __m256d b = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
@@ -114,7 +123,8 @@ struct Avx2 {
         }
         inline void lanes(double* lane) const {
             double flat[kSumLanes];
-            for (int i = 0; i < 4; ++i) _mm256_storeu_pd(flat + 4 * i, lane_[i]);
+            for (int i = 0; i < 4; ++i)
+                _mm256_storeu_pd(flat + 4 * i, lane_[i]);
             for (int i = 0; i < 8; ++i) {
                 lane[2 * i] = flat[i];
                 lane[2 * i + 1] = flat[i + 8];
@@ -125,9 +135,13 @@ struct Avx2 {
     struct Sum {
         __m256d lane[4];
         // Spelled out: an implicit constructor is compiled without the target pragma.
-        inline Sum() { for (__m256d& sum : lane) sum = _mm256_setzero_pd(); }
+        inline Sum() {
+            for (__m256d& sum : lane)
+                sum = _mm256_setzero_pd();
+        }
         inline void set_lanes(const double* values) {
-            for (int i = 0; i < 4; ++i) lane[i] = _mm256_loadu_pd(values + 4 * i);
+            for (int i = 0; i < 4; ++i)
+                lane[i] = _mm256_loadu_pd(values + 4 * i);
         }
         inline void add_square(int part, F x) {
             const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
@@ -137,7 +151,8 @@ struct Avx2 {
         }
         inline double total() const {
             double flat[kSumLanes];
-            for (int i = 0; i < 4; ++i) _mm256_storeu_pd(flat + 4 * i, lane[i]);
+            for (int i = 0; i < 4; ++i)
+                _mm256_storeu_pd(flat + 4 * i, lane[i]);
             return Scalar::sum_lanes(flat);
         }
     };

@@ -20,11 +20,14 @@ struct Avx512 {
         const __mmask16 unordered = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q);
         return _mm512_mask_add_ps(_mm512_max_ps(a, b), unordered, a, b);
     }
-    static inline F sign(F a) {  // zero and NaN stay
+    static inline F sign(F a) { // zero and NaN stay
         const F positive = _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GT_OQ), set1(1.0f));
         return _mm512_mask_mov_ps(positive, _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_LT_OQ), set1(-1.0f));
     }
-    static inline F opaque(F a) { asm("" : "+v"(a)); return a; }
+    static inline F opaque(F a) {
+        asm("" : "+v"(a));
+        return a;
+    }
 
     static inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
     static inline void store256(void* p, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
@@ -68,7 +71,8 @@ struct Avx512 {
         return _mm512_castsi512_ps(_mm512_add_epi32(high, _mm512_cvtepi16_epi32(load256(lo))));
     }
     static inline void store_split(std::uint16_t* hi, std::int16_t* lo, F x) {
-        if (__builtin_expect(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0, 0)) x = guard(x);
+        if (__builtin_expect(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0, 0))
+            x = guard(x);
         const __m512i u = _mm512_castps_si512(x);
         store256(hi, _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x8000)), 16)));
         store256(lo, _mm512_cvtepi32_epi16(u));
@@ -91,7 +95,8 @@ struct Avx512 {
         return {_mm512_castsi512_ps(_mm512_slli_epi32(h, 16)), _mm512_castsi512_ps(_mm512_and_si512(h, upper()))};
     }
     static inline Pair load_pair(const std::uint16_t* p) { return unpack(_mm512_loadu_si512(p)); }
-    // Only for sums of two bf16: their NaNs are quiet and have no payload in the lower half, so none can carry or vanish.
+    // Only for sums of two bf16: their NaNs are quiet and have no payload in the lower half, so none can carry or
+    // vanish.
     static inline F round_sum(F x) {
         const __m512i u = _mm512_castps_si512(x);
         const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
@@ -105,7 +110,7 @@ struct Avx512 {
         return y;
     }
     struct PairSum {
-        __m512d even, odd;  // lanes 0, 2, .. 14 and 1, 3, .. 15
+        __m512d even, odd; // lanes 0, 2, .. 14 and 1, 3, .. 15
         inline PairSum() : even(_mm512_setzero_pd()), odd(_mm512_setzero_pd()) {}
         static inline void add(__m512d& sum, F x) {
             const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(x));

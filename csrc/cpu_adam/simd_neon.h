@@ -6,7 +6,9 @@ struct Neon {
     static constexpr int kWidth = 4;
 
     static inline F set1(float x) { return vdupq_n_f32(x); }
-    static inline F load(const float* p) { return vreinterpretq_f32_u8(vld1q_u8(reinterpret_cast<const std::uint8_t*>(p))); }
+    static inline F load(const float* p) {
+        return vreinterpretq_f32_u8(vld1q_u8(reinterpret_cast<const std::uint8_t*>(p)));
+    }
     static inline void store(float* p, F x) { vst1q_u8(reinterpret_cast<std::uint8_t*>(p), vreinterpretq_u8_f32(x)); }
     static inline F add(F a, F b) { return vaddq_f32(a, b); }
     static inline F sub(F a, F b) { return vsubq_f32(a, b); }
@@ -14,15 +16,22 @@ struct Neon {
     static inline F div(F a, F b) { return vdivq_f32(a, b); }
     static inline F sqrt(F a) { return vsqrtq_f32(a); }
     static inline F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
-    static inline F maximum(F a, F b) { return vmaxq_f32(a, b); }  // FMAX propagates NaN
-    static inline F sign(F a) {  // zero and NaN stay
+    static inline F maximum(F a, F b) { return vmaxq_f32(a, b); } // FMAX propagates NaN
+    static inline F sign(F a) {                                   // zero and NaN stay
         const F positive = vbslq_f32(vcgtzq_f32(a), set1(1.0f), a);
         return vbslq_f32(vcltzq_f32(a), set1(-1.0f), positive);
     }
-    static inline F opaque(F a) { asm("" : "+w"(a)); return a; }
+    static inline F opaque(F a) {
+        asm("" : "+w"(a));
+        return a;
+    }
 
-    static inline uint16x4_t load64(const void* p) { return vreinterpret_u16_u8(vld1_u8(static_cast<const std::uint8_t*>(p))); }
-    static inline void store64(void* p, uint16x4_t x) { vst1_u8(static_cast<std::uint8_t*>(p), vreinterpret_u8_u16(x)); }
+    static inline uint16x4_t load64(const void* p) {
+        return vreinterpret_u16_u8(vld1_u8(static_cast<const std::uint8_t*>(p)));
+    }
+    static inline void store64(void* p, uint16x4_t x) {
+        vst1_u8(static_cast<std::uint8_t*>(p), vreinterpret_u8_u16(x));
+    }
     static inline F expand(uint16x4_t h) { return vreinterpretq_f32_u32(vshll_n_u16(h, 16)); }
 
     static inline F load_bf16(const std::uint16_t* p) { return expand(load64(p)); }
@@ -48,7 +57,8 @@ struct Neon {
         return vreinterpretq_f32_u32(vaddq_u32(vshll_n_u16(load64(hi), 16), vreinterpretq_u32_s32(low)));
     }
     static inline void store_split(std::uint16_t* hi, std::int16_t* lo, F x) {
-        if (__builtin_expect(vminvq_u32(vceqq_f32(x, x)) == 0, 0)) x = guard(x);
+        if (__builtin_expect(vminvq_u32(vceqq_f32(x, x)) == 0, 0))
+            x = guard(x);
         const uint32x4_t u = vreinterpretq_u32_f32(x);
         store64(hi, vshrn_n_u32(vaddq_u32(u, vdupq_n_u32(0x8000)), 16));
         store64(lo, vmovn_u32(u));
@@ -70,7 +80,8 @@ struct Neon {
         }
         inline double total() const {
             double flat[kSumLanes];
-            for (int i = 0; i < 8; ++i) vst1q_f64(flat + 2 * i, lane[i]);
+            for (int i = 0; i < 8; ++i)
+                vst1q_f64(flat + 2 * i, lane[i]);
             return Scalar::sum_lanes(flat);
         }
     };

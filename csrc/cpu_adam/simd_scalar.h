@@ -15,13 +15,22 @@
 
 namespace {
 
-inline std::uint32_t bits_of(float x) { std::uint32_t u; std::memcpy(&u, &x, 4); return u; }
-inline float float_of(std::uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
+inline std::uint32_t bits_of(float x) {
+    std::uint32_t u;
+    std::memcpy(&u, &x, 4);
+    return u;
+}
+inline float float_of(std::uint32_t u) {
+    float x;
+    std::memcpy(&x, &u, 4);
+    return x;
+}
 
 // Round to nearest even; a NaN stays one: quiet, sign and upper payload kept (as the CPU's own instructions do).
 inline std::uint16_t bf16_of(float x) {
     const std::uint32_t u = bits_of(x);
-    if ((u & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<std::uint16_t>((u >> 16) | 0x40u);
+    if ((u & 0x7FFFFFFFu) > 0x7F800000u)
+        return static_cast<std::uint16_t>((u >> 16) | 0x40u);
     return static_cast<std::uint16_t>((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
 }
 
@@ -29,9 +38,11 @@ inline float float_of_bf16(std::uint16_t h) { return float_of(static_cast<std::u
 
 inline std::uint16_t fp16_of(float x) {
     const std::uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7FFFFFFFu;
-    if (magnitude > 0x7F800000u) return static_cast<std::uint16_t>(sign | 0x7E00u | ((magnitude >> 13) & 0x3FFu));
-    if (magnitude >= 0x477FF000u) return static_cast<std::uint16_t>(sign | 0x7C00u);  // rounds past 65504, or infinite
-    if (magnitude < 0x38800000u) {  // subnormal: the addition aligns and rounds the mantissa to even at 2^-24
+    if (magnitude > 0x7F800000u)
+        return static_cast<std::uint16_t>(sign | 0x7E00u | ((magnitude >> 13) & 0x3FFu));
+    if (magnitude >= 0x477FF000u)
+        return static_cast<std::uint16_t>(sign | 0x7C00u); // rounds past 65504, or infinite
+    if (magnitude < 0x38800000u) { // subnormal: the addition aligns and rounds the mantissa to even at 2^-24
         const std::uint32_t rounded = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
         return static_cast<std::uint16_t>(sign | rounded);
     }
@@ -42,7 +53,7 @@ inline std::uint16_t fp16_of(float x) {
 inline float float_of_fp16(std::uint16_t h) {
     const std::uint32_t sign = static_cast<std::uint32_t>(h & 0x8000u) << 16, exponent = (h >> 10) & 0x1Fu;
     const std::uint32_t mantissa = h & 0x3FFu;
-    if (exponent == 0x1F)  // infinite, or a NaN, which is quieted
+    if (exponent == 0x1F) // infinite, or a NaN, which is quieted
         return float_of(sign | 0x7F800000u | (mantissa << 13) | (mantissa ? 0x400000u : 0u));
     if (exponent == 0) {
         const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
@@ -65,7 +76,11 @@ struct Scalar {
     static constexpr int kWidth = 1;
 
     static inline F set1(float x) { return x; }
-    static inline F load(const float* p) { F x; std::memcpy(&x, p, 4); return x; }
+    static inline F load(const float* p) {
+        F x;
+        std::memcpy(&x, p, 4);
+        return x;
+    }
     static inline void store(float* p, F x) { std::memcpy(p, &x, 4); }
     static inline F add(F a, F b) { return a + b; }
     static inline F sub(F a, F b) { return a - b; }
@@ -74,8 +89,11 @@ struct Scalar {
     static inline F sqrt(F a) { return std::sqrt(a); }
     static inline F fma(F a, F b, F c) { return std::fma(a, b, c); }
     static inline F maximum(F a, F b) { return a != a || b != b ? a + b : (a > b ? a : b); }
-    static inline F sign(F a) { return a > 0.0f ? 1.0f : a < 0.0f ? -1.0f : a; }  // zero and NaN stay
-    static inline F opaque(F a) { asm("" : CPU_ADAM_SCALAR_REGISTER(a)); return a; }
+    static inline F sign(F a) { return a > 0.0f ? 1.0f : a < 0.0f ? -1.0f : a; } // zero and NaN stay
+    static inline F opaque(F a) {
+        asm("" : CPU_ADAM_SCALAR_REGISTER(a));
+        return a;
+    }
 
     static inline F load_bf16(const std::uint16_t* p) { return float_of_bf16(load16(p)); }
     static inline F load_fp16(const std::uint16_t* p) { return float_of_fp16(load16(p)); }
@@ -91,7 +109,8 @@ struct Scalar {
     }
     static inline F load_split(const std::uint16_t* hi, const std::int16_t* lo) {
         const auto low = static_cast<std::int16_t>(load16(reinterpret_cast<const std::uint16_t*>(lo)));
-        return float_of((static_cast<std::uint32_t>(load16(hi)) << 16) + static_cast<std::uint32_t>(static_cast<std::int32_t>(low)));
+        return float_of((static_cast<std::uint32_t>(load16(hi)) << 16) +
+                        static_cast<std::uint32_t>(static_cast<std::int32_t>(low)));
     }
     static inline void store_split(std::uint16_t* hi, std::int16_t* lo, F x) {
         const std::uint32_t u = split_guard(bits_of(x));
@@ -112,14 +131,20 @@ struct Scalar {
     // The one order in which lanes are added, shared by all policies.
     static inline double sum_lanes(const double* lane) {
         double s[16];
-        for (int i = 0; i < 16; ++i) s[i] = lane[i];
+        for (int i = 0; i < 16; ++i)
+            s[i] = lane[i];
         for (int half = 8; half > 0; half /= 2)
-            for (int i = 0; i < half; ++i) s[i] += s[i + half];
+            for (int i = 0; i < half; ++i)
+                s[i] += s[i + half];
         return s[0];
     }
 
-private:
-    static inline std::uint16_t load16(const std::uint16_t* p) { std::uint16_t h; std::memcpy(&h, p, 2); return h; }
+  private:
+    static inline std::uint16_t load16(const std::uint16_t* p) {
+        std::uint16_t h;
+        std::memcpy(&h, p, 2);
+        return h;
+    }
 };
 
-}  // namespace
+} // namespace

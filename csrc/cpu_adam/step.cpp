@@ -15,8 +15,7 @@ struct Task {
     std::size_t segment, begin, n;
 };
 
-template <class T>
-T* advance(T* p, std::size_t n) { return p ? p + n : nullptr; }
+template <class T> T* advance(T* p, std::size_t n) { return p ? p + n : nullptr; }
 
 UpdateArgs slice(const Segment& segment, const Task& task, std::size_t grad_size, std::size_t weight_size) {
     const UpdateArgs& a = segment.args;
@@ -25,16 +24,18 @@ UpdateArgs slice(const Segment& segment, const Task& task, std::size_t grad_size
     s.weight = static_cast<char*>(a.weight) + task.begin * weight_size;
     s.remainder = advance(a.remainder, task.begin);
     s.master = advance(a.master, task.begin);
-    for (int i = 0; i < kMaxStates; ++i) s.state[i] = advance(a.state[i], task.begin);
+    for (int i = 0; i < kMaxStates; ++i)
+        s.state[i] = advance(a.state[i], task.begin);
     s.n = task.n;
     return s;
 }
 
-}  // namespace
+} // namespace
 
 void run_step(const std::vector<Segment>& segments, const std::vector<Coefficients>& coefficients, int num_threads) {
     std::size_t total = 0;
-    for (const Segment& segment : segments) total += segment.args.n;
+    for (const Segment& segment : segments)
+        total += segment.args.n;
     const std::size_t share = total / (4 * static_cast<std::size_t>(num_threads)) / kTaskQuantum * kTaskQuantum;
     const std::size_t task_size = std::min(std::max(share, kTaskMin), kTaskMax);
     std::vector<Task> tasks;
@@ -50,4 +51,4 @@ void run_step(const std::vector<Segment>& segments, const std::vector<Coefficien
     });
 }
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

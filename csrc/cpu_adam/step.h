@@ -10,11 +10,11 @@ namespace cpu_adam {
 struct Segment {
     UpdateArgs args;
     UpdateFn kernel;
-    std::size_t group;  // index of its coefficients
-    std::size_t grad_size, weight_size;  // bytes per element
+    std::size_t group;                  // index of its coefficients
+    std::size_t grad_size, weight_size; // bytes per element
 };
 
 // Segments must not overlap each other. The result does not depend on num_threads.
 void run_step(const std::vector<Segment>& segments, const std::vector<Coefficients>& coefficients, int num_threads);
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

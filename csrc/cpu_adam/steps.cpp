@@ -12,13 +12,26 @@ namespace cpu_adam {
 namespace {
 
 // Fields of the Python named tuple `Segment`, in its order.
-enum SegmentField { kNumel, kHyperIndex, kGrad, kGradDtype, kWeight, kWeightDtype, kRemainder, kMaster, kExpAvg, kExpAvgSq,
-                    kMaxExpAvgSq, kNumSegmentFields };
-const char* const kSegmentFieldNames[] = {"numel", "hyper_index", "grad", "grad_dtype", "weight", "weight_dtype", "remainder",
-                                          "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+enum SegmentField {
+    kNumel,
+    kHyperIndex,
+    kGrad,
+    kGradDtype,
+    kWeight,
+    kWeightDtype,
+    kRemainder,
+    kMaster,
+    kExpAvg,
+    kExpAvgSq,
+    kMaxExpAvgSq,
+    kNumSegmentFields
+};
+const char* const kSegmentFieldNames[] = {"numel",   "hyper_index",  "grad",          "grad_dtype",
+                                          "weight",  "weight_dtype", "remainder",     "master",
+                                          "exp_avg", "exp_avg_sq",   "max_exp_avg_sq"};
 
 class SegmentReader {
-public:
+  public:
     SegmentReader(const py::handle& object, std::size_t index) : prefix_("segments[" + std::to_string(index) + "]") {
         if (!PyTuple_Check(object.ptr()) || PyTuple_GET_SIZE(object.ptr()) != kNumSegmentFields)
             refuse(prefix_ + " is not a Segment (" + std::to_string(kNumSegmentFields) + " fields)");
@@ -26,12 +39,11 @@ public:
     }
     py::handle operator[](SegmentField field) const { return PyTuple_GET_ITEM(tuple_, field); }
     std::string name(SegmentField field) const { return prefix_ + "." + kSegmentFieldNames[field]; }
-    template <class T>
-    T* address(SegmentField field) const { return address_of<T>((*this)[field], name(field)); }
+    template <class T> T* address(SegmentField field) const { return address_of<T>((*this)[field], name(field)); }
     bool absent(SegmentField field) const { return unsigned_of((*this)[field].ptr(), name(field)) == 0; }
     DType dtype(SegmentField field) const { return dtype_of((*this)[field], name(field)); }
 
-private:
+  private:
     std::string prefix_;
     PyObject* tuple_;
 };
@@ -42,7 +54,7 @@ enum class Layout : int { kFp32 = 0, kSplitBf16 = 1, kMaster = 2 };
 WeightForm read_weight(const SegmentReader& in, Layout layout, UpdateArgs& a) {
     if (layout == Layout::kMaster) {
         a.master = in.address<float>(kMaster);
-        if (in.absent(kWeight)) {  // no compute copy: the master is all there is
+        if (in.absent(kWeight)) { // no compute copy: the master is all there is
             a.weight = a.master;
             a.master = nullptr;
             return WeightForm::kFp32;
@@ -50,14 +62,17 @@ WeightForm read_weight(const SegmentReader& in, Layout layout, UpdateArgs& a) {
         a.weight = in.address<void>(kWeight);
         const DType copy = in.dtype(kWeightDtype);
         if (copy == DType::kFp32)
-            refuse(in.name(kWeightDtype) + " = FP32: a compute copy beside the master is BF16 or FP16; pass weight = 0 for none");
+            refuse(in.name(kWeightDtype) +
+                   " = FP32: a compute copy beside the master is BF16 or FP16; pass weight = 0 for none");
         return copy == DType::kBf16 ? WeightForm::kMasterBf16 : WeightForm::kMasterFp16;
     }
     const bool split = layout == Layout::kSplitBf16;
     a.weight = in.address<void>(kWeight);
     if (in.dtype(kWeightDtype) != (split ? DType::kBf16 : DType::kFp32))
-        refuse(in.name(kWeightDtype) + (split ? " must be BF16 in the layout SPLIT_BF16" : " must be FP32 in the layout FP32"));
-    if (split) a.remainder = in.address<std::int16_t>(kRemainder);
+        refuse(in.name(kWeightDtype) +
+               (split ? " must be BF16 in the layout SPLIT_BF16" : " must be FP32 in the layout FP32"));
+    if (split)
+        a.remainder = in.address<std::int16_t>(kRemainder);
     return split ? WeightForm::kSplitBf16 : WeightForm::kFp32;
 }
 
@@ -69,12 +84,18 @@ struct Group {
 // Which fields of a segment hold the states of a rule.
 std::vector<SegmentField> state_fields(Rule rule) {
     switch (rule) {
-        case Rule::kAdam: return {kExpAvg, kExpAvgSq};
-        case Rule::kAdamAmsgrad: return {kExpAvg, kExpAvgSq, kMaxExpAvgSq};
-        case Rule::kLion: return {kExpAvg};
-        case Rule::kAdagrad: return {kExpAvgSq};
-        case Rule::kSgdMomentum: return {kExpAvg};
-        case Rule::kSgd: break;
+    case Rule::kAdam:
+        return {kExpAvg, kExpAvgSq};
+    case Rule::kAdamAmsgrad:
+        return {kExpAvg, kExpAvgSq, kMaxExpAvgSq};
+    case Rule::kLion:
+        return {kExpAvg};
+    case Rule::kAdagrad:
+        return {kExpAvgSq};
+    case Rule::kSgdMomentum:
+        return {kExpAvg};
+    case Rule::kSgd:
+        break;
     }
     return {};
 }
@@ -85,13 +106,15 @@ Segment read_segment(const SegmentReader& in, Layout layout, const std::vector<G
     a.n = count_of(in[kNumel], in.name(kNumel));
     segment.group = static_cast<std::size_t>(unsigned_of(in[kHyperIndex].ptr(), in.name(kHyperIndex)));
     if (segment.group >= groups.size())
-        refuse(in.name(kHyperIndex) + " = " + std::to_string(segment.group) + ", but there are " + std::to_string(groups.size()) + " hypers");
+        refuse(in.name(kHyperIndex) + " = " + std::to_string(segment.group) + ", but there are " +
+               std::to_string(groups.size()) + " hypers");
     a.grad = in.address<void>(kGrad);
     const DType grad_dtype = in.dtype(kGradDtype);
     const WeightForm form = read_weight(in, layout, a);
     const Rule rule = groups[segment.group].rule;
     int slot = 0;
-    for (const SegmentField field : state_fields(rule)) a.state[slot++] = in.address<float>(field);
+    for (const SegmentField field : state_fields(rule))
+        a.state[slot++] = in.address<float>(field);
     segment.kernel = kernels().update[static_cast<int>(rule)][static_cast<int>(form)][static_cast<int>(grad_dtype)];
     segment.grad_size = dtype_size(grad_dtype);
     segment.weight_size = form == WeightForm::kFp32 ? 4 : 2;
@@ -102,7 +125,7 @@ constexpr double kNoLimit = INFINITY, kStepLimit = 9007199254740992.0;
 
 // The fields of one hyper object, all checked.
 class HyperReader {
-public:
+  public:
     HyperReader(const py::handle& object, std::size_t index)
         : object_(object), prefix_("hypers[" + std::to_string(index) + "].") {}
     double number(const char* field, double least = 0.0, double limit = kNoLimit) const {
@@ -111,15 +134,21 @@ public:
     bool flag(const char* field) const { return object_.attr(field).cast<bool>(); }
     const std::string& prefix() const { return prefix_; }
 
-private:
+  private:
     py::handle object_;
     std::string prefix_;
 };
 
 Group read_adam(const HyperReader& in, double grad_factor) {
-    const AdamHyper hyper{in.number("lr"), in.number("beta1", 0.0, 1.0), in.number("beta2", 0.0, 1.0), in.number("eps"),
-                          in.number("weight_decay"), in.flag("decoupled"), in.number("step", 1.0, kStepLimit),
-                          in.flag("bias_correction"), in.flag("maximize")};
+    const AdamHyper hyper{in.number("lr"),
+                          in.number("beta1", 0.0, 1.0),
+                          in.number("beta2", 0.0, 1.0),
+                          in.number("eps"),
+                          in.number("weight_decay"),
+                          in.flag("decoupled"),
+                          in.number("step", 1.0, kStepLimit),
+                          in.flag("bias_correction"),
+                          in.flag("maximize")};
     return {in.flag("amsgrad") ? Rule::kAdamAmsgrad : Rule::kAdam, coefficients_of(hyper, grad_factor)};
 }
 
@@ -130,14 +159,19 @@ Group read_lion(const HyperReader& in, double grad_factor) {
 }
 
 Group read_adagrad(const HyperReader& in, double grad_factor) {
-    const AdagradHyper hyper{in.number("lr"), in.number("lr_decay"), in.number("eps"), in.number("weight_decay"),
-                             in.number("step", 1.0, kStepLimit), in.flag("maximize")};
+    const AdagradHyper hyper{in.number("lr"),
+                             in.number("lr_decay"),
+                             in.number("eps"),
+                             in.number("weight_decay"),
+                             in.number("step", 1.0, kStepLimit),
+                             in.flag("maximize")};
     return {Rule::kAdagrad, coefficients_of(hyper, grad_factor)};
 }
 
 Group read_sgd(const HyperReader& in, double grad_factor) {
-    const SgdHyper hyper{in.number("lr"), in.number("momentum"), in.number("dampening", -kNoLimit), in.number("weight_decay"),
-                         in.flag("nesterov"), in.flag("first"), in.flag("maximize")};
+    const SgdHyper hyper{in.number("lr"),           in.number("momentum"), in.number("dampening", -kNoLimit),
+                         in.number("weight_decay"), in.flag("nesterov"),   in.flag("first"),
+                         in.flag("maximize")};
     if (hyper.nesterov && (hyper.momentum == 0.0 || hyper.dampening != 0.0))
         refuse(in.prefix() + "nesterov needs a momentum above 0 and no dampening");
     return {hyper.momentum == 0.0 ? Rule::kSgd : Rule::kSgdMomentum, coefficients_of(hyper, grad_factor)};
@@ -147,8 +181,10 @@ template <Group (*kRead)(const HyperReader&, double)>
 void step(const py::sequence& segments, const py::sequence& hypers, int layout_value, double grad_factor,
           long long num_threads) {
     if (layout_value < 0 || layout_value > static_cast<int>(Layout::kMaster))
-        refuse("layout = " + std::to_string(layout_value) + " is not a StateLayout (FP32 = 0, SPLIT_BF16 = 1, MASTER = 2)");
-    if (!std::isfinite(grad_factor)) refuse("grad_factor = " + std::to_string(grad_factor) + " is not finite");
+        refuse("layout = " + std::to_string(layout_value) +
+               " is not a StateLayout (FP32 = 0, SPLIT_BF16 = 1, MASTER = 2)");
+    if (!std::isfinite(grad_factor))
+        refuse("grad_factor = " + std::to_string(grad_factor) + " is not finite");
     const int threads = threads_of(num_threads);
     std::vector<Group> groups;
     std::vector<Coefficients> coefficients;
@@ -167,7 +203,7 @@ void step(const py::sequence& segments, const py::sequence& hypers, int layout_v
     run_step(parsed, coefficients, threads);
 }
 
-}  // namespace
+} // namespace
 
 void bind_steps(py::module_& module) {
     module.def("adam_step", &step<read_adam>);
@@ -176,4 +212,4 @@ void bind_steps(py::module_& module) {
     module.def("sgd_step", &step<read_sgd>);
 }
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

@@ -29,7 +29,8 @@ struct OpenMp {
 };
 
 int collect_name(dl_phdr_info* info, std::size_t, void* names) {
-    if (info->dlpi_name && *info->dlpi_name) static_cast<std::vector<std::string>*>(names)->push_back(info->dlpi_name);
+    if (info->dlpi_name && *info->dlpi_name)
+        static_cast<std::vector<std::string>*>(names)->push_back(info->dlpi_name);
     return 0;
 }
 
@@ -37,7 +38,8 @@ int collect_name(dl_phdr_info* info, std::size_t, void* names) {
 OpenMp lookup(const std::string& object) {
     OpenMp found;
     void* handle = dlopen(object.c_str(), RTLD_NOLOAD | RTLD_LAZY);
-    if (handle == nullptr) return found;
+    if (handle == nullptr)
+        return found;
     found.parallel = reinterpret_cast<GompParallel>(dlsym(handle, "GOMP_parallel"));
     found.thread_num = reinterpret_cast<OmpInt>(dlsym(handle, "omp_get_thread_num"));
     if (found.parallel != nullptr && found.thread_num != nullptr) {
@@ -47,7 +49,7 @@ OpenMp lookup(const std::string& object) {
         found = OpenMp{};
         dlclose(handle);
     }
-    return found;  // the handle stays open: the runtime must not be unloaded under us
+    return found; // the handle stays open: the runtime must not be unloaded under us
 }
 
 // torch's own runtime first (a process may hold several), then any libgomp.
@@ -56,9 +58,11 @@ OpenMp find_openmp() {
     dl_iterate_phdr(collect_name, &names);
     for (const char* wanted : {"libtorch_cpu.", "libgomp"})
         for (const std::string& name : names) {
-            if (name.find(wanted) == std::string::npos) continue;
+            if (name.find(wanted) == std::string::npos)
+                continue;
             OpenMp found = lookup(name);
-            if (found.parallel != nullptr) return found;
+            if (found.parallel != nullptr)
+                return found;
         }
     return {};
 }
@@ -67,11 +71,14 @@ OpenMp find_openmp() {
 const OpenMp* openmp() {
     static std::atomic<const OpenMp*> known{nullptr};
     const OpenMp* result = known.load(std::memory_order_acquire);
-    if (result != nullptr) return result;
+    if (result != nullptr)
+        return result;
     OpenMp found = find_openmp();
-    if (found.parallel == nullptr) return nullptr;
-    const OpenMp* fresh = new OpenMp(std::move(found));  // lives as long as the process
-    if (known.compare_exchange_strong(result, fresh, std::memory_order_acq_rel)) return fresh;
+    if (found.parallel == nullptr)
+        return nullptr;
+    const OpenMp* fresh = new OpenMp(std::move(found)); // lives as long as the process
+    if (known.compare_exchange_strong(result, fresh, std::memory_order_acq_rel))
+        return fresh;
     delete fresh;
     return result;
 }
@@ -79,12 +86,12 @@ const OpenMp* openmp() {
 // Default rounding and no flushing of subnormals, whatever the thread was left in (torch.set_flush_denormal, a library
 // built with -ffast-math).
 class DefaultFloatEnvironment {
-public:
+  public:
 #if defined(__x86_64__)
     DefaultFloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
     ~DefaultFloatEnvironment() { _mm_setcsr(saved_); }
 
-private:
+  private:
     unsigned saved_;
 #elif defined(__aarch64__)
     DefaultFloatEnvironment() {
@@ -93,7 +100,7 @@ private:
     }
     ~DefaultFloatEnvironment() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
 
-private:
+  private:
     std::uint64_t saved_;
 #endif
 };
@@ -117,7 +124,8 @@ void work(Job& job, std::size_t self) {
         Share& share = job.shares[(self + offset) % count];
         for (;;) {
             const std::size_t task = share.next.fetch_add(1, std::memory_order_relaxed);
-            if (task >= share.end) break;
+            if (task >= share.end)
+                break;
             job.body(job.context, task);
         }
     }
@@ -130,13 +138,14 @@ void openmp_body(void* data) {
 
 void pool_body(void* data, int thread) { work(*static_cast<Job*>(data), static_cast<std::size_t>(thread)); }
 
-}  // namespace
+} // namespace
 
 void parallel_for(std::size_t num_tasks, int num_threads, TaskBody body, void* context) {
     const std::size_t threads = std::min(num_tasks, static_cast<std::size_t>(std::max(num_threads, 1)));
     if (threads <= 1) {
         const DefaultFloatEnvironment environment;
-        for (std::size_t task = 0; task < num_tasks; ++task) body(context, task);
+        for (std::size_t task = 0; task < num_tasks; ++task)
+            body(context, task);
         return;
     }
     Job job{body, context, std::vector<Share>(threads), nullptr};
@@ -157,4 +166,4 @@ std::string threading_backend() {
     return runtime ? "openmp: " + runtime->library : "own pool";
 }
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

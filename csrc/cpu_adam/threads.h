@@ -12,8 +12,7 @@ namespace cpu_adam {
 using TaskBody = void (*)(void* context, std::size_t task);
 void parallel_for(std::size_t num_tasks, int num_threads, TaskBody body, void* context);
 
-template <class Body>
-void parallel_for(std::size_t num_tasks, int num_threads, const Body& body) {
+template <class Body> void parallel_for(std::size_t num_tasks, int num_threads, const Body& body) {
     parallel_for(
         num_tasks, num_threads, [](void* context, std::size_t task) { (*static_cast<const Body*>(context))(task); },
         const_cast<Body*>(&body));
@@ -22,4 +21,4 @@ void parallel_for(std::size_t num_tasks, int num_threads, const Body& body) {
 // "openmp: <library path>" or "own pool".
 std::string threading_backend();
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

@@ -27,26 +27,26 @@ struct Lerp {
 // Scalars of one parameter group, derived in double and rounded once to float, as torch does for fp32 tensors. A rule
 // reads those that it has.
 struct Coefficients {
-    float grad_factor;       // unscale * clip, negative when maximizing
-    float weight_factor;     // 1 - lr * weight_decay when decoupled, else 1
-    float l2;                // weight_decay when coupled, else 0
-    float neg_step_size;     // -lr, over bias_correction1 in Adam, decayed in Adagrad
+    float grad_factor;   // unscale * clip, negative when maximizing
+    float weight_factor; // 1 - lr * weight_decay when decoupled, else 1
+    float l2;            // weight_decay when coupled, else 0
+    float neg_step_size; // -lr, over bias_correction1 in Adam, decayed in Adagrad
     float eps;
-    Lerp lerp1, lerp2;       // 1 - beta1, and 1 - beta2 in Lion
+    Lerp lerp1, lerp2; // 1 - beta1, and 1 - beta2 in Lion
     float beta2;
     float one_minus_beta2;
-    float root_correction2;  // sqrt(bias_correction2)
+    float root_correction2; // sqrt(bias_correction2)
     float momentum;
     float one_minus_dampening;
     bool nesterov;
-    bool first;              // SGD: the momentum buffer has no value yet
+    bool first; // SGD: the momentum buffer has no value yet
 };
 
 // One contiguous piece of a parameter: `n` elements at each non-null address.
 struct UpdateArgs {
     const void* grad;
     void* weight;            // float for kFp32, else 16-bit
-    std::int16_t* remainder;  // kSplitBf16 only
+    std::int16_t* remainder; // kSplitBf16 only
     float* master;           // kMaster* only
     float* state[kMaxStates];
     std::size_t n;
@@ -58,17 +58,17 @@ constexpr std::size_t kSumChunk = 16384;
 constexpr int kSumLanes = 16;
 
 using UpdateFn = void (*)(const UpdateArgs&, const Coefficients&);
-using LandFn = double (*)(void* dst, const void* src, std::size_t n);  // n <= kSumChunk; the chunk's sum of squares
+using LandFn = double (*)(void* dst, const void* src, std::size_t n); // n <= kSumChunk; the chunk's sum of squares
 using SumFn = double (*)(const void* src, std::size_t n);
 using SplitFn = void (*)(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_t n);
 using MergeFn = void (*)(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std::size_t n);
 
 struct KernelTable {
-    UpdateFn update[kNumRules][kNumWeightForms][kNumDTypes];  // [rule][form][gradient dtype]
-    LandFn land[2][kNumDTypes][kNumDTypes];                   // [accumulate][dst dtype][src dtype]
+    UpdateFn update[kNumRules][kNumWeightForms][kNumDTypes]; // [rule][form][gradient dtype]
+    LandFn land[2][kNumDTypes][kNumDTypes];                  // [accumulate][dst dtype][src dtype]
     SumFn sum_of_squares[kNumDTypes];
     SplitFn split;
     MergeFn merge;
 };
 
-}  // namespace cpu_adam
+} // namespace cpu_adam

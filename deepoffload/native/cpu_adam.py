@@ -207,12 +207,12 @@ def land(
     Returns the sum of squares of what ``dst`` then holds, and whether it holds an infinity or NaN. The sum is float64
     over chunks of 16384 elements with 16 lanes each, added in order. ``dst`` and ``src`` are equal or disjoint.
     """
-    return _cpu_adam.land(dst, src, numel, dst_dtype, src_dtype, accumulate, num_threads)  # type: ignore[no-any-return]
+    return _cpu_adam.land(dst, src, numel, dst_dtype, src_dtype, accumulate, num_threads)
 
 
 def sum_of_squares(src: int, numel: int, *, dtype: DType, num_threads: int) -> tuple[float, bool]:
     """The result of :func:`land` for a block that is already in place."""
-    return _cpu_adam.sum_of_squares(src, numel, dtype, num_threads)  # type: ignore[no-any-return]
+    return _cpu_adam.sum_of_squares(src, numel, dtype, num_threads)
 
 
 def split_fp32(src: int, hi: int, lo: int, numel: int, *, num_threads: int) -> None:
@@ -240,14 +240,14 @@ def copy(dst: int, src: int, nbytes: int, num_threads: int) -> None:
 
 def capability() -> str:
     """The instruction set in use."""
-    return _cpu_adam.capability()  # type: ignore[no-any-return]
+    return _cpu_adam.capability()
 
 
 def available_capabilities() -> list[str]:
     """Instruction sets that this build and CPU have, best last."""
-    return _cpu_adam.available_capabilities()  # type: ignore[no-any-return]
+    return _cpu_adam.available_capabilities()
 
 
 def threading_backend() -> str:
     """``"openmp: <path of the runtime>"``, or ``"own pool"`` when no OpenMP runtime is loaded in this process."""
-    return _cpu_adam.threading_backend()  # type: ignore[no-any-return]
+    return _cpu_adam.threading_backend()

@@ -1,6 +1,7 @@
-// Runs every kernel of every instruction set that this CPU has on the same inputs and compares all bytes with the scalar
-// kernels'. Needs neither Python nor torch, so it can be cross-compiled and run under an emulator; prints one digest that is
-// the same on every architecture. NaNs count as equal whatever their payload: architectures differ in it.
+// Runs every kernel of every instruction set that this CPU has on the same inputs and compares all bytes with the
+// scalar kernels'. Needs neither Python nor torch, so it can be cross-compiled and run under an emulator; prints one
+// digest that is the same on every architecture. NaNs count as equal whatever their payload: architectures differ in
+// it.
 #include <cstdio>
 #include <cstring>
 #include <vector>
@@ -21,14 +22,15 @@ struct Random {
     }
 };
 
-constexpr std::uint32_t kSpecial[] = {0x00000000, 0x80000000, 0x00000001, 0x80000003, 0x007FFFFF, 0x7F7FFFFF, 0xFF7FFFFF,
-                                      0x7F800000, 0xFF800000, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0x477FE000, 0x477FF000,
-                                      0x33000000, 0x387FFFFF, 0x3F808000, 0x3F818000};
+constexpr std::uint32_t kSpecial[] = {0x00000000, 0x80000000, 0x00000001, 0x80000003, 0x007FFFFF, 0x7F7FFFFF,
+                                      0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7FFFFFFF, 0xFF800001,
+                                      0x477FE000, 0x477FF000, 0x33000000, 0x387FFFFF, 0x3F808000, 0x3F818000};
 
 // A number of ordinary size, or now and then a special one.
 float draw(Random& random, bool special) {
     std::uint32_t bits = (random.next() & 0x807FFFFFu) | ((100u + random.next() % 40u) << 23);
-    if (special && random.next() % 8 == 0) bits = kSpecial[random.next() % (sizeof(kSpecial) / sizeof(kSpecial[0]))];
+    if (special && random.next() % 8 == 0)
+        bits = kSpecial[random.next() % (sizeof(kSpecial) / sizeof(kSpecial[0]))];
     float value;
     std::memcpy(&value, &bits, 4);
     return value;
@@ -40,7 +42,7 @@ std::uint16_t canonical16(std::uint16_t h, std::uint16_t infinity) { return (h &
 // All streams of one call; 16-bit streams hold bf16 unless `half`.
 struct Streams {
     std::vector<float> master, state[kMaxStates];
-    std::vector<std::uint32_t> grad;  // room for any dtype
+    std::vector<std::uint32_t> grad; // room for any dtype
     std::vector<std::uint16_t> weight;
     std::vector<std::int16_t> remainder;
 
@@ -53,8 +55,10 @@ struct Streams {
             remainder[i] = static_cast<std::int16_t>(random.next());
         }
         for (auto& s : state)
-            for (std::size_t i = 0; i < n; ++i) s.push_back(draw(random, special));
-        for (float& x : state[1]) x = x < 0 ? -x : x;
+            for (std::size_t i = 0; i < n; ++i)
+                s.push_back(draw(random, special));
+        for (float& x : state[1])
+            x = x < 0 ? -x : x;
     }
 
     std::vector<std::uint32_t> canonical(WeightForm form) const {
@@ -67,7 +71,8 @@ struct Streams {
             }
         };
         add_floats(master);
-        for (const auto& s : state) add_floats(s);
+        for (const auto& s : state)
+            add_floats(s);
         const std::uint16_t infinity = form == WeightForm::kMasterFp16 ? 0x7C00 : 0x7F80;
         for (std::size_t i = 0; i < weight.size(); ++i) {
             const std::uint16_t h = canonical16(weight[i], infinity);
@@ -103,9 +108,12 @@ std::uint64_t updates(const KernelTable& table) {
                             Streams s(n, special);
                             const bool whole = form == static_cast<int>(WeightForm::kFp32);
                             UpdateArgs a{s.grad.data(), s.weight.data(), s.remainder.data(), s.master.data(), {}, n};
-                            if (whole) a.weight = s.master.data();
-                            for (int i = 0; i < kMaxStates; ++i) a.state[i] = s.state[i].data();
-                            if (whole) a.master = nullptr;
+                            if (whole)
+                                a.weight = s.master.data();
+                            for (int i = 0; i < kMaxStates; ++i)
+                                a.state[i] = s.state[i].data();
+                            if (whole)
+                                a.master = nullptr;
                             table.update[rule][form][grad](a, c);
                             const auto words = s.canonical(static_cast<WeightForm>(form));
                             digest = digest_of(digest, words.data(), words.size() * 4);
@@ -124,7 +132,8 @@ std::uint64_t passes(const KernelTable& table) {
                         void* dst = to == 0 ? static_cast<void*>(d.master.data()) : d.grad.data();
                         const void* src = from == 0 ? static_cast<const void*>(s.master.data()) : s.grad.data();
                         double sum = table.land[accumulate][to][from](dst, src, n);
-                        if (sum != sum) sum = -1.0;
+                        if (sum != sum)
+                            sum = -1.0;
                         digest = digest_of(digest, &sum, 8);
                         if (to == 0) {
                             const auto words = d.canonical(WeightForm::kFp32);
@@ -137,7 +146,8 @@ std::uint64_t passes(const KernelTable& table) {
                             }
                         }
                         sum = table.sum_of_squares[from](src, n);
-                        if (sum != sum) sum = -1.0;
+                        if (sum != sum)
+                            sum = -1.0;
                         digest = digest_of(digest, &sum, 8);
                     }
             Streams s(n, special);
@@ -151,14 +161,17 @@ std::uint64_t passes(const KernelTable& table) {
     return digest;
 }
 
-}  // namespace
+} // namespace
 
 int main() {
     struct {
         const char* name;
         const KernelTable* table;
-    } const all[] = {{"scalar", kernels_scalar()}, {"avx2", kernels_avx2()}, {"avx512", kernels_avx512()},
-                     {"avx512_bf16", kernels_avx512_bf16()}, {"neon", kernels_neon()}};
+    } const all[] = {{"scalar", kernels_scalar()},
+                     {"avx2", kernels_avx2()},
+                     {"avx512", kernels_avx512()},
+                     {"avx512_bf16", kernels_avx512_bf16()},
+                     {"neon", kernels_neon()}};
     for (const std::string& name : available_capabilities())
         for (const auto& entry : all)
             if (name == entry.name)
