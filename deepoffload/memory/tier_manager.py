@@ -10,6 +10,7 @@ completed. One re-entrant lock guards all of it; completions never need that loc
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import math
@@ -99,8 +100,14 @@ class TierManager:
             self._blocks.pop(block.id, None)
 
     def room_bytes(self, block_id: int) -> int:
-        """What a block takes in the arena."""
-        return round_up(self._blocks[block_id].room_bytes)
+        """What a block takes in the arena; 0 for one that was removed (an old trace may still name it)."""
+        block = self._blocks.get(block_id)
+        return 0 if block is None else round_up(block.room_bytes)
+
+    def is_away(self, block_id: int) -> bool:
+        """True for a block that exists and whose bytes are on NVMe only."""
+        block = self._blocks.get(block_id)
+        return block is not None and block.state is BlockState.ON_NVME
 
     def address(self, block: Block) -> int:
         """Memory address of a resident block."""
@@ -191,7 +198,8 @@ class TierManager:
         """Forget a block's bytes on every tier; its extent stays reserved for it."""
         with self.lock:
             if block.state in (BlockState.WRITING, BlockState.READING):
-                self._settle(block)
+                with contextlib.suppress(IoFailure):  # of bytes that nobody wants any more
+                    self._settle(block)
             if block.state is BlockState.EMPTY:
                 return
             if block.offset is not None:

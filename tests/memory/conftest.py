@@ -1,0 +1,78 @@
+"""Tier managers over a small arena and a real swap file, and owners that stand in for tensors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deepoffload.io.engine import IoEngine
+from deepoffload.io.swap_space import SwapSpace
+from deepoffload.memory.arena import Arena
+from deepoffload.memory.block import Alias
+from deepoffload.memory.tier_manager import TierManager
+
+
+class Owner:
+    """What shows a block, reduced to the questions that the tier manager asks.
+
+    Attributes:
+        references: how many parts of the program still look at the memory.
+        wrote: the program wrote without saying so; :meth:`changed` reports it once.
+        offset: where it was told the bytes are now; None when it never had to be told.
+    """
+
+    def __init__(self) -> None:
+        self.references = 0
+        self.wrote = False
+        self.released = 0
+        self.offset: int | None = None
+
+    def can_release(self) -> bool:
+        return self.references == 0
+
+    def changed(self) -> bool:
+        wrote, self.wrote = self.wrote, False
+        return wrote
+
+    def aliases(self) -> list[Alias]:
+        return [lambda: self.references > 0] if self.references else []
+
+    def release(self) -> None:
+        self.released += 1
+        self.offset = None
+
+    def relocate(self, offset: int) -> None:
+        self.offset = offset
+
+
+class Rig:
+    """A tier manager with everything below it. ``faults`` is a script of the engine's injecting backend."""
+
+    def __init__(self, path: Path, capacity_bytes: int, *, poison: bool = True, faults: str | None = None) -> None:
+        self.io = IoEngine(queue_depth=4, fault_script=faults)
+        self.space = SwapSpace(self.io, [path])
+        self.tiers = TierManager(Arena(capacity_bytes), self.space, poison=poison)
+
+    def close(self) -> None:
+        self.tiers.close()
+        self.space.close()
+        self.io.close(timeout_s=20)
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    """Makes rigs and closes them; their files are gone afterwards."""
+    rigs: list[Rig] = []
+
+    def make(capacity_bytes: int, **options: object) -> Rig:
+        rigs.append(Rig(tmp_path, capacity_bytes, **options))  # type: ignore[arg-type]
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []

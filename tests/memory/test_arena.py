@@ -1,0 +1,134 @@
+"""The arena's allocator: exact tilings, best fit from both ends, coalescing, sliding."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepoffload.memory.arena import PAGE_BYTES, Arena, round_up
+
+PAGES = 16
+
+
+@pytest.fixture
+def arena() -> Arena:
+    return Arena(PAGES * PAGE_BYTES)
+
+
+def pages(arena: Arena, count: int, *, high: bool = False) -> int:
+    """Allocate whole pages; the number of the first one."""
+    offset = arena.allocate(count * PAGE_BYTES, high=high)
+    assert offset is not None and offset % PAGE_BYTES == 0
+    return offset // PAGE_BYTES
+
+
+def test_capacity_is_rounded_down_to_pages() -> None:
+    assert Arena(3 * PAGE_BYTES + 4095).capacity_bytes == 3 * PAGE_BYTES
+
+
+def test_the_two_ends(arena: Arena) -> None:
+    assert [pages(arena, 2), pages(arena, 3, high=True), pages(arena, 1), pages(arena, 1, high=True)] == [0, 13, 2, 12]
+    assert arena.largest_hole_bytes() == 9 * PAGE_BYTES == arena.free_bytes
+
+
+def test_the_smallest_hole_that_fits(arena: Arena) -> None:
+    held = [pages(arena, size) for size in (3, 1, 2, 1, 4, 5)]
+    for index in (0, 2, 4):
+        arena.free(held[index] * PAGE_BYTES)
+    assert pages(arena, 2) == held[2]
+    assert pages(arena, 3, high=True) == held[0]
+    assert pages(arena, 1, high=True) == held[4] + 3, "the upper end of the hole"
+
+
+def test_equal_holes_lowest_or_highest(arena: Arena) -> None:
+    held = [pages(arena, size) for size in (1, 2, 1, 2, 10)]
+    arena.free(held[1] * PAGE_BYTES)
+    arena.free(held[3] * PAGE_BYTES)
+    assert pages(arena, 1, high=True) == held[3] + 1
+    assert pages(arena, 2) == held[1]
+
+
+def test_an_exact_fit_takes_all_and_then_nothing_fits(arena: Arena) -> None:
+    assert pages(arena, PAGES) == 0
+    assert arena.free_bytes == 0 == arena.largest_hole_bytes()
+    assert arena.allocate(1) is None
+    arena.free(0)
+    assert arena.allocate((PAGES + 1) * PAGE_BYTES) is None
+    assert pages(arena, PAGES, high=True) == 0
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)])
+def test_holes_merge_in_any_order(arena: Arena, order: tuple[int, ...]) -> None:
+    held = [pages(arena, size) for size in (5, 6, 5)]
+    for index in order:
+        arena.free(held[index] * PAGE_BYTES)
+    assert arena.largest_hole_bytes() == arena.free_bytes == PAGES * PAGE_BYTES
+
+
+def test_sliding_down_moves_the_hole_up(arena: Arena) -> None:
+    held = [pages(arena, size) * PAGE_BYTES for size in (2, 3, 4)]
+    assert arena.slide_down(held[0]) is None, "nothing below it"
+    assert arena.slide_down(held[2]) is None, "its neighbour is in use"
+    arena.free(held[0])
+    assert arena.slide_down(held[1]) == 0
+    assert arena.slide_down(held[2]) == 3 * PAGE_BYTES
+    assert arena.largest_hole_bytes() == 9 * PAGE_BYTES
+    assert (arena.size_of(0), arena.size_of(3 * PAGE_BYTES)) == (3 * PAGE_BYTES, 4 * PAGE_BYTES)
+
+
+def test_a_view_outlives_the_arena(arena: Arena) -> None:
+    view = arena.view(PAGE_BYTES, 10)
+    view[:] = bytes(range(10))
+    arena.close()
+    arena.close()
+    assert bytes(view) == bytes(range(10))
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("allocate"), st.integers(0, 5 * PAGE_BYTES), st.booleans()),
+            st.tuples(st.sampled_from(["free", "slide"]), st.integers(0, 99), st.booleans()),
+        ),
+        max_size=60,
+    )
+)
+def test_ranges_never_overlap_and_holes_are_all_that_is_left(steps: list[tuple[str, int, bool]]) -> None:
+    arena = Arena(PAGES * PAGE_BYTES)
+    used: dict[int, int] = {}
+    peak = 0
+    for action, number, high in steps:
+        if action == "allocate":
+            size = max(PAGE_BYTES, round_up(number))
+            offset = arena.allocate(number, high=high)
+            if offset is None:
+                assert arena.largest_hole_bytes() < size
+            else:
+                used[offset] = size
+        elif used:
+            offset = sorted(used)[number % len(used)]
+            if action == "free":
+                arena.free(offset)
+                del used[offset]
+            else:
+                new = arena.slide_down(offset)
+                if new is not None:
+                    assert new < offset
+                    used[new] = used.pop(offset)
+        peak = max(peak, sum(used.values()))
+        assert arena.used_bytes == sum(used.values()) == arena.capacity_bytes - arena.free_bytes
+        assert arena.largest_hole_bytes() == _largest_gap(used, arena.capacity_bytes)
+        assert {offset: arena.size_of(offset) for offset in used} == used
+    assert arena.peak_bytes == peak
+
+
+def _largest_gap(used: dict[int, int], capacity: int) -> int:
+    """Also checks that no two ranges overlap."""
+    at, largest = 0, 0
+    for offset in sorted(used):
+        assert offset >= at
+        largest = max(largest, offset - at)
+        at = offset + used[offset]
+    assert at <= capacity
+    return max(largest, capacity - at)
