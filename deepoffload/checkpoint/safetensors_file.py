@@ -83,31 +83,37 @@ def write_file(
     Raises:
         IoFailure: with the errno, path and offset; what has been written so far is left to the caller.
     """
-    offset = 0
+    out = _Output()
     try:
         with open(path, "xb", buffering=0) as file:
-            offset += _write(file.fileno(), header_bytes(entries, metadata))
+            out.write(file.fileno(), header_bytes(entries, metadata))
             for entry in entries:
-                end = offset + entry.nbytes
+                end = out.offset + entry.nbytes
                 for piece in entry.pieces():
-                    written = _write(file.fileno(), piece.view(torch.uint8).numpy() if piece.numel() else b"")
-                    offset += written
-                    progress(written)
-                if offset != end:
-                    raise RuntimeError(f"{entry.name}: {end - offset} of {entry.nbytes} bytes are missing")
+                    if piece.numel():
+                        out.write(file.fileno(), piece.view(torch.uint8).numpy())
+                        progress(piece.nbytes)
+                if out.offset != end:
+                    raise RuntimeError(f"{entry.name}: {end - out.offset} of {entry.nbytes} bytes are missing")
             os.fsync(file.fileno())
     except IoFailure:
         raise  # reading a weight failed
     except OSError as error:
-        raise failure("writing", error, path, offset) from error
+        raise failure("writing", error, path, out.offset) from error
 
 
-def _write(descriptor: int, data: object) -> int:
-    rest = memoryview(data).cast("B")  # type: ignore[arg-type]
-    total = len(rest)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-    return total
+class _Output:
+    """Counts what has been written, so that a failure can say where."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+
+    def write(self, descriptor: int, data: object) -> None:
+        rest = memoryview(data).cast("B")  # type: ignore[arg-type]
+        while rest:
+            written = os.write(descriptor, rest)
+            self.offset += written
+            rest = rest[written:]
 
 
 def failure(action: str, error: OSError, path: str, offset: int, nbytes: int = 0) -> IoFailure:

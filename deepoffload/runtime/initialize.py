@@ -14,8 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from deepoffload.config import Config, StepOverlap, parse_config
-from deepoffload.errors import ConfigError, UnsupportedError, UsageError
+from deepoffload.errors import BudgetError, ConfigError, UnsupportedError, UsageError
 from deepoffload.optim.adam import CPUAdam
+from deepoffload.params.parameter import plain_again
+from deepoffload.params.torch_private import bare
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.context import engine_of
 from deepoffload.runtime.engine import Engine
@@ -81,7 +83,8 @@ def initialize(
         gradients to a global norm of 1.0 when nothing is said.
 
     Raises:
-        ConfigError, UsageError, UnsupportedError: before the model is touched. PlacementError: it does not fit.
+        ConfigError, UsageError, UnsupportedError: before the model is touched.
+        BudgetError, PlacementError: the budgets cannot hold it; an ordinary model is then as it was before.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}")
@@ -95,12 +98,7 @@ def initialize(
     clipping = _clipping(settings, optimizer)
     _check_before(settings, model, optimizer, model_parameters, lr_scheduler, training_data)
     if core is None:
-        core = Engine(settings)
-        try:
-            core.adopt_model(model)
-        except BaseException as error:
-            core.close(f"initialize() failed with {type(error).__name__}")
-            raise
+        core = _take_over(settings, model)
     built = _optimizer(settings, model, optimizer, model_parameters, clipping)
     scheduler = _scheduler(settings, built, lr_scheduler)
     loader = _loader(settings, training_data, collate_fn)
@@ -115,6 +113,34 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed", action="store_true", help="for scripts that ask whether to use the engine")
     group.add_argument("--deepspeed_config", metavar="FILE", help="JSON file with DeepSpeed's keys, ours, or both")
     return parser
+
+
+def _take_over(config: Config, model: nn.Module) -> Engine:
+    """Page a model that was built before. One that does not fit is left as it was."""
+    core = Engine(config)
+    try:
+        core.adopt_model(model)
+    except BaseException as error:
+        if isinstance(error, (BudgetError, UsageError)):
+            for param in model.parameters():
+                _give_back(param)
+        core.close(f"initialize() failed with {type(error).__name__}")
+        raise
+    return core
+
+
+def _give_back(param: nn.Parameter) -> None:
+    """Undo the adoption of a parameter whose bytes are still its own."""
+    handle = param.__dict__.get("_slot")
+    if not isinstance(handle, ParamHandle):
+        return
+    handle.pager.pin(handle)
+    try:
+        with bare():
+            value = handle.view().clone()
+    finally:
+        handle.pager.unpin(handle)
+    plain_again(param, value)
 
 
 # -- configuration ---------------------------------------------------------------------------------------------------

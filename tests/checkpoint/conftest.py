@@ -1,0 +1,91 @@
+"""Small real models, plain and paged, with the same initial values."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepoffload import offload_context
+
+transformers = pytest.importorskip("transformers")
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=256, n_embd=64, n_layer=3, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+@pytest.fixture
+def make_model() -> Callable[[str], nn.Module]:
+    """The model of a name, with the same values every time."""
+    makers: dict[str, Callable[[], nn.Module]] = {"llama": _llama, "gpt2": _gpt2, "mixtral": _mixtral}
+
+    def make(name: str) -> nn.Module:
+        torch.manual_seed(0)
+        return makers[name]()
+
+    return make
+
+
+@pytest.fixture
+def paged(nvme_path: Path) -> Iterator[Callable[..., Any]]:
+    """Runs a function inside an ``offload_context`` that swaps to disk and evicts and poisons all it can."""
+    engines = []
+
+    def build(make: Callable[[], Any], **overrides: Any) -> Any:
+        settings: dict[str, Any] = {
+            "host_budget": "1MiB",
+            "nvme_path": str(nvme_path),
+            "step_overlap": "none",
+            "debug": {"poison": True, "evict_always": True},
+        }
+        with offload_context(**{**settings, **overrides}) as context:
+            model = make()
+        engines.append(context.engine)
+        return model
+
+    yield build
+    for engine in engines:
+        engine.close()
+    gc.collect()
+    assert list(nvme_path.iterdir()) == []
+
+
+@pytest.fixture(autouse=True)
+def no_staging_is_left(tmp_path: Path) -> Iterator[None]:
+    """Whatever happens in a test, no half-written file stays behind."""
+    yield
+    assert not list(tmp_path.rglob(".deepoffload-save-*"))
