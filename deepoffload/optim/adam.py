@@ -38,6 +38,11 @@ class CPUAdam(torch.optim.Optimizer):
         max_grad_norm: clip the gradients of all groups together to this global L2 norm inside the update; the norm is
             summed in float64. None: no clipping. ``param.grad`` keeps the unclipped values.
 
+    Attributes:
+        skip_non_finite: :meth:`step` changes nothing when a gradient holds an infinity or NaN. Off unless set.
+        applied: whether the last :meth:`step` updated.
+        grad_norm: global L2 norm of the gradients at the last step, unclipped; None when nothing needed it.
+
     bf16 weights have an exact fp32 master (the weight is its upper half). fp32 weights are their own master.
 
     Raises:
@@ -78,6 +83,8 @@ class CPUAdam(torch.optim.Optimizer):
         super().__init__(model_params, defaults)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
+        self.skip_non_finite = False
+        self.applied = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; refuses settings out of range and parameters that are not on the CPU."""
@@ -101,7 +108,7 @@ class CPUAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.apply_step(unscale=1.0, skip_non_finite=False)
+        self.applied = self.apply_step(unscale=1.0, skip_non_finite=self.skip_non_finite)
         return loss
 
     @torch.no_grad()

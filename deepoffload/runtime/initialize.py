@@ -267,6 +267,7 @@ def _optimizer(
     else:
         built = CPUAdam(params, **dict(config.optimizer.params))  # type: ignore[union-attr]
     if isinstance(built, CPUAdam):
+        built.skip_non_finite = True
         if built.max_grad_norm is None and clipping > 0:
             built.max_grad_norm = clipping
     elif isinstance(built, (torch.optim.Adam, torch.optim.AdamW)):

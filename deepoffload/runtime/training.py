@@ -130,9 +130,9 @@ class TrainingEngine:
 
     def _update(self, optimizer: torch.optim.Optimizer) -> bool:
         if isinstance(optimizer, CPUAdam):
-            applied = optimizer.apply_step(unscale=1.0, skip_non_finite=True)
+            optimizer.step()
             self._grad_norm = optimizer.grad_norm
-            return applied
+            return optimizer.applied
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if self.gradient_clipping > 0:
             norm = torch.nn.utils.clip_grad_norm_(params, self.gradient_clipping)
