@@ -57,7 +57,7 @@ def choose(findings: Findings, patterns: Sequence[Pattern]) -> Choice | None:
     near = [setting for setting in known if findings.score(setting, patterns) >= EQUAL_SHARE * best]
     chosen = min(near, key=lambda setting: (setting.flight_bytes, -findings.score(setting, patterns)))
     share = findings.score(chosen, patterns) / best
-    why = "the fastest" if len(near) == 1 else f"{share:.2f} of the fastest, with the least memory in flight"
+    why = "the fastest" if share == 1 else f"{share:.2f} of the fastest, with the least memory in flight"
     return Choice(chosen, f"{why} ({', '.join(pattern.value for pattern in patterns)}; geometric mean)")
 
 

@@ -14,11 +14,10 @@ from deepoffload.cli.bench_report import sample_json
 from deepoffload.cli.bench_sweep import Bench
 from deepoffload.cli.bench_types import Pattern, Sample, Setting
 
-ROUNDS = 3
-# fio's clock counts whole intervals; shorter runs are mostly start and end.
-MEASURE_MIN_S, MEASURE_MAX_S = 1.0, 3.0
+ROUNDS_MAX = 3
+MEASURE_MIN_S, MEASURE_MAX_S = 0.4, 3.0
 # Starting fio and ending it.
-FIO_OVERHEAD_S = 0.8
+FIO_OVERHEAD_S = 0.6
 WARMUP_S = 0.3
 
 
@@ -72,11 +71,13 @@ def compare_with_fio(
         job.fill(time.monotonic() + 0.2 * max(0.0, deadline_s - time.monotonic()))
     left_s = max(0.0, deadline_s - time.monotonic())
     warmup_s = WARMUP_S if warmup else 0.0
-    each_s = left_s / (2 * ROUNDS * len(patterns)) - FIO_OVERHEAD_S / 2 - warmup_s
+    least_s = 2 * (warmup_s + MEASURE_MIN_S) + FIO_OVERHEAD_S
+    rounds = min(ROUNDS_MAX, max(1, int(left_s / (len(patterns) * least_s))))
+    each_s = left_s / (2 * rounds * len(patterns)) - FIO_OVERHEAD_S / 2 - warmup_s
     effort = Effort(warmup_s, min(MEASURE_MAX_S, max(MEASURE_MIN_S, each_s)))
     guests = [file for path_files in bench.guests for file in path_files[: setting.files]]
     found: dict[Pattern, tuple[list[Sample], list[Sample]]] = {pattern: ([], []) for pattern in patterns}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for pattern in patterns:
             bench.progress(f"fio and deepoffload in turns: {pattern.value}")
             theirs = run_fio(fio, setting, pattern, guests, len(bench.guests), effort)

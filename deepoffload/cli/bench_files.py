@@ -104,7 +104,8 @@ def check_room(directories: list[str], bytes_each: int) -> None:
             raise BudgetError(
                 f"--size: {format_bytes(bytes_each)} are needed on {directory}, but only {format_bytes(room)} may be "
                 f"used: {format_bytes(free_bytes(directory))} are free there, and "
-                f"{format_bytes(margin_bytes(directory))} stay free. Give a smaller --size, free space, or name another --path."
+                f"{format_bytes(margin_bytes(directory))} stay free. "
+                "Give a smaller --size, free space, or name another --path."
             )
 
 

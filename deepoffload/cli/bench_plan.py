@@ -11,7 +11,7 @@ from deepoffload.cli.bench_data import PERIOD_BYTES
 from deepoffload.cli.bench_job import smallest_file_bytes
 from deepoffload.cli.bench_types import Setting
 from deepoffload.config.units import format_bytes
-from deepoffload.errors import ConfigError
+from deepoffload.errors import BudgetError, ConfigError
 
 KIB, MIB = 1 << 10, 1 << 20
 REFERENCE_BLOCK_BYTES, REFERENCE_DEPTH = MIB, 16
@@ -49,6 +49,7 @@ def make_plan(options: Options, backends: Sequence[str], *, can_direct: bool, ro
 
     Raises:
         ConfigError: nothing is left to measure; says why.
+        BudgetError: the disk is too full for any setting.
     """
     notes: list[str] = []
     directs = options.direct or ((True, False) if can_direct else (False,))
@@ -66,7 +67,9 @@ def make_plan(options: Options, backends: Sequence[str], *, can_direct: bool, ro
     if size is None:
         size = min(QUICK_SIZE_BYTES if options.quick else DEFAULT_SIZE_BYTES, max(room_bytes // 2, PERIOD_BYTES))
     wanted = [
-        Setting(*values) for values in product(backends, blocks, depths, directs, files) if _is_wanted(options, *values)
+        Setting(*values)
+        for values in product(backends, blocks, depths, directs, files)
+        if _is_wanted(options, can_direct, *values)
     ]
     wanted.sort(key=lambda setting: _distance(setting, backends))
     files_max = max((setting.files for setting in wanted), default=1)
@@ -79,6 +82,11 @@ def make_plan(options: Options, backends: Sequence[str], *, can_direct: bool, ro
         )
     if not fitting:
         need = min(smallest_file_bytes(setting) for setting in wanted) * files_max if wanted else 0
+        if options.size_bytes is None:
+            raise BudgetError(
+                f"--path: only {format_bytes(room_bytes)} may be used there, beside what stays free, and "
+                f"{format_bytes(2 * need)} are needed: free space or name another directory"
+            )
         raise ConfigError(
             f"--size: {format_bytes(size)} per path is too small for any setting asked for; at least "
             f"{format_bytes(need)} are needed: requests in flight must lie on different bytes. Give more, a smaller "
@@ -87,17 +95,19 @@ def make_plan(options: Options, backends: Sequence[str], *, can_direct: bool, ro
     return Plan(fitting, size, files_max, tuple(notes))
 
 
-def _is_wanted(options: Options, backend: str, block: int, depth: int, direct: bool, files: int) -> bool:
+def _is_wanted(
+    options: Options, can_direct: bool, backend: str, block: int, depth: int, direct: bool, files: int
+) -> bool:
     """What was not asked for by name is measured only where it is likely to be useful."""
     asked_for_size = options.block_bytes is not None and options.queue_depths is not None
     if not asked_for_size and block * depth > FLIGHT_MAX_BYTES:
         return False
     if options.full:
         return True
-    variant = (not direct and options.direct is None) or (files > 1 and options.files is None)
-    if not variant:
+    by_the_way = (not direct and can_direct and options.direct is None, files > 1 and options.files is None)
+    if not any(by_the_way):
         return True
-    if options.quick or (files > 1 and options.files is None and not direct and options.direct is None):
+    if options.quick or all(by_the_way):
         return False
     blocks, depths = options.block_bytes, options.queue_depths
     return block == _nearest(REFERENCE_BLOCK_BYTES, blocks) and depth == _nearest(REFERENCE_DEPTH, depths)
@@ -107,8 +117,11 @@ def _nearest(reference: int, values: Sequence[int] | None) -> int:
     return reference if values is None else min(values, key=lambda value: abs(value - reference))
 
 
-def _distance(setting: Setting, backends: Sequence[str]) -> tuple[float, int, bool, int]:
-    """How far from the usual setting: where time is short, the nearest are measured."""
+def _distance(setting: Setting, backends: Sequence[str]) -> tuple[bool, int, int, int]:
+    """How far from the usual setting: where time is short, the nearest are measured.
+
+    Buffered ones come last, because what they leave to be written back disturbs those that follow.
+    """
     steps = abs(setting.block_bytes.bit_length() - REFERENCE_BLOCK_BYTES.bit_length())
     steps += abs(setting.queue_depth.bit_length() - REFERENCE_DEPTH.bit_length())
-    return (steps, setting.files, not setting.direct, backends.index(setting.backend))
+    return (not setting.direct, steps, setting.files, backends.index(setting.backend))

@@ -20,7 +20,7 @@ from deepoffload.config.units import format_bytes
 from deepoffload.errors import ConfigError
 from deepoffload.native.aio import HostMapping
 
-FILL_SHARE, FIRST_ROUND_SHARE = 0.2, 0.5
+FILL_SHARE, FIRST_ROUND_SHARE, VERIFY_SHARE = 0.2, 0.5, 0.05
 MEASURE_MIN_S, MEASURE_MAX_S, REPEAT_MIN_S = 0.08, 1.0, 0.25
 WARMUP_SHARE = 0.25
 # Opening an engine and files, checking every byte of some transfers.
@@ -126,6 +126,7 @@ class Bench:
         left_s = deadline_s - time.monotonic()
         self.fill(time.monotonic() + FILL_SHARE * left_s)
         share = FIRST_ROUND_SHARE if repeats > 1 else 1.0
+        end_s, deadline_s = deadline_s, deadline_s - VERIFY_SHARE * left_s
         left_s = deadline_s - time.monotonic()
         settings, seconds = self._afford(list(self.plan.settings), patterns, left_s * share)
         self._round(settings, patterns, _effort(seconds, warmup), deadline_s)
@@ -138,7 +139,7 @@ class Bench:
             # Backwards every other time, so that a drift of the machine does not favour what comes first.
             order = best if round_index % 2 == 0 else best[::-1]
             self._round(order, patterns, _effort(seconds, warmup), deadline_s)
-        self._verify_everything(deadline_s)
+        self._verify_everything(end_s)
 
     def measure(self, setting: Setting, pattern: Pattern, effort: Effort, paths: Sequence[int] | None = None) -> Sample:
         """One measurement, which is not added to ``findings``."""

@@ -37,7 +37,7 @@ from deepoffload.io.probe import Bandwidth, probe_path
 from deepoffload.io.swap_files import check_paths, reclaim_stale
 
 EXIT_OK, EXIT_FAULT, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
-COMPARE_SHARE, ALONE_SHARE = 0.3, 0.1
+COMPARE_SHARE, ALONE_SHARE = 0.4, 0.1
 
 
 @dataclass
