@@ -35,9 +35,7 @@ class Stretches(Dataset[tuple[Tensor, Tensor]]):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a 10 M GPT the way DeepSpeed scripts do.")
-    parser.add_argument(
-        "--deepspeed_config", required=True, metavar="FILE", help="JSON with DeepSpeed's keys, ours, or both"
-    )
+    parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="JSON with DeepSpeed's keys or ours")
     said = parser.parse_args()
 
     torch.manual_seed(0)

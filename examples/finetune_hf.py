@@ -32,9 +32,7 @@ def main() -> None:
     parser.add_argument("--model", help="a directory or a name; not said: a small Llama with new weights")
     parser.add_argument("--data", type=Path, help="a text file or a directory; not said: Python's standard library")
     parser.add_argument("--out", type=Path, required=True, help="where the weights go, in the Hugging Face layout")
-    parser.add_argument(
-        "--host-budget", default="24MiB", help="memory for weights, gradients, optimizer state, buffers"
-    )
+    parser.add_argument("--host-budget", default="24MiB", help="memory for weights, gradients and optimizer state")
     parser.add_argument("--nvme-path", default=".", help="directory for the swap file")
     parser.add_argument("--steps", type=int, default=10)
     said = parser.parse_args()

@@ -23,7 +23,7 @@ from gpt.model import GPT
 from gpt.options import Options, parse_options
 from gpt.plain import PlainAdamW
 from gpt.progress import MemorySampler, ProgressBar
-from gpt.training import Step, train
+from gpt.training import BETAS, Step, train
 
 import deepoffload
 from deepoffload.config.units import format_bytes
@@ -97,7 +97,7 @@ def train_offloaded(options: Options, text: bytes) -> Outcome:
             model = GPT(options.shape, options.seq, checkpointing=options.checkpointing)
         print(f"{engine.placement.table()}\n")
         print(f"built and placed in {time.perf_counter() - started:.1f} s\n", flush=True)
-        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=options.lr, max_grad_norm=options.clip)
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=options.lr, betas=BETAS, max_grad_norm=options.clip)
         outcome = Outcome(start_bytes=memory.start_bytes)
         follow(options, text, model, optimizer, outcome)
         finish(options, text, model)

@@ -22,7 +22,7 @@ STATE_BYTES = {"bf16": 14, "fp32": 16}
 """Per parameter: weight, gradient, and optimizer state (for bf16 with the lower half of the fp32 master)."""
 
 PLAIN_BYTES = {"bf16": 22, "fp32": 20}
-"""What plain PyTorch takes per parameter at its peak: weight, gradient, with bf16 their fp32 masters, and two moments."""
+"""What plain PyTorch takes per parameter at its peak: weight, gradient, their fp32 masters (bf16), two moments."""
 
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpt.training import BETAS
+
 
 def to_bf16(weight: Tensor) -> Tensor:
     """fp32 to bf16, the upper half of ``bits + 0x8000``: round to nearest, ties away from zero.
@@ -36,7 +38,7 @@ class PlainAdamW(torch.optim.AdamW):
             masters = [weight.data for weight in self.weights]
             for weight in self.weights:
                 weight.data = to_bf16(weight.data)
-        super().__init__(masters, lr=lr, fused=True)
+        super().__init__(masters, lr=lr, betas=BETAS, fused=True)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]

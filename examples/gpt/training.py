@@ -12,7 +12,10 @@ from torch import nn
 
 from gpt.data import Batches
 
-WARM_UP_SHARE = 0.1
+WARM_UP_SHARE = 0.2
+
+BETAS = (0.9, 0.95)
+"""Of Adam: a short memory for squares, as runs of few steps need it."""
 
 
 @dataclass(frozen=True)

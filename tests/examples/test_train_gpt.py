@@ -1,0 +1,119 @@
+"""The main job, as a user starts it: in a process of its own, on real text, on a real disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train_gpt.py"
+SMALL = ("--size", "10m", "--seq", "32", "--batch", "2")
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, str(SCRIPT), *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def run(*arguments: str | Path, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_trains_beyond_its_budget_with_the_losses_of_plain_pytorch(tmp_path, precision):
+    result = tmp_path / "result.json"
+    done = run(
+        *SMALL, "--precision", precision, "--steps", 5, "--accumulate", 2, "--compare", "--json", result,
+        "--nvme-path", tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(result.read_text())
+    budget = numbers["settings"]["host_budget"]
+
+    assert numbers["model_bytes"] >= 4 * budget
+    assert numbers["losses"][0] == numbers["plain"]["losses"][0]
+    assert numbers["losses"] == pytest.approx(numbers["plain"]["losses"], rel=2e-3)
+    assert numbers["losses"][-1] < numbers["losses"][0] - 0.5
+    assert numbers["stats"]["host_peak_bytes"] <= budget
+    assert min(numbers["disk_bytes"]) > numbers["parameters"] * 16
+    assert "optimizer state" in done.stdout and "largest difference" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.slow
+def test_own_text_checkpointing_generation_and_saving(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    out = tmp_path / "out"
+    done = run(
+        *SMALL, "--steps", 2, "--data", text, "--checkpointing", "--generate", 3, "--save", out, "--nvme-path", tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the quick brown fox" in done.stdout
+    saved = out / "model.safetensors"
+    assert saved.stat().st_size > 9_900_000 * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path):
+    child = subprocess.Popen(
+        command(*SMALL, "--steps", 100_000, "--nvme-path", tmp_path),
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("step"):
+                break
+        child.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        _, error = child.communicate(timeout=60)
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == 130, error
+    assert "interrupted" in error and "Traceback" not in error
+    assert time.monotonic() - started < 30
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host-budget", "lots"], "argument --host-budget: expected bytes"),
+        (["--steps", "0"], "argument --steps: expected a whole number of at least 1"),
+        (["--lr", "-1"], "argument --lr: expected a number of at least 0"),
+        (["--size", "7b"], "invalid choice"),
+        (["--data", "/nowhere"], "/nowhere does not exist"),
+        (["--nvme-path", "/nowhere"], "--nvme-path /nowhere: does not exist"),
+        (["--save", "/nowhere/out"], "--save /nowhere/out: its directory does not exist"),
+        (["--json", "/"], "--json /"),
+        (["--plain", "--compare"], "--plain is the other side"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_starts(arguments, message):
+    done = run(*arguments, timeout_s=60)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_budget_below_the_working_set_is_refused_with_the_table(tmp_path):
+    done = run(*SMALL, "--host-budget", "1MiB", "--nvme-path", tmp_path)
+    assert done.returncode == 1
+    assert "The working set does not fit" in done.stderr and "windows + ring" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
