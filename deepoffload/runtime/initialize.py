@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from deepoffload.config import Config, StepOverlap, parse_config
 from deepoffload.errors import BudgetError, ConfigError, UnsupportedError, UsageError
 from deepoffload.optim.adam import CPUAdam
-from deepoffload.params.parameter import plain_again
+from deepoffload.params.parameter import OffloadedParameter, plain_again
 from deepoffload.params.torch_private import bare
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.context import engine_of
@@ -84,7 +84,7 @@ def initialize(
 
     Raises:
         ConfigError, UsageError, UnsupportedError: before the model is touched.
-        BudgetError, PlacementError: the budgets cannot hold it; an ordinary model is then as it was before.
+        BudgetError, PlacementError: the budgets cannot hold it; a model that cannot be placed is as it was before.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}")
@@ -116,30 +116,31 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def _take_over(config: Config, model: nn.Module) -> Engine:
-    """Page a model that was built before. One that does not fit is left as it was."""
+    """Page a model that was built before. One that cannot be placed is left as it was."""
     core = Engine(config)
     try:
         core.adopt_model(model)
     except BaseException as error:
-        if isinstance(error, (BudgetError, UsageError)):
-            for param in model.parameters():
-                _give_back(param)
+        adopted = [(p, p.__dict__["_slot"]) for p in model.parameters() if isinstance(p, OffloadedParameter)]
+        if isinstance(error, (BudgetError, UsageError)) and all(handle.unit is None for _, handle in adopted):
+            for param, handle in adopted:
+                _give_back(param, handle)
         core.close(f"initialize() failed with {type(error).__name__}")
         raise
     return core
 
 
-def _give_back(param: nn.Parameter) -> None:
-    """Undo the adoption of a parameter whose bytes are still its own."""
-    handle = param.__dict__.get("_slot")
-    if not isinstance(handle, ParamHandle):
-        return
-    handle.pager.pin(handle)
+def _give_back(param: nn.Parameter, handle: ParamHandle) -> None:
+    """Undo the adoption of a parameter that is not part of a unit yet: its bytes are still its own block."""
+    pager = handle.pager
+    pager.pin(handle)
     try:
         with bare():
             value = handle.view().clone()
     finally:
-        handle.pager.unpin(handle)
+        pager.unpin(handle)
+    if handle.block is not None:
+        pager.tiers.remove(handle.block)
     plain_again(param, value)
 
 
