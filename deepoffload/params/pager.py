@@ -87,6 +87,8 @@ class Pager:
         self.engine: Any = None
         self.on_all_dead: Callable[[], None] | None = None
         self._alive = 0
+        self._deaths = 0
+        self._unit_count = 0
         self._working = 0
         tiers.next_use = self._next_use
 
@@ -100,12 +102,31 @@ class Pager:
         """A parameter was deleted. May run at any time, in any thread: only count, and end a pager that shows
         nothing."""
         self._alive -= 1
+        self._deaths += 1
         if self._alive == 0 and self.on_all_dead is not None and self.lock.acquire(blocking=False):
             try:
                 if not self._working:
                     self.on_all_dead()
             finally:
                 self.lock.release()
+
+    def new_unit_index(self) -> int:
+        """A number that no unit of this pager ever had."""
+        self._unit_count += 1
+        return self._unit_count - 1
+
+    def _bury(self) -> None:
+        """Give back what units hold of which every parameter was deleted (a replaced head, merged adapters)."""
+        self._deaths = 0
+        for unit in list(self.units):
+            blocks = [unit.weights, *(piece.block for piece in unit.pieces)]
+            gradients = [handle.grad_slot.block for handle in unit.handles if handle.grad_slot is not None]
+            blocks += [block for block in gradients if block is not None]
+            if any(handle.tensor is not None for handle in unit.handles) or any(block.leases for block in blocks):
+                continue
+            self.units.remove(unit)
+            for block in {block.id: block for block in blocks}.values():
+                self.tiers.remove(block)
 
     # -- bytes -----------------------------------------------------------------------------------------------------
 
@@ -198,6 +219,8 @@ class Pager:
             if self.closed_because is not None:
                 return
             self._last_key = key
+            if self._deaths:
+                self._bury()
             predicted = self.trace.observe(Event(self._keys.setdefault(key, len(self._keys)), blocks))
             self.tiers.foreseen = frozenset(blocks) if predicted and self.prefetch else frozenset()
             self.pump(set(blocks))
@@ -227,7 +250,7 @@ class Pager:
         self.write_behind(in_use)
         moves = plan_prefetch(
             self.trace.upcoming(),
-            is_resident=lambda b: tiers.block(b).state is not BlockState.ON_NVME,
+            is_resident=lambda b: not tiers.is_away(b),
             nbytes=tiers.room_bytes,
             free_bytes=tiers.arena.free_bytes,
             evictable=(b.id for b in tiers.resident() if b.id not in in_use and tiers.evictable(b)),

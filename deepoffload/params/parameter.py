@@ -206,8 +206,8 @@ def _after_call(tensor: Any, name: str) -> None:
         slot.version = version
         slot.master_stale = True
         slot.pager.will_change(slot)
-    if name in _ESCAPES:
-        slot.note_escape()
+    if name in _ESCAPES or slot.aliased():
+        slot.note_escape()  # what was handed out can be written to without moving any version (detach().numpy())
 
 
 def _among_strangers(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], paged: list[Any]) -> Any:
@@ -303,7 +303,8 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
         raise UnsupportedError(
             f"{slot.name}.data = ...: a paged parameter keeps its shape, dtype and device ({tuple(slot.shape)}, "
             f"{slot.dtype}, {tensor.device}; given {tuple(value.shape)}, {value.dtype}, {value.device}). "
-            "Convert the model before offload_context ends (or set precision), or replace the parameter with a new nn.Parameter"
+            "Convert the model before offload_context ends (or set precision), or replace the parameter with a new "
+            "nn.Parameter"
         )
     slot.pager.pin(slot)
     try:

@@ -83,6 +83,11 @@ def version_of(tensor: Tensor) -> int:
         return int(_raw_version(tensor))
 
 
+def in_functorch() -> bool:
+    """True inside a ``torch.func`` transform."""
+    return _peek_interpreter_stack() is not None
+
+
 def modes_active() -> bool:
     """True inside any user mode that would see, or change, an operation of ours."""
     return bool(

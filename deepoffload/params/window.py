@@ -7,6 +7,7 @@ derived from weights are packed by our saved-tensor hooks, and the prefetcher le
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
+from deepoffload.params.membership import Membership
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter
-from deepoffload.params.torch_private import get_unwrapped, is_functorch_wrapped, version_of
+from deepoffload.params.torch_private import get_unwrapped, in_functorch, is_functorch_wrapped, version_of
 from deepoffload.params.unit import ParamHandle, Unit
 
 
@@ -33,14 +35,13 @@ class _Entry:
 
 
 class Window:
-    """Hooks of one module. ``root`` marks the outermost module of a model, where wrappers around it are refused."""
+    """The hooks of one module whose parameters form a unit, or which uses parameters of other units."""
 
     def __init__(self, pager: Pager, module: nn.Module, name: str) -> None:
         self.pager = pager
         self.name = name
         self._module = weakref.ref(module)
-        self._members: list[tuple[dict[str, Any], int]] = []
-        self._identities: list[tuple[dict[str, Any], str, Any]] = []
+        self._members: Membership
         self._handles: list[ParamHandle] = []
         self._units: list[Unit] = []
         self._scan(module)
@@ -55,6 +56,10 @@ class Window:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return (_NoWindow, ())  # a pickled model is plain, too
 
+    def module(self) -> nn.Module | None:
+        """The module, while it exists."""
+        return self._module()
+
     def remove(self) -> None:
         for handle in self._removable:
             handle.remove()
@@ -62,22 +67,16 @@ class Window:
     # -- what the module holds -------------------------------------------------------------------------------------
 
     def _scan(self, module: nn.Module) -> None:
-        """Find the paged parameters below the module, adopting newcomers; remember what to compare next time."""
-        self._members, self._identities, self._handles = [], [], []
+        """Find the paged parameters below the module, adopting newcomers."""
+        handles: dict[int, ParamHandle] = {}
         units: dict[int, Unit] = {}
-        for prefix, child in module.named_modules():
-            self._members.append((child._parameters, len(child._parameters)))
-            self._members.append((child._modules, len(child._modules)))
-            self._identities.extend((child._modules, key, value) for key, value in child._modules.items())
-            for key, param in child._parameters.items():
-                self._identities.append((child._parameters, key, param))
-                if param is None:
-                    continue
-                full_name = ".".join(part for part in (self.name, prefix, key) if part)
-                handle = self._handle_of(param, full_name)
-                if handle is not None and handle.unit is not None and handle not in self._handles:
-                    self._handles.append(handle)
-                    units[handle.unit.index] = handle.unit
+        for name, param in module.named_parameters():
+            handle = self._handle_of(param, f"{self.name}.{name}" if self.name else name)
+            if handle is not None and handle.unit is not None:
+                handles[id(handle)] = handle
+                units[handle.unit.index] = handle.unit
+        self._members = Membership(module)
+        self._handles = list(handles.values())
         self._units = list(units.values())
 
     def _handle_of(self, param: Tensor, name: str) -> ParamHandle | None:
@@ -87,15 +86,6 @@ class Window:
         if self.pager.adopt_late is None:
             return None
         return self.pager.adopt_late(param, name)
-
-    def _stale(self) -> bool:
-        for members, count in self._members:
-            if len(members) != count:
-                return True
-        for members, key, value in self._identities:
-            if members.get(key) is not value:
-                return True
-        return any(handle.unit not in self._units for handle in self._handles)
 
     # -- the two hooks ---------------------------------------------------------------------------------------------
 
@@ -107,7 +97,7 @@ class Window:
             return
         _refuse_wrappers()
         with pager.lock:
-            if self._stale():
+            if self._members.changed():
                 self._scan(module)
             entry = _Entry(self, self._handles, [])
             pager.use_forward(self._units)
@@ -116,7 +106,8 @@ class Window:
                     pager.tiers.acquire(unit.weights)
                     entry.blocks.append(unit.weights)
                     unit.owner.install()
-                self._unwrap(module)
+                if in_functorch():
+                    self._hold_wrapped(module)
                 entry.pushed = pager.push_hooks() if torch.is_grad_enabled() else False
                 if entry.pushed is None:
                     for handle in self._handles:
@@ -132,15 +123,14 @@ class Window:
                     param.__class__ = nn.Parameter
             pager.opened().append(entry)
 
-    def _unwrap(self, module: nn.Module) -> None:
+    def _hold_wrapped(self, module: nn.Module) -> None:
         """Under ``torch.func`` transforms a module holds wrappers of our parameters: keep what is inside resident."""
-        for _, _, value in self._identities:
-            if isinstance(value, Tensor) and is_functorch_wrapped(value):
-                inner = get_unwrapped(value)
-                while is_functorch_wrapped(inner):
-                    inner = get_unwrapped(inner)
-                if type(inner) is OffloadedParameter:
-                    self.pager.hold_until_step(inner._slot)
+        for param in module.parameters():
+            inner: Tensor = param
+            while is_functorch_wrapped(inner):
+                inner = get_unwrapped(inner)
+            if inner is not param and type(inner) is OffloadedParameter:
+                self.pager.hold_until_step(inner._slot)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         opened = self.pager.opened()
@@ -161,12 +151,38 @@ class Window:
                     continue
                 if handle.in_window == 0:
                     param.__class__ = OffloadedParameter
+                if param.requires_grad and handle.grad_hook is None and pager.gradients is not None:
+                    pager.gradients.track(handle)  # unfrozen inside the window, where no door sees it
                 if version_of(param) != handle.version and handle.changed():
                     pager.will_change(handle)
             for block in entry.blocks:
                 pager.tiers.release(block)
             if pager.evict_always:
                 pager.pump()
+
+
+class RootWatch:
+    """Pre-forward hook of a whole model: calls ``refresh`` when modules or parameters came or went."""
+
+    def __init__(self, root: nn.Module, refresh: Callable[[nn.Module], None]) -> None:
+        self._refresh = refresh
+        self._members = Membership(root)
+        self._module = weakref.ref(root)
+        self._removable = root.register_forward_pre_hook(_Hook(self, "enter"), prepend=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RootWatch:
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return (_NoWindow, ())
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        if module is self._module() and self._members.changed():
+            self._refresh(module)
+            self._members = Membership(module)
+
+    def remove(self) -> None:
+        self._removable.remove()
 
 
 class _NoWindow:
@@ -184,7 +200,7 @@ class _Hook:
 
     _torchdynamo_disable = True
 
-    def __init__(self, window: Window, method: str) -> None:
+    def __init__(self, window: Window | RootWatch, method: str) -> None:
         self._window = window
         self._method = method
 

@@ -90,7 +90,7 @@ class Assembly:
 
     def declare(self, name: str, handles: list[ParamHandle]) -> UnitDraft:
         """The blocks of a unit, still without bytes."""
-        draft = UnitDraft(len(self.pager.units), name, handles, [self.target_dtype(h) for h in handles])
+        draft = UnitDraft(self.pager.new_unit_index(), name, handles, [self.target_dtype(h) for h in handles])
         self.pager.units.append(draft.make(self.pager, self.gradients, self.piece_bytes))
         return draft
 
@@ -251,8 +251,8 @@ def refuse_meta(root: nn.Module) -> None:
         shown = ", ".join(on_meta[:5]) + (f" and {len(on_meta) - 5} more" if len(on_meta) > 5 else "")
         raise UsageError(
             f"{len(on_meta)} parameters of {type(root).__name__} are still on the meta device when offload_context "
-            f"ends: {shown}. Load or initialise them inside the context (model.to_empty(device='cpu') and a checkpoint), or "
-            "build the model without a meta device: the context keeps it within the budget anyway"
+            f"ends: {shown}. Load or initialise them inside the context (model.to_empty(device='cpu') and a checkpoint), "
+            "or build the model without a meta device: the context keeps it within the budget anyway"
         )
 
 

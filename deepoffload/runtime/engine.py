@@ -25,7 +25,7 @@ from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
-from deepoffload.params.window import Window
+from deepoffload.params.window import RootWatch, Window
 from deepoffload.runtime.construct import Assembly, UnitDraft, adopt, adoptable, convert_buffers, refuse_meta
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import Bandwidths, Kind, Workload
@@ -62,6 +62,7 @@ class Engine:
         self.budgets: Budgets = resolve_budgets(config, machine.measure(paths), Device.parse("cpu"))
         self.placement: Placement | None = None
         self._windows: list[Window] = []
+        self._watches: list[RootWatch] = []
         self._io: IoEngine | None = None
         self._space: SwapSpace | None = None
         self._bandwidths = NO_DISK
@@ -122,6 +123,7 @@ class Engine:
             for handle in unit.handles:
                 self.gradients.track(handle)
         self._windows = [Window(self.pager, module, name) for name, module in windows]
+        self._watches = [RootWatch(root, self.refresh) for root in roots]
         log.info("placement\n%s", self.placement.table() if self.placement is not None else "")
 
     def _draft(
@@ -217,6 +219,22 @@ class Engine:
             self.gradients.track(handle)
             return handle
 
+    def refresh(self, root: nn.Module) -> None:
+        """Adopt parameters that came to ``root`` after the context ended, and open windows on new modules."""
+        capacity = self.pager.tiers.arena.capacity_bytes
+        assembly = Assembly(self.pager, self.gradients, None, capacity // PIECES_PER_BUDGET)
+        plan = find_units(root, capacity // UNITS_PER_BUDGET, assembly.target_nbytes)
+        with self.pager.lock:
+            for unit in plan.units:
+                handles = [adopt(self.pager, param, name) for name, param in unit.params if adoptable(param)]
+                if handles:
+                    assembly.fill(assembly.declare(unit.name, handles))
+                for handle in handles:
+                    self.gradients.track(handle)
+        watched = {id(window.module()) for window in self._windows}
+        fresh = [(name, module) for name, module in plan.windows if id(module) not in watched]
+        self._windows += [Window(self.pager, module, name) for name, module in fresh]
+
     # -- report ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
@@ -261,7 +279,10 @@ class Engine:
             self.pager.closed_because = because
             for window in self._windows:
                 window.remove()
+            for watch in self._watches:
+                watch.remove()
             self._windows.clear()
+            self._watches.clear()
             self.pager.tiers.close()
             self._close_disk()
             self._exit.detach()

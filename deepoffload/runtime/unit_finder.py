@@ -1,8 +1,8 @@
 """Finds the units of a model without annotation: which parameters move together, and which modules open windows.
 
 A unit is what one call uses: an element of a ``ModuleList`` or ``Sequential`` (a transformer layer), a module with
-parameters of its own and nothing repeated below it, or a leaf. What is larger than the budget can hold in a few pieces is
-split along its children.
+parameters of its own and nothing repeated below it, or a leaf. What is larger than the budget can hold in a few
+pieces is split along its children.
 """
 
 from __future__ import annotations
