@@ -12,6 +12,9 @@ namespace {
 
 constexpr std::size_t kBytesPerTask = std::size_t{1} << 18;
 
+// A block of this size would push all else out of the caches and be gone from them before the step reads it.
+constexpr std::size_t kStreamBytes = std::size_t{1} << 22;
+
 // Calls pass(begin, count) over n items in pieces of `piece`, in parallel.
 template <class Pass> void pieces(std::size_t n, std::size_t piece, int num_threads, const Pass& pass) {
     parallel_for((n + piece - 1) / piece, num_threads, [&](std::size_t index) {
@@ -35,8 +38,12 @@ template <class Pass> double chunk_sums(std::size_t n, int num_threads, const Pa
 
 double land(void* dst, const void* src, std::size_t n, DType dst_dtype, DType src_dtype, bool accumulate,
             int num_threads) {
-    const LandFn kernel = kernels().land[accumulate][static_cast<int>(dst_dtype)][static_cast<int>(src_dtype)];
     const std::size_t dst_size = dtype_size(dst_dtype), src_size = dtype_size(src_dtype);
+    const bool aligned = reinterpret_cast<std::uintptr_t>(dst) % 64 == 0;
+    const LandMode replace = n * dst_size >= kStreamBytes && aligned ? LandMode::kStream : LandMode::kReplace;
+    const LandMode mode = accumulate ? LandMode::kAdd : replace;
+    const LandFn kernel =
+        kernels().land[static_cast<int>(mode)][static_cast<int>(dst_dtype)][static_cast<int>(src_dtype)];
     return chunk_sums(n, num_threads, [&](std::size_t begin, std::size_t count) {
         return kernel(static_cast<char*>(dst) + begin * dst_size, static_cast<const char*>(src) + begin * src_size,
                       count);

@@ -24,6 +24,13 @@ struct Avx2 {
         const F positive = _mm256_blendv_ps(a, set1(1.0f), _mm256_cmp_ps(a, zero, _CMP_GT_OQ));
         return _mm256_blendv_ps(positive, set1(-1.0f), _mm256_cmp_ps(a, zero, _CMP_LT_OQ));
     }
+    static inline void stream_line(void* dst, const void* src) {
+        const __m256i* from = static_cast<const __m256i*>(src);
+        const __m256i low = _mm256_loadu_si256(from), high = _mm256_loadu_si256(from + 1);
+        _mm256_stream_si256(static_cast<__m256i*>(dst), low);
+        _mm256_stream_si256(static_cast<__m256i*>(dst) + 1, high);
+    }
+    static inline void stream_fence() { _mm_sfence(); }
     static inline F opaque(F a) {
         asm("" : "+x"(a));
         return a;

@@ -24,6 +24,10 @@ struct Avx512 {
         const F positive = _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GT_OQ), set1(1.0f));
         return _mm512_mask_mov_ps(positive, _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_LT_OQ), set1(-1.0f));
     }
+    static inline void stream_line(void* dst, const void* src) {
+        _mm512_stream_si512(static_cast<__m512i*>(dst), _mm512_loadu_si512(src));
+    }
+    static inline void stream_fence() { _mm_sfence(); }
     static inline F opaque(F a) {
         asm("" : "+v"(a));
         return a;

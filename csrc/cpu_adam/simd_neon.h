@@ -21,6 +21,8 @@ struct Neon {
         const F positive = vbslq_f32(vcgtzq_f32(a), set1(1.0f), a);
         return vbslq_f32(vcltzq_f32(a), set1(-1.0f), positive);
     }
+    static inline void stream_line(void* dst, const void* src) { std::memmove(dst, src, 64); }
+    static inline void stream_fence() {}
     static inline F opaque(F a) {
         asm("" : "+w"(a));
         return a;

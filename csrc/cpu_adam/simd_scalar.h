@@ -90,6 +90,8 @@ struct Scalar {
     static inline F fma(F a, F b, F c) { return std::fma(a, b, c); }
     static inline F maximum(F a, F b) { return a != a || b != b ? a + b : (a > b ? a : b); }
     static inline F sign(F a) { return a > 0.0f ? 1.0f : a < 0.0f ? -1.0f : a; } // zero and NaN stay
+    static inline void stream_line(void* dst, const void* src) { std::memmove(dst, src, 64); }
+    static inline void stream_fence() {}
     static inline F opaque(F a) {
         asm("" : CPU_ADAM_SCALAR_REGISTER(a));
         return a;

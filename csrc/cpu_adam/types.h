@@ -14,6 +14,10 @@ constexpr int kNumDTypes = 3;
 enum class WeightForm : int { kFp32 = 0, kSplitBf16 = 1, kMasterBf16 = 2, kMasterFp16 = 3 };
 constexpr int kNumWeightForms = 4;
 
+// Landing: dst = src, dst = dst + src, or dst = src past the caches (dst aligned to 64 bytes).
+enum class LandMode : int { kReplace, kAdd, kStream };
+constexpr int kNumLandModes = 3;
+
 enum class Rule : int { kAdam, kAdamAmsgrad, kLion, kAdagrad, kSgd, kSgdMomentum };
 constexpr int kNumRules = 6;
 constexpr int kMaxStates = 3;
@@ -65,7 +69,7 @@ using MergeFn = void (*)(const std::uint16_t* hi, const std::int16_t* lo, float*
 
 struct KernelTable {
     UpdateFn update[kNumRules][kNumWeightForms][kNumDTypes]; // [rule][form][gradient dtype]
-    LandFn land[2][kNumDTypes][kNumDTypes];                  // [accumulate][dst dtype][src dtype]
+    LandFn land[kNumLandModes][kNumDTypes][kNumDTypes];      // [mode][dst dtype][src dtype]
     SumFn sum_of_squares[kNumDTypes];
     SplitFn split;
     MergeFn merge;

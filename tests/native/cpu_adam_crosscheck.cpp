@@ -125,13 +125,13 @@ std::uint64_t passes(const KernelTable& table) {
     std::uint64_t digest = 14695981039346656037ULL;
     for (std::size_t n : {1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 70, 5000})
         for (bool special : {false, true}) {
-            for (int accumulate = 0; accumulate < 2; ++accumulate)
+            for (int mode = 0; mode < 2; ++mode)
                 for (int to = 0; to < kNumDTypes; ++to)
                     for (int from = 0; from < kNumDTypes; ++from) {
                         Streams s(n, special), d(n + 1, special);
                         void* dst = to == 0 ? static_cast<void*>(d.master.data()) : d.grad.data();
                         const void* src = from == 0 ? static_cast<const void*>(s.master.data()) : s.grad.data();
-                        double sum = table.land[accumulate][to][from](dst, src, n);
+                        double sum = table.land[mode][to][from](dst, src, n);
                         if (sum != sum)
                             sum = -1.0;
                         digest = digest_of(digest, &sum, 8);

@@ -64,6 +64,20 @@ def test_equals_torch(dst_dtype: DType, src_dtype: DType, accumulate: bool, spec
             assert math.isclose(total, float(expected.double().square().sum()), rel_tol=1e-12)
 
 
+@pytest.mark.parametrize("offset_bytes", [0, 4, 32])
+@pytest.mark.parametrize("dtype", DType)
+def test_large_blocks_are_copied_past_the_caches_with_the_same_result(dtype: DType, offset_bytes: int) -> None:
+    n = (8 << 20) // 2 + 77
+    values = random_tensor(n, dtype, 9, special=True)
+    raw = torch.zeros(n * values.element_size() + 128, dtype=torch.uint8)
+    start = -raw.data_ptr() % 64 + offset_bytes
+    dst = raw[start : start + values.nbytes].view(values.dtype)
+    result = land(dst, values, (dtype, dtype), False)
+    assert torch.equal(dst.view(torch.uint8), values.view(torch.uint8))  # also the bits of the NaNs
+    assert not raw[:start].any() and not raw[start + values.nbytes :].any()
+    assert repr(result) == repr(cpu_adam.sum_of_squares(values.data_ptr(), n, dtype=dtype, num_threads=1))
+
+
 @pytest.mark.parametrize("dtype", DType)
 def test_sums_do_not_depend_on_threads_or_on_the_pass(dtype: DType) -> None:
     n = 300_007
