@@ -36,7 +36,6 @@ NO_EFFECT = {
     "--slow_bounce_buffer": "there is no bounce buffer",
     "--different_file_each_iteration": "all files exist and are written before anything is measured; see --files",
     "--flush_page_cache": "the files measured are always taken out of the page cache first; root is not needed",
-    "--verbose": "the table shows everything that was measured",
 }
 NO_EFFECT_WITH_VALUE = {
     "--io_parallel": "the engine sizes its own threads; see --queue-depth and --files",
@@ -69,6 +68,7 @@ class Options:
     json_file: str | None
     plot_file: str | None
     store: bool
+    verbose: bool
     notes: tuple[str, ...]
 
 
@@ -108,6 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
                         help="run the best setting with this tool too, in turns, and print the ratio")  # fmt: skip
     output.add_argument("--no-store", "--no_store", dest="store", action="store_false",
                         help="do not keep the bandwidths for deepoffload")  # fmt: skip
+    output.add_argument("--verbose", action="store_true", help="show every setting in the table, not only the best")
     for flag in NO_EFFECT:
         add(flag, dest="no_effect", action="append_const", const=flag, help=argparse.SUPPRESS)
     for flag in NO_EFFECT_WITH_VALUE:
@@ -180,6 +181,7 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
         json_file=given.json_file or (os.path.join(given.log_dir, "ds_nvme_bench.json") if given.log_dir else None),
         plot_file=given.plot_file,
         store=given.store,
+        verbose=given.verbose,
         notes=tuple(notes),
     )
 

@@ -132,7 +132,7 @@ class Bench:
         self._round(settings, patterns, _effort(seconds, warmup), deadline_s)
         for round_index in range(1, repeats):
             left_s = (deadline_s - time.monotonic()) / (repeats - round_index)
-            best = self._finalists(patterns, int(left_s / (len(patterns) * (REPEAT_MIN_S + OVERHEAD_S))))
+            best = self._finalists(patterns, max(1, int(left_s / (len(patterns) * (REPEAT_MIN_S + OVERHEAD_S)))))
             if not best or left_s <= 0:
                 break
             seconds = min(MEASURE_MAX_S, left_s / (len(best) * len(patterns)) - OVERHEAD_S)
@@ -200,10 +200,10 @@ class Bench:
     def _finalists(self, patterns: Sequence[Pattern], count: int) -> list[Setting]:
         """The best ``count``, and the best direct one of each backend."""
         ranked = self.findings.complete(patterns)
-        chosen = ranked[: max(0, count)]
+        chosen = ranked[:count]
         for backend in dict.fromkeys(setting.backend for setting in ranked):
             leader = next((s for s in ranked if s.backend == backend and s.direct), None)
-            if leader is not None and leader not in chosen and count > 0:
+            if leader is not None and leader not in chosen:
                 chosen.append(leader)
         return chosen
 

@@ -38,6 +38,7 @@ from deepoffload.io.swap_files import check_paths, reclaim_stale
 
 EXIT_OK, EXIT_FAULT, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 COMPARE_SHARE, ALONE_SHARE = 0.4, 0.1
+TABLE_ROWS = 20
 
 
 @dataclass
@@ -198,7 +199,12 @@ def _print_outcome(outcome: Outcome, options: Options, directories: Sequence[str
     if not findings.samples:
         return
     print()
-    print_table(*table_rows(findings.results(), options.patterns))
+    head, rows = table_rows(findings.results(), options.patterns)
+    shown = len(rows) if options.verbose else TABLE_ROWS
+    print_table(head, rows[:shown])
+    if len(rows) > shown:
+        print(f"... and {len(rows) - shown} slower ones (--verbose shows them, --json has them)")
+    print("MB/s: median, ± half the spread; CPU: seconds per GB moved, without checking; n: measurements")
     print(f"\nevery page was checked, {format_bytes(findings.compared_bytes)} compared byte for byte: all right")
     if outcome.choice is None:
         return
