@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.errors import UsageError
+from deepoffload.memory.arena import round_up
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import StateLayout
@@ -183,6 +184,12 @@ class UnitDraft:
             [h.numel * d.itemsize for h, d in zip(self.handles, self.dtypes, strict=True)]
         )
         self.unit: Unit
+
+    def set_up_bytes(self) -> int:
+        """What must be in memory at once while the unit is filled: its weights, a parameter as registered, a piece."""
+        pieces = [piece.block.room_bytes for piece in self.unit.pieces]
+        largest = max(handle.nbytes for handle in self.handles)
+        return round_up(self.unit.weights.room_bytes) + round_up(largest) + round_up(max(pieces, default=0))
 
     def make(self, pager: Pager, gradients: Gradients, piece_bytes: int) -> Unit:
         tiers = pager.tiers

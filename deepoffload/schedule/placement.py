@@ -107,6 +107,7 @@ def plan_placement(
     num_parameters: int | None = None,
     ring_pieces: int = 16,
     keep: frozenset[int] = frozenset(),
+    set_up_bytes: int = 0,
 ) -> Placement:
     """Place ``blocks`` in ``capacity_bytes`` of memory and ``nvme_capacity_bytes`` of NVMe (None: there is no path).
 
@@ -114,13 +115,14 @@ def plan_placement(
     ring_pieces: state pieces that should be in memory at a time; 2 are the least. (16 pieces of some 20 MiB are where
         more stopped helping on the disk the defaults were tuned on.)
     keep: blocks that have to stay in memory, because the configuration says so.
+    set_up_bytes: what must be in memory at once before the first step; no capacity below that is accepted.
 
     If everything fits, everything is resident and nothing is ever written. Otherwise the window is reserved first, as
     large as there is room for, and what is left goes to the blocks that save most seconds per byte. Equal worth:
     weights before gradients before state, then the order given. Raises ``PlacementError``, with the table, when the
     least window does not fit or NVMe is missing or too small.
     """
-    problem = _Problem(blocks, event_weight_bytes, bandwidths, workload, num_parameters, keep)
+    problem = _Problem(blocks, event_weight_bytes, bandwidths, workload, num_parameters, keep, set_up_bytes)
     total_bytes = sum(block.nbytes for block in problem.blocks)
     if total_bytes <= capacity_bytes:
         everything = frozenset(block.id for block in problem.blocks)
@@ -168,6 +170,7 @@ class _Problem:
         workload: Workload,
         num_parameters: int | None,
         keep: frozenset[int],
+        set_up_bytes: int,
     ) -> None:
         self.blocks = tuple(blocks)
         self._keep = keep & {block.id for block in self.blocks}
@@ -191,10 +194,11 @@ class _Problem:
         )
         self._prefix_bytes = list(accumulate((block.nbytes for block in self._ranked), initial=0))
         self._suffix_needs = _suffix_needs(self._ranked)
-        self.minimum_bytes = min(
+        working_bytes = min(
             kept_bytes + needs.window(2, False, event_weight_bytes).nbytes
             for kept_bytes, needs in list(zip(self._prefix_bytes, self._suffix_needs, strict=True))[len(self._keep) :]
         )
+        self.minimum_bytes = max(working_bytes, set_up_bytes)
 
     def window(self, paged: Iterable[BlockSpec], ring_pieces: int, prefetches_weights: bool) -> Window:
         return _suffix_needs(tuple(paged))[0].window(ring_pieces, prefetches_weights, self._event_weight_bytes)
