@@ -26,7 +26,7 @@ from deepoffload.schedule.placement import Kind
 
 NATIVE_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 
-_SHOWN_REFERENCES = 4
+_SHOWN_REFERENCES = 3
 """References to a gradient object that nobody but its slot holds, as ``_forget_shown`` counts them."""
 
 

@@ -31,7 +31,7 @@ _METADATA_METHODS = (
 ).split()
 _ESCAPES = frozenset(
     (
-        "numpy data_ptr untyped_storage storage _typed_storage __dlpack__ __array__ __cuda_array_interface__ "
+        "detach numpy data_ptr untyped_storage storage _typed_storage __dlpack__ __array__ __cuda_array_interface__ "
         "share_memory_"
     ).split()
 )
@@ -309,6 +309,8 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     slot.pager.pin(slot)
     try:
         slot.pager.will_change(slot)
+        if isinstance(slot, ParamHandle) and slot.unit is None:
+            slot.restride(value)  # still being built: channels_last and the like are taken over
         if type(value) in PAGED_CLASSES:
             value._slot.pager.pin(value._slot)
         try:

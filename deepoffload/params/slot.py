@@ -174,6 +174,17 @@ class TensorSlot:
         # The tensor no longer counts: one user and one reference less than while it showed the memory.
         return lambda: storage_use_count(cdata) > BASE_USE_COUNT - 1 or sys.getrefcount(holder[0]) >= BASE_REF_COUNT
 
+    def restride(self, like: Tensor) -> None:
+        """Lay the elements out as those of ``like``, whose values will be copied in. The block must be resident."""
+        stride = dense_stride(like)
+        if stride != self.stride:
+            self.stride = stride
+            self.pager.forget_storage(self)
+            with bare():
+                self.uninstall()
+                self.install()
+            self.pager.remember_storage(self)
+
     def retype(self, dtype: torch.dtype) -> None:
         """Change the element type (once, when construction ends). The tensor must show its stand-in."""
         self.dtype = dtype

@@ -6,8 +6,10 @@ derived from weights are packed by our saved-tensor hooks, and the prefetcher le
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,10 +27,11 @@ from deepoffload.params.unit import ParamHandle, Unit
 class _Entry:
     """One running call of a window's module."""
 
-    __slots__ = ("window", "handles", "blocks", "pushed")
+    __slots__ = ("window", "handles", "blocks", "pushed", "frame")
 
-    def __init__(self, window: Window, handles: list[ParamHandle], blocks: list[Block]) -> None:
+    def __init__(self, window: Window, handles: list[ParamHandle], blocks: list[Block], frame: FrameType) -> None:
         self.window = window
+        self.frame = frame
         self.handles = handles
         self.blocks = blocks
         self.pushed: bool | None = False
@@ -40,7 +43,8 @@ class Window:
     def __init__(self, pager: Pager, module: nn.Module, name: str) -> None:
         self.pager = pager
         self.name = name
-        self._module = weakref.ref(module)
+        self._module = weakref.ref(module, pager.tensor_died)
+        pager.tensor_born()  # parameters may all be replaced while their modules live on
         self._members: Membership
         self._handles: list[ParamHandle] = []
         self._units: list[Unit] = []
@@ -99,7 +103,9 @@ class Window:
         with pager.lock:
             if self._members.changed():
                 self._scan(module)
-            entry = _Entry(self, self._handles, [])
+            if pager.opened():
+                pager.close_stale()
+            entry = _Entry(self, self._handles, [], sys._getframe(2))  # the frame of the module's call
             pager.use_forward(self._units)
             try:
                 for unit in self._units:
@@ -133,10 +139,11 @@ class Window:
                 self.pager.hold_until_step(inner._slot)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        opened = self.pager.opened()
-        if not opened or opened[-1].window is not self or module is not self._module():
-            return  # enter() raised, or this is a copy of the module
-        self.close(opened.pop())
+        with self.pager.lock:
+            opened = self.pager.opened()
+            if not opened or opened[-1].window is not self or module is not self._module():
+                return  # enter() raised, or this is a copy of the module
+            self.close(opened.pop())
 
     def close(self, entry: _Entry) -> None:
         """End one call: hooks off, classes back, leases released."""
