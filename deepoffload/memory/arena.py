@@ -9,9 +9,10 @@ together.
 from __future__ import annotations
 
 import bisect
+import weakref
 from typing import Any
 
-from deepoffload.native.aio import HostMapping
+from deepoffload.native.aio import HostMapping, ffi
 
 PAGE_BYTES = 4096
 
@@ -30,9 +31,11 @@ class Arena:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
-        self._mapping: HostMapping | None = HostMapping(self.capacity_bytes)
-        self.address = self._mapping.address
-        self.buffer: Any = self._mapping.buffer
+        mapping = HostMapping(self.capacity_bytes)
+        self.address = mapping.address
+        # Tensors and views over it keep the buffer; when the last of them goes, so does the mapping.
+        self.buffer: Any = ffi.buffer(ffi.cast("char *", self.address), self.capacity_bytes)
+        weakref.finalize(self.buffer, mapping.close).atexit = False
         self._hole_starts: list[int] = [0]
         self._hole_sizes: dict[int, int] = {0: self.capacity_bytes}
         self._used: dict[int, int] = {}
@@ -125,7 +128,6 @@ class Arena:
 
     def close(self) -> None:
         """Drop the mapping; its memory goes when the last tensor that still shows a part of it goes. Idempotent."""
-        self._mapping = None
         self.buffer = None
 
     def _add_hole(self, start: int, size: int) -> None:

@@ -23,6 +23,7 @@ from deepoffload.errors import BudgetError, IoFailure
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena, round_up
 from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState
+from deepoffload.memory.lock import SHIELD, BooksLock
 from deepoffload.schedule.placement import Kind
 
 TRANSFER_LIMIT_S = 300.0
@@ -58,7 +59,7 @@ class TierManager:
         self.arena = arena
         self.space = space
         self.poison = poison
-        self.lock = threading.RLock()
+        self.lock = BooksLock()
         self.counters = TierCounters()
         self.next_use: Callable[[int], float] = lambda block_id: math.inf
         self.foreseen: frozenset[int] = frozenset()
@@ -199,7 +200,7 @@ class TierManager:
         with self.lock:
             if block.state in (BlockState.WRITING, BlockState.READING):
                 with contextlib.suppress(IoFailure):  # of bytes that nobody wants any more
-                    self._settle(block)
+                    self._settle(block, interruptible=False)
             if block.state is BlockState.EMPTY:
                 return
             if block.offset is not None:
@@ -424,8 +425,11 @@ class TierManager:
             raise
         self._in_flight[block.id] = block
 
-    def _settle(self, block: Block) -> None:
-        """Wait for a block's transfer and take its result. On failure nothing is lost: the right copy stays right."""
+    def _settle(self, block: Block, *, interruptible: bool = True) -> None:
+        """Wait for a block's transfer and take its result. On failure nothing is lost: the right copy stays right.
+
+        Ctrl-C may end an ``interruptible`` wait; the transfer then is still in flight, as the books say.
+        """
         ticket = block.ticket
         if ticket is None:
             raise RuntimeError(f"block {block.name} has no transfer in flight")
@@ -433,7 +437,10 @@ class TierManager:
         if not ticket.done():
             started = time.perf_counter()
             try:
-                ticket.wait(TRANSFER_LIMIT_S)
+                if interruptible:
+                    SHIELD.outside(ticket.wait, TRANSFER_LIMIT_S)
+                else:
+                    ticket.wait(TRANSFER_LIMIT_S)
             except IoFailure:
                 pass  # taken below, after the books are right
             self.counters.wait_s += time.perf_counter() - started
@@ -459,10 +466,8 @@ class TierManager:
         """Wait for what is in flight, then drop blocks and arena. The swap space is closed by its owner. Idempotent."""
         with self.lock:
             for block in list(self._in_flight.values()):
-                try:
-                    self._settle(block)
-                except IoFailure:
-                    pass  # the bytes are being dropped anyway
+                with contextlib.suppress(IoFailure):  # the bytes are being dropped anyway
+                    self._settle(block, interruptible=False)
             for block in list(self._resident.values()):
                 if block.owner is not None:
                     block.owner.release()

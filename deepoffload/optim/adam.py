@@ -7,7 +7,7 @@ tier the engine placed it; ordinary ones keep it in ``optimizer.state`` as torch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -100,6 +100,19 @@ class CPUAdam(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; also ends what an interrupted forward left open, so that every gradient is seen."""
+        for pager in {id(pager): pager for pager in self._pagers()}.values():
+            pager.close_leaked()
+        super().zero_grad(set_to_none)
+
+    def _pagers(self) -> Iterator[Pager]:
+        for group in self.param_groups:
+            for param in group["params"]:
+                slot = param.__dict__.get("_slot")
+                if isinstance(slot, ParamHandle):
+                    yield slot.pager
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -7,14 +7,17 @@ bytes themselves belong to the tier manager.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from deepoffload.errors import ClosedError
 from deepoffload.memory.block import Block, BlockState
+from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.params.saved import SavedTensorHooks
 from deepoffload.params.slot import TensorSlot
@@ -47,6 +50,7 @@ class OpenWindow(Protocol):
 
     window: Any
     pushed: bool | None
+    frame: FrameType
 
 
 class _ThreadState(threading.local):
@@ -103,7 +107,7 @@ class Pager:
         nothing."""
         self._alive -= 1
         self._deaths += 1
-        if self._alive == 0 and self.on_all_dead is not None and self.lock.acquire(blocking=False):
+        if self._alive == 0 and self.on_all_dead is not None and self.lock.try_acquire():
             try:
                 if not self._working:
                     self.on_all_dead()
@@ -132,13 +136,20 @@ class Pager:
 
     def pin(self, slot: TensorSlot) -> None:
         """Make a tensor's bytes resident, visible and immovable until :meth:`unpin`."""
-        with self.lock:
-            block = self._block_of(slot)
-            self._stamp(block)
-            self.tiers.acquire(block)
-            owner = block.owner
-            if isinstance(owner, SlotOwner):
-                owner.install()
+        pinned = False
+        try:
+            with self.lock:
+                block = self._block_of(slot)
+                self._stamp(block)
+                self.tiers.acquire(block)
+                pinned = True
+                owner = block.owner
+                if isinstance(owner, SlotOwner):
+                    owner.install()
+        except BaseException:
+            if pinned:  # an interrupt that was held back: the caller will not unpin what it never got
+                self.unpin(slot)
+            raise
 
     def unpin(self, slot: TensorSlot) -> None:
         with self.lock:
@@ -209,6 +220,7 @@ class Pager:
             self.release_held()
             self.trace.end_of_step()
             self._last_key = None
+            SHIELD.refresh()
             if self.closed_because is None:
                 self.pump()
 
@@ -298,21 +310,47 @@ class Pager:
             if type(mine) is SavedTensorHooks and mine.pager is self:
                 return False
             hooks = SavedTensorHooks(self, top)
+        self._local.pushed.append(hooks)  # in this order: what an interrupt leaves is found and undone
         push_saved_tensors_hooks(hooks.pack, hooks.unpack)
-        self._local.pushed.append(hooks)
         return True
 
     def pop_hooks(self) -> None:
         """Undo one :meth:`push_hooks` that returned True."""
-        self._local.pushed.pop()
         pop_saved_tensors_hooks()
+        self._local.pushed.pop()
 
     def opened(self) -> list[Any]:
         """The windows that this thread is in, innermost last."""
         return self._local.opened
 
     def close_leaked(self) -> None:
-        """Close what an interrupted forward (Ctrl-C) left open on this thread; torch runs no post hooks for it."""
+        """Close what an interrupted forward (Ctrl-C) left open on this thread; torch runs no post hooks for it.
+
+        To be called where no forward of these models is running on this thread.
+        """
+        with self.lock:
+            self._forget_foreign_hooks()
+            while self._local.opened:
+                entry = self._local.opened.pop()
+                entry.window.close(entry)
+            while self._local.pushed:
+                self.pop_hooks()
+
+    def close_stale(self) -> None:
+        """The same where a forward may be running: close the calls whose frames are no longer on this thread's
+        stack."""
+        running = set()
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            running.add(id(frame))
+            frame = frame.f_back
+        with self.lock:
+            while self._local.opened and id(self._local.opened[-1].frame) not in running:
+                self._forget_foreign_hooks()
+                entry = self._local.opened.pop()
+                entry.window.close(entry)
+
+    def _forget_foreign_hooks(self) -> None:
         if self._local.pushed and saved_tensors_hooks_enabled():
             top = top_saved_tensors_hooks(True)
             if top is None or getattr(top[0], "__self__", None) is not self._local.pushed[-1]:
@@ -320,11 +358,6 @@ class Pager:
                 for entry in self._local.opened:
                     entry.pushed = False
                 self._local.pushed.clear()
-        while self._local.opened:
-            entry = self._local.opened.pop()
-            entry.window.close(entry)
-        while self._local.pushed:
-            self.pop_hooks()
 
     def refuse_closed(self, name: str) -> None:
         raise ClosedError(f"{name or 'the model'} belongs to a closed engine: {self.closed_because}")

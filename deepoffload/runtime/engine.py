@@ -7,6 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import measure_bandwidth
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena, round_up
+from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
@@ -56,7 +58,6 @@ class Engine:
         _check_supported(config)
         gc.collect()  # models that are gone, but kept by reference cycles, give their budgets back first
         self.config = config
-        self._pid = os.getpid()
         paths = [str(Path(path)) for path in config.nvme_path]
         self._check_paths(paths)
         self.budgets: Budgets = resolve_budgets(config, machine.measure(paths), Device.parse("cpu"))
@@ -76,7 +77,9 @@ class Engine:
         self.pager = Pager(tiers, prefetch=config.prefetch, evict_always=config.debug.evict_always)
         self.pager.engine = self
         self.gradients = Gradients(self.pager)
-        self._exit = weakref.finalize(self, _close_at_exit, self._io, self._space, self._pid)
+        self._exit = weakref.finalize(self, _close_at_exit, self._io, self._space, os.getpid())
+        SHIELD.engage()
+        os.register_at_fork(after_in_child=partial(_forked, weakref.ref(self)))
         for note in config.notes:
             log.info(note)
 
@@ -110,9 +113,11 @@ class Engine:
         capacity = self.pager.tiers.arena.capacity_bytes
         assembly = Assembly(self.pager, self.gradients, dtype, capacity // PIECES_PER_BUDGET)
         drafts, windows = self._draft(assembly, roots, list(handles), capacity // UNITS_PER_BUDGET)
-        self._place(drafts, windows)
+        placement = self._place(drafts, windows)
         for draft in drafts:
             assembly.fill(draft)
+        if not self.pager.evict_always:
+            self._pin_residents(placement)
         for root in roots:
             if dtype is not None:
                 convert_buffers(root, dtype)
@@ -153,7 +158,7 @@ class Engine:
                 self.pager.tiers.remove(handle.block)
         return drafts, windows
 
-    def _place(self, drafts: list[UnitDraft], windows: list[tuple[str, nn.Module]]) -> None:
+    def _place(self, drafts: list[UnitDraft], windows: list[tuple[str, nn.Module]]) -> Placement:
         tiers = self.pager.tiers
         specs: list[BlockSpec] = []
         unit_of: dict[int, UnitDraft] = {}
@@ -186,15 +191,19 @@ class Engine:
             workload=Workload(self.config.gradient_accumulation_steps),
             num_parameters=trained or None,
             keep=frozenset(spec.id for spec in specs if spec.kind in kept_kinds),
+            set_up_bytes=max((draft.set_up_bytes() for draft in drafts), default=0),
         )
         if self._space is not None and self.placement.nvme_bytes:
             self._space.reserve(self.placement.nvme_bytes + self._space.used_bytes)
-        if not self.pager.evict_always:
-            for block_id in self.placement.resident:
-                tiers.block(block_id).static = True
-        self.pager.static = self.placement.resident
         self.pager.lookahead_bytes = self.placement.lookahead_bytes
         tiers.explain = lambda: f"\n{self.placement.table()}" if self.placement is not None else ""
+        return self.placement
+
+    def _pin_residents(self, placement: Placement) -> None:
+        """From now on resident blocks stay. Not before: while bytes move into units, all memory is needed for that."""
+        for block_id in placement.resident:
+            self.pager.tiers.block(block_id).static = True
+        self.pager.static = placement.resident
 
     def adopt_model(self, model: nn.Module) -> None:
         """Take a model that was built before: its parameters move into the arena one by one."""
@@ -286,6 +295,7 @@ class Engine:
             self.pager.tiers.close()
             self._close_disk()
             self._exit.detach()
+            SHIELD.disengage()
 
     def _close_disk(self) -> None:
         if self._space is not None:
@@ -304,6 +314,14 @@ def _close_at_exit(io: IoEngine | None, space: SwapSpace | None, pid: int) -> No
         space.close()
     if io is not None:
         io.close()
+    SHIELD.disengage()
+
+
+def _forked(reference: weakref.ref[Engine]) -> None:
+    """In a forked child, which inherits neither the memory nor the transfers: every use is refused from now on."""
+    engine = reference()
+    if engine is not None and engine.pager.closed_because is None:
+        engine.pager.closed_because = "it is the parent process's; a forked child cannot use it (start it with spawn)"
 
 
 def _measured(path: str, io: IoEngine | None) -> Bandwidths:

@@ -1,0 +1,66 @@
+"""Real processes for the tests of the runtime, and what they must not leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+NOISE = re.compile(
+    r"Exception ignored|leaked|Segmentation|Fatal Python error|terminate called|core dumped|corrupt|double free|"
+    r"Unraisable|resource_tracker|AddressSanitizer|Warning"
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process ended. ``said``: the JSON object that it printed last, or nothing."""
+
+    code: int
+    said: dict[str, Any]
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small models are fastest on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run_program(tmp_path: Path) -> Callable[..., Outcome]:
+    """Runs ``tests/runtime/<program>.py`` with arguments; the first is a directory for swap files, which must be empty
+    afterwards. ``code``: the exit status it must have (None: any)."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+
+    def run(program: str, *arguments: object, code: int | None = 0, limit_s: float = 90.0, **popen: Any) -> Outcome:
+        command = [sys.executable, "-X", "faulthandler", str(ROOT / "tests" / "runtime" / f"{program}.py"), str(swap)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | popen.pop("env", {})
+        done = subprocess.run(
+            [*command, *map(str, arguments)],
+            capture_output=True, text=True, timeout=limit_s, env=environment, cwd=tmp_path, **popen,
+        )  # fmt: skip
+        lines = done.stdout.strip().splitlines()
+        said = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+        assert code is None or done.returncode == code, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert not NOISE.search(done.stderr), done.stderr
+        assert sorted(os.listdir(swap)) == []
+        return Outcome(done.returncode, said, done.stdout, done.stderr)
+
+    return run
