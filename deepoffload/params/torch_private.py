@@ -83,6 +83,15 @@ def version_of(tensor: Tensor) -> int:
         return int(_raw_version(tensor))
 
 
+def leave_to_python(function: Callable[..., Any]) -> None:
+    """Have Dynamo run ``function``, and all it calls, as Python: what ``torch._dynamo.disable`` does, without importing
+    Dynamo, which takes seconds. A torch that lacks the names compiles our hooks, which is slow and not wrong."""
+    frames = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
 def in_functorch() -> bool:
     """True inside a ``torch.func`` transform."""
     return _peek_interpreter_stack() is not None

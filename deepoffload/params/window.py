@@ -20,7 +20,7 @@ from deepoffload.memory.block import Block
 from deepoffload.params.membership import Membership
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter
-from deepoffload.params.torch_private import get_unwrapped, in_functorch, is_functorch_wrapped, version_of
+from deepoffload.params.torch_private import get_unwrapped, in_functorch, is_functorch_wrapped, leave_to_python, version_of
 from deepoffload.params.unit import ParamHandle, Unit
 
 
@@ -205,14 +205,17 @@ class _NoWindow:
 class _Hook:
     """A bound hook that Dynamo leaves alone when it compiles the module around it."""
 
-    _torchdynamo_disable = True
-
     def __init__(self, window: Window | RootWatch, method: str) -> None:
         self._window = window
         self._method = method
 
     def __call__(self, *args: Any) -> None:
         getattr(self._window, self._method)(*args)
+
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+leave_to_python(_Hook.__call__)
 
 
 def _refuse_wrappers() -> None:
