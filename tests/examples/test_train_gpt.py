@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
-SMALL = ("--size", "10m", "--seq", "32", "--batch", "2")
+SMALL = ("--size", "10m", "--seq", "32", "--batch", "2", "--lr", "1e-3")
 
 
 def command(*arguments: str | Path) -> list[str]:
