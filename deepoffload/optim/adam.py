@@ -19,7 +19,7 @@ from deepoffload.native.cpu_adam import AdamHyper, DType, Segment, StateLayout
 from deepoffload.optim.gradients import NATIVE_DTYPES, Gradients
 from deepoffload.optim.state import LAYOUTS
 from deepoffload.optim.update import HostUpdate
-from deepoffload.params.pager import Pager
+from deepoffload.params.pager import Pager, pager_of
 from deepoffload.params.unit import ParamHandle
 
 
@@ -112,7 +112,7 @@ class CPUAdam(torch.optim.Optimizer):
             for param in group["params"]:
                 slot = param.__dict__.get("_slot")
                 if isinstance(slot, ParamHandle):
-                    yield slot.pager
+                    yield pager_of(slot)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -159,10 +159,11 @@ class CPUAdam(torch.optim.Optimizer):
             for param in group["params"]:
                 handle = param.__dict__.get("_slot")
                 if isinstance(handle, ParamHandle):
-                    pagers[id(handle.pager)] = handle.pager
-                    if handle.pager.closed_because is not None:
-                        handle.pager.refuse_closed(handle.name)
-                    if _gradients(handle.pager).present(handle):
+                    pager = pager_of(handle)
+                    pagers[id(pager)] = pager
+                    if pager.closed_because is not None:
+                        pager.refuse_closed(handle.name)
+                    if _gradients(pager).present(handle):
                         paged.append((handle, param, group))
                 elif param.grad is not None:
                     _check_plain(param)

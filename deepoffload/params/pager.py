@@ -19,6 +19,7 @@ from deepoffload.errors import ClosedError
 from deepoffload.memory.block import Block, BlockState
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
+from deepoffload.params.ports import GradientDoor
 from deepoffload.params.saved import SavedTensorHooks
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import (
@@ -33,16 +34,6 @@ from deepoffload.schedule.trace import Event, Trace
 
 WRITE_BEHIND_SHARE = 0.5
 """At most this share of the arena may be in flight to NVMe without anybody waiting for it."""
-
-
-class GradientDoor(Protocol):
-    """What stands behind ``param.grad`` (implemented by :class:`deepoffload.optim.gradients.Gradients`)."""
-
-    def read(self, handle: ParamHandle) -> Tensor | None: ...
-
-    def assign(self, handle: ParamHandle, value: Tensor | None) -> None: ...
-
-    def track(self, handle: ParamHandle) -> None: ...
 
 
 class OpenWindow(Protocol):
@@ -361,3 +352,10 @@ class Pager:
 
     def refuse_closed(self, name: str) -> None:
         raise ClosedError(f"{name or 'the model'} belongs to a closed engine: {self.closed_because}")
+
+
+def pager_of(slot: TensorSlot) -> Pager:
+    """The pager of a slot, for those above who need more of it than slots do."""
+    if not isinstance(slot.pager, Pager):
+        raise RuntimeError(f"{slot.name} has no pager")
+    return slot.pager

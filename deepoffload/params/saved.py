@@ -8,17 +8,15 @@ was on top before it (activation checkpointing, ``save_on_cpu``, the user's own)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepoffload.errors import ClosedError
+from deepoffload.params.ports import PagerPort
 from deepoffload.params.torch_private import bare, get_data, modes_active, version_of
 from deepoffload.params.unit import ParamHandle
-
-if TYPE_CHECKING:
-    from deepoffload.params.pager import Pager
 
 
 class SavedWeight:
@@ -51,7 +49,7 @@ class SavedTensorHooks:
 
     __slots__ = ("pager", "below")
 
-    def __init__(self, pager: Pager, below: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None) -> None:
+    def __init__(self, pager: PagerPort, below: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None) -> None:
         self.pager = pager
         self.below = below
 

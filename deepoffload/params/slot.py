@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deepoffload.params.ports import PagerPort
 from deepoffload.params.torch_private import (
     BASE_REF_COUNT,
     BASE_USE_COUNT,
@@ -25,7 +26,6 @@ from deepoffload.params.torch_private import (
 
 if TYPE_CHECKING:
     from deepoffload.memory.block import Block
-    from deepoffload.params.pager import Pager
 
 
 def make_stand_in(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -77,7 +77,7 @@ class TensorSlot:
 
     def __init__(
         self,
-        pager: Pager,
+        pager: PagerPort,
         name: str,
         tensor: Tensor | None,
         shape: torch.Size,

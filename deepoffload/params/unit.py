@@ -12,13 +12,12 @@ from torch.utils.hooks import RemovableHandle
 from deepoffload.memory.block import Alias, Block, BlockState
 from deepoffload.native.cpu_adam import StateLayout
 from deepoffload.params.layout import PieceLayout
+from deepoffload.params.ports import PagerPort
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import bare, version_of
 
 if TYPE_CHECKING:
     import torch
-
-    from deepoffload.params.pager import Pager
 
 
 class UnitState(enum.Enum):
@@ -60,7 +59,9 @@ class ParamHandle(TensorSlot):
         "grad_hook",
     )
 
-    def __init__(self, pager: Pager, name: str, tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...]) -> None:
+    def __init__(
+        self, pager: PagerPort, name: str, tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...]
+    ) -> None:
         super().__init__(pager, name, tensor, tensor.shape, dtype, stride)
         pager.tensor_born()
         self.unit: Unit | None = None
@@ -146,6 +147,7 @@ class GradientSlot(TensorSlot):
         """Stop showing it."""
         self.pager.forget_storage(self)
         self.uninstall()
+        self._tensor_ref = None  # the program may keep the object, which is none of ours any more
         self.shown = None
 
     def touched(self) -> None:
@@ -168,7 +170,7 @@ class StatePiece:
 class SlotOwner:
     """Owner of a block whose bytes are shown by tensor slots."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: PagerPort) -> None:
         self.pager = pager
         self.slots: list[TensorSlot] = []
         self.installed = False

@@ -20,7 +20,13 @@ from deepoffload.memory.block import Block
 from deepoffload.params.membership import Membership
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter
-from deepoffload.params.torch_private import get_unwrapped, in_functorch, is_functorch_wrapped, leave_to_python, version_of
+from deepoffload.params.torch_private import (
+    get_unwrapped,
+    in_functorch,
+    is_functorch_wrapped,
+    leave_to_python,
+    version_of,
+)
 from deepoffload.params.unit import ParamHandle, Unit
 
 
