@@ -65,10 +65,10 @@ static int start_backends(doff_engine* engine, const struct doff_backend_table* 
     if (code || table != &doff_backend_libaio)
         return code;
     code =
-        doff_backend_start(&engine->helper, &doff_backend_pool, DOFF_HELPER_THREADS, NULL, doff_pump_complete, engine);
+        doff_backend_start(&engine->side_pool, &doff_backend_pool, DOFF_SIDE_THREADS, NULL, doff_pump_complete, engine);
     if (code)
         doff_backend_stop(&engine->backend);
-    engine->has_helper = !code;
+    engine->has_side_pool = !code;
     return code;
 }
 
@@ -98,7 +98,7 @@ int doff_engine_open(const char* backend, const char* fault_script, uint32_t que
         code = doff_thread_start(&engine->submitter, doff_pump_main, engine, "doff-submit");
         if (code) {
             doff_backend_stop(&engine->backend);
-            doff_backend_stop(&engine->helper);
+            doff_backend_stop(&engine->side_pool);
         }
     }
     if (code) {
@@ -131,7 +131,7 @@ int doff_engine_close(doff_engine* engine, int64_t timeout_ms) {
         return 0;
     pthread_join(engine->submitter, NULL);
     doff_backend_stop(&engine->backend);
-    doff_backend_stop(&engine->helper);
+    doff_backend_stop(&engine->side_pool);
     doff_files_close(engine);
     return 0;
 }

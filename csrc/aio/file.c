@@ -130,6 +130,10 @@ static int prepare(const char* path, int fd, uint32_t flags, uint32_t direct, do
         int code = open_direct(path, fd, flags & DOFF_OPEN_READONLY, flags & DOFF_OPEN_CREATE, info);
         *fd_direct = code >= 0 ? code : -1;
         info->direct = code >= 0;
+        /* Beside direct I/O the page cache sees single blocks only: reading ahead would fill it with neighbours that
+         * direct writes then make stale. */
+        if (code >= 0)
+            posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
         info->direct_errno = code < 0 ? -code : 0;
         if (code < 0)
             info->memory_align = info->offset_align = 1;

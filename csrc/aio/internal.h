@@ -10,7 +10,7 @@
 
 #define DOFF_LANES_MAX 8
 #define DOFF_FILES_MAX 256
-#define DOFF_HELPER_THREADS 8
+#define DOFF_SIDE_THREADS 8
 #define DOFF_SEGMENTS_INLINE 4
 #define DOFF_AGAIN_MAX 2000          /* times a chunk is sent again after EAGAIN, one millisecond apart */
 #define DOFF_TRANSFER_MAX 0x7ffff000 /* Linux moves no more than this per call */
@@ -56,7 +56,7 @@ struct doff_op {
     struct doff_seg* seg;
     size_t want; /* io.len without padding */
     unsigned again_count;
-    bool helper; /* goes to the pool beside the main backend */
+    bool aside; /* goes to the pool beside the main backend */
 };
 
 struct doff_request {
@@ -73,10 +73,10 @@ struct doff_engine {
     pthread_mutex_t mutex;
     pthread_cond_t work, room, finished; /* submit thread; doff_submit; waiters */
     pthread_t submitter;
-    bool stop, closed, kicked, pumping, has_helper;
+    bool stop, closed, kicked, pumping, has_side_pool;
     unsigned references; /* 1 for the handle + requests not released */
     uint32_t queue_depth, block_bytes, pending_max;
-    struct doff_backend backend, helper;
+    struct doff_backend backend, side_pool;
     struct doff_file files[DOFF_FILES_MAX];
     struct doff_lane lanes[DOFF_LANES_MAX];
     unsigned lane_next; /* round robin */

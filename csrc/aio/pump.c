@@ -30,7 +30,7 @@ static void submit_batch(doff_engine* engine, struct doff_backend* backend, stru
     }
 }
 
-static unsigned pick_batch(doff_engine* engine, struct doff_io** ios, bool* helper) {
+static unsigned pick_batch(doff_engine* engine, struct doff_io** ios, bool* aside) {
     unsigned count = 0;
     for (unsigned idle = 0; idle < DOFF_LANES_MAX && count < BATCH_MAX;) {
         struct doff_lane* lane = &engine->lanes[engine->lane_next];
@@ -41,7 +41,7 @@ static unsigned pick_batch(doff_engine* engine, struct doff_io** ios, bool* help
             continue;
         }
         idle = 0;
-        helper[count] = op->helper;
+        aside[count] = op->aside;
         ios[count++] = &op->io;
     }
     return count;
@@ -49,7 +49,7 @@ static unsigned pick_batch(doff_engine* engine, struct doff_io** ios, bool* help
 
 static void pump(doff_engine* engine) {
     struct doff_io *ios[BATCH_MAX], *group[2][BATCH_MAX];
-    bool helper[BATCH_MAX];
+    bool aside[BATCH_MAX];
     pthread_mutex_lock(&engine->mutex);
     if (engine->pumping) {
         pthread_mutex_unlock(&engine->mutex);
@@ -57,13 +57,13 @@ static void pump(doff_engine* engine) {
     }
     engine->pumping = true;
     unsigned count;
-    while ((count = pick_batch(engine, ios, helper))) {
+    while ((count = pick_batch(engine, ios, aside))) {
         pthread_mutex_unlock(&engine->mutex);
         unsigned size[2] = {0, 0};
         for (unsigned i = 0; i < count; i++)
-            group[helper[i]][size[helper[i]]++] = ios[i];
+            group[aside[i]][size[aside[i]]++] = ios[i];
         submit_batch(engine, &engine->backend, group[0], size[0]);
-        submit_batch(engine, &engine->helper, group[1], size[1]);
+        submit_batch(engine, &engine->side_pool, group[1], size[1]);
         pthread_mutex_lock(&engine->mutex);
     }
     engine->pumping = false;

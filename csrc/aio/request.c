@@ -140,7 +140,7 @@ static struct doff_op* op_cut(doff_engine* engine, struct doff_lane* lane, struc
     op->seg = seg;
     op->want = length;
     op->again_count = 0;
-    op->helper = !direct && engine->has_helper;
+    op->aside = !direct && engine->has_side_pool;
     op->io = (struct doff_io){.fd = direct ? seg->file->fd_direct : seg->file->fd_buffered,
                               .write = seg->request->write,
                               .buf = seg->buf + seg->cut,
@@ -207,7 +207,7 @@ void doff_op_delay(doff_engine* engine, struct doff_op* op) {
 static void op_buffered(doff_engine* engine, struct doff_op* op) {
     op->io.fd = op->seg->file->fd_buffered;
     op->io.len = op->want;
-    op->helper = engine->has_helper;
+    op->aside = engine->has_side_pool;
     engine->stats.chunks_buffered++;
 }
 

@@ -16,6 +16,8 @@ from ..errors import ClosedError, ConfigError, IoFailure, IoTimeout, Unsupported
 from ..native.aio import PAGE_BYTES, ffi, lib
 from .ticket import WAIT_SLICE_MS, Ticket
 
+# In the order of preference. Rates of large transfers are alike; alone in flight, a small read takes least time with
+# libaio (io_uring completes in the thread that submitted, which is then another), and containers often forbid io_uring.
 BACKENDS = ("libaio", "io_uring", "pool")
 DIRECT_MODES = {
     "off": lib.DOFF_DIRECT_OFF,

@@ -120,16 +120,18 @@ def test_many_at_once(backend, faults, sizes, rounds, depth, page_aligned):
         assert stats["chunks_in_flight_max"] <= depth
 
 
-def test_the_page_cache_does_not_undo_the_direct_part_of_a_write(backend, tmp_path):
-    """Odd lengths go directly but for their tail. Regression: a tail shared a block with the direct part."""
-    nbytes_max = 64 << 10
-    with IoEngine(backend=backend, block_bytes=BLOCK_BYTES) as engine, HostMapping(2 * nbytes_max) as memory:
+@pytest.mark.parametrize(("nbytes", "chunks", "buffered"), [(700, 1, 1), (4096, 1, 0), (3 * 4096 + 700, 2, 1)])
+def test_no_block_is_written_both_directly_and_through_the_page_cache(backend, tmp_path, nbytes, chunks, buffered):
+    """Odd lengths go directly but for their last block.
+
+    Where direct parts ended inside a block (devices allow 512 bytes), the page cache sometimes wrote the block's old
+    beginning over them; tests/native/aio_stress.c showed that with io_uring in about one of thirty runs.
+    """
+    with IoEngine(backend=backend, block_bytes=BLOCK_BYTES) as engine, HostMapping(BLOCK_BYTES) as memory:
         file = engine.open_file(tmp_path / "data", create=True)
-        file.grow(nbytes_max)
-        for turn in range(300):
-            nbytes = 1 + turn * 2654435761 % (nbytes_max - 1)
-            memory.buffer[:nbytes] = bytes([turn & 255]) * nbytes
-            memory.buffer[nbytes_max : nbytes_max + nbytes] = bytes(nbytes)
-            engine.write(file, memory.address, nbytes, 0).wait()
-            engine.read(file, memory.address + nbytes_max, nbytes, 0).wait()
-            assert memory.buffer[nbytes_max : nbytes_max + nbytes] == memory.buffer[:nbytes], (turn, nbytes)
+        if not file.direct:
+            pytest.skip(f"no direct I/O on {tmp_path}")
+        file.grow(BLOCK_BYTES)
+        engine.write(file, memory.address, nbytes, 0).wait()
+        stats = engine.stats()
+        assert (stats["chunks_done"], stats["chunks_buffered"]) == (chunks, buffered)
