@@ -23,6 +23,7 @@ from deepoffload.errors import BudgetError, IoFailure
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena, round_up
 from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState
+from deepoffload.memory.compaction import cheapest_run
 from deepoffload.memory.lock import SHIELD, BooksLock
 from deepoffload.schedule.placement import Kind
 
@@ -306,38 +307,13 @@ class TierManager:
         done."""
         if self.arena.free_bytes < nbytes:
             return False
-        run = self._cheapest_run(nbytes)
+        run = cheapest_run(self.arena.layout(), {b.offset: b for b in self._resident.values()}, nbytes, self._may_move)
         if run is None:
             return False
         self.counters.compactions += 1
         for block in run:
             self._slide(block)
         return True
-
-    def _cheapest_run(self, nbytes: int) -> list[Block] | None:
-        """Neighbours which, slid down, leave a hole of ``nbytes`` above them."""
-        by_offset = {block.offset: block for block in self._resident.values()}
-        parts = self.arena.layout()
-        best: list[Block] | None = None
-        best_bytes = self.arena.capacity_bytes + 1
-        for first, (_, _, used) in enumerate(parts):
-            if used:
-                continue
-            free_bytes = moved_bytes = 0
-            run: list[Block] = []
-            for offset, size, is_used in parts[first:]:
-                if is_used:
-                    block = by_offset.get(offset)
-                    moved_bytes += size
-                    if block is None or moved_bytes >= best_bytes or not self._may_move(block):
-                        break
-                    run.append(block)
-                    continue
-                free_bytes += size
-                if free_bytes >= nbytes:
-                    best, best_bytes = run, moved_bytes
-                    break
-        return best
 
     def _may_move(self, block: Block) -> bool:
         """A block can move while nobody refers to its memory: between two operations of one thread a lease is no
