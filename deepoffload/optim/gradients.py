@@ -17,6 +17,7 @@ from deepoffload.errors import BudgetError
 from deepoffload.memory.block import Block, BlockState
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
+from deepoffload.optim.state import PIECE_BYTES, make_pieces
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedGradient, show_stand_in
 from deepoffload.params.slot import make_stand_in
@@ -31,11 +32,16 @@ _SHOWN_REFERENCES = 3
 
 
 class Gradients:
-    """All gradients of one pager's parameters."""
+    """All gradients of one pager's parameters.
+
+    Attributes:
+        piece_bytes: about the most that a piece of optimizer state may take (set when the units are made).
+    """
 
     def __init__(self, pager: Pager) -> None:
         self.pager = pager
         self.tiers = pager.tiers
+        self.piece_bytes = PIECE_BYTES
         self._in_block: dict[int, list[ParamHandle]] = {}
 
     # -- set-up ----------------------------------------------------------------------------------------------------
@@ -62,10 +68,18 @@ class Gradients:
         if handle.dtype not in NATIVE_DTYPES:
             return  # complex, float64: autograd keeps such gradients itself
         if handle.grad_slot is None:
-            block = self.tiers.create(f"{handle.name}.grad", Kind.GRADIENT, handle.nbytes)
-            self.give_block(block, [handle], [0], [handle.dtype])
+            self._late(handle)
         with bare():
             handle.grad_hook = Tensor.register_post_accumulate_grad_hook(param, _landed)
+
+    def _late(self, handle: ParamHandle) -> None:
+        """Room for the gradient and the optimizer state of a parameter that was frozen when its unit was made."""
+        block = self.tiers.create(f"{handle.name}.grad", Kind.GRADIENT, handle.nbytes)
+        self.give_block(block, [handle], [0], [handle.dtype])
+        if handle.unit is not None:
+            trained = [(handle, handle.dtype)]
+            handle.unit.pieces += make_pieces(self.tiers, handle.unit, trained, self.piece_bytes)
+        handle.master_stale = True  # frozen weights have no remainder: the master starts as what the weight is
 
     # -- landing ---------------------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class Assembly:
         self.tiers: TierManager = pager.tiers
         self.gradients = gradients
         self.dtype = dtype
-        self.piece_bytes = piece_bytes
+        self.piece_bytes = gradients.piece_bytes = piece_bytes
 
     def target_dtype(self, handle: ParamHandle) -> torch.dtype:
         return self.dtype if self.dtype is not None and handle.dtype.is_floating_point else handle.dtype
