@@ -22,6 +22,13 @@ def shared_paging(nvme_path: Path) -> Paging:
     return Paging(nvme_path)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """Engines collect garbage before they open; what has been imported by now is none and need not be looked at again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def paging(shared_paging: Paging) -> Iterator[Paging]:
     """Makes paged models; when the test is over, their swap files are gone."""

@@ -147,3 +147,16 @@ def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     output = model(tokens)
     logits = output if isinstance(output, Tensor) else output.logits
     return F.cross_entropy(logits[:, :-1].float().reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+
+
+def mlp(width: int = 64, depth: int = 6) -> nn.Sequential:
+    """Linear layers with different activations between them."""
+    layers: list[nn.Module] = []
+    for index in range(depth):
+        layers += [nn.Linear(width, width), nn.Tanh() if index % 2 else nn.GELU()]
+    return nn.Sequential(*layers)
+
+
+def rows(count: int = 4, width: int = 64, *, seed: int = 3) -> Tensor:
+    """Random input of :func:`mlp`, the same for the same seed."""
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
