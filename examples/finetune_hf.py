@@ -38,9 +38,7 @@ def main() -> None:
     said = parser.parse_args()
 
     torch.manual_seed(0)
-    with deepoffload.offload_context(
-        host_budget=said.host_budget, nvme_path=said.nvme_path, precision="bf16", step_overlap="none"
-    ):
+    with deepoffload.offload_context(host_budget=said.host_budget, nvme_path=said.nvme_path, precision="bf16"):
         model = load(said.model)
 
     tokens = tokenize(said.model, load_text(said.data)[: 1 << 20])

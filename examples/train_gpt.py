@@ -89,7 +89,6 @@ def train_offloaded(options: Options, text: bytes) -> Outcome:
             host_budget=options.host_budget,
             nvme_path=str(options.nvme_path),
             precision=options.precision,
-            step_overlap="none",
         )
         with context:
             engine = context.engine
