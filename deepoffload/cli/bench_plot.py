@@ -9,6 +9,8 @@ from deepoffload.cli.bench_types import Pattern, Result
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import ConfigError, UnsupportedError
 
+LINE_STYLES = {"libaio": "-", "io_uring": "--", "pool": ":"}
+
 
 def check_plot(path: str) -> None:
     """Before anything is measured.
@@ -28,12 +30,15 @@ def check_plot(path: str) -> None:
 def plot(results: Sequence[Result], title: str, path: str) -> None:
     """Rate against blocks in flight, a panel per pattern and a line per backend, block size, and kind.
 
+    Colours tell block sizes, line styles backends; squares are several files, crosses buffered transfers.
+
     Raises:
         OSError: the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    blocks = sorted({result.setting.block_bytes for result in results})
     patterns = [pattern for pattern in Pattern if any(result.pattern is pattern for result in results)]
     figure = Figure(figsize=(5.2 * len(patterns), 5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -47,20 +52,22 @@ def plot(results: Sequence[Result], title: str, path: str) -> None:
                 lines.setdefault((s.backend, s.block_bytes, s.direct, s.files), []).append(result)
         for (backend, block, direct, files), line in sorted(lines.items()):
             line.sort(key=lambda result: result.setting.queue_depth)
-            style = {"libaio": "-", "io_uring": "--", "pool": ":"}.get(backend, "-")
             label = f"{backend} {format_bytes(block)}" + ("" if direct else ", buffered")
             panel.errorbar(
                 [result.setting.queue_depth for result in line],
                 [result.bytes_per_s / 1e6 for result in line],
                 yerr=[result.bytes_per_s * result.spread / 2e6 for result in line],
-                marker="o",
-                markersize=3,
-                linestyle=style,
+                color=f"C{blocks.index(block) % 10}",
+                marker="o" if direct and files == 1 else "s" if direct else "x",
+                markersize=4,
+                linestyle=LINE_STYLES.get(backend, "-"),
                 capsize=2,
                 label=label if files == 1 else f"{label}, {files} files",
             )
-        panel.set(title=pattern.value, xlabel="blocks in flight", xscale="log")
+        depths = sorted({result.setting.queue_depth for result in results})
         panel.set_xscale("log", base=2)
+        panel.set_xticks(depths, [str(depth) for depth in depths])
+        panel.set(title=pattern.value, xlabel="blocks in flight")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("MB/s (median; bars: half the spread)")
     panels[0].set_ylim(bottom=0)
