@@ -91,28 +91,36 @@ SHIELD = InterruptShield()
 class BooksLock:
     """A re-entrant lock inside which the main thread is not interrupted by Ctrl-C."""
 
-    __slots__ = ("_lock",)
+    __slots__ = ("_lock", "_depth")
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._depth = 0
 
     def __enter__(self) -> BooksLock:
         SHIELD.enter()
         self._lock.acquire()
+        self._depth += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
-        SHIELD.leave()
+        self.release()
 
-    def try_acquire(self) -> bool:
-        """Take the lock if nobody else has it. Whoever got it calls :meth:`release`."""
+    def acquire_idle(self) -> bool:
+        """Take the lock if nobody has it, this thread included. Whoever got it calls :meth:`release`.
+
+        For finalizers, which may run in the middle of anything, also of what the lock guards.
+        """
         SHIELD.enter()
         if self._lock.acquire(blocking=False):
-            return True
+            if not self._depth:
+                self._depth = 1
+                return True
+            self._lock.release()
         SHIELD.leave()
         return False
 
     def release(self) -> None:
+        self._depth -= 1
         self._lock.release()
         SHIELD.leave()

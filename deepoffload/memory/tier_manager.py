@@ -262,6 +262,14 @@ class TierManager:
         return any(self.evict(candidate) for candidate in candidates)
 
     def _no_room(self, block: Block) -> str:
+        what = f"{block.name} ({block.kind.name.lower()}, {block.nbytes:,} bytes)"
+        if round_up(block.room_bytes) > self.arena.capacity_bytes:
+            return f"{what} alone is larger than the budget of {self.arena.capacity_bytes:,} bytes; raise host_budget"
+        if self.space is None:
+            return (
+                f"no room for {what}: the budget is {self.arena.capacity_bytes:,} bytes and nothing can leave memory "
+                f"without NVMe; set nvme_path, or raise host_budget.{self.explain()}"
+            )
         held = [b for b in self._resident.values() if b.leases or not self._may_go(b)]
         held.sort(key=lambda b: -b.nbytes)
         lines = "\n".join(
@@ -269,13 +277,13 @@ class TierManager:
             + ("in use" if b.leases else "static" if b.static else "still referred to by the program")
             for b in held[:8]
         )
+        held_bytes = sum(b.nbytes for b in held)
         return (
-            f"no room for {block.name} ({block.kind.name.lower()}, {block.nbytes:,} bytes): "
-            f"{self.arena.capacity_bytes:,} bytes are budgeted and {sum(b.nbytes for b in held):,} must stay:\n"
+            f"no room for {what}: {self.arena.capacity_bytes:,} bytes are budgeted and {held_bytes:,} must stay:\n"
             f"{lines}\n"
             "One call may need many weights at once (foreach optimizers, torch.save, a held state_dict()): use "
             "deepoffload.CPUAdamW or foreach=False, save with deepoffload.save_pretrained, drop references to weights, "
-            f"set nvme_path, or raise host_budget.{self.explain()}"
+            f"or raise host_budget.{self.explain()}"
         )
 
     def _free_memory(self, block: Block, aliases: list[Alias] | None = None) -> None:
@@ -447,6 +455,9 @@ class TierManager:
             for block in list(self._resident.values()):
                 if block.owner is not None:
                     block.owner.release()
+                block.offset = None
+            for block in self._blocks.values():
+                block.state = BlockState.EMPTY  # from whatever it was: nobody holds any bytes now
             self._resident.clear()
             self._blocks.clear()
             self.arena.close()

@@ -41,7 +41,8 @@ class OpenWindow(Protocol):
 
     window: Any
     pushed: bool | None
-    frame: FrameType
+    frame_id: int
+    over: bool
 
 
 class _ThreadState(threading.local):
@@ -84,7 +85,6 @@ class Pager:
         self._alive = 0
         self._deaths = 0
         self._unit_count = 0
-        self._working = 0
         tiers.next_use = self._next_use
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -98,10 +98,9 @@ class Pager:
         nothing."""
         self._alive -= 1
         self._deaths += 1
-        if self._alive == 0 and self.on_all_dead is not None and self.lock.try_acquire():
+        if self._alive == 0 and self.on_all_dead is not None and self.lock.acquire_idle():
             try:
-                if not self._working:
-                    self.on_all_dead()
+                self.on_all_dead()
             finally:
                 self.lock.release()
 
@@ -328,17 +327,17 @@ class Pager:
                 self.pop_hooks()
 
     def close_stale(self) -> None:
-        """The same where a forward may be running: close the calls whose frames are no longer on this thread's
-        stack."""
+        """The same where a forward may be running: close the calls whose frames are no longer on this thread's stack."""
         running = set()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             running.add(id(frame))
             frame = frame.f_back
         with self.lock:
-            while self._local.opened and id(self._local.opened[-1].frame) not in running:
+            opened = self._local.opened
+            while opened and (opened[-1].over or opened[-1].frame_id not in running):
                 self._forget_foreign_hooks()
-                entry = self._local.opened.pop()
+                entry = opened.pop()
                 entry.window.close(entry)
 
     def _forget_foreign_hooks(self) -> None:

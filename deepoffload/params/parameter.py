@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.params.slot import TensorSlot
-from deepoffload.params.torch_private import bare, get_data, no_torch_function, set_data, version_of
+from deepoffload.params.torch_private import bare, get_data, no_torch_function, refuse_tracing, set_data, version_of
 from deepoffload.params.unit import ParamHandle
 
 _METADATA_NAMES = (
@@ -124,6 +124,7 @@ def through_the_door(func: Callable[..., Any], types: Iterable[type], args: Any,
 
 
 def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:
+    refuse_tracing()
     paged: list[Any] = []
     _collect(args, paged)
     if kwargs:

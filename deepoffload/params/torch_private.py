@@ -92,6 +92,12 @@ def leave_to_python(function: Callable[..., Any]) -> None:
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
+def refuse_tracing() -> None:
+    """``torch.jit.trace`` would store stand-ins as constants: a model that is silently wrong."""
+    if torch._C._is_tracing():
+        raise UnsupportedError("torch.jit.trace cannot record a paged model; trace a plain copy (copy.deepcopy(model))")
+
+
 def in_functorch() -> bool:
     """True inside a ``torch.func`` transform."""
     return _peek_interpreter_stack() is not None

@@ -43,10 +43,12 @@ class ParamHandle(TensorSlot):
         master_stale: the program changed the weight; its 16-bit remainder no longer belongs to it and counts as zero.
         in_window: depth of unit windows in which the parameter's class is plain ``nn.Parameter``.
         version: torch's in-place counter when deepoffload last looked.
+        state_owner: the token of the optimizer whose state the unit's pieces hold for this parameter.
     """
 
     __slots__ = (
         "unit",
+        "state_owner",
         "in_window",
         "master_stale",
         "version",
@@ -65,6 +67,7 @@ class ParamHandle(TensorSlot):
         super().__init__(pager, name, tensor, tensor.shape, dtype, stride)
         pager.tensor_born()
         self.unit: Unit | None = None
+        self.state_owner: object | None = None
         self.in_window = 0
         self.master_stale = False
         self.version = 0

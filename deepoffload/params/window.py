@@ -7,6 +7,7 @@ derived from weights are packed by our saved-tensor hooks, and the prefetcher le
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
@@ -25,6 +27,7 @@ from deepoffload.params.torch_private import (
     in_functorch,
     is_functorch_wrapped,
     leave_to_python,
+    refuse_tracing,
     version_of,
 )
 from deepoffload.params.unit import ParamHandle, Unit
@@ -33,14 +36,40 @@ from deepoffload.params.unit import ParamHandle, Unit
 class _Entry:
     """One running call of a window's module."""
 
-    __slots__ = ("window", "handles", "blocks", "pushed", "frame")
+    __slots__ = ("window", "handles", "blocks", "pushed", "frame_id", "over")
 
     def __init__(self, window: Window, handles: list[ParamHandle], blocks: list[Block], frame: FrameType) -> None:
         self.window = window
-        self.frame = frame
+        self.frame_id = id(frame)
+        self.over = False
         self.handles = handles
         self.blocks = blocks
         self.pushed: bool | None = False
+
+
+class _FrameEnd:
+    """Lives in the frame of a module's call, and so notices its end, however it ends.
+
+    torch runs no post hook when Ctrl-C ends the call. This is how parameters, leases and hooks are as before as soon as
+    the program has handled the exception.
+    """
+
+    __slots__ = ("_entry", "_thread")
+
+    def __init__(self, entry: _Entry) -> None:
+        self._entry = entry
+        self._thread = threading.get_ident()
+
+    def __del__(self) -> None:
+        entry = self._entry
+        entry.over = True
+        pager = entry.window.pager
+        # Elsewhere, or in the middle of something, the next call finds what is marked.
+        if entry in pager.opened() and self._thread == threading.get_ident() and pager.lock.acquire_idle():
+            try:
+                pager.close_stale()
+            finally:
+                pager.lock.release()
 
 
 class Window:
@@ -52,6 +81,7 @@ class Window:
         self._module = weakref.ref(module, pager.tensor_died)
         pager.tensor_born()  # parameters may all be replaced while their modules live on
         self._members: Membership
+        self._waiting = False
         self._handles: list[ParamHandle] = []
         self._units: list[Unit] = []
         self._scan(module)
@@ -81,11 +111,14 @@ class Window:
         handles: dict[int, ParamHandle] = {}
         units: dict[int, Unit] = {}
         for name, param in module.named_parameters():
+            if is_lazy(param):
+                continue
             handle = self._handle_of(param, f"{self.name}.{name}" if self.name else name)
             if handle is not None and handle.unit is not None:
                 handles[id(handle)] = handle
                 units[handle.unit.index] = handle.unit
         self._members = Membership(module)
+        self._waiting = any(is_lazy(param) for param in module.parameters())
         self._handles = list(handles.values())
         self._units = list(units.values())
 
@@ -105,13 +138,15 @@ class Window:
             if module is self._module():
                 pager.refuse_closed(self.name)
             return
+        refuse_tracing()
         _refuse_wrappers()
         with pager.lock:
-            if self._members.changed():
+            if self._waiting or self._members.changed():
                 self._scan(module)
             if pager.opened():
                 pager.close_stale()
-            entry = _Entry(self, self._handles, [], sys._getframe(2))  # the frame of the module's call
+            frame = sys._getframe(2)  # the module's call
+            entry = _Entry(self, self._handles, [], frame)
             pager.use_forward(self._units)
             try:
                 for unit in self._units:
@@ -134,6 +169,7 @@ class Window:
                 if param is not None:
                     param.__class__ = nn.Parameter
             pager.opened().append(entry)
+            frame.f_locals["_deepoffload_window"] = _FrameEnd(entry)
 
     def _hold_wrapped(self, module: nn.Module) -> None:
         """Under ``torch.func`` transforms a module holds wrappers of our parameters: keep what is inside resident."""

@@ -222,6 +222,7 @@ class ConstructionHooks:
         self._removable: list[Any] = []
 
     def __enter__(self) -> ConstructionHooks:
+        self.pager.adopt_late = self._adopt
         registration = torch.nn.modules.module
         self._removable = [
             registration.register_module_parameter_registration_hook(self._on_parameter),
@@ -233,11 +234,18 @@ class ConstructionHooks:
         for removable in self._removable:
             removable.remove()
         self._removable.clear()
+        self.pager.adopt_late = None
 
     def _on_parameter(self, module: nn.Module, name: str, param: Any) -> None:
         self._modules.add(module)
-        if adoptable(param):
-            self.handles.append(adopt(self.pager, param, f"{type(module).__name__}.{name}"))
+        self._adopt(param, f"{type(module).__name__}.{name}")
+
+    def _adopt(self, param: Any, name: str) -> ParamHandle | None:
+        if not adoptable(param):
+            return None
+        handle = adopt(self.pager, param, name)
+        self.handles.append(handle)
+        return handle
 
     def _on_module(self, module: nn.Module, name: str, child: Any) -> None:
         self._modules.add(module)
@@ -258,8 +266,8 @@ def refuse_meta(root: nn.Module) -> None:
         shown = ", ".join(on_meta[:5]) + (f" and {len(on_meta) - 5} more" if len(on_meta) > 5 else "")
         raise UsageError(
             f"{len(on_meta)} parameters of {type(root).__name__} are still on the meta device when offload_context "
-            f"ends: {shown}. Load or initialise them inside the context (model.to_empty(device='cpu') and a checkpoint), "
-            "or build the model without a meta device: the context keeps it within the budget anyway"
+            f"ends: {shown}. Load or initialise them inside the context (model.to_empty(device='cpu') and a "
+            "checkpoint), or build the model without a meta device: the context keeps it within the budget anyway"
         )
 
 

@@ -19,7 +19,7 @@ from deepoffload.config.resolve import Budgets, resolve_budgets
 from deepoffload.device import Device, Tier
 from deepoffload.errors import ConfigError, UsageError
 from deepoffload.io.engine import IoEngine
-from deepoffload.io.probe import measure_bandwidth
+from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena, round_up
 from deepoffload.memory.lock import SHIELD
@@ -98,7 +98,16 @@ class Engine:
             return
         aio = self.config.aio
         self._io = IoEngine(backend=aio.backend.value, queue_depth=aio.queue_depth, block_bytes=aio.block_bytes)
-        self._space = SwapSpace(self._io, paths, budget_bytes=self.budgets.nvme_bytes, label="swap", verify=aio.verify)
+        rates = [measure_bandwidth(path, self._io) for path in paths]
+        self._bandwidths = _together(rates)
+        self._space = SwapSpace(
+            self._io,
+            paths,
+            budget_bytes=self.budgets.nvme_bytes,
+            label="swap",
+            weights=stripe_weights(rates),
+            verify=aio.verify,
+        )
 
     def assemble(self, roots: Sequence[nn.Module], handles: Iterable[ParamHandle]) -> None:
         """End of construction: find units, place them, move every parameter's bytes into its unit, put hooks on.
@@ -180,8 +189,6 @@ class Engine:
                 if id(p) in unit_of
             }
             event_bytes = max(event_bytes, sum(round_up(nbytes) for nbytes in used.values()))
-        if self._space is not None:
-            self._bandwidths = _measured(self.config.nvme_path[0], self._io)
         self.placement = plan_placement(
             specs,
             capacity_bytes=tiers.arena.capacity_bytes,
@@ -324,11 +331,14 @@ def _forked(reference: weakref.ref[Engine]) -> None:
         engine.pager.closed_because = "it is the parent process's; a forked child cannot use it (start it with spawn)"
 
 
-def _measured(path: str, io: IoEngine | None) -> Bandwidths:
-    if io is None:
-        return NO_DISK
-    rates = measure_bandwidth(path, io)
-    return Bandwidths(rates.read_bytes_per_s, rates.write_bytes_per_s, rates.mixed_bytes_per_s, 2e10)
+def _together(rates: Sequence[Bandwidth]) -> Bandwidths:
+    """What the paths give when extents are striped over all of them."""
+    return Bandwidths(
+        sum(rate.read_bytes_per_s for rate in rates),
+        sum(rate.write_bytes_per_s for rate in rates),
+        sum(rate.mixed_bytes_per_s for rate in rates),
+        NO_DISK.memory_bytes_per_s,
+    )
 
 
 def _check_supported(config: Config) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -42,7 +43,9 @@ class _Finder:
         self._taken: set[int] = set()
 
     def visit(self, module: nn.Module, name: str, *, repeated: bool) -> None:
-        params = list(module.named_parameters())
+        params = [(key, param) for key, param in module.named_parameters() if not is_lazy(param)]
+        if not params and any(is_lazy(param) for param in module.parameters(recurse=False)):
+            self.windows.append((name, module))  # its parameters are adopted when they have got their shapes
         if not params:
             return
         direct = any(param is not None for param in module._parameters.values())
@@ -54,7 +57,7 @@ class _Finder:
             self._add(name, module, params)
             return
         if direct:
-            own = [(key, param) for key, param in module.named_parameters(recurse=False)]
+            own = [(key, param) for key, param in module.named_parameters(recurse=False) if not is_lazy(param)]
             self._add(name, None, own)
         for key, child in module.named_children():
             self.visit(child, f"{name}.{key}" if name else key, repeated=isinstance(module, _CONTAINERS))
