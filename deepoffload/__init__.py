@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepoffload.checkpoint.pretrained import save_pretrained as save_pretrained
     from deepoffload.config import Config as Config
+    from deepoffload.optim.adagrad import CPUAdagrad as CPUAdagrad
     from deepoffload.optim.adam import CPUAdam as CPUAdam
     from deepoffload.optim.adam import CPUAdamW as CPUAdamW
+    from deepoffload.optim.lion import CPULion as CPULion
+    from deepoffload.optim.sgd import CPUSGD as CPUSGD
     from deepoffload.runtime.context import offload_context as offload_context
     from deepoffload.runtime.context import stats as stats
     from deepoffload.runtime.initialize import add_config_arguments as add_config_arguments
@@ -23,8 +26,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Config": "deepoffload.config",
+    "CPUAdagrad": "deepoffload.optim.adagrad",
     "CPUAdam": "deepoffload.optim.adam",
     "CPUAdamW": "deepoffload.optim.adam",
+    "CPULion": "deepoffload.optim.lion",
+    "CPUSGD": "deepoffload.optim.sgd",
     "offload_context": "deepoffload.runtime.context",
     "stats": "deepoffload.runtime.context",
     "add_config_arguments": "deepoffload.runtime.initialize",
@@ -33,8 +39,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "CPUAdagrad",
     "CPUAdam",
     "CPUAdamW",
+    "CPULion",
+    "CPUSGD",
     "Config",
     "add_config_arguments",
     "initialize",

@@ -34,6 +34,15 @@ LAYOUTS = {
     torch.float16: StateLayout.MASTER,
 }
 
+LEAD_KEYS = {StateLayout.SPLIT_BF16: "remainder", StateLayout.MASTER: "master"}
+"""What completes a 16-bit weight to its fp32 master, by its name in ``Segment`` and in a ``state_dict``."""
+
+PAGED_ARRAYS = ("exp_avg", "exp_avg_sq")
+"""The fp32 arrays of a piece. Optimizers with one array leave the other as it is."""
+
+PIECES_PER_ARENA = 14
+"""A piece made late takes about this part of the memory at most."""
+
 _LEAD_BYTES = {StateLayout.FP32: 0, StateLayout.SPLIT_BF16: 2, StateLayout.MASTER: 4}
 
 
@@ -67,14 +76,23 @@ def make_pieces(
     """Blocks for the state of trainable parameters, given with their compute dtypes; they take memory when first
     used."""
     pieces: list[StatePiece] = []
+    present = len(unit.pieces)
     for dtype, layout in LAYOUTS.items():
         group = [handle for handle, compute_dtype in trained if compute_dtype is dtype]
         numel = piece_numel(unit.weights.nbytes, layout, limit_bytes)
         for piece in cut_pieces([h.numel for h in group], numel):
-            name = f"{unit.name}.state[{len(pieces)}]"
+            name = f"{unit.name}.state[{present + len(pieces)}]"
             block = tiers.create(name, Kind.STATE, piece.numel * bytes_per_element(layout))
             pieces.append(StatePiece(block, piece, layout, group))
     return pieces
+
+
+def ensure_pieces(tiers: TierManager, handle: ParamHandle) -> None:
+    """Give a parameter that was frozen when its unit was made a piece of state; others have theirs."""
+    unit = handle.unit
+    if unit is not None and not any(handle in piece.handles for piece in unit.pieces):
+        limit_bytes = tiers.arena.capacity_bytes // PIECES_PER_ARENA
+        unit.pieces += make_pieces(tiers, unit, [(handle, handle.dtype)], limit_bytes)
 
 
 class PieceView:
@@ -89,11 +107,20 @@ class PieceView:
         """Remainder (int16) or master (fp32) of a segment; 0 when the layout has neither."""
         return self._base + segment.piece_start * self._lead if self._lead else 0
 
-    def exp_avg(self, segment: PieceSegment) -> int:
-        return self._base + self._numel * self._lead + segment.piece_start * 4
+    def array(self, field: str, segment: PieceSegment) -> int:
+        """Address of a segment in one of :data:`PAGED_ARRAYS`."""
+        before = self._lead + 4 * PAGED_ARRAYS.index(field)
+        return self._base + self._numel * before + segment.piece_start * 4
 
-    def exp_avg_sq(self, segment: PieceSegment) -> int:
-        return self._base + self._numel * (self._lead + 4) + segment.piece_start * 4
+    def fill(self, field: str, segment: PieceSegment, value: float) -> None:
+        """Set a segment of an array to one value."""
+        address = self.array(field, segment)
+        if value:
+            with bare():
+                memory = (ctypes.c_float * segment.numel).from_address(address)
+                torch.frombuffer(memory, dtype=torch.float32).fill_(value)
+        else:
+            ctypes.memset(address, 0, segment.numel * 4)
 
 
 def follow_weight(tiers: TierManager, piece: StatePiece, segment: PieceSegment, handle: ParamHandle) -> None:

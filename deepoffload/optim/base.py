@@ -1,0 +1,360 @@
+"""What all optimizers on the host have in common: ordinary ``torch.optim.Optimizer``s whose update is one native pass.
+
+They take paged parameters and ordinary CPU parameters side by side. Paged parameters keep their state on whatever tier
+the engine placed it; ordinary ones keep it in ``optimizer.state`` as torch's own optimizers do.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.optim import checks
+from deepoffload.optim.gradients import Gradients
+from deepoffload.optim.ordinary import OrdinaryUpdate, check_ordinary, sum_of_squares
+from deepoffload.optim.paged_state import read_state, write_state
+from deepoffload.optim.rule import Hyper, Job, Rule
+from deepoffload.optim.state import LEAD_KEYS, PAGED_ARRAYS
+from deepoffload.optim.state_dict import load_into, pack
+from deepoffload.optim.update import HostUpdate, check_paged
+from deepoffload.params.pager import Pager
+from deepoffload.params.ports import PagerPort
+from deepoffload.params.unit import ParamHandle
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one step will do: every parameter that has a gradient, checked."""
+
+    paged: dict[ParamHandle, tuple[Tensor, Job]]
+    ordinary: list[tuple[Tensor, Job]]
+
+
+class HostOptimizer(torch.optim.Optimizer, abc.ABC):
+    """Base of :class:`CPUAdam`, :class:`CPULion`, :class:`CPUAdagrad` and :class:`CPUSGD`.
+
+    One optimizer at a time holds the state of a paged parameter. When another one updates that parameter it starts with
+    a state of its own, and from then on the first one refuses to.
+
+    Args:
+        max_grad_norm: clip the gradients of all groups together to this global L2 norm inside the update; the norm is
+            summed in float64. None: no clipping. ``param.grad`` keeps the unclipped values.
+
+    Attributes:
+        skip_non_finite: :meth:`step` changes nothing when a gradient holds an infinity or NaN. Off unless set.
+        applied: whether the last :meth:`step` updated.
+        grad_norm: global L2 norm of the gradients at the last step, unclipped; None when nothing needed it.
+    """
+
+    rule: ClassVar[Rule]
+
+    def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
+        checks.clip_norm(max_grad_norm)
+        self.max_grad_norm = max_grad_norm
+        self.skip_non_finite = False
+        self._start()
+        super().__init__(params, defaults)
+
+    def _start(self) -> None:
+        self.applied = False
+        self.grad_norm: float | None = None
+        self._token = object()
+        self._held: weakref.WeakSet[ParamHandle] = weakref.WeakSet()
+        self._ordinary = OrdinaryUpdate(self.rule)
+
+    # -- what tells the optimizers apart ---------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _check_settings(self, group: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for a setting out of range."""
+
+    @abc.abstractmethod
+    def _arrays(self, group: Mapping[str, Any]) -> Mapping[str, str]:
+        """Arrays of state that a parameter of this group has: see :class:`~deepoffload.optim.rule.Job`."""
+
+    @abc.abstractmethod
+    def _hyper(self, group: Mapping[str, Any], step: int, first: bool) -> Hyper:
+        """The kernel's settings for the ``step``-th update of a parameter."""
+
+    def _initial(self, group: Mapping[str, Any]) -> Mapping[str, float]:
+        """What new arrays are filled with, where it is not zero."""
+        return {}
+
+    def _import_group(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """A loaded group with every setting that ours have; missing ones get the default."""
+        return {**self.defaults, **saved}
+
+    def _export_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group as ``state_dict`` shows it."""
+        return group
+
+    # -- groups ----------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; refuses settings out of range and parameters that are not on the CPU."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except (ValueError, UnsupportedError):
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        self._check_settings(group)
+        for param in group["params"]:
+            if param.device.type != "cpu":
+                raise UsageError(
+                    f"{self.rule.name} updates parameters on the CPU; one of shape {tuple(param.shape)} is on "
+                    f"{param.device}"
+                )
+            handle = _handle_of(param)
+            if handle is not None:
+                self._check_arrays(handle, self._arrays(group))
+
+    def _check_arrays(self, handle: ParamHandle, arrays: Mapping[str, str]) -> None:
+        beyond = [key for key, field in arrays.items() if field not in PAGED_ARRAYS]
+        if beyond:
+            raise UnsupportedError(
+                f"{handle.name} is paged, and its state has no room for {beyond[0]}: amsgrad=True works on ordinary "
+                "parameters only; put the paged ones into a group with amsgrad=False"
+            )
+
+    def _each(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        for group in self.param_groups:
+            for param in group["params"]:
+                yield param, group
+
+    def _pagers(self) -> list[Pager]:
+        handles = (_handle_of(param) for param, _ in self._each())
+        pagers = (handle.pager for handle in handles if handle is not None)
+        return list({id(pager): pager for pager in pagers if isinstance(pager, Pager)}.values())
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; also ends what an interrupted forward left open, so that every gradient is seen."""
+        for pager in self._pagers():
+            pager.close_leaked()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient. Returns what ``closure`` returned.
+
+        Raises:
+            ClosedError: a parameter's engine was closed.
+            UnsupportedError: a sparse gradient, or an element type that the kernels do not take.
+            UsageError: another optimizer has taken over a paged parameter. Nothing has been changed in any of these.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.applied = self.apply_step(unscale=1.0, skip_non_finite=self.skip_non_finite)
+        return loss
+
+    @torch.no_grad()
+    def apply_step(self, *, unscale: float, skip_non_finite: bool) -> bool:
+        """The update with gradients multiplied by ``unscale`` first.
+
+        Returns False, with nothing changed, when ``skip_non_finite`` is set and a gradient holds an infinity or NaN.
+        """
+        pagers = self._pagers()
+        for pager in pagers:
+            pager.close_leaked()
+        self._move_into_pieces()
+        work = self._work()
+        grad_factor, finite = self._grad_factor(work, unscale, skip_non_finite)
+        if skip_non_finite and not finite:
+            for pager in pagers:
+                pager.end_of_step()
+            return False
+        self._count_step(work)
+        for pager in pagers:
+            mine = {handle: job for handle, (_, job) in work.paged.items() if handle.pager is pager}
+            HostUpdate(pager, _gradients(pager), self.rule).run(mine, grad_factor)
+            pager.end_of_step()
+        self._ordinary.run([(param, self.state[param], job) for param, job in work.ordinary], grad_factor)
+        return True
+
+    def _work(self) -> _Work:
+        work = _Work({}, [])
+        for param, group in self._each():
+            handle = _handle_of(param)
+            if handle is not None:
+                if handle.pager.closed_because is not None:
+                    handle.pager.refuse_closed(handle.name)
+                if _gradients(handle.pager).present(handle):
+                    check_paged(handle, self.rule.name)
+                    self._refuse_lost(handle)
+                    job = self._job(param, group, handle not in self._held)
+                    self._check_arrays(handle, job.arrays)
+                    work.paged[handle] = (param, job)
+            elif param.grad is not None:
+                check_ordinary(param, self.rule.name)
+                state = self.state.get(param, {})
+                job = self._job(param, group, not any(key in state for key in self._arrays(group)))
+                work.ordinary.append((param, job))
+        return work
+
+    def _job(self, param: Tensor, group: dict[str, Any], first: bool) -> Job:
+        step = int(self.state.get(param, {}).get("step", 0)) + 1
+        return Job(self._hyper(group, step, first), self._arrays(group), self._initial(group), first)
+
+    def _refuse_lost(self, handle: ParamHandle) -> None:
+        if handle in self._held and handle.state_owner is not self._token:
+            raise UsageError(
+                f"the optimizer state of {handle.name} was given up when another optimizer updated it; use one "
+                "optimizer for a paged parameter, or load_state_dict() what state_dict() gave before"
+            )
+
+    def _count_step(self, work: _Work) -> None:
+        """From here on the step happens: it counts, and the pieces hold this optimizer's state."""
+        jobs = [*work.paged.values(), *work.ordinary]
+        if self.rule.counts_steps:
+            for param, _ in jobs:
+                self.state[param]["step"] = torch.tensor(float(int(self.state[param].get("step", 0)) + 1))
+        for handle, (_, job) in work.paged.items():
+            if job.arrays:
+                self._held.add(handle)
+                handle.state_owner = self._token
+
+    def _grad_factor(self, work: _Work, unscale: float, need_finite: bool) -> tuple[float, bool]:
+        """Unscale times clip factor (as ``torch.nn.utils.clip_grad_norm_`` defines it), and whether all is finite."""
+        if self.max_grad_norm is None and not need_finite:
+            self.grad_norm = None
+            return unscale, True
+        total = 0.0
+        finite = True
+        for handle in sorted(work.paged, key=lambda h: h.unit.index if h.unit is not None else -1):
+            squares, bad = _gradients(handle.pager).sum_of_squares(handle)
+            total += squares
+            finite &= not bad
+        for param, _ in work.ordinary:
+            squares, bad = sum_of_squares(param.grad)  # type: ignore[arg-type]
+            total += squares
+            finite &= not bad
+        norm = math.sqrt(total) * abs(unscale) if math.isfinite(total) else math.inf if finite else math.nan
+        self.grad_norm = norm
+        if self.max_grad_norm is None or not math.isfinite(norm):
+            return unscale, finite
+        return unscale * min(1.0, self.max_grad_norm / (norm + 1e-6)), finite
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in torch's layout.
+
+        As in torch, the arrays of ordinary parameters are the optimizer's own, not copies. Those of paged parameters
+        are copied out of their pieces into ordinary memory, 8 bytes per parameter for Adam, outside of every budget.
+        16-bit parameters have one array more, which completes the weight to its fp32 master: ``"remainder"`` (int16,
+        bf16) or ``"master"`` (fp32, fp16).
+        """
+        return pack(self, self._full_state(), self._export_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace state and settings by those of ``state_dict``, ours or that of torch's optimizer of the same kind.
+
+        Everything is copied; nothing changes when something does not fit. Load the weights first: a weight written
+        later is its own fp32 master. A ``state_dict`` without remainders leaves the masters as they are.
+
+        Raises:
+            ValueError: other parameter groups, shapes, or arrays than this optimizer's, or a setting out of range.
+        """
+        for pager in self._pagers():
+            _gradients(pager)
+        load_into(self, state_dict, self._import_group, self._check_group, self._arrays)
+
+    def _full_state(self) -> dict[Any, Any]:
+        """``self.state`` with what the pieces hold."""
+        state = dict(self.state)
+        for param in [param for param, _ in self._each() if _handle_of(param) is None and param in state]:
+            self._ordinary.follow_weight(param, state[param])
+        params: dict[ParamHandle, Tensor] = {}
+        held: dict[ParamHandle, Mapping[str, str]] = {}
+        for param, group in self._each():
+            handle = _handle_of(param)
+            if handle is None or handle.pager.gradients is None:
+                continue
+            if handle.pager.closed_because is not None:
+                handle.pager.refuse_closed(handle.name)
+            params[handle] = param
+            if handle in self._held:
+                self._refuse_lost(handle)
+                held[handle] = self._arrays(group)
+        for pager in self._pagers():
+            mine = {handle: arrays for handle, arrays in held.items() if handle.pager is pager}
+            others = {handle for handle in params if handle.pager is pager and handle not in held}
+            for handle, found in read_state(pager, mine, others).items():
+                param = params[handle]
+                state[param] = {**self._unstepped(param, handle not in held), **state.get(param, {}), **found}
+        return state
+
+    def _unstepped(self, param: Tensor, wanted: bool) -> dict[str, Any]:
+        """The state before the first step, for a parameter that has nothing but a remainder yet."""
+        if not wanted or not self.rule.counts_steps:
+            return {}
+        group = next(group for known, group in self._each() if known is param)
+        initial = self._initial(group)
+        arrays = {key: torch.full(param.shape, initial.get(key, 0.0)) for key in self._arrays(group)}
+        return {"step": torch.tensor(0.0), **arrays}
+
+    def _move_into_pieces(self) -> None:
+        """Arrays that ``self.state`` has for paged parameters (loaded, or kept from before they were paged) go where
+        they belong."""
+        given: dict[ParamHandle, dict[str, Tensor]] = {}
+        arrays: dict[ParamHandle, Mapping[str, str]] = {}
+        for param, group in self._each():
+            handle = _handle_of(param)
+            state = self.state.get(param)
+            if handle is None or not state or handle.pager.gradients is None:
+                continue
+            names = [*self._arrays(group), *LEAD_KEYS.values()]
+            found = {key: state.pop(key) for key in names if isinstance(state.get(key), Tensor)}
+            if found:
+                given[handle] = found
+                arrays[handle] = {key: field for key, field in self._arrays(group).items() if key in found}
+        for pager in self._pagers():
+            write_state(pager, {h: found for h, found in given.items() if h.pager is pager}, arrays)
+        for handle in given:
+            if arrays[handle]:
+                self._held.add(handle)
+                handle.state_owner = self._token
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As torch's, so that hooks and schedulers' wrappers stay behind. Paged parameters are pickled and copied as
+        # ordinary ones, and take their state along.
+        return {
+            "defaults": self.defaults,
+            "state": self._full_state(),
+            "param_groups": self.param_groups,
+            "max_grad_norm": self.max_grad_norm,
+            "skip_non_finite": self.skip_non_finite,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start()
+        self.state = defaultdict(dict, self.state)
+        self._move_into_pieces()
+
+
+def _handle_of(param: Tensor) -> ParamHandle | None:
+    slot = param.__dict__.get("_slot")
+    return slot if isinstance(slot, ParamHandle) else None
+
+
+def _gradients(pager: PagerPort) -> Gradients:
+    gradients = pager.gradients
+    if not isinstance(gradients, Gradients):
+        raise UsageError("the optimizer was used inside offload_context; use it after the context has ended")
+    return gradients

@@ -1,0 +1,144 @@
+"""The update of ordinary CPU parameters: the native pass of paged ones, with the state in ``optimizer.state``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepoffload.errors import UnsupportedError
+from deepoffload.native import cpu_adam
+from deepoffload.native.cpu_adam import DType, Segment, StateLayout
+from deepoffload.optim.gradients import NATIVE_DTYPES
+from deepoffload.optim.rule import Job, Rule
+from deepoffload.optim.state import LAYOUTS, LEAD_KEYS
+
+
+def check_ordinary(param: Tensor, name: str) -> None:
+    """Raise ``UnsupportedError`` for a gradient or parameter that the kernels do not take."""
+    grad = param.grad
+    if grad is not None and (grad.is_sparse or grad.dtype not in NATIVE_DTYPES or param.dtype not in NATIVE_DTYPES):
+        raise UnsupportedError(
+            f"{name} updates dense float32, bfloat16 and float16 parameters; one of shape {tuple(param.shape)} is "
+            f"{param.dtype} with a {'sparse ' if grad.is_sparse else ''}{grad.dtype} gradient"
+        )
+
+
+def sum_of_squares(grad: Tensor) -> tuple[float, bool]:
+    """Sum of squares (float64) of a gradient, and whether it holds a non-finite value."""
+    if not grad.numel():
+        return 0.0, False
+    grad = grad.contiguous()
+    return cpu_adam.sum_of_squares(
+        grad.data_ptr(), grad.numel(), dtype=NATIVE_DTYPES[grad.dtype], num_threads=torch.get_num_threads()
+    )
+
+
+class OrdinaryUpdate:
+    """Steps ordinary parameters, and notices when the program has changed a weight between two steps.
+
+    A 16-bit weight has an fp32 master: for bf16 the weight is its upper half and ``state["remainder"]`` (int16) the
+    rest, for fp16 it is ``state["master"]``. A weight that the program changed becomes its own master again. For bf16
+    that is seen by the tensor's version counter, which writes through ``param.data`` do not move; the rest then stays,
+    which is less than half a unit in the last place of the weight.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self._versions: dict[int, int] = {}
+
+    def forget(self) -> None:
+        """The state was replaced: what it holds belongs to the weights as they are now."""
+        self._versions.clear()
+
+    def run(self, jobs: list[tuple[Tensor, dict[str, Any], Job]], grad_factor: float) -> None:
+        """Update each parameter from its gradient times ``grad_factor``, in one native call per layout."""
+        for layout in StateLayout:
+            chosen = [job for job in jobs if LAYOUTS[job[0].dtype] is layout and job[0].numel()]
+            if chosen:
+                self._run_layout(layout, chosen, grad_factor)
+
+    def follow_weight(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Make the fp32 master the exact value of a weight which the program has set since the last step."""
+        if "remainder" in state:
+            if self._versions.get(id(param), param._version) != param._version:
+                state["remainder"].zero_()
+        elif "master" in state:
+            weight = param.detach()
+            changed = state["master"].to(weight.dtype) != weight
+            if bool(changed.any()):
+                state["master"][changed] = weight[changed].float()
+
+    def _run_layout(
+        self, layout: StateLayout, jobs: list[tuple[Tensor, dict[str, Any], Job]], grad_factor: float
+    ) -> None:
+        segments: list[Segment] = []
+        keep: list[Tensor] = []
+        copies: list[tuple[Tensor, Tensor]] = []
+        for index, (param, state, job) in enumerate(jobs):
+            self.follow_weight(param, state)
+            _init_state(param, state, layout, job)
+            weight = param.detach()
+            if not weight.is_contiguous():
+                weight = weight.contiguous()
+                copies.append((param, weight))
+            grad = param.grad.contiguous()  # type: ignore[union-attr]
+            keep += [weight, grad]
+            arrays = {field: state[key].data_ptr() for key, field in job.arrays.items()}
+            lead = LEAD_KEYS.get(layout)
+            if lead is not None:
+                arrays[lead] = state[lead].data_ptr()
+            segments.append(
+                Segment(
+                    numel=param.numel(),
+                    hyper_index=index,
+                    grad=grad.data_ptr(),
+                    grad_dtype=NATIVE_DTYPES[grad.dtype],
+                    weight=weight.data_ptr(),
+                    weight_dtype=DType(NATIVE_DTYPES[param.dtype]),
+                    **arrays,
+                )
+            )
+        hypers = [job.hyper for _, _, job in jobs]
+        self.rule.kernel(segments, hypers, layout, grad_factor=grad_factor, num_threads=torch.get_num_threads())
+        for param, weight in copies:
+            param.copy_(weight)
+        for param, _, _ in jobs:
+            torch.autograd.graph.increment_version(param)  # graphs that saved the old values must not go on
+            self._versions[id(param)] = param._version
+
+
+def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: Job) -> None:
+    for key in job.arrays:
+        if key not in state:
+            state[key] = torch.full(param.shape, job.initial.get(key, 0.0), dtype=torch.float32)
+    lead = LEAD_KEYS.get(layout)
+    if lead == "remainder" and lead not in state:
+        state[lead] = torch.zeros(param.shape, dtype=torch.int16)
+    elif lead == "master" and lead not in state:
+        state[lead] = param.detach().float().contiguous()
+
+
+def import_state(
+    entry: Mapping[str, Any], shape: torch.Size, arrays: Mapping[str, str], *, copy: bool
+) -> dict[str, Any]:
+    """A parameter's part of a loaded ``state_dict``: arrays as dense fp32 on the CPU, ``step`` as a tensor."""
+    state: dict[str, Any] = {}
+    for key, value in entry.items():
+        if value is None:
+            continue  # torch's SGD writes a momentum buffer that does not exist yet as None
+        if key == "step":
+            state[key] = torch.tensor(float(value))
+            continue
+        known = key in arrays or key in LEAD_KEYS.values() or key == "max_exp_avg_sq"
+        if known and isinstance(value, Tensor):
+            if value.shape != shape:
+                raise ValueError(f"{key} has shape {tuple(value.shape)}, the parameter {tuple(shape)}")
+            dtype = torch.int16 if key == "remainder" else torch.float32
+            value = value.detach().to(device="cpu", dtype=dtype)
+            state[key] = value.clone(memory_format=torch.contiguous_format) if copy else value
+        else:
+            state[key] = value
+    return state

@@ -1,0 +1,131 @@
+"""Optimizer state of paged parameters out of their pieces, and back into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from deepoffload.native import cpu_adam
+from deepoffload.optim.state import LEAD_KEYS, PieceView
+from deepoffload.params.layout import PieceSegment
+from deepoffload.params.pager import Pager
+from deepoffload.params.torch_private import bare
+from deepoffload.params.unit import ParamHandle, StatePiece
+
+Arrays = Mapping[str, str]
+"""Keys of ``optimizer.state`` to fields of ``Segment``."""
+
+
+def read_state(
+    pager: Pager, held: Mapping[ParamHandle, Arrays], others: Set[ParamHandle]
+) -> dict[ParamHandle, dict[str, Tensor]]:
+    """Copies of what the pieces hold, in ordinary memory, piece by piece.
+
+    Args:
+        held: parameters whose arrays are wanted, with ``"remainder"`` (bf16) or ``"master"`` (fp16) beside them.
+        others: parameters of which no step was taken: a remainder that is not all zero is all they can have.
+    """
+    found: dict[ParamHandle, dict[str, Tensor]] = {handle: {} for handle in held}
+    for piece, parts in _pieces_of(pager, held.keys() | others):
+        with _resident(pager, piece):
+            view = PieceView(pager.tiers, piece)
+            lead = LEAD_KEYS.get(piece.kind)
+            for part in parts:
+                handle = piece.handles[part.tensor]
+                mine = found.setdefault(handle, {})
+                for key, field in held.get(handle, {}).items():
+                    _copy_out(mine, key, torch.float32, handle, part, view.array(field, part))
+                if lead == "remainder" and handle.master_stale:
+                    mine.setdefault(lead, torch.zeros(handle.shape, dtype=torch.int16))
+                elif lead is not None and not handle.master_stale:
+                    _copy_out(mine, lead, _lead_dtype(lead), handle, part, view.lead(part))
+    for handle in others:
+        remainder = found.get(handle, {}).get("remainder")
+        if remainder is None or not bool(remainder.any()):
+            found.pop(handle, None)
+        else:
+            found[handle] = {"remainder": remainder}
+    return found
+
+
+def write_state(
+    pager: Pager, given: Mapping[ParamHandle, Mapping[str, Tensor]], arrays: Mapping[ParamHandle, Arrays]
+) -> None:
+    """Put arrays, and a remainder or master where given, into the pieces. Everything has the parameter's shape."""
+    source = _Source()
+    for piece, parts in _pieces_of(pager, given.keys()):
+        with _resident(pager, piece):
+            pager.tiers.will_change(piece.block)
+            view = PieceView(pager.tiers, piece)
+            lead = LEAD_KEYS.get(piece.kind)
+            for part in parts:
+                handle = piece.handles[part.tensor]
+                for key, field in arrays[handle].items():
+                    if key in given[handle]:
+                        source.copy(given[handle][key], torch.float32, handle, part, view.array(field, part))
+                if lead is not None and lead in given[handle]:
+                    source.copy(given[handle][lead], _lead_dtype(lead), handle, part, view.lead(part))
+    for handle, state in given.items():
+        if "remainder" in state or "master" in state:
+            handle.master_stale = False
+
+
+def _lead_dtype(lead: str) -> torch.dtype:
+    return torch.int16 if lead == "remainder" else torch.float32
+
+
+def _pieces_of(pager: Pager, handles: Set[ParamHandle]) -> Iterator[tuple[StatePiece, list[PieceSegment]]]:
+    """Pieces that hold any of ``handles``, with their segments, in the order of the units."""
+    for unit in list(pager.units):
+        if any(handle in handles for handle in unit.handles):
+            unit.owner.changed()  # a weight that the program wrote has another master
+            for piece in unit.pieces:
+                parts = [part for part in piece.layout.segments if piece.handles[part.tensor] in handles]
+                if parts:
+                    yield piece, parts
+
+
+@contextmanager
+def _resident(pager: Pager, piece: StatePiece) -> Iterator[None]:
+    with pager.lock:
+        pager.tiers.acquire(piece.block)
+        try:
+            yield
+        finally:
+            pager.tiers.release(piece.block)
+
+
+def _copy_out(
+    mine: dict[str, Tensor], key: str, dtype: torch.dtype, handle: ParamHandle, part: PieceSegment, address: int
+) -> None:
+    if key not in mine:
+        with bare():
+            mine[key] = torch.empty_strided(handle.shape, handle.stride, dtype=dtype)
+    target = mine[key].data_ptr() + part.start * dtype.itemsize
+    cpu_adam.copy(target, address, part.numel * dtype.itemsize, torch.get_num_threads())
+
+
+class _Source:
+    """Given arrays in the order and type of the pieces; a converted copy lives until the next parameter's turn."""
+
+    def __init__(self) -> None:
+        self._handle: ParamHandle | None = None
+        self._ready: dict[int, Tensor] = {}
+
+    def copy(self, value: Tensor, dtype: torch.dtype, handle: ParamHandle, part: PieceSegment, address: int) -> None:
+        if self._handle is not handle:
+            self._handle, self._ready = handle, {}
+        if id(value) not in self._ready:
+            self._ready[id(value)] = _arranged(value, dtype, handle)
+        source = self._ready[id(value)].data_ptr() + part.start * dtype.itemsize
+        cpu_adam.copy(address, source, part.numel * dtype.itemsize, torch.get_num_threads())
+
+
+def _arranged(value: Tensor, dtype: torch.dtype, handle: ParamHandle) -> Tensor:
+    if value.dtype is dtype and value.stride() == handle.stride and value.device.type == "cpu":
+        return value
+    with bare():
+        return torch.empty_strided(handle.shape, handle.stride, dtype=dtype).copy_(value)

@@ -1,0 +1,42 @@
+"""What tells one optimizer from another: its native kernel, and the arrays it keeps per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepoffload.native.cpu_adam import AdagradHyper, AdamHyper, LionHyper, SgdHyper
+
+Hyper = AdamHyper | LionHyper | AdagradHyper | SgdHyper
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule.
+
+    Attributes:
+        name: of the optimizer, for messages.
+        kernel: one of the ``*_step`` functions of :mod:`deepoffload.native.cpu_adam`.
+        counts_steps: whether ``state["step"]`` is part of the optimizer's state.
+    """
+
+    name: str
+    kernel: Callable[..., None]
+    counts_steps: bool = True
+
+
+@dataclass(frozen=True)
+class Job:
+    """The update of one parameter in one step.
+
+    Attributes:
+        arrays: key in ``optimizer.state`` of each array that is used, to the field of ``Segment`` that names it.
+        initial: what arrays that do not exist yet are filled with, by key.
+        first: the arrays do not exist yet.
+    """
+
+    hyper: Any
+    arrays: Mapping[str, str]
+    initial: Mapping[str, float]
+    first: bool

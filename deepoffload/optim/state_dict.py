@@ -1,0 +1,103 @@
+"""``state_dict`` in torch's layout, and back.
+
+torch's own ``load_state_dict`` casts every array to the parameter's type, which would lose the fp32 moments of 16-bit
+parameters, and it knows no paged ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepoffload.optim.ordinary import import_state
+from deepoffload.params.unit import ParamHandle
+
+Group = dict[str, Any]
+
+
+def pack(optimizer: Any, state: Mapping[Any, Any], export_group: Callable[[Group], Group]) -> dict[str, Any]:
+    """``state`` and the optimizer's groups with numbers for parameters; torch's hooks are called."""
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
+    numbers: dict[int, int] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            numbers.setdefault(id(param), len(numbers))
+        packed_group = {key: value for key, value in export_group(group).items() if key != "params"}
+        groups.append({**packed_group, "params": [numbers[id(param)] for param in group["params"]]})
+    packed: dict[str, Any] = {
+        "state": {numbers[id(key)] if isinstance(key, Tensor) else key: value for key, value in state.items()},
+        "param_groups": groups,
+    }
+    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+        changed = hook(optimizer, packed)
+        packed = packed if changed is None else changed
+    return packed
+
+
+def load_into(
+    optimizer: Any,
+    state_dict: Mapping[str, Any],
+    import_group: Callable[[Group], Group],
+    check_group: Callable[[Group], None],
+    arrays_of: Callable[[Group], Mapping[str, str]],
+) -> None:
+    """Check all of ``state_dict``, then hand it to ``optimizer.__setstate__``."""
+    loaded = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(optimizer, loaded)
+        loaded = loaded if changed is None else changed
+    groups = _groups(optimizer.param_groups, loaded["param_groups"], import_group)
+    for group in groups:
+        check_group(group)
+    params: dict[Any, tuple[Tensor, Group]] = {}
+    for saved, group in zip(loaded["param_groups"], groups, strict=True):
+        params.update({number: (param, group) for number, param in zip(saved["params"], group["params"], strict=True)})
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    for number, entry in loaded["state"].items():
+        if number not in params:
+            state[number] = entry  # torch keeps what belongs to no parameter, too
+            continue
+        param, group = params[number]
+        state[param] = _entry(number, entry, param, arrays_of(group))
+    optimizer.__setstate__({"state": state, "param_groups": groups})
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def _groups(own: list[Group], saved: list[Group], import_group: Callable[[Group], Group]) -> list[Group]:
+    if len(own) != len(saved):
+        raise ValueError(f"param_groups: the loaded state has {len(saved)} groups, the optimizer {len(own)}")
+    groups = []
+    for index, (mine, theirs) in enumerate(zip(own, saved, strict=True)):
+        if len(mine["params"]) != len(theirs["params"]):
+            raise ValueError(
+                f"param_groups[{index}]: the loaded state has {len(theirs['params'])} parameters, the optimizer "
+                f"{len(mine['params'])}"
+            )
+        group = import_group({key: deepcopy(value) for key, value in theirs.items() if key != "params"})
+        group["params"] = mine["params"]
+        if "param_names" in mine:
+            group.setdefault("param_names", mine["param_names"])
+        groups.append(group)
+    return groups
+
+
+def _entry(number: Any, entry: Mapping[str, Any], param: Tensor, arrays: Mapping[str, str]) -> dict[str, Any]:
+    paged = isinstance(param.__dict__.get("_slot"), ParamHandle)
+    try:
+        state = import_state(entry, param.shape, arrays, copy=not paged)
+    except ValueError as error:
+        raise ValueError(f"state[{number}]: {error}") from None
+    missing = [key for key in arrays if not isinstance(state.get(key), Tensor)]
+    if "step" in state and missing:
+        raise ValueError(f"state[{number}] has no {missing[0]}: it is the state of another kind of optimizer")
+    if not param.is_floating_point() or param.dtype is torch.float32:
+        state.pop("remainder", None)
+    return state
