@@ -143,9 +143,11 @@ def show_memory(options: Options, outcome: Outcome) -> None:
     arena = int(stats["host_peak_bytes"])
     seconds = sum(step.seconds for step in outcome.steps)
     moved = sum(outcome.disk_bytes) / len(outcome.disk_bytes)
+    last = outcome.losses[-5:]
     print(
-        f"loss {outcome.losses[0]:.3f} -> {outcome.losses[-1]:.3f} in {len(outcome.steps)} steps and {seconds:.0f} s; "
-        f"{moved / 1e9:.2f} GB of disk traffic per step, {moved / stats['parameters']:.1f} bytes per parameter\n"
+        f"loss {outcome.losses[0]:.2f} -> {sum(last) / len(last):.2f} (mean of the last {len(last)}) in "
+        f"{len(outcome.steps)} steps and {seconds:.0f} s, {stats['wait_s']:.0f} s of it waiting for the disk\n"
+        f"disk traffic per step: {moved / 1e9:.2f} GB, {moved / stats['parameters']:.1f} bytes per parameter\n"
         f"memory of this process, at most  {format_bytes(peak):>11}   (RssAnon + RssShmem)\n"
         f"  Python, torch and the text     {format_bytes(start):>11}   before the model was built\n"
         f"  weights, gradients, state      {format_bytes(arena):>11}   of the budget of "

@@ -170,10 +170,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--host-budget", type=_bytes, metavar="BYTES", help="memory for weights, gradients, optimizer state and "
         f"buffers, such as 256MiB; not said: 1/{BUDGET_PARTS} of the first three")  # fmt: skip
     add("--nvme-path", type=Path, metavar="DIR", help="where the swap file lives; not said: beside this repository")
-    add("--steps", type=_whole(1), default=30, help="optimizer steps")
+    add("--steps", type=_whole(1), default=40, help="optimizer steps")
     add("--batch", type=_whole(1), default=8, help="sequences per batch")
     add("--seq", type=_whole(2), default=128, help="bytes per sequence")
-    add("--lr", type=_number, default=1e-4, help="highest learning rate")
+    add("--lr", type=_number, default=2e-4, help="highest learning rate")
     add("--clip", type=_number, default=1.0, help="global gradient norm; 0: no clipping")
     add("--accumulate", type=_whole(1), default=1, help="batches per optimizer step")
     add("--seed", type=_whole(0), default=0, help="of weights and batches")
