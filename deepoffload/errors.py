@@ -19,7 +19,8 @@ class ConfigError(DeepOffloadError, ValueError):
 
 
 class BudgetError(DeepOffloadError, ValueError):
-    """A byte budget cannot hold what must be there at once. The message carries the placement table where there is one."""
+    """A byte budget cannot hold what must be there at once. The message carries the placement table where there is
+    one."""
 
 
 class PlacementError(BudgetError):
@@ -27,7 +28,8 @@ class PlacementError(BudgetError):
 
 
 class UsageError(DeepOffloadError, ValueError):
-    """The API was called in a way that cannot work (a context inside a context, ``.to(device)`` on a paged model, ...)."""
+    """The API was called in a way that cannot work (a context inside a context, ``.to(device)`` on a paged model,
+    ...)."""
 
 
 class ClosedError(DeepOffloadError, RuntimeError):
@@ -35,7 +37,8 @@ class ClosedError(DeepOffloadError, RuntimeError):
 
 
 class UnsupportedError(DeepOffloadError, RuntimeError):
-    """A feature that deepoffload refuses because it would be silently wrong (DDP around a paged model, jit.trace, ...)."""
+    """A feature that deepoffload refuses because it would be silently wrong (DDP around a paged model, jit.trace,
+    ...)."""
 
 
 class IoFailure(DeepOffloadError, OSError):

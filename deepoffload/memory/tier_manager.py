@@ -264,7 +264,11 @@ class TierManager:
     def _no_room(self, block: Block) -> str:
         what = f"{block.name} ({block.kind.name.lower()}, {block.nbytes:,} bytes)"
         if round_up(block.room_bytes) > self.arena.capacity_bytes:
-            return f"{what} alone is larger than the budget of {self.arena.capacity_bytes:,} bytes; raise host_budget"
+            return (
+                f"{what} alone is larger than the budget of {self.arena.capacity_bytes:,} bytes. A step needs the "
+                "largest weight, its gradient and pieces of its optimizer state at once: raise host_budget to "
+                f"{3 * block.nbytes:,} bytes or more.{self.explain()}"
+            )
         if self.space is None:
             return (
                 f"no room for {what}: the budget is {self.arena.capacity_bytes:,} bytes and nothing can leave memory "

@@ -327,7 +327,8 @@ class Pager:
                 self.pop_hooks()
 
     def close_stale(self) -> None:
-        """The same where a forward may be running: close the calls whose frames are no longer on this thread's stack."""
+        """The same where a forward may be running: close the calls whose frames are no longer on this thread's
+        stack."""
         running = set()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:

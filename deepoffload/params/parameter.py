@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -153,12 +154,29 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
                 pager.pop_hooks()
         for tensor in paged:
             _after_call(tensor, name)
+        if name in ("to", "cuda", "xpu", "ipu"):
+            _refuse_moving_model(paged[0], result)
         return result
     finally:
         for slot in pinned:
             slot.pager.unpin(slot)
         if pinned and pinned[0].pager.evict_always:
             pinned[0].pager.pump()
+
+
+def _refuse_moving_model(tensor: Any, result: Any) -> None:
+    """``model.to(device)`` would replace every paged parameter by an ordinary one; ``param.to(device)`` is a copy."""
+    if not isinstance(result, Tensor) or result.device == tensor.device:
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._apply.__code__:
+            raise UnsupportedError(
+                f"a paged model stays on its device ({tensor.device}), it cannot be moved to {result.device}: its "
+                "bytes come and go by themselves. Save it with deepoffload.save_pretrained and load it elsewhere, or "
+                "copy.deepcopy it"
+            )
+        frame = frame.f_back
 
 
 def _collect(values: Any, found: list[Any]) -> None:

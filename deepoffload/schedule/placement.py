@@ -130,7 +130,7 @@ def plan_placement(
     least_bytes = total_bytes if nvme_capacity_bytes is None else problem.minimum_bytes
     if nvme_capacity_bytes is None or capacity_bytes < least_bytes:
         paged = [block for block in problem.blocks if block.id not in keep]
-        placement = problem.placement(keep, problem.window(paged, 2, False), capacity_bytes, None)
+        placement = problem.placement(keep, problem.window(paged, 2, False), capacity_bytes, nvme_capacity_bytes)
         raise PlacementError(_memory_message(placement, total_bytes, nvme_capacity_bytes is not None))
     resident, window = problem.choose(capacity_bytes, max(ring_pieces, 2))
     placement = problem.placement(resident, window, capacity_bytes, nvme_capacity_bytes)
