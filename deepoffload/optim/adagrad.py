@@ -62,7 +62,7 @@ class CPUAdagrad(HostOptimizer):
 
     def _check_settings(self, group: Mapping[str, Any]) -> None:
         for name in ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"):
-            checks.number(name, group[name])
+            checks.not_negative(name, group[name])
 
     def _arrays(self, group: Mapping[str, Any]) -> Mapping[str, str]:
         return _ARRAYS

@@ -72,10 +72,10 @@ class CPUAdam(HostOptimizer):
         super().__init__(model_params, defaults, max_grad_norm)
 
     def _check_settings(self, group: Mapping[str, Any]) -> None:
-        checks.number("lr", group["lr"])
+        checks.not_negative("lr", group["lr"])
         checks.two_betas(group["betas"])
-        checks.number("eps", group["eps"])
-        checks.number("weight_decay", group["weight_decay"])
+        checks.not_negative("eps", group["eps"])
+        checks.not_negative("weight_decay", group["weight_decay"])
 
     def _arrays(self, group: Mapping[str, Any]) -> Mapping[str, str]:
         return _AMSGRAD_ARRAYS if group["amsgrad"] else _ARRAYS
@@ -98,6 +98,7 @@ class CPUAdam(HostOptimizer):
         group = super()._import_group(saved)
         if "adamw_mode" not in saved and "decoupled_weight_decay" in saved:
             group["adamw_mode"] = saved["decoupled_weight_decay"]
+        group.pop("decoupled_weight_decay", None)
         return group
 
     def _export_group(self, group: dict[str, Any]) -> dict[str, Any]:

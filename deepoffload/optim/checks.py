@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
 
 
-def number(name: str, value: Any, *, least: float = 0.0, below: float | None = None) -> float:
+def number(name: str, value: Any) -> float:
     """``value`` as a float; a tensor must have one element.
 
     Raises:
-        ValueError: not a number, or outside of ``[least, below)``.
+        ValueError: not a number, or NaN.
     """
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
@@ -19,24 +20,27 @@ def number(name: str, value: Any, *, least: float = 0.0, below: float | None = N
         result = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
-    if below is not None and not least <= result < below:
-        raise ValueError(f"{name} must be in [{least:g}, {below:g}), got {value}")
-    if not least <= result:
-        raise ValueError(f"{name} must be at least {least:g}, got {value}")
+    if math.isnan(result):
+        raise ValueError(f"{name} must be a number, got {value}")
     return result
+
+
+def not_negative(name: str, value: Any) -> None:
+    """Raise ``ValueError`` unless ``value`` is a number of at least 0."""
+    if number(name, value) < 0.0:
+        raise ValueError(f"{name} must not be negative, got {value}")
 
 
 def two_betas(value: Any) -> None:
     """Raise ``ValueError`` unless ``value`` is two numbers in [0, 1)."""
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or len(value) != 2:
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if not is_pair or not all(0.0 <= number("betas", beta) < 1.0 for beta in value):
         raise ValueError(f"betas must be two numbers in [0, 1), got {value!r}")
-    for index in range(2):
-        number(f"betas[{index}]", value[index], below=1.0)
 
 
 def clip_norm(value: Any) -> None:
     """Raise ``ValueError`` unless ``max_grad_norm`` is None or a positive number."""
-    if value is not None and not number("max_grad_norm", value) > 0:
+    if value is not None and number("max_grad_norm", value) <= 0:
         raise ValueError(f"max_grad_norm must be positive or None, got {value}")
 
 

@@ -55,9 +55,9 @@ class CPULion(HostOptimizer):
         super().__init__(model_params, defaults, max_grad_norm)
 
     def _check_settings(self, group: Mapping[str, Any]) -> None:
-        checks.number("lr", group["lr"])
+        checks.not_negative("lr", group["lr"])
         checks.two_betas(group["betas"])
-        checks.number("weight_decay", group["weight_decay"])
+        checks.not_negative("weight_decay", group["weight_decay"])
 
     def _arrays(self, group: Mapping[str, Any]) -> Mapping[str, str]:
         return _ARRAYS

@@ -64,8 +64,8 @@ class CPUSGD(HostOptimizer):
 
     def _check_settings(self, group: Mapping[str, Any]) -> None:
         for name in ("lr", "momentum", "weight_decay"):
-            checks.number(name, group[name])
-        dampening = checks.number("dampening", group["dampening"], least=float("-inf"))
+            checks.not_negative(name, group[name])
+        dampening = checks.number("dampening", group["dampening"])
         if group["nesterov"] and (float(group["momentum"]) == 0.0 or dampening != 0.0):
             raise ValueError("nesterov=True needs a momentum above zero and zero dampening")
 
