@@ -374,16 +374,25 @@ class TierManager:
             return True
 
     def poll(self) -> None:
-        """Collect what has completed. Raises the :class:`IoFailure` of a failed write (the block is dirty again)."""
+        """Collect what has completed. Raises the first :class:`IoFailure` of them when all are collected (a block whose
+        write failed is dirty again)."""
         with self.lock:
-            for block in [b for b in self._in_flight.values() if b.ticket is not None and b.ticket.done()]:
-                self._settle(block)
+            self._settle_all([b for b in self._in_flight.values() if b.ticket is not None and b.ticket.done()])
 
     def drain(self) -> None:
-        """Wait for everything in flight."""
+        """Wait for everything in flight. Raises as :meth:`poll` does."""
         with self.lock:
-            for block in list(self._in_flight.values()):
+            self._settle_all(list(self._in_flight.values()))
+
+    def _settle_all(self, blocks: list[Block]) -> None:
+        failure: IoFailure | None = None
+        for block in blocks:
+            try:
                 self._settle(block)
+            except IoFailure as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def in_flight_bytes(self, state: BlockState) -> int:
         return sum(b.nbytes for b in self._in_flight.values() if b.state is state)

@@ -373,6 +373,13 @@ def _new_parameter_like(tensor: Any) -> Any:
     return copy
 
 
+def _share_memory(func: Any, args: Any, kwargs: Any) -> Any:
+    raise UnsupportedError(
+        f"{args[0]._slot.name}.share_memory_(): a paged parameter's bytes come and go, other processes cannot share "
+        "them; share a copy (copy.deepcopy(model))"
+    )
+
+
 def _stride(func: Any, args: Any, kwargs: Any) -> Any:
     slot = args[0]._slot
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -409,6 +416,7 @@ def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
         tensor.requires_grad.__set__: _requires_grad,
         Tensor.requires_grad_: _requires_grad,
         Tensor.detach: _detach,
+        Tensor.share_memory_: _share_memory,
         Tensor.stride: _stride,
         Tensor.storage_offset: _storage_offset,
         Tensor.is_contiguous: _is_contiguous,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepoffload.errors import ClosedError
 from deepoffload.params.ports import PagerPort
-from deepoffload.params.torch_private import bare, get_data, modes_active, version_of
+from deepoffload.params.torch_private import bare, get_data, in_functorch, modes_active, version_of
 from deepoffload.params.unit import ParamHandle
 
 
@@ -61,7 +61,7 @@ class SavedTensorHooks:
         if isinstance(slot, ParamHandle) and tensor.dtype is slot.dtype and not (tensor.is_conj() or tensor.is_neg()):
             return SavedWeight(slot, tensor)
         if self.below is None:
-            return tensor
+            return _without_graph(tensor)
         return SavedBelow(self.below[0](tensor), self.below[1])
 
     def unpack(self, packed: Any) -> Tensor:
@@ -70,6 +70,17 @@ class SavedTensorHooks:
         if type(packed) is SavedBelow:
             return packed.unpack(packed.packed)
         return packed
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """The same memory without its graph. A node that held its own output would hold itself: the graph of a loss that is
+    never used for backward would stay for ever (``torch.autograd.graph.saved_tensors_hooks`` warns of it)."""
+    if not tensor.requires_grad or in_functorch():
+        return tensor
+    if type(tensor) is Tensor and modes_active():
+        with bare():
+            return tensor.detach()
+    return tensor.detach()
 
 
 def restore(saved: SavedWeight) -> Tensor:

@@ -43,14 +43,18 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def run_program(tmp_path: Path) -> Callable[..., Outcome]:
+def run_program(nvme_path: Path, tmp_path: Path) -> Callable[..., Outcome]:
     """Runs ``tests/runtime/<program>.py`` with arguments; the first is a directory for swap files, which must be empty
     afterwards. ``code``: the exit status it must have (None: any)."""
-    swap = tmp_path / "swap"
-    swap.mkdir()
 
     def run(program: str, *arguments: object, code: int | None = 0, limit_s: float = 90.0, **popen: Any) -> Outcome:
-        command = [sys.executable, "-X", "faulthandler", str(ROOT / "tests" / "runtime" / f"{program}.py"), str(swap)]
+        command = [
+            sys.executable,
+            "-X",
+            "faulthandler",
+            str(ROOT / "tests" / "runtime" / f"{program}.py"),
+            str(nvme_path),
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | popen.pop("env", {})
         done = subprocess.run(
             [*command, *map(str, arguments)],
@@ -60,7 +64,7 @@ def run_program(tmp_path: Path) -> Callable[..., Outcome]:
         said = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
         assert code is None or done.returncode == code, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert not NOISE.search(done.stderr), done.stderr
-        assert sorted(os.listdir(swap)) == []
+        assert sorted(os.listdir(nvme_path)) == []
         return Outcome(done.returncode, said, done.stdout, done.stderr)
 
     return run

@@ -1,4 +1,4 @@
-"""A training program that ends, or is interrupted, in the way that it is told: ``SWAP_DIRECTORY SCENARIO [ARGUMENT ...]``.
+"""A training program that ends, or is interrupted, as it is told: ``SWAP_DIRECTORY SCENARIO [ARGUMENT ...]``.
 
 Prints what is left of the engine as JSON, last, where it comes that far.
 """
@@ -181,7 +181,7 @@ def say(**facts: Any) -> None:
     print(json.dumps(facts), flush=True)
 
 
-# -- scenarios -----------------------------------------------------------------------------------------------------------
+# -- scenarios ---------------------------------------------------------------------------------------------------------
 
 
 def normal() -> None:
@@ -222,16 +222,19 @@ def signalled(phase: str, number: str) -> None:
     raise AssertionError("the signal did not arrive")
 
 
-def caught_once(phase: str) -> None:
-    """Ctrl-C is caught and everything dropped: nothing may be left."""
-    try:
-        at_phase(phase, lambda: signal.raise_signal(signal.SIGINT))
-    except KeyboardInterrupt:
-        pass
-    else:
-        raise AssertionError("the signal did not arrive")
-    gc.collect()
-    say(**left_behind())
+def caught_once() -> None:
+    """Ctrl-C is caught and everything dropped, once per phase: nothing may be left."""
+    left = {}
+    for phase in PHASES:
+        try:
+            at_phase(phase, lambda: signal.raise_signal(signal.SIGINT))
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise AssertionError("the signal did not arrive")
+        gc.collect()
+        left[phase] = left_behind()
+    say(**left)
 
 
 def forks() -> None:
@@ -265,12 +268,22 @@ def child(kind: str, training: Training) -> None:
 
 def deleted() -> None:
     """The model and what refers to it go out of scope; nobody calls the garbage collector."""
+    # Whoever makes the first optimizer imports Dynamo, and exceptions handled there keep this frame until collected.
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])
     gc.collect()
     gc.disable()
     training = Training()
     training.run(2)
     del training
     say(**left_behind())
+
+
+def trains_until_killed() -> None:
+    training = Training()
+    training.run(2)
+    print("training", flush=True)
+    while True:
+        training.step()
 
 
 def rss_kb() -> int:
@@ -348,6 +361,38 @@ def interrupted_step(training: Training, phase: str, nth: int) -> float:
         pass
     training.optimizer.zero_grad()
     return training.step()
+
+
+def interrupted_updates(samples: str) -> None:
+    """Ctrl-C at many places of ``step()``: afterwards every value is as it was, or as a whole step leaves it."""
+    torn, updated, leases = [], [], []
+    total = 0
+    for index in range(-1, int(samples)):
+        training = Training()
+        training.run(1)
+        before = weights(training)
+        training.loss().backward()
+        with (
+            interrupted_at(index if index < 0 else index * total // int(samples)) as places,
+            suppress(KeyboardInterrupt),
+        ):
+            training.optimizer.step()
+        after = weights(training)
+        if index < 0:
+            total, complete = len(places), after
+        for name, value in after.items():
+            if not bool(((value == before[name]) | (value == complete[name])).all()):
+                torn.append([index, name])
+        updated.append(sum(int((value != before[name]).sum()) for name, value in after.items()))
+        training.optimizer.zero_grad()
+        training.run(1)
+        leases += [block.name for block in training.engine.pager.tiers.blocks() if block.leases]
+        training.engine.close()
+    say(torn=torn, updated=sorted(set(updated)), leases=leases, **left_behind())
+
+
+def weights(training: Training) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in training.model.named_parameters()}
 
 
 if __name__ == "__main__":
