@@ -191,9 +191,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         for param, group in self._each():
             handle = _handle_of(param)
             if handle is not None:
-                if handle.pager.closed_because is not None:
-                    handle.pager.refuse_closed(handle.name)
-                if _gradients(handle.pager).present(handle):
+                if _gradients(handle.pager, handle.name).present(handle):
                     check_paged(handle, self.rule.name)
                     self._refuse_lost(handle)
                     job = self._job(param, group, handle not in self._held)
@@ -285,8 +283,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             handle = _handle_of(param)
             if handle is None or handle.pager.gradients is None:
                 continue
-            if handle.pager.closed_because is not None:
-                handle.pager.refuse_closed(handle.name)
+            _gradients(handle.pager, handle.name)
             params[handle] = param
             if handle in self._held:
                 self._refuse_lost(handle)
@@ -296,7 +293,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             others = {handle for handle in params if handle.pager is pager and handle not in held}
             for handle, found in read_state(pager, mine, others).items():
                 param = params[handle]
-                state[param] = {**self._unstepped(param, handle not in held), **state.get(param, {}), **found}
+                known = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.get(param, {}).items()}
+                state[param] = {**self._unstepped(param, handle not in held), **known, **found}
         return state
 
     def _unstepped(self, param: Tensor, wanted: bool) -> dict[str, Any]:
@@ -353,7 +351,10 @@ def _handle_of(param: Tensor) -> ParamHandle | None:
     return slot if isinstance(slot, ParamHandle) else None
 
 
-def _gradients(pager: PagerPort) -> Gradients:
+def _gradients(pager: PagerPort, name: str = "") -> Gradients:
+    """Raises ClosedError or UsageError where the pager's parameters cannot be updated."""
+    if pager.closed_because is not None:
+        pager.refuse_closed(name)
     gradients = pager.gradients
     if not isinstance(gradients, Gradients):
         raise UsageError("the optimizer was used inside offload_context; use it after the context has ended")

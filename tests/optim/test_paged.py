@@ -1,0 +1,312 @@
+"""Optimizers on paged parameters: the bits of the same optimizer on ordinary ones, state that leaves and returns."""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepoffload
+from deepoffload.errors import ClosedError, UnsupportedError, UsageError
+from tests.optim.kinds import KINDS, VARIANTS, Kind
+from tests.support.loops import assert_same_bits, weights_of
+from tests.support.models import mlp, rows
+from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging, Setting, plain
+
+PAGED_VARIANTS = [kind for kind in VARIANTS if kind.name != "amsgrad"]
+PRECISIONS = ["keep", "bf16"]
+
+
+def small() -> nn.Sequential:
+    return mlp(depth=4)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        dtype = next(model.parameters()).dtype
+        model(rows(seed=step).to(dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def copy_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The state through a file, as a program keeps it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def like(model: nn.Module) -> nn.Module:
+    """A plain model with the weights of a paged one."""
+    twin = small().to(next(model.parameters()).dtype)
+    twin.load_state_dict(weights_of(model))
+    return twin
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [RESIDENT, TIGHT, replace(RESIDENT, precision="bf16"), replace(EVICTING, precision="bf16")],
+    ids=lambda setting: f"{setting}-{setting.precision}",
+)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_same_bits_as_on_ordinary_parameters(paging: Paging, kind: Kind, setting: Setting) -> None:
+    model = paging.build(small, setting)
+    twin = like(model)
+    optimizer, reference = kind.ours(model.parameters()), kind.ours(twin.parameters())
+    # Before the first step the state of a model made in fp32 is what its bf16 weights left over.
+    start = optimizer.state_dict()
+    if setting.precision == "bf16":
+        assert set(start["state"]) == set(range(8)) and "remainder" in start["state"][0]
+    else:
+        assert start["state"] == {}
+    reference.load_state_dict(copy_of(start))
+    train(model, optimizer, range(4))
+    train(twin, reference, range(4))
+    assert_same_bits(weights_of(twin), weights_of(model))
+    expected = {number: dict(sorted(entry.items())) for number, entry in reference.state_dict()["state"].items()}
+    got = {number: dict(sorted(entry.items())) for number, entry in sorted(optimizer.state_dict()["state"].items())}
+    assert_same_bits(expected, got)
+    assert (deepoffload.stats(model)["evictions"] > 0) == (setting.room is not None)
+
+
+@pytest.mark.parametrize("kind", [k for k in PAGED_VARIANTS if k not in KINDS], ids=str)
+def test_variants_have_the_same_bits(paging: Paging, kind: Kind) -> None:
+    model = paging.build(small, TIGHT)
+    twin = like(model)
+    train(model, kind.ours(model.parameters()), range(3))
+    train(twin, kind.ours(twin.parameters()), range(3))
+    assert_same_bits(weights_of(twin), weights_of(model))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_round_trip_goes_on_bit_for_bit(paging: Paging, kind: Kind, precision: str) -> None:
+    """Out of one engine, through a file, into another one with a different budget."""
+    model = paging.build(small, replace(TIGHT, precision=precision))
+    optimizer = kind.ours(model.parameters())
+    train(model, optimizer, range(3))
+    saved = copy_of(optimizer.state_dict())
+    weights = weights_of(model)
+    train(model, optimizer, range(3, 6))
+    expected = weights_of(model)
+
+    other = paging.build(small, replace(EVICTING, precision=precision), seed=9)
+    again = kind.ours(other.parameters(), lr=123.0)
+    train(other, again, range(1))  # what was there before must not shine through
+    other.load_state_dict(weights)
+    again.load_state_dict(saved)
+    train(other, again, range(3, 6))
+    assert_same_bits(expected, weights_of(other))
+
+    model.load_state_dict(weights)  # and back in time
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, range(3, 6))
+    assert_same_bits(expected, weights_of(model))
+
+
+def test_torchs_state_goes_in_and_out(paging: Paging) -> None:
+    model = paging.build(small, TIGHT)
+    twin = like(model)
+    theirs = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    train(twin, theirs, range(3))
+    model.load_state_dict(twin.state_dict())
+    optimizer = deepoffload.CPUAdamW(model.parameters())
+    optimizer.load_state_dict(theirs.state_dict())
+    train(model, optimizer, range(3, 5))
+    train(twin, theirs, range(3, 5))
+    for name, value in weights_of(twin).items():
+        torch.testing.assert_close(weights_of(model)[name], value, rtol=1e-5, atol=1e-6)
+    third = like(model)
+    back = torch.optim.AdamW(third.parameters())
+    back.load_state_dict(optimizer.state_dict())
+    train(third, back, range(5, 7))
+    train(model, optimizer, range(5, 7))
+    for name, value in weights_of(third).items():
+        torch.testing.assert_close(weights_of(model)[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_new_optimizer_starts_with_a_new_state(paging: Paging) -> None:
+    """As in torch; and the one whose state was given up says so, and comes back by loading."""
+    model = paging.build(small, EVICTING)
+    twin = like(model)
+    outcomes = []
+    for net in (model, twin):
+        first = deepoffload.CPUAdamW(net.parameters(), lr=1e-2)
+        train(net, first, range(3))
+        saved = copy_of(first.state_dict())
+        second = deepoffload.CPULion(net.parameters(), lr=1e-3)
+        train(net, second, range(3, 5))
+        if net is model:
+            before = weights_of(model)
+            with pytest.raises(UsageError, match="another optimizer"):
+                train(model, first, range(1))
+            with pytest.raises(UsageError, match="another optimizer"):
+                first.state_dict()
+            first.zero_grad()
+            assert_same_bits(before, weights_of(model))
+        first.load_state_dict(saved)
+        train(net, first, range(5, 7))
+        outcomes.append(weights_of(net))
+    assert_same_bits(outcomes[1], outcomes[0])
+
+
+def test_two_optimizers_share_a_model(paging: Paging) -> None:
+    """Each over its own parameters, some of them in one unit and one piece of state."""
+    model = paging.build(small, TIGHT)
+    twin = like(model)
+    for net in (model, twin):
+        weights = [p for p in net.parameters() if p.dim() == 2]
+        biases = [p for p in net.parameters() if p.dim() == 1]
+        one, other = deepoffload.CPUAdamW(weights, lr=1e-2), deepoffload.CPUSGD(biases, lr=0.1, momentum=0.9)
+        for step in range(4):
+            net(rows(seed=step)).square().mean().backward()
+            one.step()
+            other.step()
+            net.zero_grad()
+        assert set(one.state_dict()["state"]) == set(other.state_dict()["state"]) == set(range(4))
+    assert_same_bits(weights_of(twin), weights_of(model))
+
+
+class Mixture(nn.Module):
+    """fp32 and bf16 layers, a frozen one, and one that not every step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.short = nn.Linear(64, 64, dtype=torch.bfloat16)
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.seldom = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, use_all: bool) -> torch.Tensor:
+        x = self.frozen(self.short(self.first(x).bfloat16()).float())
+        return self.seldom(x) if use_all else x
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_mixed_parameters_in_one_optimizer(paging: Paging, kind: Kind) -> None:
+    """Paged and ordinary, fp32 and bf16, frozen, unfrozen in between, and without a gradient in some steps."""
+    model = paging.build(Mixture, EVICTING)
+    twin = Mixture()
+    twin.load_state_dict(weights_of(model))
+    for net in (model, twin):
+        torch.manual_seed(4)
+        outside = nn.Linear(64, 8)
+        lr = kind.settings["lr"]
+        groups = [
+            {"params": [*net.first.parameters(), *net.short.parameters()]},
+            {"params": [*net.frozen.parameters(), *net.seldom.parameters(), *outside.parameters()], "lr": lr / 2},
+        ]
+        optimizer = kind.ours(groups)
+        for step in range(6):
+            if step == 3:
+                net.frozen.requires_grad_(True)
+            outside(net(rows(seed=step), step % 2 == 0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if net is model:
+            got = weights_of(model) | weights_of(outside)
+            state = optimizer.state_dict()["state"]
+    assert_same_bits(weights_of(twin) | weights_of(outside), got)
+    expected = optimizer.state_dict()["state"]
+    assert_same_bits(
+        {n: dict(sorted(expected[n].items())) for n in sorted(expected)},
+        {n: dict(sorted(state[n].items())) for n in sorted(state)},
+    )
+
+
+def test_a_group_that_comes_later(paging: Paging) -> None:
+    model = paging.build(small, TIGHT)
+    twin = like(model)
+    for net in (model, twin):
+        optimizer = deepoffload.CPUAdamW(net[0].parameters(), lr=1e-2)
+        train(net, optimizer, range(2))
+        net.zero_grad()
+        optimizer.add_param_group({"params": list(net[4].parameters()), "lr": 1e-3, "betas": (0.5, 0.9)})
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(2, 5):
+            train(net, optimizer, range(step, step + 1))
+            net.zero_grad()
+            schedule.step()
+    assert_same_bits(weights_of(twin), weights_of(model))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_deep_copy_is_an_ordinary_optimizer(paging: Paging, kind: Kind) -> None:
+    model = paging.build(small, replace(TIGHT, precision="bf16"))
+    optimizer = kind.ours(model.parameters())
+    train(model, optimizer, range(3))
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    assert all(type(p) is nn.Parameter for p in twin.parameters())
+    train(model, optimizer, range(3, 5))
+    train(twin, twin_optimizer, range(3, 5))
+    assert_same_bits(weights_of(model), weights_of(twin))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_state_from_before_the_model_was_paged(paging: Paging, kind: Kind) -> None:
+    model, twin = plain(small), plain(small)
+    optimizer, reference = kind.ours(model.parameters()), kind.ours(twin.parameters())
+    train(model, optimizer, range(2))
+    train(twin, reference, range(4))
+    config = {"host_budget": "64MiB", "nvme_path": str(paging.nvme_path), "gradient_clipping": 0.0}
+    engine, _, _, _ = deepoffload.initialize(model=model, optimizer=optimizer, config=config)
+    train(model, optimizer, range(2, 4))
+    assert_same_bits(weights_of(twin), weights_of(model))
+    assert not any(key in optimizer.state[p] for p in model.parameters() for key in kind.arrays)
+    engine.close()
+
+
+def test_amsgrad_is_refused_for_paged_parameters(paging: Paging) -> None:
+    model = paging.build(small, RESIDENT)
+    with pytest.raises(UnsupportedError, match=r"0\.weight is paged.*amsgrad=True"):
+        deepoffload.CPUAdamW(model.parameters(), amsgrad=True)
+    optimizer = deepoffload.CPUAdamW(model.parameters())
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["amsgrad"] = True
+    with pytest.raises(UnsupportedError, match="amsgrad=True"):
+        optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["amsgrad"] = True
+    before = weights_of(model)
+    with pytest.raises(UnsupportedError, match="amsgrad=True"):
+        train(model, optimizer, range(1))
+    assert_same_bits(before, weights_of(model))
+
+
+def test_a_state_that_does_not_fit_changes_nothing(paging: Paging) -> None:
+    model = paging.build(small, EVICTING)
+    optimizer = deepoffload.CPUAdamW(model.parameters())
+    train(model, optimizer, range(2))
+    before = optimizer.state_dict()
+    spoiled = copy.deepcopy(before)
+    spoiled["state"][7]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"state\[7\]: exp_avg has shape \(3,\)"):
+        optimizer.load_state_dict(spoiled)
+    assert_same_bits(before["state"], optimizer.state_dict()["state"])
+
+
+def test_inside_the_context_and_after_the_end(paging: Paging) -> None:
+    with paging.context(RESIDENT, 64 << 20):
+        model = small()
+        optimizer = deepoffload.CPUAdamW(model.parameters())
+        saved = optimizer.state_dict()
+        with pytest.raises(UsageError, match="after the context has ended"):
+            optimizer.load_state_dict(saved)
+    train(model, optimizer, range(1))
+    next(model.parameters())._slot.pager.engine.close()
+    for action in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict(saved)):
+        with pytest.raises(ClosedError, match="closed"):
+            action()
+
+
+def test_sgd_without_momentum_moves_no_state(paging: Paging) -> None:
+    model = paging.build(small, TIGHT)
+    optimizer = deepoffload.CPUSGD(model.parameters(), lr=0.1)
+    train(model, optimizer, range(3))
+    assert deepoffload.stats(model)["host_state_bytes"] == 0
+    assert optimizer.state_dict()["state"] == {}
