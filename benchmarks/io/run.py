@@ -55,7 +55,7 @@ def make_contenders(shared: BenchFile, checked: BenchFile, memory: HostMapping) 
     if shutil.which("fio"):
         found += [Fio(engine, shared) for engine in ("libaio", "io_uring") if probe_backend(engine).available]
     if importlib.util.find_spec("deepspeed"):
-        found.append(DeepSpeed(shared))
+        found += [DeepSpeed(shared, huge_pages=huge) for huge in (False, True)]
     return found
 
 
