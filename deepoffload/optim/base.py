@@ -298,12 +298,12 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         return state
 
     def _unstepped(self, param: Tensor, wanted: bool) -> dict[str, Any]:
-        """The state before the first step, for a parameter that has nothing but a remainder yet."""
+        """The state before the first step, for a parameter that has nothing but a remainder yet; takes no memory."""
         if not wanted or not self.rule.counts_steps:
             return {}
         group = next(group for known, group in self._each() if known is param)
         initial = self._initial(group)
-        arrays = {key: torch.full(param.shape, initial.get(key, 0.0)) for key in self._arrays(group)}
+        arrays = {key: torch.tensor(initial.get(key, 0.0)).expand(param.shape) for key in self._arrays(group)}
         return {"step": torch.tensor(0.0), **arrays}
 
     def _move_into_pieces(self) -> None:

@@ -111,14 +111,30 @@ class OrdinaryUpdate:
 
 
 def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: Job) -> None:
+    """Make the arrays that do not exist yet, and dense fp32 ones of those that a program has put there."""
     for key in job.arrays:
-        if key not in state:
+        if key in state:
+            state[key] = _dense(state[key], torch.float32, param, key)
+        else:
             state[key] = torch.full(param.shape, job.initial.get(key, 0.0), dtype=torch.float32)
     lead = LEAD_KEYS.get(layout)
-    if lead == "remainder" and lead not in state:
-        state[lead] = torch.zeros(param.shape, dtype=torch.int16)
-    elif lead == "master" and lead not in state:
-        state[lead] = param.detach().float().contiguous()
+    if lead is None:
+        return
+    dtype = torch.int16 if lead == "remainder" else torch.float32
+    if lead in state:
+        state[lead] = _dense(state[lead], dtype, param, lead)
+    elif lead == "remainder":
+        state[lead] = torch.zeros(param.shape, dtype=dtype)
+    else:
+        state[lead] = param.detach().to(dtype).contiguous()
+
+
+def _dense(array: Tensor, dtype: torch.dtype, param: Tensor, key: str) -> Tensor:
+    if array.dtype is dtype and array.shape == param.shape and array.is_contiguous() and array.device.type == "cpu":
+        return array
+    if array.shape != param.shape:
+        raise ValueError(f"{key} has shape {tuple(array.shape)}, the parameter {tuple(param.shape)}")
+    return array.to(device="cpu", dtype=dtype).contiguous()
 
 
 def import_state(
