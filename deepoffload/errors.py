@@ -24,7 +24,14 @@ class BudgetError(DeepOffloadError, ValueError):
 
 
 class PlacementError(BudgetError):
-    """The model cannot be placed within the budgets; raised before training starts."""
+    """The model cannot be placed within the budgets; raised before training starts.
+
+    ``enough_bytes``: a memory budget with which it can be, when that is what is missing.
+    """
+
+    def __init__(self, message: str, enough_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.enough_bytes = enough_bytes
 
 
 class UsageError(DeepOffloadError, ValueError):

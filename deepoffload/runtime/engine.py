@@ -17,7 +17,7 @@ from deepoffload import machine
 from deepoffload.config import Config, Precision
 from deepoffload.config.resolve import Budgets, resolve_budgets
 from deepoffload.device import Device, Tier
-from deepoffload.errors import ConfigError, UsageError
+from deepoffload.errors import ConfigError, PlacementError, UsageError
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
 from deepoffload.io.swap_space import SwapSpace
@@ -42,6 +42,9 @@ PIECES_PER_BUDGET = 14
 
 UNITS_PER_BUDGET = 8
 """A unit's weights take at most this part of the budget, where the model can be split so far."""
+
+PLANS_MAX = 20
+"""How often a plan is made again to find a budget that is enough."""
 
 NO_DISK = Bandwidths(2e9, 2e9, 2e9, 2e10)
 """Stands where there is no NVMe path: nothing is moved, so any rate gives the same placement."""
@@ -119,10 +122,12 @@ class Engine:
         for root in roots:
             refuse_meta(root)
         dtype = _DTYPES.get(self.config.precision)
-        capacity = self.pager.tiers.arena.capacity_bytes
-        assembly = Assembly(self.pager, self.gradients, dtype, capacity // PIECES_PER_BUDGET)
-        drafts, windows = self._draft(assembly, roots, list(handles), capacity // UNITS_PER_BUDGET)
-        placement = self._place(drafts, windows)
+        registered = list(handles)
+        try:
+            assembly, drafts, windows, placement = self._plan(roots, registered, self.pager.tiers.arena.capacity_bytes)
+        except PlacementError as error:
+            raise self._with_enough(error, roots, registered) from None
+        self._reserve(placement)
         for draft in drafts:
             assembly.fill(draft)
         if not self.pager.evict_always:
@@ -138,7 +143,40 @@ class Engine:
                 self.gradients.track(handle)
         self._windows = [Window(self.pager, module, name) for name, module in windows]
         self._watches = [RootWatch(root, self.refresh) for root in roots]
-        log.info("placement\n%s", self.placement.table() if self.placement is not None else "")
+        log.info("placement\n%s", placement.table())
+
+    def _plan(
+        self, roots: Sequence[nn.Module], handles: list[ParamHandle], capacity_bytes: int
+    ) -> tuple[Assembly, list[UnitDraft], list[tuple[str, nn.Module]], Placement]:
+        """Cut the model into units and place them as for a budget of ``capacity_bytes``; no bytes are moved."""
+        dtype = _DTYPES.get(self.config.precision)
+        assembly = Assembly(self.pager, self.gradients, dtype, capacity_bytes // PIECES_PER_BUDGET)
+        drafts, windows = self._draft(assembly, roots, handles, capacity_bytes // UNITS_PER_BUDGET)
+        return assembly, drafts, windows, self._place(drafts, windows, capacity_bytes)
+
+    def _with_enough(
+        self, error: PlacementError, roots: Sequence[nn.Module], handles: list[ParamHandle]
+    ) -> PlacementError:
+        """The same error, naming a budget that is enough also for the larger pieces that it brings with it."""
+        enough = error.enough_bytes
+        for _ in range(PLANS_MAX if enough is not None else 0):
+            self.pager.units.clear()
+            try:
+                self._plan(roots, handles, enough or 0)
+                break
+            except PlacementError as larger:
+                if larger.enough_bytes is None:
+                    return error  # with more memory, NVMe still is too small
+                enough = larger.enough_bytes
+        named = f"to at least {error.enough_bytes} bytes"
+        return PlacementError(str(error).replace(named, f"to at least {enough} bytes"), enough)
+
+    def _reserve(self, placement: Placement) -> None:
+        self.placement = placement
+        if self._space is not None and placement.nvme_bytes:
+            self._space.reserve(placement.nvme_bytes + self._space.used_bytes)
+        self.pager.lookahead_bytes = placement.lookahead_bytes
+        self.pager.tiers.explain = lambda: f"\n{placement.table()}"
 
     def _draft(
         self, assembly: Assembly, roots: Sequence[nn.Module], handles: list[ParamHandle], max_unit_bytes: int
@@ -167,8 +205,7 @@ class Engine:
                 self.pager.tiers.remove(handle.block)
         return drafts, windows
 
-    def _place(self, drafts: list[UnitDraft], windows: list[tuple[str, nn.Module]]) -> Placement:
-        tiers = self.pager.tiers
+    def _place(self, drafts: list[UnitDraft], windows: list[tuple[str, nn.Module]], capacity_bytes: int) -> Placement:
         specs: list[BlockSpec] = []
         unit_of: dict[int, UnitDraft] = {}
         trained = 0
@@ -189,9 +226,9 @@ class Engine:
                 if id(p) in unit_of
             }
             event_bytes = max(event_bytes, sum(round_up(nbytes) for nbytes in used.values()))
-        self.placement = plan_placement(
+        return plan_placement(
             specs,
-            capacity_bytes=tiers.arena.capacity_bytes,
+            capacity_bytes=capacity_bytes,
             nvme_capacity_bytes=self.budgets.nvme_bytes if self._space is not None else None,
             event_weight_bytes=event_bytes,
             bandwidths=self._bandwidths,
@@ -200,11 +237,6 @@ class Engine:
             keep=frozenset(spec.id for spec in specs if spec.kind in kept_kinds),
             set_up_bytes=max((draft.set_up_bytes() for draft in drafts), default=0),
         )
-        if self._space is not None and self.placement.nvme_bytes:
-            self._space.reserve(self.placement.nvme_bytes + self._space.used_bytes)
-        self.pager.lookahead_bytes = self.placement.lookahead_bytes
-        tiers.explain = lambda: f"\n{self.placement.table()}" if self.placement is not None else ""
-        return self.placement
 
     def _pin_residents(self, placement: Placement) -> None:
         """From now on resident blocks stay. Not before: while bytes move into units, all memory is needed for that."""

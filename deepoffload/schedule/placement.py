@@ -131,7 +131,8 @@ def plan_placement(
     if nvme_capacity_bytes is None or capacity_bytes < least_bytes:
         paged = [block for block in problem.blocks if block.id not in keep]
         placement = problem.placement(keep, problem.window(paged, 2, False), capacity_bytes, nvme_capacity_bytes)
-        raise PlacementError(_memory_message(placement, total_bytes, nvme_capacity_bytes is not None))
+        message = _memory_message(placement, total_bytes, nvme_capacity_bytes is not None)
+        raise PlacementError(message, least_bytes)
     resident, window = problem.choose(capacity_bytes, max(ring_pieces, 2))
     placement = problem.placement(resident, window, capacity_bytes, nvme_capacity_bytes)
     if placement.nvme_bytes > nvme_capacity_bytes:

@@ -110,14 +110,14 @@ def test_writes_that_fail_for_a_while_lose_nothing(run_program: Run) -> None:
 @pytest.mark.parametrize("precision", ["keep", "bf16"])
 @pytest.mark.parametrize(
     ("build", "too_little"),
-    [(TinyGPT, "64KiB"), (lambda: TinyGPT(width=96, depth=3), "112KiB")],
-    ids=["narrow", "wide"],
+    [(TinyGPT, "64KiB"), (lambda: TinyGPT(width=64, depth=8), "72KiB")],
+    ids=["tiny", "deep"],
 )
 def test_a_budget_below_the_working_set_names_one_that_works(
     paging: Paging, build: Callable[[], nn.Module], too_little: str, precision: str
 ) -> None:
     with pytest.raises(PlacementError, match="working set does not fit") as refused:
-        built(context(paging, host_budget=too_little, precision=precision))
+        built(context(paging, host_budget=too_little, precision=precision), build)
     text = str(refused.value)
     assert "windows + ring" in text and "optimizer state" in text and "host_budget" in text
     least = int(re.search(r"to at least (\d+) bytes", text)[1])  # type: ignore[index]
