@@ -188,25 +188,32 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _work(self) -> _Work:
         work = _Work({}, [])
-        for param, group in self._each():
-            handle = _handle_of(param)
-            if handle is not None:
-                if _gradients(handle.pager, handle.name).present(handle):
-                    check_paged(handle, self.rule.name)
-                    self._refuse_lost(handle)
-                    job = self._job(param, group, handle not in self._held)
-                    self._check_arrays(handle, job.arrays)
-                    work.paged[handle] = (param, job)
-            elif param.grad is not None:
-                check_ordinary(param, self.rule.name)
-                state = self.state.get(param, {})
-                job = self._job(param, group, not any(key in state for key in self._arrays(group)))
-                work.ordinary.append((param, job))
+        for group in self.param_groups:
+            jobs: dict[tuple[int, bool], Job] = {}
+            arrays = self._arrays(group)
+            for param in group["params"]:
+                handle = _handle_of(param)
+                if handle is not None:
+                    if _gradients(handle.pager, handle.name).present(handle):
+                        check_paged(handle, self.rule.name)
+                        self._refuse_lost(handle)
+                        self._check_arrays(handle, arrays)
+                        work.paged[handle] = (param, self._job(param, group, handle not in self._held, jobs))
+                elif param.grad is not None:
+                    check_ordinary(param, self.rule.name)
+                    state = self.state.get(param)
+                    first = not state or not any(key in state for key in arrays)
+                    work.ordinary.append((param, self._job(param, group, first, jobs)))
         return work
 
-    def _job(self, param: Tensor, group: dict[str, Any], first: bool) -> Job:
-        step = int(self.state.get(param, {}).get("step", 0)) + 1
-        return Job(self._hyper(group, step, first), self._arrays(group), self._initial(group), first)
+    def _job(self, param: Tensor, group: dict[str, Any], first: bool, jobs: dict[tuple[int, bool], Job]) -> Job:
+        state = self.state.get(param)
+        step = int(state.get("step", 0)) + 1 if state else 1
+        job = jobs.get((step, first))
+        if job is None:
+            job = Job(step, self._hyper(group, step, first), self._arrays(group), self._initial(group), first)
+            jobs[step, first] = job
+        return job
 
     def _refuse_lost(self, handle: ParamHandle) -> None:
         if handle in self._held and handle.state_owner is not self._token:
@@ -217,10 +224,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _count_step(self, work: _Work) -> None:
         """From here on the step happens: it counts, and the pieces hold this optimizer's state."""
-        jobs = [*work.paged.values(), *work.ordinary]
         if self.rule.counts_steps:
-            for param, _ in jobs:
-                self.state[param]["step"] = torch.tensor(float(int(self.state[param].get("step", 0)) + 1))
+            for param, job in (*work.paged.values(), *work.ordinary):
+                self.state[param]["step"] = torch.tensor(float(job.step))
         for handle, (_, job) in work.paged.items():
             if job.arrays:
                 self._held.add(handle)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.native import cpu_adam
-from deepoffload.native.cpu_adam import DType, Segment, StateLayout
+from deepoffload.native.cpu_adam import Segment, StateLayout
 from deepoffload.optim.gradients import NATIVE_DTYPES
-from deepoffload.optim.rule import Job, Rule
+from deepoffload.optim.rule import Hyper, Job, Rule
 from deepoffload.optim.state import LAYOUTS, LEAD_KEYS
 
 
@@ -75,9 +75,12 @@ class OrdinaryUpdate:
         self, layout: StateLayout, jobs: list[tuple[Tensor, dict[str, Any], Job]], grad_factor: float
     ) -> None:
         segments: list[Segment] = []
+        hypers: list[Hyper] = []
         keep: list[Tensor] = []
         copies: list[tuple[Tensor, Tensor]] = []
-        for index, (param, state, job) in enumerate(jobs):
+        for param, state, job in jobs:
+            if not hypers or hypers[-1] is not job.hyper:
+                hypers.append(job.hyper)
             self.follow_weight(param, state)
             _init_state(param, state, layout, job)
             weight = param.detach()
@@ -93,15 +96,14 @@ class OrdinaryUpdate:
             segments.append(
                 Segment(
                     numel=param.numel(),
-                    hyper_index=index,
+                    hyper_index=len(hypers) - 1,
                     grad=grad.data_ptr(),
                     grad_dtype=NATIVE_DTYPES[grad.dtype],
                     weight=weight.data_ptr(),
-                    weight_dtype=DType(NATIVE_DTYPES[param.dtype]),
+                    weight_dtype=NATIVE_DTYPES[param.dtype],
                     **arrays,
                 )
             )
-        hypers = [job.hyper for _, _, job in jobs]
         self.rule.kernel(segments, hypers, layout, grad_factor=grad_factor, num_threads=torch.get_num_threads())
         for param, weight in copies:
             param.copy_(weight)

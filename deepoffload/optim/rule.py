@@ -28,14 +28,16 @@ class Rule:
 
 @dataclass(frozen=True)
 class Job:
-    """The update of one parameter in one step.
+    """The update of one parameter in one step; parameters of a group that are alike share one.
 
     Attributes:
+        step: number of the parameter's update, from 1.
         arrays: key in ``optimizer.state`` of each array that is used, to the field of ``Segment`` that names it.
         initial: what arrays that do not exist yet are filled with, by key.
         first: the arrays do not exist yet.
     """
 
+    step: int
     hyper: Any
     arrays: Mapping[str, str]
     initial: Mapping[str, float]

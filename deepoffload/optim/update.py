@@ -94,7 +94,7 @@ class HostUpdate:
             job = jobs.get(handle)
             if job is None:
                 continue
-            if not hypers or hypers[-1] != job.hyper:
+            if not hypers or (hypers[-1] is not job.hyper and hypers[-1] != job.hyper):
                 hypers.append(job.hyper)
             grad, grad_dtype = self._gradient(handle, keep)
             segments.append(
