@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -36,11 +37,13 @@ from deepoffload.params.unit import ParamHandle, Unit
 class _Entry:
     """One running call of a window's module."""
 
-    __slots__ = ("window", "handles", "blocks", "pushed", "frame_id", "over")
+    __slots__ = ("window", "handles", "blocks", "pushed", "frame_id", "frame_end", "thread", "over")
 
     def __init__(self, window: Window, handles: list[ParamHandle], blocks: list[Block], frame: FrameType) -> None:
         self.window = window
         self.frame_id = id(frame)
+        self.frame_end: weakref.ref[_FrameEnd] | None = None
+        self.thread = threading.get_ident()
         self.over = False
         self.handles = handles
         self.blocks = blocks
@@ -48,28 +51,24 @@ class _Entry:
 
 
 class _FrameEnd:
-    """Lives in the frame of a module's call, and so notices its end, however it ends.
+    """Lives in the frame of a module's call, and so shows its end, however it ends.
 
-    torch runs no post hook when Ctrl-C ends the call. This is how parameters, leases and hooks are as before as soon as
+    torch runs no post hook when Ctrl-C ends the call. With this, parameters, leases and hooks are as before as soon as
     the program has handled the exception.
     """
 
-    __slots__ = ("_entry", "_thread")
+    __slots__ = ("__weakref__",)
 
-    def __init__(self, entry: _Entry) -> None:
-        self._entry = entry
-        self._thread = threading.get_ident()
 
-    def __del__(self) -> None:
-        entry = self._entry
-        entry.over = True
-        pager = entry.window.pager
-        # Elsewhere, or in the middle of something, the next call finds what is marked.
-        if entry in pager.opened() and self._thread == threading.get_ident() and pager.lock.acquire_idle():
-            try:
-                pager.close_stale()
-            finally:
-                pager.lock.release()
+def _frame_ended(entry: _Entry, _: Any) -> None:
+    """A call's frame is gone and its window still open. Runs anywhere; what cannot be done now, the next call does."""
+    entry.over = True
+    pager = entry.window.pager
+    if entry.thread == threading.get_ident() and pager.lock.acquire_idle():
+        try:
+            pager.close_stale()
+        finally:
+            pager.lock.release()
 
 
 class Window:
@@ -169,7 +168,9 @@ class Window:
                 if param is not None:
                     param.__class__ = nn.Parameter
             pager.opened().append(entry)
-            frame.f_locals["_deepoffload_window"] = _FrameEnd(entry)
+            frame_end = _FrameEnd()
+            entry.frame_end = weakref.ref(frame_end, partial(_frame_ended, entry))
+            frame.f_locals["_deepoffload_window"] = frame_end
 
     def _hold_wrapped(self, module: nn.Module) -> None:
         """Under ``torch.func`` transforms a module holds wrappers of our parameters: keep what is inside resident."""
@@ -191,6 +192,7 @@ class Window:
         """End one call: hooks off, classes back, leases released."""
         pager = self.pager
         with pager.lock:
+            entry.frame_end = None
             if entry.pushed:
                 pager.pop_hooks()
             for handle in entry.handles:
