@@ -168,6 +168,7 @@ class DeepSpeed:
         self._handle_class = AsyncIOBuilder().load(verbose=False).aio_handle
         self.name = "DeepSpeed aio_handle, huge" if huge_pages else "DeepSpeed aio_handle"
         self._huge_pages = huge_pages
+        self.huge_page_share_min = 1.0 if huge_pages else 0.0
         self._file = file
         self._example = torch.empty(0, dtype=torch.uint8)
 
@@ -186,7 +187,8 @@ class DeepSpeed:
         for tensor in tensors:
             tensor.fill_(7)
             if self._huge_pages:
-                collapse(tensor.data_ptr(), tensor.numel())
+                share = collapse(tensor.data_ptr(), tensor.numel())
+                self.huge_page_share_min = min(self.huge_page_share_min, share)
 
         def run() -> tuple[int, int]:
             if reads:
@@ -205,19 +207,14 @@ class DeepSpeed:
                 handle.free_cpu_locked_tensor(tensor)
 
 
-def collapse(address: int, nbytes: int) -> None:
-    """Makes huge pages of memory that is already there.
-
-    Raises:
-        OSError: The kernel cannot (before Linux 6.1) or has none free.
-    """
-    first, last = (
-        -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES,
-        (address + nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES,
-    )
+def collapse(address: int, nbytes: int) -> float:
+    """Makes huge pages of memory that is already there; returns the share that the kernel had huge pages for."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_COLLAPSE):
-        raise OSError(ctypes.get_errno(), "madvise(MADV_COLLAPSE) failed")
+    first = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    pages = range(first, address + nbytes - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES)
+    size = ctypes.c_size_t(HUGE_PAGE_BYTES)
+    refused = sum(libc.madvise(ctypes.c_void_p(page), size, MADV_COLLAPSE) != 0 for page in pages)
+    return 1 - refused / max(1, len(pages))
 
 
 def huge_memory(stack: ExitStack, nbytes: int) -> HostMapping:

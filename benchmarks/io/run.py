@@ -193,6 +193,7 @@ def main() -> None:
             {"pattern": p.value, "block_bytes": b, "depth": d, "rows": [cell_row(name, by_name) for name in by_name]}
             for (p, b, d), by_name in samples.items()
         ],
+        "deepspeed_huge_page_share_min": [one.huge_page_share_min for one in contenders if isinstance(one, DeepSpeed)],
         "best": best_settings(samples, patterns),
         "small": small,
     }
