@@ -162,7 +162,9 @@ class TensorSlot:
         storage = self.storage
         if storage is None:
             return False
-        return storage_use_count(storage._cdata) > BASE_USE_COUNT or sys.getrefcount(storage) > BASE_REF_COUNT + 1
+        dead = self.tensor is None  # deleted while it showed the memory, it no longer counts
+        users, references = BASE_USE_COUNT - dead, BASE_REF_COUNT + 1 - dead
+        return storage_use_count(storage._cdata) > users or sys.getrefcount(storage) > references
 
     def alias(self) -> Callable[[], bool]:
         """Answers, also after :meth:`uninstall`, whether somebody still refers to the memory shown now."""
