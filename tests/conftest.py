@@ -24,7 +24,8 @@ def shared_paging(nvme_path: Path) -> Paging:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> None:
-    """Engines collect garbage before they open; what has been imported by now is none and need not be looked at again."""
+    """Engines collect garbage before they open; what has been imported by now is none and need not be looked at
+    again."""
     gc.collect()
     gc.freeze()
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from deepoffload.config import Config, StepOverlap, parse_config
 from deepoffload.errors import BudgetError, ConfigError, UnsupportedError, UsageError
 from deepoffload.optim.adam import CPUAdam
+from deepoffload.optim.base import HostOptimizer
 from deepoffload.params.parameter import OffloadedParameter, plain_again
 from deepoffload.params.torch_private import bare
 from deepoffload.params.unit import ParamHandle
@@ -208,8 +209,8 @@ def _conflict(name: str, before: object, now: object) -> ConfigError:
 
 
 def _clipping(config: Config, optimizer: Any) -> float:
-    """Largest global norm; 0.0 is off. A ``CPUAdam`` that clips already keeps its own."""
-    own = optimizer.max_grad_norm if isinstance(optimizer, CPUAdam) else None
+    """Largest global norm; 0.0 is off. One of ours that clips already keeps its own."""
+    own = optimizer.max_grad_norm if isinstance(optimizer, HostOptimizer) else None
     said = config.gradient_clipping
     if own is not None and said is not None and own != said:
         raise ConfigError(f"gradient_clipping = {said}, but the optimizer has max_grad_norm = {own}; leave one out")
@@ -267,7 +268,7 @@ def _optimizer(
             raise UsageError(f"the function passed as optimizer gave {type(built).__name__}, not a torch optimizer")
     else:
         built = CPUAdam(params, **dict(config.optimizer.params))  # type: ignore[union-attr]
-    if isinstance(built, CPUAdam):
+    if isinstance(built, HostOptimizer):
         built.skip_non_finite = True
         if built.max_grad_norm is None and clipping > 0:
             built.max_grad_norm = clipping

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from deepoffload.config import Config
 from deepoffload.errors import ClosedError, UnsupportedError, UsageError
-from deepoffload.optim.adam import CPUAdam
+from deepoffload.optim.base import HostOptimizer
 from deepoffload.runtime.engine import Engine
 
 log = logging.getLogger("deepoffload")
@@ -129,7 +129,7 @@ class TrainingEngine:
         self._report()
 
     def _update(self, optimizer: torch.optim.Optimizer) -> bool:
-        if isinstance(optimizer, CPUAdam):
+        if isinstance(optimizer, HostOptimizer):
             optimizer.step()
             self._grad_norm = optimizer.grad_norm
             return optimizer.applied

@@ -1,4 +1,5 @@
-"""The tier manager against a dictionary: any calls in any order, on a real swap file, with and without failing transfers.
+"""The tier manager against a dictionary: any calls in any order, on a real swap file, with and without failing
+transfers.
 
 The dictionary says what every block must contain. A call may fail (no room, or a transfer that the engine was told to
 break); then nothing may have changed, whatever the manager did before it failed.

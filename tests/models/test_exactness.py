@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import deepoffload
-from tests.support.loops import PlainAdamW, Run, assert_same_bits, relative_difference, train, weights_of
+from tests.support.loops import PlainAdamW, Run, assert_same_bits, relative_difference, train
 from tests.support.models import FAMILIES
 from tests.support.paging import EVERY, EVICTING, RESIDENT, TIGHT, Paging, Setting, plain
 
@@ -21,7 +21,8 @@ ONE_STEP_DIFFERENCE = {"keep": 1e-5, "bf16": 2e-3}
 weight whose master lies next to the border between two values goes one way here and the other way there."""
 
 STEPS_DIFFERENCE = {"keep": 1e-2, "bf16": 1e-2}
-"""After four updates: gradients are no longer the same, and Adam divides even those by their own size that are nothing but
+"""After four updates: gradients are no longer the same, and Adam divides even those by their own size that are
+nothing but
 rounding (of the keys' biases, which no softmax can see)."""
 
 
@@ -115,7 +116,8 @@ def test_accumulation_and_clipping(reference: Reference, paging: Paging, family:
 
 @pytest.mark.parametrize("precision", ["keep", "bf16"])
 def test_clipping_inside_the_update(reference: Reference, paging: Paging, precision: str) -> None:
-    """``max_grad_norm`` clips as ``clip_grad_norm_`` does, in every placement with the same bits; bf16 gradients are not
+    """``max_grad_norm`` clips as ``clip_grad_norm_`` does, in every placement with the same bits; bf16 gradients are
+    not
     rounded once more on the way."""
     expected = reference.plain("gpt", precision, steps=3, clip=0.25)
     runs = [

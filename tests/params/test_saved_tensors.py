@@ -18,7 +18,6 @@ from tests.support.loops import gradients_of
 from tests.support.models import TinyGPT, batch, mlp, next_token_loss, rows
 from tests.support.paging import Same
 
-
 HOLDING = 4.0
 """Room for programs that keep most weights alive themselves, as attributes or in graphs that see no hooks."""
 

@@ -122,7 +122,8 @@ class Same:
         key: object = None,
         room: float | None = None,
     ) -> None:
-        """``room`` is for programs that hold much of the model themselves: a budget with more in it than the setting's."""
+        """``room`` is for programs that hold much of the model themselves: a budget with more in it than the
+        setting's."""
         setting = self.setting if room is None else replace(self.setting, room=room)
         reference = plain(build, precision=setting.precision)
         torch.manual_seed(1)
