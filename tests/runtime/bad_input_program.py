@@ -35,11 +35,11 @@ def report_error(**changes: Any) -> None:
     """What entering a context and building a model in it raises."""
     try:
         with tight(**changes):
-            TinyGPT()
+            model = TinyGPT()
     except DeepOffloadError as error:
         report(kind=type(error).__name__, value_error=isinstance(error, ValueError), message=str(error))
     else:
-        report(kind="none")
+        report(kind="none", model=repr(model))
 
 
 def not_writable() -> None:
