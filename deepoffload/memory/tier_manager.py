@@ -336,6 +336,7 @@ class TierManager:
         return block.owner is None or block.owner.can_release()
 
     def _slide(self, block: Block) -> None:
+        self._note_changes(block)
         old = block.offset
         new = self.arena.slide_down(old) if old is not None else None
         if old is None or new is None:

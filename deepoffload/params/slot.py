@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deepoffload.errors import UnsupportedError
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.torch_private import (
     BASE_REF_COUNT,
     BASE_USE_COUNT,
     bare,
+    get_data,
     set_data,
     storage_use_count,
     throw_on_mutable_data_ptr,
@@ -72,6 +74,7 @@ class TensorSlot:
         "storage",
         "_tensor_ref",
         "_stand_in",
+        "_stand_in_storage",
         "__weakref__",
     )
 
@@ -95,6 +98,7 @@ class TensorSlot:
         self.storage: torch.UntypedStorage | None = None
         self._tensor_ref: weakref.ref[Tensor] | None = None
         self._stand_in = make_stand_in(shape, dtype)
+        self._stand_in_storage = self._stand_in.untyped_storage()._cdata
         if tensor is not None:
             self.attach(tensor, pager.tensor_died)
 
@@ -138,13 +142,57 @@ class TensorSlot:
         return flat.as_strided(self.shape, self.stride)
 
     def install(self) -> None:
-        """Show the resident bytes through the tensor object."""
+        """Show the resident bytes through the tensor object, which shows the stand-in (or what the program put
+        there)."""
         tensor = self.tensor
         if tensor is None or self.storage is not None:
             return
+        given = get_data(tensor)
         shown = self.view()
         self.storage = shown.untyped_storage()
         set_data(tensor, shown)
+        if given.untyped_storage()._cdata != self._stand_in_storage:
+            self._take(given)  # Tensor.set_ has no door: the program has put this in the place of the stand-in
+
+    def displaced(self) -> bool:
+        """True when the program gave the tensor object other memory (``.data =``, ``set_``) where no door saw it."""
+        tensor, storage = self.tensor, self.storage
+        if tensor is None or storage is None:
+            return False
+        return get_data(tensor).untyped_storage()._cdata != storage._cdata
+
+    def take_back(self) -> None:
+        """Copy what the tensor object shows instead of our memory into our memory, and show that again.
+
+        Raises:
+            UnsupportedError: it has another shape or dtype; our memory is shown again, the new values are dropped.
+        """
+        tensor = self.tensor
+        if tensor is None:
+            return
+        with bare():
+            given = get_data(tensor)
+            self.pager.forget_storage(self)
+            shown = self.view()
+            self.storage = shown.untyped_storage()
+            set_data(tensor, shown)
+            self.pager.remember_storage(self)
+            self._take(given)
+
+    def _take(self, given: Tensor) -> None:
+        tensor = self.tensor
+        if given.shape != self.shape or given.dtype is not self.dtype:
+            raise UnsupportedError(
+                f"{self.name} was given data of shape {tuple(given.shape)} and dtype {given.dtype}; a paged parameter "
+                f"keeps its own ({tuple(self.shape)}, {self.dtype})"
+            )
+        if tensor is not None:
+            self.pager.will_change(self)
+            get_data(tensor).copy_(given)
+            self.taken()
+
+    def taken(self) -> None:
+        """The program replaced the values. Overridden where more than the bytes depends on them."""
 
     def uninstall(self) -> None:
         """Show the stand-in instead."""
@@ -191,4 +239,5 @@ class TensorSlot:
         """Change the element type (once, when construction ends). The tensor must show its stand-in."""
         self.dtype = dtype
         self._stand_in = make_stand_in(self.shape, dtype)
+        self._stand_in_storage = self._stand_in.untyped_storage()._cdata
         self.uninstall()

@@ -99,6 +99,9 @@ class ParamHandle(TensorSlot):
             return False
         version = version_of(tensor)
         changed = version != self.version
+        if self.displaced():
+            self.take_back()
+            changed = True
         self.version = version
         if self.escape_crc is not None:
             crc = self.crc()
@@ -106,6 +109,9 @@ class ParamHandle(TensorSlot):
             self.escape_crc = crc if self.aliased() else None
         self.master_stale |= changed
         return changed
+
+    def taken(self) -> None:
+        self.master_stale = True
 
     def updated(self) -> None:
         """Our own update has changed the resident bytes: saved tensors of an older graph no longer hold."""
@@ -140,6 +146,8 @@ class GradientSlot(TensorSlot):
         """Show the gradient through ``tensor`` from now on."""
         self.shown = tensor
         self.attach(tensor)
+        with bare():
+            self.uninstall()
         self.version = version_of(tensor)
         owner = self.block.owner if self.block is not None else None
         if isinstance(owner, SlotOwner) and owner.installed:

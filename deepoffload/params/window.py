@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
+from deepoffload.params.careful import needs_doors
 from deepoffload.params.membership import Membership
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter
@@ -81,6 +82,7 @@ class Window:
         pager.tensor_born()  # parameters may all be replaced while their modules live on
         self._members: Membership
         self._waiting = False
+        self._careful = False
         self._handles: list[ParamHandle] = []
         self._units: list[Unit] = []
         self._scan(module)
@@ -117,6 +119,7 @@ class Window:
                 handles[id(handle)] = handle
                 units[handle.unit.index] = handle.unit
         self._members = Membership(module)
+        self._careful = needs_doors(module)
         self._waiting = any(is_lazy(param) for param in module.parameters())
         self._handles = list(handles.values())
         self._units = list(units.values())
@@ -165,7 +168,7 @@ class Window:
             for handle in self._handles:
                 handle.in_window += 1
                 param = handle.tensor
-                if param is not None:
+                if param is not None and not self._careful:
                     param.__class__ = nn.Parameter
             pager.opened().append(entry)
             frame_end = _FrameEnd()
@@ -201,10 +204,10 @@ class Window:
                 if param is None:
                     continue
                 if handle.in_window == 0:
-                    param.__class__ = OffloadedParameter
+                    param.__class__ = OffloadedParameter  # also where a careful window had left it as it was
                 if param.requires_grad and handle.grad_hook is None and pager.gradients is not None:
                     pager.gradients.track(handle)  # unfrozen inside the window, where no door sees it
-                if version_of(param) != handle.version and handle.changed():
+                if (handle.displaced() or version_of(param) != handle.version) and handle.changed():
                     pager.will_change(handle)
             for block in entry.blocks:
                 pager.tiers.release(block)

@@ -60,6 +60,7 @@ def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
         handle.view().copy_(get_data(param))
         param.__class__ = OffloadedParameter
         param._slot = handle  # type: ignore[attr-defined]
+        handle.uninstall()
     owner.install()
     handle.version = version_of(param)
     pager.tiers.release(block)
@@ -112,6 +113,7 @@ class Assembly:
             raise RuntimeError(f"{handle.name} has no block")
         self.tiers.acquire(old)
         try:
+            handle.changed()  # what the program gave it by other ways than the doors comes in first
             if dtype is handle.dtype:
                 ctypes.memmove(self.tiers.address(unit.weights) + offset, handle.address(), handle.nbytes)
             elif handle.dtype is torch.float32 and dtype is torch.bfloat16:
