@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.paging import STRICT, Paging, Same
+
+
+def pytest_configure() -> None:
+    """A shell starts background jobs with SIGINT ignored, and children inherit that: the Ctrl-C tests need it heard."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -231,11 +231,21 @@ def wait_until_measuring(process, disk):
     pytest.fail(f"it never started: {process.communicate()}")
 
 
+def wait_until_moved(process, nbytes):
+    """Returns when the process has moved so many bytes to and from disk: a few settings are done then."""
+    until = time.monotonic() + 50
+    while time.monotonic() < until and process.poll() is None:
+        counters = dict(line.split(": ") for line in Path(f"/proc/{process.pid}/io").read_text().splitlines())
+        if int(counters["read_bytes"]) + int(counters["write_bytes"]) >= nbytes:
+            return
+        time.sleep(0.05)
+
+
 def test_ctrl_c_says_what_is_known_and_leaves_nothing(disk, tmp_path):
     out = tmp_path / "out.json"
     process = start(disk, "--size", "128M", "--time-limit", "60", "--json", str(out))
     wait_until_measuring(process, disk)
-    time.sleep(3)
+    wait_until_moved(process, 2 << 30)
     process.send_signal(signal.SIGINT)
     printed, errors = process.communicate(timeout=30)
     assert process.returncode == 130 and "Traceback" not in errors and "interrupted" in errors
