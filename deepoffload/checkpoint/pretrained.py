@@ -174,7 +174,10 @@ def _resident(handle: ParamHandle) -> Iterator[Tensor]:
     """The bytes of a paged parameter, held in memory meanwhile."""
     handle.pager.pin(handle)
     try:
-        yield handle.view()
+        param = handle.tensor
+        if param is None:
+            raise RuntimeError(f"{handle.name} was deleted while it is being saved")
+        yield get_data(param)  # an alias of what is shown: unlike a view of our own, it keeps the block where it is
     finally:
         handle.pager.unpin(handle)
 

@@ -22,7 +22,7 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedGradient, show_stand_in
 from deepoffload.params.slot import make_stand_in
 from deepoffload.params.torch_private import bare, get_data, get_grad, set_data, set_grad
-from deepoffload.params.unit import GradientSlot, GradientState, ParamHandle, SlotOwner
+from deepoffload.params.unit import GradientOwner, GradientSlot, GradientState, ParamHandle, SlotOwner
 from deepoffload.schedule.placement import Kind
 
 NATIVE_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
@@ -50,7 +50,7 @@ class Gradients:
         self, block: Block, handles: list[ParamHandle], offsets: list[int], dtypes: list[torch.dtype]
     ) -> None:
         """Say where the gradients of ``handles`` land, and in which dtype."""
-        owner = SlotOwner(self.pager)
+        owner = GradientOwner(self.pager)
         block.owner = owner
         for handle, offset, dtype in zip(handles, offsets, dtypes, strict=True):
             slot = GradientSlot(handle, dtype)
@@ -96,11 +96,15 @@ class Gradients:
             if handle.unit is not None:
                 self.pager.use_backward(handle.unit)
             block = self._block(slot)
+            owner = block.owner
+            if handle.grad_state is GradientState.EMPTY and isinstance(owner, SlotOwner) and owner.looked_at():
+                handle.grad_state = GradientState.USER  # the program has a view of the last one: it stays as it is
+                return
             self.tiers.acquire(block, load=self._any_landed(block))
             try:
                 self.tiers.will_change(block)
                 accumulate = handle.grad_state is GradientState.LANDED
-                source = grad if grad.stride() == slot.stride else _with_stride(grad, slot)
+                source = grad if grad.stride() == slot.stride and not grad.is_neg() else _with_stride(grad, slot)
                 handle.grad_sum_sq, handle.grad_non_finite = cpu_adam.land(
                     slot.address(),
                     source.data_ptr(),
@@ -168,6 +172,8 @@ class Gradients:
         slot = handle.grad_slot
         if value is not None and slot is not None and value is slot.shown:
             return
+        if type(value) is OffloadedGradient:
+            value = value.clone()  # of another parameter: its memory comes and goes
         set_grad(param, value)  # torch checks shape, dtype and device before anything else changes
         with self.pager.lock:
             self._drop(handle)
@@ -216,6 +222,8 @@ class Gradients:
         """Sum of squares (float64) of one parameter's gradient, and whether it holds a non-finite value."""
         if handle.grad_state is not GradientState.LANDED:
             return self._user_sum_of_squares(handle)
+        if handle.grad_slot is not None:
+            handle.grad_slot.written()
         if handle.grad_sum_sq is None and handle.grad_slot is not None:
             slot = handle.grad_slot
             self.pager.pin(slot)
@@ -244,7 +252,7 @@ class Gradients:
         raw = get_grad(param) if param is not None else None
         if raw is None or handle.grad_slot is None:
             raise RuntimeError(f"{handle.name} has no gradient")
-        if raw.dtype not in NATIVE_DTYPES or raw.stride() != handle.stride:
+        if raw.dtype not in NATIVE_DTYPES or raw.stride() != handle.stride or raw.is_neg():
             raw = _with_stride(raw if raw.dtype in NATIVE_DTYPES else raw.to(handle.dtype), handle.grad_slot)
         keep.append(raw)
         return raw.data_ptr(), NATIVE_DTYPES[raw.dtype]

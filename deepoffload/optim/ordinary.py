@@ -87,7 +87,7 @@ class OrdinaryUpdate:
             if not weight.is_contiguous():
                 weight = weight.contiguous()
                 copies.append((param, weight))
-            grad = param.grad.contiguous()  # type: ignore[union-attr]
+            grad = param.grad.resolve_neg().contiguous()  # type: ignore[union-attr]
             keep += [weight, grad]
             arrays = {field: state[key].data_ptr() for key, field in job.arrays.items()}
             lead = LEAD_KEYS.get(layout)

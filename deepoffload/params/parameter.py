@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from deepoffload.errors import UnsupportedError
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import bare, get_data, no_torch_function, refuse_tracing, set_data, version_of
-from deepoffload.params.unit import ParamHandle
+from deepoffload.params.unit import ParamHandle, SlotOwner
 
 _METADATA_NAMES = (
     "shape dtype device requires_grad is_leaf grad_fn layout ndim names itemsize nbytes output_nr retains_grad name "
@@ -215,7 +215,9 @@ def _after_call(tensor: Any, name: str) -> None:
     slot = tensor._slot
     if type(tensor) is OffloadedGradient:
         version = version_of(tensor)
-        if version != slot.version or name in _ESCAPES:
+        if slot.aliased():
+            slot.escaped = True  # a view, through which the program may write at any time
+        if version != slot.version or slot.escaped or name in _ESCAPES:
             slot.version = version
             slot.pager.will_change(slot)
             slot.touched()
@@ -305,6 +307,7 @@ def _get_data(func: Any, args: Any, kwargs: Any) -> Tensor:
         if type(tensor) is OffloadedParameter:
             slot.note_escape()
         else:
+            slot.escaped = True
             slot.pager.will_change(slot)
             slot.touched()
         return shown if type(shown) is Tensor else shown.as_subclass(Tensor)
@@ -319,6 +322,9 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     if value is tensor:
         return
     if value.shape != slot.shape or value.dtype is not slot.dtype or value.device != tensor.device:
+        if _may_become(slot, value):
+            _become(tensor, slot, value)
+            return
         raise UnsupportedError(
             f"{slot.name}.data = ...: a paged parameter keeps its shape, dtype and device ({tuple(slot.shape)}, "
             f"{slot.dtype}, {tensor.device}; given {tuple(value.shape)}, {value.dtype}, {value.device}). "
@@ -344,6 +350,36 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
             slot.touched()
     finally:
         slot.pager.unpin(slot)
+
+
+def _may_become(slot: TensorSlot, value: Any) -> bool:
+    """While the model is being built a parameter may still change dtype and shape (``model.bfloat16()`` in the
+    context)."""
+    building = isinstance(slot, ParamHandle) and slot.unit is None and slot.pager.closed_because is None
+    plain = type(value) is Tensor or type(value) is nn.Parameter
+    return building and plain and value.device.type == "cpu" and value.numel() > 0 and not value.is_complex()
+
+
+def _become(tensor: Any, slot: ParamHandle, value: Tensor) -> None:
+    """Move a parameter that is still being built into a block of another size."""
+    tiers = slot.pager.tiers
+    with slot.pager.lock:
+        old = slot.block
+        if old is None:
+            raise RuntimeError(f"{slot.name} has no block")
+        new = tiers.create(slot.name, old.kind, value.numel() * value.element_size(), old.owner)
+        tiers.acquire(new, load=False)
+        try:
+            tiers.remove(old)  # its owner hides the bytes: the tensor shows a stand-in now
+            slot.become(value)
+            slot.bind(new, 0)
+            with bare():
+                slot.view().copy_(get_data(value))
+            if isinstance(new.owner, SlotOwner):
+                new.owner.install()
+            slot.version = version_of(tensor)
+        finally:
+            tiers.release(new)
 
 
 def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:

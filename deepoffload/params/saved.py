@@ -60,6 +60,8 @@ class SavedTensorHooks:
             slot = None
         if isinstance(slot, ParamHandle) and tensor.dtype is slot.dtype and not (tensor.is_conj() or tensor.is_neg()):
             return SavedWeight(slot, tensor)
+        if slot is not None or getattr(tensor, "_slot", None) is not None:
+            tensor = get_data(tensor)  # a gradient, or another engine's: the object would lose its bytes, an alias not
         if self.below is None:
             return _without_graph(tensor)
         return SavedBelow(self.below[0](tensor), self.below[1])
@@ -93,6 +95,8 @@ def restore(saved: SavedWeight) -> Tensor:
     handle = saved.handle
     pager = handle.pager
     with pager.lock:
+        if handle.tensor is None:
+            raise ClosedError(f"{handle.name} was deleted between forward and backward")
         pager.pin_for_backward(handle)
         try:
             param = handle.tensor

@@ -235,6 +235,14 @@ class TensorSlot:
                 self.install()
             self.pager.remember_storage(self)
 
+    def become(self, value: Tensor) -> None:
+        """Take over the dtype, shape and layout of ``value``; the tensor then shows a stand-in of that kind."""
+        self.shape = value.shape
+        self.numel = value.numel()
+        self.stride = dense_stride(value)
+        with bare():
+            self.retype(value.dtype)
+
     def retype(self, dtype: torch.dtype) -> None:
         """Change the element type (once, when construction ends). The tensor must show its stand-in."""
         self.dtype = dtype

@@ -134,13 +134,14 @@ class GradientSlot(TensorSlot):
     ``shown`` is the object behind ``param.grad`` while the program may look at it; made when first asked for.
     """
 
-    __slots__ = ("handle", "version", "shown")
+    __slots__ = ("handle", "version", "shown", "escaped")
 
     def __init__(self, handle: ParamHandle, dtype: torch.dtype) -> None:
         super().__init__(handle.pager, f"{handle.name}.grad", None, handle.shape, dtype, handle.stride)
         self.handle = handle
         self.version = 0
         self.shown: Tensor | None = None
+        self.escaped = False
 
     def show(self, tensor: Tensor) -> None:
         """Show the gradient through ``tensor`` from now on."""
@@ -155,11 +156,26 @@ class GradientSlot(TensorSlot):
             owner.install()
 
     def hide(self) -> None:
-        """Stop showing it."""
+        """Stop showing it. Views that the program took of it keep the memory until they are gone."""
+        owner = self.block.owner if self.block is not None else None
+        if isinstance(owner, SlotOwner) and self.aliased():
+            owner.retired.append(self.alias())
         self.pager.forget_storage(self)
         self.uninstall()
         self._tensor_ref = None  # the program may keep the object, which is none of ours any more
         self.shown = None
+
+    def written(self) -> bool:
+        """True when the program may have written to it since the last look; its sum of squares then is unknown."""
+        if self.shown is None or self.storage is None:
+            return False
+        version = version_of(self.shown)
+        if version == self.version and not self.escaped:
+            return False
+        self.version = version
+        self.escaped = self.aliased()
+        self.touched()
+        return True
 
     def touched(self) -> None:
         """The program may have changed the gradient: its sum of squares is taken again at the step."""
@@ -185,17 +201,27 @@ class SlotOwner:
         self.pager = pager
         self.slots: list[TensorSlot] = []
         self.installed = False
+        self.retired: list[Alias] = []
 
     def changed(self) -> bool:
         return False
 
+    def looked_at(self) -> bool:
+        """True while the program has views of tensors that are shown no more."""
+        self.retired = [alias for alias in self.retired if alias()]
+        return bool(self.retired)
+
     def can_release(self) -> bool:
+        if self.retired and self.looked_at():
+            return False
         return not self.installed or not any(slot.aliased() for slot in self.slots)
 
     def aliases(self) -> list[Alias]:
-        return [slot.alias() for slot in self.slots if slot.aliased()] if self.installed else []
+        shown = [slot.alias() for slot in self.slots if slot.aliased()] if self.installed else []
+        return [*shown, *self.retired]
 
     def release(self) -> None:
+        self.retired = []
         if self.installed:
             self.installed = False
             with bare():
@@ -216,6 +242,14 @@ class SlotOwner:
                     slot.install()
                     self.pager.remember_storage(slot)
             self.installed = True
+
+
+class GradientOwner(SlotOwner):
+    """Owner of a gradient block: knows when the program wrote to a shown gradient through a view of it."""
+
+    def changed(self) -> bool:
+        changed = [slot.written() for slot in self.slots if isinstance(slot, GradientSlot)]  # each has to look
+        return any(changed)
 
 
 class WeightOwner(SlotOwner):
