@@ -126,7 +126,6 @@ def test_a_disk_that_fills_up(make_engine, memory, backend, small_disk):
     with pytest.raises(IoFailure, match="ENOSPC") as caught:
         engine.write(file, memory.address, 8 << 20, 0).wait(20)
     assert 0 <= caught.value.offset < 8 << 20  # pieces in flight together: any of them may be the first refused
-    os.truncate(small_disk / "data", 0)  # which pieces have their blocks, and so the size, is a matter of chance
     with pytest.raises(IoFailure, match="ENOSPC"):
         file.grow(8 << 20)
     assert engine.write(file, memory.address, 1 << 20, 0).result() == 1 << 20
@@ -191,6 +190,20 @@ def test_descriptors_are_given_back(make_engine, tmp_path):
     assert len(os.listdir("/proc/self/fd")) == inside
     engine.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_direct_transfers_leave_the_page_cache_alone(make_engine, memory, backend, tmp_path):
+    engine = make_engine(backend=backend)
+    file = engine.open_file(tmp_path / "data", create=True)
+    if not file.direct:
+        pytest.skip(f"no direct I/O on {tmp_path}")
+    file.grow(16 << 20)
+    engine.write(file, memory.address, 16 << 20, 0).wait(20)
+    engine.read(file, memory.address, 16 << 20, 0).wait(20)
+    assert engine.stats()["chunks_buffered"] == 0
+    cached = subprocess.run(["fincore", "-b", "-n", "-o", "RES", tmp_path / "data"], capture_output=True, text=True)
+    if cached.returncode == 0:
+        assert int(cached.stdout) <= 64 << 10
 
 
 def test_a_forked_child_has_no_part_in_it(make_engine, memory, backend, tmp_path):
