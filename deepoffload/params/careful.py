@@ -12,7 +12,9 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
-_TELLING_NAMES = frozenset({"data", "numpy", "data_ptr", "untyped_storage", "storage", "set_", "__array__", "dlpack"})
+_TELLING_NAMES = frozenset(
+    {"data", "grad", "zero_grad", "numpy", "data_ptr", "untyped_storage", "storage", "set_", "__array__", "dlpack"}
+)
 _NOT_IN_FORWARD = ("__init__", "_init", "init_", "reset_parameters", "extra_repr", "_load_from_state_dict")
 
 
