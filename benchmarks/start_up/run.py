@@ -1,7 +1,7 @@
 """What importing deepoffload costs on top of importing torch: `python benchmarks/start_up/run.py`.
 
-Each round starts three interpreters, one after the other, so that a drift of the machine meets all of them. "everything"
-also loads what each public name needs, which a program pays when it first uses that name.
+Each round starts three interpreters, one after the other, so that a drift of the machine meets all of them. The line
+"everything" also loads what each public name needs, which a program pays when it first uses that name.
 """
 
 from __future__ import annotations
