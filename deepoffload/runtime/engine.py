@@ -14,34 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload import machine
-from deepoffload.config import Config, Precision
+from deepoffload.config import Config
 from deepoffload.config.resolve import Budgets, resolve_budgets
-from deepoffload.device import Device, Tier
+from deepoffload.device import Device
 from deepoffload.errors import ConfigError, PlacementError, UsageError
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
 from deepoffload.io.swap_space import SwapSpace
-from deepoffload.memory.arena import Arena, round_up
+from deepoffload.memory.arena import Arena
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.window import RootWatch, Window
-from deepoffload.runtime.construct import Assembly, UnitDraft, adopt, adoptable, convert_buffers, refuse_meta
+from deepoffload.runtime.construct import Assembly, adopt, adoptable, convert_buffers, refuse_meta
+from deepoffload.runtime.plan import DTYPES, PIECES_PER_BUDGET, UNITS_PER_BUDGET, ModelPlan, plan_model
 from deepoffload.runtime.unit_finder import find_units
-from deepoffload.schedule.cost_model import Bandwidths, Kind, Workload
-from deepoffload.schedule.placement import BlockSpec, Placement, plan_placement
+from deepoffload.schedule.cost_model import Bandwidths, Kind
+from deepoffload.schedule.placement import Placement
 
 log = logging.getLogger("deepoffload")
-
-_DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32, Precision.FP16: torch.float16}
-
-PIECES_PER_BUDGET = 14
-"""A state piece takes about this part of the budget at most, so that small budgets have a ring, too."""
-
-UNITS_PER_BUDGET = 8
-"""A unit's weights take at most this part of the budget, where the model can be split so far."""
 
 PLANS_MAX = 20
 """How often a plan is made again to find a budget that is enough."""
@@ -121,17 +114,17 @@ class Engine:
         """
         for root in roots:
             refuse_meta(root)
-        dtype = _DTYPES.get(self.config.precision)
+        dtype = DTYPES.get(self.config.precision)
         registered = list(handles)
         try:
-            assembly, drafts, windows, placement = self._plan(roots, registered, self.pager.tiers.arena.capacity_bytes)
+            plan = self._plan(roots, registered, self.pager.tiers.arena.capacity_bytes)
         except PlacementError as error:
             raise self._with_enough(error, roots, registered) from None
-        self._reserve(placement)
-        for draft in drafts:
-            assembly.fill(draft)
+        self._reserve(plan.placement)
+        for draft in plan.drafts:
+            plan.assembly.fill(draft)
         if not self.pager.evict_always:
-            self._pin_residents(placement)
+            self._pin_residents(plan.placement)
         for root in roots:
             if dtype is not None:
                 convert_buffers(root, dtype)
@@ -141,18 +134,21 @@ class Engine:
         for unit in self.pager.units:
             for handle in unit.handles:
                 self.gradients.track(handle)
-        self._windows = [Window(self.pager, module, name) for name, module in windows]
+        self._windows = [Window(self.pager, module, name) for name, module in plan.windows]
         self._watches = [RootWatch(root, self.refresh) for root in roots]
-        log.info("placement\n%s", placement.table())
+        log.info("placement\n%s", plan.placement.table())
 
-    def _plan(
-        self, roots: Sequence[nn.Module], handles: list[ParamHandle], capacity_bytes: int
-    ) -> tuple[Assembly, list[UnitDraft], list[tuple[str, nn.Module]], Placement]:
-        """Cut the model into units and place them as for a budget of ``capacity_bytes``; no bytes are moved."""
-        dtype = _DTYPES.get(self.config.precision)
-        assembly = Assembly(self.pager, self.gradients, dtype, capacity_bytes // PIECES_PER_BUDGET)
-        drafts, windows = self._draft(assembly, roots, handles, capacity_bytes // UNITS_PER_BUDGET)
-        return assembly, drafts, windows, self._place(drafts, windows, capacity_bytes)
+    def _plan(self, roots: Sequence[nn.Module], handles: list[ParamHandle], capacity_bytes: int) -> ModelPlan:
+        return plan_model(
+            self.pager,
+            self.gradients,
+            self.config,
+            roots,
+            handles,
+            capacity_bytes=capacity_bytes,
+            nvme_bytes=self.budgets.nvme_bytes if self._space is not None else None,
+            bandwidths=self._bandwidths,
+        )
 
     def _with_enough(
         self, error: PlacementError, roots: Sequence[nn.Module], handles: list[ParamHandle]
@@ -177,66 +173,6 @@ class Engine:
             self._space.reserve(placement.nvme_bytes + self._space.used_bytes)
         self.pager.lookahead_bytes = placement.lookahead_bytes
         self.pager.tiers.explain = lambda: f"\n{placement.table()}"
-
-    def _draft(
-        self, assembly: Assembly, roots: Sequence[nn.Module], handles: list[ParamHandle], max_unit_bytes: int
-    ) -> tuple[list[UnitDraft], list[tuple[str, nn.Module]]]:
-        by_tensor = {id(handle.tensor): handle for handle in handles if handle.tensor is not None}
-        drafts: list[UnitDraft] = []
-        windows: list[tuple[str, nn.Module]] = []
-        drafted: set[int] = set()
-        for root in roots:
-            plan = find_units(root, max_unit_bytes, assembly.target_nbytes)
-            windows.extend(plan.windows)
-            for unit in plan.units:
-                mine = []
-                for name, param in unit.params:
-                    handle = by_tensor.get(id(param))
-                    if handle is not None and id(handle) not in drafted:
-                        handle.name = name
-                        drafted.add(id(handle))
-                        mine.append(handle)
-                if mine:
-                    drafts.append(assembly.declare(unit.name, mine))
-        for handle in handles:  # registered somewhere, alive, but in no module that is left
-            if handle.tensor is not None and id(handle) not in drafted:
-                drafts.append(assembly.declare(handle.name, [handle]))
-            elif handle.tensor is None and handle.block is not None:
-                self.pager.tiers.remove(handle.block)
-        return drafts, windows
-
-    def _place(self, drafts: list[UnitDraft], windows: list[tuple[str, nn.Module]], capacity_bytes: int) -> Placement:
-        specs: list[BlockSpec] = []
-        unit_of: dict[int, UnitDraft] = {}
-        trained = 0
-        for draft in drafts:
-            unit = draft.unit
-            blocks = [unit.weights, *([unit.gradients] if unit.gradients else []), *(p.block for p in unit.pieces)]
-            specs += [BlockSpec(b.id, b.name, b.kind, round_up(b.room_bytes), unit.index) for b in blocks]
-            for handle in draft.handles:
-                unit_of[id(handle.tensor)] = draft
-                trained += handle.numel if handle.grad_slot is not None else 0
-        limits = {Kind.WEIGHT: self.config.offload_param, Kind.STATE: self.config.offload_optimizer}
-        kept_kinds = {kind for kind, tier in limits.items() if tier is not None and tier is not Tier.NVME}
-        event_bytes = 0
-        for _, module in windows:
-            used = {
-                unit_of[id(p)].index: unit_of[id(p)].unit.weights.room_bytes
-                for p in module.parameters()
-                if id(p) in unit_of
-            }
-            event_bytes = max(event_bytes, sum(round_up(nbytes) for nbytes in used.values()))
-        return plan_placement(
-            specs,
-            capacity_bytes=capacity_bytes,
-            nvme_capacity_bytes=self.budgets.nvme_bytes if self._space is not None else None,
-            event_weight_bytes=event_bytes,
-            bandwidths=self._bandwidths,
-            workload=Workload(self.config.gradient_accumulation_steps),
-            num_parameters=trained or None,
-            keep=frozenset(spec.id for spec in specs if spec.kind in kept_kinds),
-            set_up_bytes=max((draft.set_up_bytes() for draft in drafts), default=0),
-        )
 
     def _pin_residents(self, placement: Placement) -> None:
         """From now on resident blocks stay. Not before: while bytes move into units, all memory is needed for that."""

@@ -1,0 +1,133 @@
+"""From a model to its placement: units, blocks, and which of them stay in memory. No bytes are moved.
+
+The engine plans with this before it moves anything, and the estimators predict with the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from deepoffload.config import Config, Precision
+from deepoffload.device import Tier
+from deepoffload.memory.arena import round_up
+from deepoffload.optim.gradients import Gradients
+from deepoffload.params.pager import Pager
+from deepoffload.params.unit import ParamHandle
+from deepoffload.runtime.construct import Assembly, UnitDraft
+from deepoffload.runtime.unit_finder import find_units
+from deepoffload.schedule.cost_model import Bandwidths, Kind, Workload
+from deepoffload.schedule.placement import BlockSpec, Placement, plan_placement
+
+DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32, Precision.FP16: torch.float16}
+
+PIECES_PER_BUDGET = 14
+"""A state piece takes about this part of the budget at most, so that small budgets have a ring, too."""
+
+UNITS_PER_BUDGET = 8
+"""A unit's weights take at most this part of the budget, where the model can be split so far."""
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model cut into units, the modules that are to have windows (with their names), and the placement."""
+
+    assembly: Assembly
+    drafts: list[UnitDraft]
+    windows: list[tuple[str, nn.Module]]
+    placement: Placement
+
+
+def plan_model(
+    pager: Pager,
+    gradients: Gradients,
+    config: Config,
+    roots: Sequence[nn.Module],
+    handles: Iterable[ParamHandle],
+    *,
+    capacity_bytes: int,
+    nvme_bytes: int | None,
+    bandwidths: Bandwidths,
+) -> ModelPlan:
+    """Cut ``roots`` into units and place them in ``capacity_bytes`` of memory and ``nvme_bytes`` of NVMe (None: no
+    path). Declares the blocks with the pager's tier manager.
+
+    Raises:
+        PlacementError: the budgets cannot run this model; the message carries the table.
+    """
+    assembly = Assembly(pager, gradients, DTYPES.get(config.precision), capacity_bytes // PIECES_PER_BUDGET)
+    drafts, windows = _draft(pager, assembly, roots, list(handles), capacity_bytes // UNITS_PER_BUDGET)
+    placement = _place(config, drafts, windows, capacity_bytes, nvme_bytes, bandwidths)
+    return ModelPlan(assembly, drafts, windows, placement)
+
+
+def _draft(
+    pager: Pager, assembly: Assembly, roots: Sequence[nn.Module], handles: list[ParamHandle], max_unit_bytes: int
+) -> tuple[list[UnitDraft], list[tuple[str, nn.Module]]]:
+    by_tensor = {id(handle.tensor): handle for handle in handles if handle.tensor is not None}
+    drafts: list[UnitDraft] = []
+    windows: list[tuple[str, nn.Module]] = []
+    drafted: set[int] = set()
+    for root in roots:
+        plan = find_units(root, max_unit_bytes, assembly.target_nbytes)
+        windows.extend(plan.windows)
+        for unit in plan.units:
+            mine = []
+            for name, param in unit.params:
+                handle = by_tensor.get(id(param))
+                if handle is not None and id(handle) not in drafted:
+                    handle.name = name
+                    drafted.add(id(handle))
+                    mine.append(handle)
+            if mine:
+                drafts.append(assembly.declare(unit.name, mine))
+    for handle in handles:  # registered somewhere, alive, but in no module that is left
+        if handle.tensor is not None and id(handle) not in drafted:
+            drafts.append(assembly.declare(handle.name, [handle]))
+        elif handle.tensor is None and handle.block is not None:
+            pager.tiers.remove(handle.block)
+    return drafts, windows
+
+
+def _place(
+    config: Config,
+    drafts: list[UnitDraft],
+    windows: list[tuple[str, nn.Module]],
+    capacity_bytes: int,
+    nvme_bytes: int | None,
+    bandwidths: Bandwidths,
+) -> Placement:
+    specs: list[BlockSpec] = []
+    unit_of: dict[int, UnitDraft] = {}
+    trained = 0
+    for draft in drafts:
+        unit = draft.unit
+        blocks = [unit.weights, *([unit.gradients] if unit.gradients else []), *(p.block for p in unit.pieces)]
+        specs += [BlockSpec(b.id, b.name, b.kind, round_up(b.room_bytes), unit.index) for b in blocks]
+        for handle in draft.handles:
+            unit_of[id(handle.tensor)] = draft
+            trained += handle.numel if handle.grad_slot is not None else 0
+    limits = {Kind.WEIGHT: config.offload_param, Kind.STATE: config.offload_optimizer}
+    kept_kinds = {kind for kind, tier in limits.items() if tier is not None and tier is not Tier.NVME}
+    event_bytes = 0
+    for _, module in windows:
+        used = {
+            unit_of[id(p)].index: unit_of[id(p)].unit.weights.room_bytes
+            for p in module.parameters()
+            if id(p) in unit_of
+        }
+        event_bytes = max(event_bytes, sum(round_up(nbytes) for nbytes in used.values()))
+    return plan_placement(
+        specs,
+        capacity_bytes=capacity_bytes,
+        nvme_capacity_bytes=nvme_bytes,
+        event_weight_bytes=event_bytes,
+        bandwidths=bandwidths,
+        workload=Workload(config.gradient_accumulation_steps),
+        num_parameters=trained or None,
+        keep=frozenset(spec.id for spec in specs if spec.kind in kept_kinds),
+        set_up_bytes=max((draft.set_up_bytes() for draft in drafts), default=0),
+    )
