@@ -49,6 +49,8 @@ typedef struct {
     int64_t offset;
     int64_t nbytes;      /* length of the failed piece */
     int64_t transferred; /* bytes that arrived, without padding */
+    uint64_t started_ns; /* CLOCK_MONOTONIC: the first chunk left the queue (0: none did), the last one came back */
+    uint64_t finished_ns;
 } doff_result;
 
 typedef struct {

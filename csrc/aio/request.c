@@ -60,6 +60,7 @@ void doff_request_free(struct doff_request* request) {
 void doff_request_settle(doff_engine* engine, struct doff_request* request) {
     if (request->segs_queued || request->ops_out)
         return;
+    request->result.finished_ns = doff_now_ns();
     for (unsigned i = 0; i < request->seg_count; i++)
         request->segs[i].file->users--;
     engine->stats.requests_pending--;
@@ -147,6 +148,8 @@ static struct doff_op* op_cut(doff_engine* engine, struct doff_lane* lane, struc
                               .len = padded,
                               .off = seg->off + seg->cut};
     seg->cut += (int64_t)length;
+    if (!seg->request->started)
+        seg->request->result.started_ns = doff_now_ns();
     seg->request->started = true;
     seg->request->ops_out++;
     if (seg->cut >= seg->nbytes) {

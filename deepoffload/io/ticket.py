@@ -40,9 +40,24 @@ class Ticket:
     """One request, of one or several segments. Made by :class:`~deepoffload.io.engine.IoEngine` only.
 
     The memory of the request must stay until ``done()``. A ticket dropped before that does not stop the transfer.
+
+    Attributes:
+        started_s: when its first byte was handed to the kernel, on the clock of ``time.perf_counter``; 0 when none was.
+        finished_s: when its last byte was reported. Both are known once a wait has returned or raised the result.
     """
 
-    __slots__ = ("nbytes", "_action", "_check", "_error", "_files", "_finished", "_handle", "_keep")
+    __slots__ = (
+        "nbytes",
+        "started_s",
+        "finished_s",
+        "_action",
+        "_check",
+        "_error",
+        "_files",
+        "_finished",
+        "_handle",
+        "_keep",
+    )
 
     def __init__(
         self,
@@ -54,6 +69,8 @@ class Ticket:
         check: Callable[[], None] | None = None,
     ) -> None:
         self.nbytes = nbytes
+        self.started_s = 0.0
+        self.finished_s = 0.0
         self._handle = handle
         self._action = action
         self._files = files
@@ -111,6 +128,8 @@ class Ticket:
         self._settle(result)
 
     def _settle(self, result: Any) -> None:
+        self.started_s = result.started_ns * 1e-9
+        self.finished_s = result.finished_ns * 1e-9
         code = int(result.error)
         if code:
             file = next((file for file in self._files if file.file_id == result.file), None)
