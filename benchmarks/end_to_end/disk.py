@@ -1,0 +1,58 @@
+"""What the disk gives to whoever asks best: reads and writes at once, in the same round as the training steps."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from deepoffload.cli.bench_files import BenchFile
+from deepoffload.cli.bench_job import Effort, Job
+from deepoffload.cli.bench_types import Pattern, Setting
+from deepoffload.io.engine import BACKENDS, probe_backend
+
+MIB = 1 << 20
+FILE_BYTES = 512 * MIB
+CELLS = ((MIB, 16), (4 * MIB, 16))
+"""Block size in bytes and blocks in flight: the best two of benchmarks/io."""
+EFFORT = Effort(0.1, 0.5)
+
+
+class DiskRate:
+    """Files and memory for the tools of ``benchmarks/io``; a context manager."""
+
+    def __init__(self, path: str, *, fio: bool) -> None:
+        self._path = Path(path)
+        self._fio = fio and shutil.which("fio") is not None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> DiskRate:
+        sys.path.append(str(Path(__file__).resolve().parents[1] / "io"))
+        tools: Any = importlib.import_module("contenders")
+        with ExitStack() as stack:
+            memory = tools.huge_memory(stack, FILE_BYTES // 4)
+            shared, checked = (stack.enter_context(BenchFile(self._path, n, FILE_BYTES)) for n in (0, 1))
+            for file in (shared, checked):
+                with Job(Setting("pool", MIB, 16, True, 1), [[file]], [memory], threading.Event()) as job:
+                    job.fill(time.monotonic() + 600)
+            backends = [name for name in BACKENDS if name != "pool" and probe_backend(name).available]
+            self._contenders = [tools.Ours(name, shared, checked, memory) for name in backends]
+            self._contenders += [tools.Fio(name, shared) for name in backends] if self._fio else []
+            self._contenders += [] if self._contenders else [tools.Ours("pool", shared, checked, memory)]
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def measure(self) -> dict[str, float]:
+        """Bytes per second of each tool, its better block size of this moment."""
+        return {
+            tool.name: max(tool.move(Pattern.MIXED, block, depth, EFFORT).bytes_per_s for block, depth in CELLS)
+            for tool in self._contenders
+        }

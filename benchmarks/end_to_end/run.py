@@ -1,0 +1,131 @@
+"""One training step: deepoffload, plain PyTorch and DeepSpeed ZeRO-Infinity in turn on the same disk.
+
+    python benchmarks/end_to_end/run.py --path /mnt/nvme --quick
+    python benchmarks/end_to_end/run.py --path /mnt/nvme --deepspeed-python /opt/dsvenv/bin/python --fio
+
+Every round runs every case once, each in a process of its own, after measuring what the disk gives to the best tool.
+A ratio is the median over the rounds of "our median step by theirs in the same round". The targets are printed row by
+row; the JSON with the machine goes to benchmarks/results/. DeepSpeed's own environment: requirements-deepspeed.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from common.gpt import SHAPES
+from end_to_end import cases as all_cases
+from end_to_end.cases import Case, Side, Work
+from end_to_end.disk import DiskRate
+from end_to_end.report import case_lines, rate_lines, report_json, target_lines
+from end_to_end.runner import CaseFailedError, python_of, run_case
+from end_to_end.targets import Round, evaluate, rows
+
+from deepoffload.cli.bench_machine import describe_machine
+from deepoffload.io.swap_files import check_paths
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+OVERLAPS = ("none", "deferred", "in_backward")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", required=True, help="directory on the disk")
+    parser.add_argument("--size", choices=sorted(SHAPES), default="319m")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=128, help="tokens of each sequence")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--clip", type=float, default=1.0, help="global norm; 0: no clipping")
+    parser.add_argument("--overlap", nargs="+", choices=OVERLAPS, default=["none"], help="our step_overlap")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each run")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rows", nargs="+", metavar="CASE", help="only these cases, or those that begin so")
+    parser.add_argument("--deepspeed-python", metavar="FILE", help="python of an environment with DeepSpeed")
+    parser.add_argument("--fio", action="store_true", help="let fio compete for the best disk rate")
+    parser.add_argument("--quick", action="store_true", help="125 M parameters, one round, no DeepSpeed")
+    parser.add_argument("--json", type=Path, help="not said: benchmarks/results/end_to_end_SIZE.json")
+    said = parser.parse_args(arguments)
+    if said.quick:
+        said.size, said.rounds, said.steps, said.deepspeed_python = "125m", 1, 3, None
+    if min(said.rounds, said.steps, said.batch, said.seq, said.accumulate, said.threads) < 1 or said.warmup < 0:
+        parser.error("--rounds, --steps, --batch, --seq, --accumulate and --threads are at least 1")
+    if said.clip and "in_backward" in said.overlap:
+        parser.error("in_backward cannot clip by the global norm; add --clip 0")
+    return said
+
+
+def chosen_cases(said: argparse.Namespace, work: Work) -> list[Case]:
+    found = [*all_cases.PLAIN]
+    for overlap in said.overlap:
+        found += all_cases.ours(work, overlap)
+    found += all_cases.deepspeed(work) if said.deepspeed_python else ()
+    if said.rows:
+        found = [case for case in found if case.name.startswith(tuple(said.rows))]
+    return found
+
+
+def measure(said: argparse.Namespace, work: Work, cases: list[Case]) -> list[Round]:
+    """All rounds. A case of another tool that fails is left out from then on; one of ours ends the benchmark."""
+    rounds: list[Round] = []
+    left = list(cases)
+    with DiskRate(said.path, fio=said.fio) as disk:
+        for number in range(said.rounds):
+            this = Round(rates=disk.measure())
+            rounds.append(this)
+            turn = number % max(1, len(left))
+            for case in left[turn:] + left[:turn]:
+                started = time.monotonic()
+                try:
+                    run = run_case(case, work, said.path, python_of(case, said.deepspeed_python))
+                except CaseFailedError as error:
+                    if case.side is not Side.DEEPSPEED:
+                        raise
+                    print(f"left out: {error}", file=sys.stderr)
+                    left.remove(case)
+                    continue
+                this.runs[case.name] = run
+                print(
+                    f"round {number + 1}/{said.rounds} {case.name:26} {run.median('seconds'):6.2f} s  "
+                    f"(whole run {time.monotonic() - started:.0f} s)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return rounds
+
+
+def main(arguments: list[str] | None = None) -> int:
+    said = parse(arguments)
+    (directory,) = check_paths([said.path], key="--path")
+    work = Work(
+        said.size, said.batch, said.seq, said.accumulate, said.clip or None, 1e-4, said.warmup, said.steps, said.threads
+    )
+    cases = chosen_cases(said, work)
+    machine: dict[str, Any] = describe_machine([directory])
+    try:
+        rounds = measure(said, work, cases)
+    except CaseFailedError as error:
+        print(f"run.py: error: {error}", file=sys.stderr)
+        return 1
+    results = [result for overlap in said.overlap for result in evaluate(rows(work, overlap), rounds)]
+    shape = f"{work.batch} x {work.seq} tokens, k = {work.accumulate}, clipping {work.clip}, {work.threads} threads"
+    print(f"\n{work.num_parameters / 1e6:.1f} M parameters, {shape}, {len(rounds)} rounds of {work.steps} steps\n")
+    for lines in (case_lines(cases, rounds), rate_lines(rounds), target_lines(results)):
+        print("\n".join(lines), end="\n\n")
+    out = said.json or RESULTS / f"end_to_end_{said.size}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report_json(work, cases, rounds, results, machine), indent=1) + "\n")
+    print(f"written to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""deepoffload's side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.gpt import GPT, Shape, fill
+from torch import Tensor
+
+import deepoffload
+
+
+class Ours:
+    def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> None:
+        config = dict(settings)
+        if config.pop("disk"):
+            config["nvme_path"] = path
+        context = deepoffload.offload_context(
+            {"gradient_accumulation_steps": work["accumulate"]} | config, precision="bf16"
+        )
+        with context:
+            self.model = GPT(shape, work["seq"])
+            fill(self.model)
+        self.engine = context.engine
+        self.optimizer = deepoffload.CPUAdamW(
+            self.model.parameters(), lr=work["lr"], betas=(0.9, 0.95), weight_decay=0.01, max_grad_norm=work["clip"]
+        )
+        self.notes = self.engine.placement.table()
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.model(tokens, targets)
+
+    def backward(self, loss: Tensor, accumulate: int) -> None:
+        (loss / accumulate if accumulate > 1 else loss).backward()
+
+    def update(self, last: bool) -> None:
+        if last:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def finish(self) -> None:
+        for param in self.model.parameters():
+            param.detach().flatten()[0].item()  # whoever reads a weight sees the finished step
+
+    def stats(self) -> dict[str, float]:
+        return self.engine.stats()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def make(shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> Ours:
+    return Ours(shape, work, settings, path)

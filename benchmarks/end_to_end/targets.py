@@ -1,0 +1,131 @@
+"""The table "To reach": one row per claim, each a ratio taken round by round."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from end_to_end.cases import BYTES, RING_BYTES, Work
+from end_to_end.runner import Run
+
+PROCESS_BYTES = 64_000_000
+"""What our own code and data may take besides the budget."""
+
+
+@dataclass
+class Round:
+    """What one round gave: runs by case, and the disk's rate by tool, in bytes per second."""
+
+    runs: dict[str, Run] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def best_rate(self) -> float:
+        return max(self.rates.values())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A claim: ``value`` of a round, or None where it cannot be made, is at most ``target``."""
+
+    name: str
+    target: float
+    needs: tuple[str, ...]
+    value: Callable[[Round], float | None]
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    target: float
+    unit: str
+    values: tuple[float, ...]
+    median: float
+    met: bool
+
+
+def seconds(a: str, b: str, key: str = "seconds") -> Callable[[Round], float]:
+    return lambda round: round.runs[a].median(key) / round.runs[b].median(key)
+
+
+def moved_bytes(run: Run) -> float:
+    return run.median("read_bytes") + run.median("written_bytes")
+
+
+def bound_seconds(round: Round, disk: str, compute: str) -> float:
+    """Least time of a step: that of the same work with everything in memory, or of its bytes at the best rate."""
+    return max(round.runs[compute].median("seconds"), moved_bytes(round.runs[disk]) / round.best_rate)
+
+
+def within_memory(a: str, b: str) -> Callable[[Round], float | None]:
+    """Step time against step time, provided that ours takes no more memory."""
+
+    def value(round: Round) -> float | None:
+        if round.runs[a].peak_bytes > round.runs[b].peak_bytes:
+            return None
+        return seconds(a, b)(round)
+
+    return value
+
+
+def to_bound(disk: str, compute: str) -> Callable[[Round], float]:
+    return lambda round: round.runs[disk].median("seconds") / bound_seconds(round, disk, compute)
+
+
+def bytes_per_parameter(case: str, n: int) -> Callable[[Round], float]:
+    return lambda round: moved_bytes(round.runs[case]) / n
+
+
+def memory_share(case: str, n: int) -> Callable[[Round], float]:
+    def value(round: Round) -> float:
+        allowed = round.runs["plain-backward"].peak_bytes - BYTES["weights"] * n + PROCESS_BYTES + RING_BYTES
+        return round.runs[case].peak_bytes / allowed
+
+    return value
+
+
+def rows(work: Work, overlap: str) -> list[Row]:
+    """All rows for one ``step_overlap``."""
+    n = work.num_parameters
+    host, half, optimizer, everything = (f"{name}-{overlap}" for name in ("host", "half", "optimizer", "all"))
+    tuned, all_tuned = "deepspeed-nvme-tuned", "deepspeed-all-tuned"
+    bound = 1.2 if n > 8e8 else 1.15
+    found = [
+        Row("all in host memory / DeepSpeed CPU offload", 0.30, (host, "deepspeed-cpu"), seconds(host, "deepspeed-cpu")),
+        Row("half of the state resident / DeepSpeed NVMe tuned", 0.28, (half, tuned), seconds(half, tuned)),
+        Row("optimizer on NVMe / DeepSpeed NVMe tuned", 0.48, (optimizer, tuned), seconds(optimizer, tuned)),
+        Row("everything on NVMe / DeepSpeed everything", 0.50, (everything, all_tuned), seconds(everything, all_tuned)),
+    ]
+    for name in (host, half):
+        row = Row(f"{name}, no more memory than DeepSpeed NVMe tuned", 0.15 if name == host else 0.28, (name, tuned),
+                  within_memory(name, tuned))  # fmt: skip
+        found.append(row)
+    if overlap == "none":  # elsewhere the update has no place of its own
+        found.append(Row("update / plain loop's update", 0.45, (host, "plain"), seconds(host, "plain", "update_s")))
+    found.append(Row("all in host memory / plain loop (for information)", 1.0, (host, "plain"), seconds(host, "plain")))
+    for name in (half, optimizer, everything):
+        found.append(Row(f"{name} / bound", bound, (name, host), to_bound(name, host)))
+    found += [
+        Row("disk bytes, everything on NVMe", 26.0, (everything,), bytes_per_parameter(everything, n), "B/param"),
+        Row("disk bytes, optimizer on NVMe", 20.0, (optimizer,), bytes_per_parameter(optimizer, n), "B/param"),
+        Row("peak memory, everything on NVMe / allowed", 1.0, (everything, "plain-backward"),
+            memory_share(everything, n)),
+    ]  # fmt: skip
+    return found
+
+
+def evaluate(found: Sequence[Row], rounds: Sequence[Round]) -> list[Result]:
+    """The rows whose cases ran, with the median of their rounds."""
+    results = []
+    for row in found:
+        complete = [round for round in rounds if all(case in round.runs for case in row.needs)]
+        values = [row.value(round) for round in complete]
+        known = tuple(value for value in values if value is not None)
+        if complete and len(known) < len(values):
+            results.append(Result(row.name, row.target, row.unit, known, float("inf"), False))
+        elif known:
+            median = statistics.median(known)
+            results.append(Result(row.name, row.target, row.unit, known, median, median <= row.target))
+    return results
