@@ -14,6 +14,7 @@ struct doff_op;
 struct doff_io {
     int fd;
     bool write;
+    bool evict; /* the pool: on the device and out of the page cache when done */
     char* buf;
     size_t len;
     int64_t off;

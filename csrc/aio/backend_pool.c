@@ -4,6 +4,7 @@
 #include "backend.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -19,9 +20,27 @@ struct pool_state {
     pthread_t thread[THREADS_MAX];
 };
 
+#define PAGE_MASK (sysconf(_SC_PAGESIZE) - 1)
+
+/* Writes the pages back first: posix_fadvise(2) drops clean ones only. An error of that is one of the transfer. A page
+ * that another thread changes meanwhile stays until that thread evicts it. */
+static int evict(const struct doff_io* io, int64_t nbytes) {
+    off_t from = io->off & ~PAGE_MASK, to = (io->off + nbytes + PAGE_MASK) & ~PAGE_MASK;
+    const unsigned how = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+    if (io->write)
+        while (sync_file_range(io->fd, from, to - from, how))
+            if (errno != EINTR)
+                return -errno;
+    posix_fadvise(io->fd, from, to - from, POSIX_FADV_DONTNEED);
+    return 0;
+}
+
 static int64_t transfer(const struct doff_io* io) {
     ssize_t moved = io->write ? pwrite(io->fd, io->buf, io->len, io->off) : pread(io->fd, io->buf, io->len, io->off);
-    return moved < 0 ? -errno : moved;
+    if (moved < 0)
+        return -errno;
+    int code = io->evict && moved ? evict(io, moved) : 0;
+    return code ? code : moved;
 }
 
 static void* pool_main(void* argument) {

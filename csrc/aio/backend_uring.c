@@ -2,6 +2,12 @@
  *
  * One thread submits at a time (the engine's pump) and one reaps. Completions of direct I/O are delivered to the thread
  * that submitted, so it pays that in a steady stream the reaper itself submits.
+ *
+ * Registered files and buffers are left out, because they do not pay here. A bare ring on a virtual disk, 16 in flight,
+ * huge pages, median of 9 alternating rounds against plain requests (single rounds differ by 10 % and more): reads of 1
+ * and 4 MiB 1.01 and 1.00, writes 1.01 and 1.10 (rounds 0.94 to 1.32); registered files alone 0.95 to 1.04. CPU time
+ * falls by 0.0035 s/GB at 1 MiB and 0.001 s/GB at 4 MiB. Registered buffers would be pinned for good, within the
+ * locked memory limit on kernels that charge it, and the engine takes any memory.
  */
 #define _GNU_SOURCE
 #include "backend.h"

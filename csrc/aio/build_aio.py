@@ -19,6 +19,7 @@ SOURCES = (
     "backend_libaio.c",
     "backend_pool.c",
     "backend_uring.c",
+    "bounce.c",
     "crc32c.c",
     "engine.c",
     "file.c",

@@ -7,7 +7,9 @@
  *
  * Contract of DOFF_PADDED: address and offset of every segment are multiples of 4096, and both the memory and the file
  * range behind the segment extend to the next multiple of 4096 and belong to the request. A transfer may then round its
- * length up. Without it, the parts of a segment that direct I/O cannot do go through the page cache, exactly.
+ * length up. Without it, any address, offset and length works on a direct file, exactly, and leaves nothing in the page
+ * cache: whole blocks whose memory is not aligned as they are go through a bounce buffer (bounce.c), parts of blocks
+ * through the page cache, which is written back and emptied of them before the request is done.
  */
 #ifndef DOFF_AIO_H
 #define DOFF_AIO_H
@@ -65,7 +67,7 @@ typedef struct {
 typedef struct {
     uint64_t bytes_read, bytes_written;
     uint64_t requests_done, requests_failed, requests_cancelled, requests_pending;
-    uint64_t chunks_done, chunks_buffered, chunks_in_flight, chunks_in_flight_max;
+    uint64_t chunks_done, chunks_buffered, chunks_bounced, chunks_in_flight, chunks_in_flight_max;
     uint64_t short_transfers, retries, direct_refused, submit_calls, unobserved_failures;
 } doff_stats;
 

@@ -16,6 +16,7 @@ static void engine_free(doff_engine* engine) {
     pthread_cond_destroy(&engine->room);
     pthread_cond_destroy(&engine->finished);
     pthread_mutex_destroy(&engine->mutex);
+    doff_bounce_free(engine, engine->queue_depth * DOFF_LANES_MAX);
     free(engine->ops);
     free(engine);
 }
@@ -62,8 +63,11 @@ static int start_backends(doff_engine* engine, const struct doff_backend_table* 
         return code;
     }
     code = doff_backend_start(&engine->backend, table, ops, NULL, doff_pump_complete, engine);
-    if (code || table != &doff_backend_libaio)
+    if (code || table == &doff_backend_pool)
         return code;
+    /* libaio would do all buffered chunks inside io_submit, io_uring those whose pages are to be evicted without doing
+     * that; the pool starts threads only when there are such chunks. */
+    engine->all_buffered_aside = table == &doff_backend_libaio;
     code =
         doff_backend_start(&engine->side_pool, &doff_backend_pool, DOFF_SIDE_THREADS, NULL, doff_pump_complete, engine);
     if (code)

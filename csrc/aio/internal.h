@@ -56,7 +56,8 @@ struct doff_op {
     struct doff_seg* seg;
     size_t want; /* io.len without padding */
     unsigned again_count;
-    bool aside; /* goes to the pool beside the main backend */
+    char *user, *bounce; /* bounce.c: the memory that io.buf stands for, or NULL; the slot's buffer, or NULL */
+    bool aside;          /* goes to the pool beside the main backend */
 };
 
 struct doff_request {
@@ -73,7 +74,7 @@ struct doff_engine {
     pthread_mutex_t mutex;
     pthread_cond_t work, room, finished; /* submit thread; doff_submit; waiters */
     pthread_t submitter;
-    bool stop, closed, kicked, pumping, has_side_pool;
+    bool stop, closed, kicked, pumping, has_side_pool, all_buffered_aside;
     unsigned references; /* 1 for the handle + requests not released */
     uint32_t queue_depth, block_bytes, pending_max;
     struct doff_backend backend, side_pool;
@@ -81,6 +82,8 @@ struct doff_engine {
     struct doff_lane lanes[DOFF_LANES_MAX];
     unsigned lane_next; /* round robin */
     struct doff_op *ops, *ops_free, *delayed;
+    char* bounce_next; /* the rest of a page of bounce buffers */
+    unsigned bounces_left;
     doff_stats stats;
 };
 
@@ -93,6 +96,16 @@ struct doff_op* doff_op_pick(doff_engine* engine, struct doff_lane* lane);
 void doff_op_done(doff_engine* engine, struct doff_op* op, int64_t result);
 void doff_op_delay(doff_engine* engine, struct doff_op* op);
 void doff_request_free(struct doff_request* request);
+
+/* bounce.c; begin and end with the mutex held, the copies without it */
+size_t doff_bounce_length(const doff_engine* engine);
+/* false: no memory */
+bool doff_bounce_begin(doff_engine* engine, struct doff_op* op);
+void doff_bounce_end(struct doff_op* op);
+/* Copies for the first of ios if it needs that; returns how many can be submitted now. */
+unsigned doff_bounce_fill(struct doff_io** ios, unsigned count);
+void doff_bounce_empty(const struct doff_op* op, int64_t moved);
+void doff_bounce_free(doff_engine* engine, unsigned ops);
 
 /* pump.c; without the mutex */
 void doff_pump_complete(void* engine, const struct doff_completion* done, unsigned count);

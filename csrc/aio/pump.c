@@ -15,7 +15,8 @@
 static void submit_batch(doff_engine* engine, struct doff_backend* backend, struct doff_io** ios, unsigned count) {
     unsigned sent = 0;
     while (sent < count) {
-        int code = doff_backend_submit(backend, ios + sent, count - sent);
+        unsigned ready = doff_bounce_fill(ios + sent, count - sent);
+        int code = doff_backend_submit(backend, ios + sent, ready);
         pthread_mutex_lock(&engine->mutex);
         engine->stats.submit_calls++;
         if (code > 0) {
@@ -72,6 +73,8 @@ static void pump(doff_engine* engine) {
 
 void doff_pump_complete(void* context, const struct doff_completion* done, unsigned count) {
     doff_engine* engine = context;
+    for (unsigned i = 0; i < count; i++)
+        doff_bounce_empty((const struct doff_op*)done[i].io, done[i].result);
     pthread_mutex_lock(&engine->mutex);
     for (unsigned i = 0; i < count; i++)
         doff_op_done(engine, (struct doff_op*)done[i].io, done[i].result);

@@ -5,6 +5,8 @@
 #include <errno.h>
 #include <stdlib.h>
 
+enum route { ROUTE_DIRECT, ROUTE_BOUNCE, ROUTE_BUFFERED };
+
 static void queue_push(struct doff_queue* queue, struct doff_seg* seg) {
     seg->next = NULL;
     *queue->tail = seg;
@@ -96,30 +98,46 @@ void doff_request_fail(doff_engine* engine, struct doff_request* request, int er
     doff_request_dequeue(engine, request);
 }
 
-/* The length of the next chunk at a segment's cut, and whether it can be direct. Pieces that direct I/O cannot do are
- * cut off, so that only they go through the page cache: whole blocks of 4096 bytes, even where the device would take
- * 512, because the page cache writes whole blocks back and would undo a direct write beside it in the same block. */
-static size_t chunk_length(const struct doff_engine* engine, const struct doff_seg* seg, bool* direct, size_t* padded) {
+/* The length of the next chunk at a segment's cut, and how it goes. Pieces that direct I/O cannot do are cut off, so
+ * that only they go through the page cache (and leave it at once, see backend_pool.c): whole blocks of 4096 bytes, even
+ * where the device would take 512, because the page cache writes whole blocks back and would undo a direct write beside
+ * it in the same block. Reading a part block directly, changing it in memory and writing it back is no way out: two
+ * requests may change one block at the same time. */
+static size_t chunk_length(const struct doff_engine* engine, const struct doff_seg* seg, enum route* route,
+                           size_t* padded) {
     const uint64_t page_mask = DOFF_PAGE - 1;
     int64_t rest = seg->nbytes - seg->cut;
     size_t length = rest < (int64_t)engine->block_bytes ? (size_t)rest : engine->block_bytes;
     uint64_t address = (uint64_t)(uintptr_t)seg->buf + (uint64_t)seg->cut, off = (uint64_t)(seg->off + seg->cut);
     *padded = length;
-    *direct = seg->file->fd_direct >= 0 && !((address - off) & seg->file->mask);
-    if (!*direct)
+    *route = ROUTE_BUFFERED;
+    if (seg->file->fd_direct < 0)
         return length;
     uint64_t head = (DOFF_PAGE - (off & page_mask)) & page_mask;
-    if (seg->request->padded && !head) {
+    if (seg->request->padded && !head) { /* addresses are aligned then */
+        *route = ROUTE_DIRECT;
         *padded = (length + page_mask) & ~page_mask;
         return length;
     }
     if (head || length < DOFF_PAGE) {
-        *direct = false;
         if (head && head < length)
             length = head;
         return *padded = length;
     }
+    *route = (address - off) & seg->file->mask ? ROUTE_BOUNCE : ROUTE_DIRECT;
+    if (*route == ROUTE_BOUNCE && length > doff_bounce_length(engine))
+        length = doff_bounce_length(engine);
     return *padded = length & ~page_mask;
+}
+
+/* Through the page cache. What belongs to a direct file does not stay there. */
+static void op_buffered(doff_engine* engine, struct doff_op* op) {
+    doff_bounce_end(op);
+    op->io.fd = op->seg->file->fd_buffered;
+    op->io.len = op->want;
+    op->io.evict = op->seg->file->fd_direct >= 0;
+    op->aside = engine->has_side_pool && (engine->all_buffered_aside || op->io.evict);
+    engine->stats.chunks_buffered++;
 }
 
 static void op_release(doff_engine* engine, struct doff_op* op) {
@@ -135,18 +153,23 @@ static void op_release(doff_engine* engine, struct doff_op* op) {
 static struct doff_op* op_cut(doff_engine* engine, struct doff_lane* lane, struct doff_queue* queue) {
     struct doff_op* op = engine->ops_free;
     struct doff_seg* seg = queue->head;
-    bool direct;
-    size_t padded, length = chunk_length(engine, seg, &direct, &padded);
+    enum route route;
+    size_t padded, length = chunk_length(engine, seg, &route, &padded);
     engine->ops_free = op->next;
     op->seg = seg;
     op->want = length;
     op->again_count = 0;
-    op->aside = !direct && engine->has_side_pool;
-    op->io = (struct doff_io){.fd = direct ? seg->file->fd_direct : seg->file->fd_buffered,
+    op->aside = false;
+    op->user = NULL;
+    op->io = (struct doff_io){.fd = seg->file->fd_direct,
                               .write = seg->request->write,
                               .buf = seg->buf + seg->cut,
                               .len = padded,
                               .off = seg->off + seg->cut};
+    if (route == ROUTE_BOUNCE && doff_bounce_begin(engine, op))
+        engine->stats.chunks_bounced++;
+    else if (route != ROUTE_DIRECT) /* also without memory for a bounce buffer */
+        op_buffered(engine, op);
     seg->cut += (int64_t)length;
     if (!seg->request->started)
         seg->request->result.started_ns = doff_now_ns();
@@ -158,8 +181,6 @@ static struct doff_op* op_cut(doff_engine* engine, struct doff_lane* lane, struc
         seg->request->segs_queued--;
     }
     lane->in_flight++;
-    if (!direct)
-        engine->stats.chunks_buffered++;
     if (++engine->stats.chunks_in_flight > engine->stats.chunks_in_flight_max)
         engine->stats.chunks_in_flight_max = engine->stats.chunks_in_flight;
     return op;
@@ -207,13 +228,6 @@ void doff_op_delay(doff_engine* engine, struct doff_op* op) {
     pthread_cond_signal(&engine->work);
 }
 
-static void op_buffered(doff_engine* engine, struct doff_op* op) {
-    op->io.fd = op->seg->file->fd_buffered;
-    op->io.len = op->want;
-    op->aside = engine->has_side_pool;
-    engine->stats.chunks_buffered++;
-}
-
 /* A short transfer goes on where it stopped; a rest that is no longer aligned goes through the page cache. */
 static void op_continue(doff_engine* engine, struct doff_op* op, size_t moved) {
     struct doff_file* file = op->seg->file;
@@ -223,6 +237,8 @@ static void op_continue(doff_engine* engine, struct doff_op* op, size_t moved) {
     op->io.off += (int64_t)moved;
     op->io.len -= moved;
     op->want -= moved;
+    if (op->user)
+        op->user += moved;
     uint64_t bits = (uint64_t)(uintptr_t)op->io.buf | (uint64_t)op->io.off | op->io.len;
     if (file->fd_direct < 0 || (bits & file->mask))
         op_buffered(engine, op);

@@ -33,7 +33,7 @@ NO_EFFECT = {
     "--validate": "data is always checked",
     "--include_warmup_time": "the warm-up is never counted",
     "--use_accelerator_pin_memory": "buffers are on huge pages, which makes locking unnecessary",
-    "--slow_bounce_buffer": "there is no bounce buffer",
+    "--slow_bounce_buffer": "the buffers are aligned, so nothing is bounced",
     "--different_file_each_iteration": "all files exist and are written before anything is measured; see --files",
     "--flush_page_cache": "the files measured are always taken out of the page cache first; root is not needed",
 }

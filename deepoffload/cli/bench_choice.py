@@ -10,7 +10,6 @@ from typing import Any
 from deepoffload.cli.bench_sweep import Findings
 from deepoffload.cli.bench_types import Pattern, Setting
 from deepoffload.config.own_keys import REQUEST_BYTES_MAX
-from deepoffload.io import probe
 from deepoffload.io.probe import Bandwidth
 
 # Settings that lie this near together are equally good: the one that needs least memory in flight is taken.
@@ -109,13 +108,6 @@ def best_per_backend(findings: Findings) -> list[Setting]:
             if findings.score(setting, list(Pattern)) > findings.score(held, list(Pattern)):
                 found[setting.backend] = setting
     return list(found.values())
-
-
-def store(measured: Bandwidth) -> bool:
-    """Keeps it where ``deepoffload.io.probe`` looks; ``False`` when the cache directory cannot be written."""
-    cache = probe._cache_file(measured.path, measured.backend)
-    probe._store(cache, measured)
-    return probe._load(cache) == measured
 
 
 def _count(findings: Findings, setting: Setting, patterns: Sequence[Pattern]) -> int:

@@ -17,7 +17,6 @@ from deepoffload.cli.bench_choice import (
     choose,
     duplex_text,
     make_bandwidth,
-    store,
 )
 from deepoffload.cli.bench_compare import Comparison, compare_with_fio
 from deepoffload.cli.bench_files import room_by_path
@@ -33,7 +32,7 @@ from deepoffload.cli.bench_types import DataMismatch, Pattern, Setting
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import DeepOffloadError, IoFailure, IoTimeout, UnsupportedError
 from deepoffload.io.engine import BACKENDS, BackendReport, IoEngine, choose_backend, probe_backend
-from deepoffload.io.probe import Bandwidth, probe_path
+from deepoffload.io.probe import Bandwidth, probe_path, store_bandwidth
 from deepoffload.io.swap_files import check_paths, reclaim_stale
 
 EXIT_OK, EXIT_FAULT, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -145,8 +144,8 @@ def _measure(bench: Bench, options: Options, end_s: float) -> Outcome:
         outcome.choice = choose(bench.findings, options.patterns)
         if outcome.choice is not None and set(options.patterns) == set(Pattern):
             outcome.bandwidths = _bandwidths(bench, outcome.choice.setting, several, ALONE_SHARE * left_s)
-            kept = [store(measured) for measured in outcome.bandwidths] if options.store else []
-            outcome.stored = bool(kept) and all(kept)
+            kept = [store_bandwidth(measured) for measured in outcome.bandwidths] if options.store else []
+            outcome.stored = bool(kept) and None not in kept
         if options.compare and outcome.choice is not None:
             outcome.comparisons = compare_with_fio(
                 bench, outcome.choice.setting, options.patterns, end_s, options.warmup

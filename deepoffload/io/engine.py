@@ -231,13 +231,16 @@ class IoEngine:
     def read(
         self, file: IoFile, address: int, nbytes: int, offset: int, *, priority: Priority = Priority.NORMAL
     ) -> Ticket:
-        """Reads ``nbytes`` at ``offset`` into memory. Any alignment works; aligned parts go directly."""
+        """Reads ``nbytes`` at ``offset`` into memory. Any alignment works, and leaves nothing of a direct file in the
+        page cache: memory that does not lie as the file's blocks do costs a copy through a bounce buffer (at most 1 MiB
+        per chunk in flight), a part of a 4096-byte block a visit to the page cache, which then drops it."""
         return self._one(lib.DOFF_READ, file, address, nbytes, offset, priority)
 
     def write(
         self, file: IoFile, address: int, nbytes: int, offset: int, *, priority: Priority = Priority.NORMAL
     ) -> Ticket:
-        """Writes ``nbytes`` from memory at ``offset``; the memory must not change until done."""
+        """Writes ``nbytes`` from memory at ``offset``; the memory must not change until done. As :meth:`read`; a part
+        of a block is on the device when the request is done (``sync_file_range``), as direct transfers are."""
         return self._one(lib.DOFF_WRITE, file, address, nbytes, offset, priority)
 
     def _one(self, operation: int, file: IoFile, address: int, nbytes: int, offset: int, priority: Priority) -> Ticket:

@@ -93,8 +93,7 @@ def measure_bandwidth(
         BudgetError: There is not even room for a small file.
     """
     (directory,) = check_paths([path])
-    cache = _cache_file(directory, engine.backend)
-    known = _load(cache) if use_cache else None
+    known = cached_bandwidth(directory, engine.backend) if use_cache else None
     if known is not None:
         return known
     size = min(FILE_BYTES, (free_bytes(directory) - SPACE_MARGIN_BYTES) // 2) // REQUEST_BYTES * REQUEST_BYTES
@@ -107,8 +106,49 @@ def measure_bandwidth(
         SwapSpace(engine, [directory], budget_bytes=size, label="measure") as swap,
     ):
         measured = _measure(swap, memory, directory, engine.backend, size, time_s)
-    _store(cache, measured)
+    store_bandwidth(measured)
     return measured
+
+
+def cached_bandwidth(path: str | os.PathLike[str], backend: str) -> Bandwidth | None:
+    """What was measured on ``path`` with this backend in the last 30 days, on this machine and disk; else ``None``.
+
+    Raises:
+        ConfigError: The path is missing, not a directory, or not writable.
+    """
+    (directory,) = check_paths([path])
+    try:
+        found = json.loads(_cache_file(directory, backend).read_text())
+        known = Bandwidth(**{field.name: found[field.name] for field in fields(Bandwidth)})
+        fresh = 0 <= time.time() - known.measured_at_unix_s < CACHE_MAX_AGE_S
+        rates = (known.read_bytes_per_s, known.write_bytes_per_s, known.mixed_bytes_per_s)
+        return known if fresh and all(rate > 0 for rate in rates) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def store_bandwidth(measured: Bandwidth) -> Path | None:
+    """Keeps it where :func:`cached_bandwidth` and :func:`measure_bandwidth` look, in place of what is there.
+
+    Atomically: a reader sees the old file or the new one.
+
+    Returns:
+        The file that was written; ``None`` when :func:`cache_directory` cannot be written (a read-only home): the path
+        is then measured again next time.
+
+    Raises:
+        ConfigError: ``measured.path`` is missing, not a directory, or not writable.
+    """
+    (directory,) = check_paths([measured.path])
+    cache = _cache_file(directory, measured.backend)
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cache.parent, suffix=".tmp", delete=False) as file:
+            json.dump(asdict(measured), file, indent=1)
+        os.replace(file.name, cache)
+    except OSError:
+        return None
+    return cache
 
 
 def stripe_weights(measured: Sequence[Bandwidth]) -> list[float]:
@@ -170,26 +210,3 @@ def cache_directory() -> Path:
 def _cache_file(path: str, backend: str) -> Path:
     key = f"{path}\0{os.stat(path).st_dev}\0{os.uname().nodename}\0{backend}"
     return cache_directory() / f"bandwidth-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-
-
-def _load(cache: Path) -> Bandwidth | None:
-    """A measurement that is whole and not too old."""
-    try:
-        found = json.loads(cache.read_text())
-        known = Bandwidth(**{field.name: found[field.name] for field in fields(Bandwidth)})
-        fresh = 0 <= time.time() - known.measured_at_unix_s < CACHE_MAX_AGE_S
-        rates = (known.read_bytes_per_s, known.write_bytes_per_s, known.mixed_bytes_per_s)
-        return known if fresh and all(rate > 0 for rate in rates) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _store(cache: Path, measured: Bandwidth) -> None:
-    """Atomically: a reader sees the old file or the new one."""
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache.parent, suffix=".tmp", delete=False) as file:
-            json.dump(asdict(measured), file, indent=1)
-        os.replace(file.name, cache)
-    except OSError:
-        pass  # a read-only home: measured again next time

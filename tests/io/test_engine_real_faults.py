@@ -193,20 +193,6 @@ def test_descriptors_are_given_back(make_engine, tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_direct_transfers_leave_the_page_cache_alone(make_engine, memory, backend, tmp_path):
-    engine = make_engine(backend=backend)
-    file = engine.open_file(tmp_path / "data", create=True)
-    if not file.direct:
-        pytest.skip(f"no direct I/O on {tmp_path}")
-    file.grow(16 << 20)
-    engine.write(file, memory.address, 16 << 20, 0).wait(20)
-    engine.read(file, memory.address, 16 << 20, 0).wait(20)
-    assert engine.stats()["chunks_buffered"] == 0
-    cached = subprocess.run(["fincore", "-b", "-n", "-o", "RES", tmp_path / "data"], capture_output=True, text=True)
-    if cached.returncode == 0:
-        assert int(cached.stdout) <= 64 << 10
-
-
 def test_a_forked_child_has_no_part_in_it(make_engine, memory, backend, tmp_path):
     engine = make_engine(backend=backend, fault_script="op=write delay_ms=100")
     file = engine.open_file(tmp_path / "data", create=True)

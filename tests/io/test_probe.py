@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
 from deepoffload.errors import ConfigError, UnsupportedError
 from deepoffload.io.engine import choose_backend, probe_backend
-from deepoffload.io.probe import Bandwidth, cache_directory, measure_bandwidth, probe_path, stripe_weights
+from deepoffload.io.probe import (
+    Bandwidth,
+    cache_directory,
+    cached_bandwidth,
+    measure_bandwidth,
+    probe_path,
+    store_bandwidth,
+    stripe_weights,
+)
 from deepoffload.io.swap_space import SwapSpace
 
 
@@ -76,7 +85,24 @@ def test_an_old_measurement_is_taken_again(make_engine, disk, cache):
 
 def test_a_cache_that_cannot_be_written_is_no_error(make_engine, disk, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
-    assert measure_bandwidth(disk, make_engine(), time_s=0.05).read_bytes_per_s > 0
+    measured = measure_bandwidth(disk, make_engine(), time_s=0.05)
+    assert measured.read_bytes_per_s > 0
+    assert store_bandwidth(measured) is None
+    assert cached_bandwidth(disk, measured.backend) is None
+
+
+def test_what_is_stored_is_found_by_path_and_backend(make_engine, disk, cache, tmp_path):
+    given = Bandwidth(str(disk), "pool", True, 1e9, 2e9, 1.5e9, time.time())
+    assert cached_bandwidth(disk, "pool") is None
+    assert store_bandwidth(given) == next(cache.iterdir())
+    assert cached_bandwidth(disk, "pool") == given == measure_bandwidth(disk, make_engine(backend="pool"))
+    assert cached_bandwidth(disk, "libaio") is None
+    (tmp_path / "other").mkdir()
+    assert cached_bandwidth(tmp_path / "other", "pool") is None
+    with pytest.raises(ConfigError, match="does not exist"):
+        cached_bandwidth(disk / "none", "pool")
+    with pytest.raises(ConfigError, match="does not exist"):
+        store_bandwidth(replace(given, path=str(disk / "none")))
 
 
 @pytest.mark.parametrize(
