@@ -65,9 +65,14 @@ def piece_numel(weight_bytes: int, layout: StateLayout, limit_bytes: int) -> int
 
 def equalise_room(blocks: list[Block]) -> None:
     """Give blocks of about the same size the same room in memory."""
-    for block in sorted(blocks, key=lambda b: -b.nbytes):
-        room = max((b.room_bytes for b in blocks if b.nbytes * SAME_ROOM <= block.nbytes), default=block.nbytes)
-        block.room_bytes = max(block.nbytes, room) if room * SAME_ROOM <= block.nbytes else block.nbytes
+    rooms: dict[int, int] = {}  # by size, the largest first
+    for block in blocks:
+        rooms[block.nbytes] = max(rooms.get(block.nbytes, 0), block.room_bytes)
+    for nbytes in sorted(rooms, reverse=True):
+        room = max(other for size, other in rooms.items() if size * SAME_ROOM <= nbytes)
+        rooms[nbytes] = max(nbytes, room) if room * SAME_ROOM <= nbytes else nbytes
+    for block in blocks:
+        block.room_bytes = rooms[block.nbytes]
 
 
 def make_pieces(
