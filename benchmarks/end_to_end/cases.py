@@ -104,7 +104,7 @@ def deepspeed(work: Work) -> tuple[Case, ...]:
     cpu = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
     as_it_comes = {"offload_optimizer": {"device": "nvme"}}
     tuned = {"offload_optimizer": nvme, **tuned_zero}
-    everything = {**tuned, **paged, "offload_param": {"device": "nvme", "pin_memory": True}}
+    everything = {**tuned, **paged, "offload_param": {"device": "nvme", "pin_memory": True, "max_in_cpu": 0}}
     return (
         Case("deepspeed-cpu", Side.DEEPSPEED, "DeepSpeed, optimizer on the CPU", {"zero": cpu}),
         Case("deepspeed-nvme", Side.DEEPSPEED, "DeepSpeed, optimizer on NVMe, as it comes", {"zero": as_it_comes}),
