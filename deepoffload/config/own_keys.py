@@ -33,8 +33,9 @@ OWN_KEYS = (
     _own(
         "step_overlap",
         choice({member.value: member for member in StepOverlap}),
-        "When the update runs. This version has `none`: inside `step()`; `deferred` and `in_backward` are errors.",
-        StepOverlap.NONE,
+        "When the update runs. `deferred`: a unit is updated right before its next use; `none`: inside `step()`. "
+        "`in_backward` is not in this version.",
+        StepOverlap.DEFERRED,
     ),
     _own("prefetch", boolean(), "Fetch units before they are used. `false` is the serial reference.", True),
     _own(
@@ -43,7 +44,7 @@ OWN_KEYS = (
         "Resume from the swap file. Not in this version: `true` is an error.",
         False,
     ),
-    _own("timeline", boolean(), "Record what happened when. Not in this version: `true` is an error.", False),
+    _own("timeline", boolean(), "Record what happened when: `engine.export_trace(path)`, `engine.summary()`.", False),
     _own(
         "precision",
         choice({member.value: member for member in Precision}),

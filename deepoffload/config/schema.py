@@ -106,7 +106,7 @@ class Config:
     nvme_path: tuple[str, ...] = ()
     offload_param: Tier | None = None
     offload_optimizer: Tier | None = None
-    step_overlap: StepOverlap = StepOverlap.NONE
+    step_overlap: StepOverlap = StepOverlap.DEFERRED
     prefetch: bool = True
     durability: bool = False
     timeline: bool = False

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable
 from typing import Protocol
 
-from deepoffload.io.swap_space import Extent
+from deepoffload.io.extents import Extent
 from deepoffload.io.ticket import Ticket
 from deepoffload.schedule.placement import Kind
 

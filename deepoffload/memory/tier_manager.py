@@ -26,6 +26,7 @@ from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState
 from deepoffload.memory.compaction import cheapest_run
 from deepoffload.memory.lock import SHIELD, BooksLock
 from deepoffload.schedule.placement import Kind
+from deepoffload.timeline import Lane, Timeline
 
 TRANSFER_LIMIT_S = 300.0
 """How long one transfer may take before the wait for it is given up with an error that names it."""
@@ -54,12 +55,16 @@ class TierManager:
         arena: the memory; its capacity is the budget.
         space: where evicted blocks go; None when there is no NVMe path, then nothing dirty can be evicted.
         poison: fill every range that is taken back with 0xFF (NaN), so that a stale alias shows.
+        timeline: where transfers and waits are recorded, if anywhere.
     """
 
-    def __init__(self, arena: Arena, space: SwapSpace | None, *, poison: bool = False) -> None:
+    def __init__(
+        self, arena: Arena, space: SwapSpace | None, *, poison: bool = False, timeline: Timeline | None = None
+    ) -> None:
         self.arena = arena
         self.space = space
         self.poison = poison
+        self.timeline = timeline
         self.lock = BooksLock()
         self.counters = TierCounters()
         self.next_use: Callable[[int], float] = lambda block_id: math.inf
@@ -441,11 +446,18 @@ class TierManager:
                     ticket.wait(TRANSFER_LIMIT_S)
             except IoFailure:
                 pass  # taken below, after the books are right
-            self.counters.wait_s += time.perf_counter() - started
+            ended = time.perf_counter()
+            self.counters.wait_s += ended - started
+            if self.timeline is not None:
+                what = f"{'read' if reading else 'write'} {block.kind.name.lower()}: {block.name}"
+                self.timeline.add(Lane.WAIT, what, started, ended)
         del self._in_flight[block.id]
         block.ticket = None
         try:
             ticket.wait(0.0)
+            if self.timeline is not None:
+                lane = Lane.READ if reading else Lane.WRITE
+                self.timeline.add(lane, block.name, ticket.started_s, ticket.finished_s, block.nbytes)
         except IoFailure as failure:
             if reading:
                 block.to(BlockState.ON_NVME)

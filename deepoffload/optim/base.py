@@ -70,6 +70,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self._token = object()
         self._held: weakref.WeakSet[ParamHandle] = weakref.WeakSet()
         self._ordinary = OrdinaryUpdate(self.rule)
+        self._interrupted: dict[Gradients, int] | None = None
 
     # -- what tells the optimizers apart ---------------------------------------------------------------------------
 
@@ -144,7 +145,15 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """As in torch; also ends what an interrupted forward left open, so that every gradient is seen."""
         for pager in self._pagers():
             pager.close_leaked()
-        super().zero_grad(set_to_none)
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+            return
+        for param, _ in self._each():
+            handle = _handle_of(param)
+            if handle is None or handle.pager.gradients is None:
+                param.grad = None
+            else:
+                handle.pager.gradients.assign(handle, None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -154,6 +163,10 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             ClosedError: a parameter's engine was closed.
             UnsupportedError: a sparse gradient, or an element type that the kernels do not take.
             UsageError: another optimizer has taken over a paged parameter. Nothing has been changed in any of these.
+            IoFailure: a transfer failed on the way. What was not updated yet will be when it is used next, or by
+            another
+                call of ``step()``, which then goes on with this step and does not make a second one of the same
+                gradients.
         """
         loss = None
         if closure is not None:
@@ -171,6 +184,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         pagers = self._pagers()
         for pager in pagers:
             pager.close_leaked()
+            pager.catch_up_all()
+        if self._goes_on():
+            return True
         self._move_into_pieces()
         work = self._work()
         grad_factor, finite = self._grad_factor(work, unscale, skip_non_finite)
@@ -179,11 +195,24 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
                 pager.end_of_step()
             return False
         self._count_step(work)
+        self._ordinary.run([(param, self.state[param], job) for param, job in work.ordinary], grad_factor)
+        self._interrupted = {_gradients(pager): _gradients(pager).changes for pager in pagers}
         for pager in pagers:
             mine = {handle: job for handle, (_, job) in work.paged.items() if handle.pager is pager}
-            HostUpdate(pager, _gradients(pager), self.rule).run(mine, grad_factor)
+            HostUpdate(pager, _gradients(pager), self.rule, mine, grad_factor).begin(defer=pager.defer_updates)
+        for pager in pagers:
             pager.end_of_step()
-        self._ordinary.run([(param, self.state[param], job) for param, job in work.ordinary], grad_factor)
+        self._interrupted = None
+        return True
+
+    def _goes_on(self) -> bool:
+        """Whether this call of ``step`` repeats one that failed half-way: the gradients are still the same ones. Its
+        rest has been made then."""
+        begun, self._interrupted = self._interrupted, None
+        if not begun or any(gradients.changes != changes for gradients, changes in begun.items()):
+            return False
+        for gradients in begun:
+            gradients.pager.end_of_step()
         return True
 
     def _work(self) -> _Work:
@@ -280,6 +309,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _full_state(self) -> dict[Any, Any]:
         """``self.state`` with what the pieces hold."""
+        for pager in self._pagers():
+            pager.catch_up_all()
         state = dict(self.state)
         for param in [param for param, _ in self._each() if _handle_of(param) is None and param in state]:
             self._ordinary.follow_weight(param, state[param])
@@ -315,6 +346,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def _move_into_pieces(self) -> None:
         """Arrays that ``self.state`` has for paged parameters (loaded, or kept from before they were paged) go where
         they belong."""
+        for pager in self._pagers():
+            pager.catch_up_all()
         given: dict[ParamHandle, dict[str, Tensor]] = {}
         arrays: dict[ParamHandle, Mapping[str, str]] = {}
         for param, group in self._each():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 
 import torch
 from torch import Tensor
@@ -22,8 +23,9 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedGradient, show_stand_in
 from deepoffload.params.slot import make_stand_in
 from deepoffload.params.torch_private import bare, get_data, get_grad, set_data, set_grad
-from deepoffload.params.unit import GradientOwner, GradientSlot, GradientState, ParamHandle, SlotOwner
+from deepoffload.params.unit import IN_BLOCK, GradientOwner, GradientSlot, GradientState, ParamHandle, SlotOwner
 from deepoffload.schedule.placement import Kind
+from deepoffload.timeline import Lane
 
 NATIVE_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 
@@ -36,12 +38,14 @@ class Gradients:
 
     Attributes:
         piece_bytes: about the most that a piece of optimizer state may take (set when the units are made).
+        changes: counts landings and assignments, so that one can see whether anything happened in between.
     """
 
     def __init__(self, pager: Pager) -> None:
         self.pager = pager
         self.tiers = pager.tiers
         self.piece_bytes = PIECE_BYTES
+        self.changes = 0
         self._in_block: dict[int, list[ParamHandle]] = {}
 
     # -- set-up ----------------------------------------------------------------------------------------------------
@@ -87,6 +91,8 @@ class Gradients:
         """Take over what autograd has just put into ``param.grad``."""
         grad = get_grad(param)
         slot = handle.grad_slot
+        self.changes += 1
+        self.pager.catch_up(handle.unit)
         if grad is None or slot is None or handle.grad_state is GradientState.USER:
             return  # the user's own tensor: autograd has accumulated into it, it is the truth
         if grad.grad_fn is not None or grad.layout is not torch.strided or grad.dtype not in NATIVE_DTYPES:
@@ -104,6 +110,7 @@ class Gradients:
             try:
                 self.tiers.will_change(block)
                 accumulate = handle.grad_state is GradientState.LANDED
+                begin_s = time.perf_counter()
                 source = grad if grad.stride() == slot.stride and not grad.is_neg() else _with_stride(grad, slot)
                 handle.grad_sum_sq, handle.grad_non_finite = cpu_adam.land(
                     slot.address(),
@@ -115,6 +122,8 @@ class Gradients:
                     num_threads=torch.get_num_threads(),
                 )
                 handle.grad_state = GradientState.LANDED
+                if self.tiers.timeline is not None:
+                    self.tiers.timeline.add(Lane.LANDING, slot.name, begin_s, time.perf_counter(), slot.nbytes)
             finally:
                 self.tiers.release(block)
             set_grad(param, None)
@@ -131,7 +140,7 @@ class Gradients:
         handle.grad_state = GradientState.USER
 
     def _any_landed(self, block: Block) -> bool:
-        return any(h.grad_state is GradientState.LANDED for h in self._in_block[block.id])
+        return any(h.grad_state in IN_BLOCK for h in self._in_block[block.id])
 
     def _block(self, slot: GradientSlot) -> Block:
         if slot.block is None:
@@ -175,20 +184,37 @@ class Gradients:
         if type(value) is OffloadedGradient:
             value = value.clone()  # of another parameter: its memory comes and goes
         set_grad(param, value)  # torch checks shape, dtype and device before anything else changes
+        self.changes += 1
         with self.pager.lock:
+            if value is not None:
+                self.pager.catch_up(handle.unit)
             self._drop(handle)
+            if handle.grad_state is GradientState.HANDED_OVER:
+                return
             handle.grad_state = GradientState.EMPTY if value is None else GradientState.USER
 
     def _drop(self, handle: ParamHandle) -> None:
         if handle.grad_state is not GradientState.LANDED or handle.grad_slot is None:
             return
         self._forget_shown(handle.grad_slot)
+        pending = handle.unit.pending if handle.unit is not None else None
+        if pending is not None and pending.needs(handle):
+            handle.grad_state = GradientState.HANDED_OVER
+        else:
+            self._empty(handle, handle.grad_slot)
+
+    def _empty(self, handle: ParamHandle, slot: GradientSlot) -> None:
         handle.grad_state = GradientState.EMPTY
         handle.grad_sum_sq = None
         handle.grad_non_finite = False
-        block = self._block(handle.grad_slot)
+        block = self._block(slot)
         if not self._any_landed(block):
             self.tiers.discard(block)
+
+    def used(self, handle: ParamHandle) -> None:
+        """A deferred update has used the gradient; if the program had dropped it meanwhile, its memory goes now."""
+        if handle.grad_state is GradientState.HANDED_OVER and handle.grad_slot is not None:
+            self._empty(handle, handle.grad_slot)
 
     def _forget_shown(self, slot: GradientSlot) -> None:
         """The gradient object goes; if the program keeps it, it becomes an ordinary tensor with the same values."""

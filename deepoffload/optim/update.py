@@ -1,10 +1,13 @@
 """The host update, unit by unit and piece by piece: load the state, one native pass, mark for writing.
 
-This is the serial order (``step_overlap="none"``), which every overlap must equal bit for bit.
+A step either runs at once (``step_overlap="none"``, the serial reference) or is *deferred*: each unit is caught up
+right before its next use, so that the transfers of its state overlap with everything else. The arithmetic of a piece
+knows nothing of when it runs; hence the same bits.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
@@ -19,37 +22,83 @@ from deepoffload.optim.state import LEAD_KEYS, PieceView, ensure_pieces, follow_
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import get_grad
-from deepoffload.params.unit import GradientState, ParamHandle, StatePiece, Unit
+from deepoffload.params.unit import IN_BLOCK, GradientState, ParamHandle, StatePiece, Unit
+from deepoffload.timeline import Lane
 
 
 class HostUpdate:
-    """Applies one step of an update rule to the paged parameters of one pager."""
+    """One step of an update rule over the paged parameters of one pager.
 
-    def __init__(self, pager: Pager, gradients: Gradients, rule: Rule) -> None:
+    It knows which pieces are still to be updated. One that fails (a transfer, an interrupt) or is interrupted is still
+    to be updated; those before it are not touched again.
+    """
+
+    def __init__(
+        self, pager: Pager, gradients: Gradients, rule: Rule, jobs: Mapping[ParamHandle, Job], grad_factor: float
+    ) -> None:
         self.pager = pager
         self.tiers = pager.tiers
         self.gradients = gradients
         self.rule = rule
+        self.jobs = jobs
+        self.grad_factor = grad_factor
+        self._left: dict[int, list[int]] = {}
 
-    def run(self, jobs: Mapping[ParamHandle, Job], grad_factor: float) -> None:
-        """Update every parameter in ``jobs`` from its gradient times ``grad_factor``; others stay as they are."""
-        for handle in jobs:
-            ensure_pieces(self.tiers, handle)
-        for unit in self.pager.units:
-            if any(handle in jobs for handle in unit.handles):
-                self._run_unit(unit, jobs, grad_factor)
+    def begin(self, *, defer: bool) -> None:
+        """Update every parameter in ``jobs`` from its gradient times ``grad_factor``: now, or when its unit is used
+        next.
 
-    def _run_unit(self, unit: Unit, jobs: Mapping[ParamHandle, Job], grad_factor: float) -> None:
-        with self.pager.lock, ExitStack() as leases:
-            blocks = self._blocks(unit, jobs)
+        A unit whose weights or gradients the program has views of is never deferred: it would see old values through
+        them. Raises what the transfers raise; the update of all units is begun then, and :meth:`Pager.catch_up_all`
+        goes on with it.
+        """
+        pager = self.pager
+        with pager.lock:
+            for handle in self.jobs:
+                ensure_pieces(self.tiers, handle)
+            units = [unit for unit in pager.units if any(handle in self.jobs for handle in unit.handles)]
+            for unit in units:
+                pager.catch_up(unit)  # what another optimizer's step has left for it
+            for unit in units:
+                self._left[unit.index] = [n for n, piece in enumerate(unit.pieces) if self._jobs_of(piece)]
+                unit.pending = self
+            for unit in units:
+                if not defer or self._is_watched(unit):
+                    pager.catch_up(unit)
+
+    def needs(self, handle: ParamHandle) -> bool:
+        """Whether the gradient of ``handle`` is still to be used."""
+        return handle in self.jobs
+
+    def _is_watched(self, unit: Unit) -> bool:
+        if not unit.owner.can_release():
+            return True
+        for handle in unit.handles:
+            if handle not in self.jobs:
+                continue
+            if handle.grad_state is not GradientState.LANDED or handle.grad_slot is None:
+                return True  # a tensor of the program's own, which it may change at any time
+            block = handle.grad_slot.block
+            if block is not None and block.owner is not None and not block.owner.can_release():
+                return True
+        return False
+
+    def _jobs_of(self, piece: StatePiece) -> list[Job]:
+        handles = (piece.handles[segment.tensor] for segment in piece.layout.segments)
+        return [self.jobs[handle] for handle in handles if handle in self.jobs]
+
+    def apply(self, unit: Unit) -> None:
+        """Update what is left of a unit. To be called through :meth:`Pager.catch_up`, under its lock."""
+        left = self._left[unit.index]
+        with ExitStack() as leases:
+            blocks = self._blocks(unit)
             started = False
-            for number, piece in enumerate(unit.pieces):
-                used = [jobs[piece.handles[s.tensor]] for s in piece.layout.segments if piece.handles[s.tensor] in jobs]
-                if not used:
-                    continue
+            while left:
+                piece = unit.pieces[left[0]]
                 # SGD without momentum on fp32 weights has no state: its pieces stay where they are.
-                needed = [piece.block] if piece.kind is not StateLayout.FP32 or any(job.arrays for job in used) else []
-                self.pager.use_update(unit, number, tuple(b.id for b in (*blocks, *needed)))
+                stateful = piece.kind is not StateLayout.FP32 or any(job.arrays for job in self._jobs_of(piece))
+                needed = [piece.block] if stateful else []
+                self.pager.use_update(unit, left[0], tuple(b.id for b in (*blocks, *needed)))
                 if not started:
                     started = True
                     self._lease(leases, blocks)
@@ -59,22 +108,20 @@ class HostUpdate:
                     self._lease(piece_lease, needed)
                     for block in needed:
                         self.tiers.will_change(block)
-                    self._run_piece(piece, PieceView(self.tiers, piece) if needed else None, jobs, grad_factor)
-            for handle in unit.handles:
-                if handle in jobs:
-                    handle.updated()
+                    self._run_piece(unit, piece, PieceView(self.tiers, piece) if needed else None)
+                    del left[0]
+        unit.pending = None
+        for handle in unit.handles:
+            if handle in self.jobs:
+                handle.updated()
+                self.gradients.used(handle)
 
-    def _blocks(self, unit: Unit, jobs: Mapping[ParamHandle, Job]) -> list[Block]:
+    def _blocks(self, unit: Unit) -> list[Block]:
         """Weights and landed gradients that the update of a unit needs."""
         blocks = {unit.weights.id: unit.weights}
         for handle in unit.handles:
             slot = handle.grad_slot
-            if (
-                handle in jobs
-                and handle.grad_state is GradientState.LANDED
-                and slot is not None
-                and slot.block is not None
-            ):
+            if handle in self.jobs and handle.grad_state in IN_BLOCK and slot is not None and slot.block is not None:
                 blocks[slot.block.id] = slot.block
         return list(blocks.values())
 
@@ -83,15 +130,13 @@ class HostUpdate:
             self.tiers.acquire(block)
             stack.callback(self.tiers.release, block)
 
-    def _run_piece(
-        self, piece: StatePiece, view: PieceView | None, jobs: Mapping[ParamHandle, Job], grad_factor: float
-    ) -> None:
+    def _run_piece(self, unit: Unit, piece: StatePiece, view: PieceView | None) -> None:
         hypers: list[Hyper] = []
         segments: list[Segment] = []
         keep: list[torch.Tensor] = []
         for part in piece.layout.segments:
             handle = piece.handles[part.tensor]
-            job = jobs.get(handle)
+            job = self.jobs.get(handle)
             if job is None:
                 continue
             if not hypers or (hypers[-1] is not job.hyper and hypers[-1] != job.hyper):
@@ -108,8 +153,13 @@ class HostUpdate:
                     **(self._state(piece, view, part, handle, job) if view is not None else {}),
                 )
             )
-        threads = torch.get_num_threads()
-        self.rule.kernel(segments, hypers, piece.kind, grad_factor=grad_factor, num_threads=threads)
+        begin_s = time.perf_counter()
+        self.rule.kernel(
+            segments, hypers, piece.kind, grad_factor=self.grad_factor, num_threads=torch.get_num_threads()
+        )
+        if self.tiers.timeline is not None:
+            name, nbytes = f"update {unit.name}", piece.block.nbytes
+            self.tiers.timeline.add(Lane.UPDATE, name, begin_s, time.perf_counter(), nbytes)
 
     def _state(
         self, piece: StatePiece, view: PieceView, part: PieceSegment, handle: ParamHandle, job: Job
@@ -128,7 +178,7 @@ class HostUpdate:
 
     def _gradient(self, handle: ParamHandle, keep: list[torch.Tensor]) -> tuple[int, DType]:
         """Address and type of a parameter's gradient, in the order of the weight's bytes."""
-        if handle.grad_state is GradientState.LANDED and handle.grad_slot is not None:
+        if handle.grad_state in IN_BLOCK and handle.grad_slot is not None:
             return handle.grad_slot.address(), NATIVE_DTYPES[handle.grad_slot.dtype]
         return self.gradients.user_gradient(handle, keep)
 

@@ -35,6 +35,8 @@ from deepoffload.schedule.trace import Event, Trace
 WRITE_BEHIND_SHARE = 0.5
 """At most this share of the arena may be in flight to NVMe without anybody waiting for it."""
 
+_PHASES = {"f": "forward", "b": "backward", "u": "update"}
+
 
 class OpenWindow(Protocol):
     """One running call of a window's module (see :mod:`deepoffload.params.window`)."""
@@ -58,13 +60,17 @@ class Pager:
     tiers: the memory.
     prefetch: False for the serial reference: every transfer is waited for where it is needed.
     evict_always: evict whatever may be evicted after every use (tests).
+    defer_updates: an optimizer step updates each unit right before its next use, instead of all at once.
     """
 
-    def __init__(self, tiers: TierManager, *, prefetch: bool = True, evict_always: bool = False) -> None:
+    def __init__(
+        self, tiers: TierManager, *, prefetch: bool = True, evict_always: bool = False, defer_updates: bool = False
+    ) -> None:
         self.tiers = tiers
         self.lock = tiers.lock
         self.prefetch = prefetch
         self.evict_always = evict_always
+        self.defer_updates = defer_updates
         self.units: list[Unit] = []
         self.storages: dict[int, TensorSlot] = {}
         self.trace = Trace()
@@ -129,6 +135,7 @@ class Pager:
         pinned = False
         try:
             with self.lock:
+                self.catch_up(slot.unit)
                 block = self._block_of(slot)
                 self._stamp(block)
                 self.tiers.acquire(block)
@@ -181,8 +188,21 @@ class Pager:
 
     # -- order of uses ---------------------------------------------------------------------------------------------
 
+    def catch_up(self, unit: Unit | None) -> None:
+        """Make the optimizer step that a unit may still have to make. Every use of its weights begins with this."""
+        if unit is not None and unit.pending is not None and self.closed_because is None:
+            with self.lock:
+                unit.pending.apply(unit)
+
+    def catch_up_all(self) -> None:
+        """Make what is left of every optimizer step."""
+        for unit in self.units:
+            self.catch_up(unit)
+
     def use_forward(self, units: list[Unit]) -> None:
         """The program enters the forward of ``units``."""
+        for unit in units:
+            self.catch_up(unit)
         self._event(("f", *(u.index for u in units)), tuple(u.weights.id for u in units))
 
     def note_use(self, slot: TensorSlot) -> None:
@@ -208,6 +228,8 @@ class Pager:
         """An optimizer step is finished: the recorded order becomes the cycle."""
         with self.lock:
             self.release_held()
+            if self.tiers.timeline is not None:
+                self.tiers.timeline.end_of_step()
             self.trace.end_of_step()
             self._last_key = None
             SHIELD.refresh()
@@ -223,9 +245,16 @@ class Pager:
             self._last_key = key
             if self._deaths:
                 self._bury()
+            if self.tiers.timeline is not None:
+                self.tiers.timeline.phase(self._phase_name(key))
             predicted = self.trace.observe(Event(self._keys.setdefault(key, len(self._keys)), blocks))
             self.tiers.foreseen = frozenset(blocks) if predicted and self.prefetch else frozenset()
             self.pump(set(blocks))
+
+    def _phase_name(self, key: tuple[object, ...]) -> str:
+        kind, index = key[0], key[1] if len(key) > 1 else None
+        unit = next((unit.name for unit in self.units if unit.index == index), "")
+        return f"{_PHASES[str(kind)]} {unit}"
 
     def _stamp(self, block: Block) -> None:
         self._clock += 1

@@ -132,6 +132,8 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
         _collect(kwargs.values(), paged)
     pinned: list[TensorSlot] = []
     try:
+        for tensor in paged:  # before anything is pinned: a unit's update needs room
+            tensor._slot.pager.catch_up(tensor._slot.unit)
         for tensor in paged:
             slot: TensorSlot = tensor._slot
             slot.pager.note_use(slot)

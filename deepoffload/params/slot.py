@@ -107,6 +107,11 @@ class TensorSlot:
         self._tensor_ref = weakref.ref(tensor, on_death)
 
     @property
+    def unit(self) -> Any:
+        """The unit it belongs to, None while there is none. (An attribute of its own in a parameter's handle.)"""
+        return None
+
+    @property
     def tensor(self) -> Tensor | None:
         return None if self._tensor_ref is None else self._tensor_ref()
 

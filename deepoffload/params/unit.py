@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -33,7 +33,21 @@ class GradientState(enum.Enum):
 
     EMPTY = "nobody"
     LANDED = "the unit's gradient block"
+    HANDED_OVER = "the unit's gradient block, for an update that is still to come; the program sees none any more"
     USER = "a tensor that the user assigned to .grad"
+
+
+IN_BLOCK = (GradientState.LANDED, GradientState.HANDED_OVER)
+
+
+class PendingUpdate(Protocol):
+    """An optimizer step that a unit still has to make (implemented by :class:`deepoffload.optim.update.HostUpdate`)."""
+
+    def apply(self, unit: Unit) -> None:
+        """Make it; the unit's ``pending`` then is None."""
+
+    def needs(self, handle: ParamHandle) -> bool:
+        """Whether it will use the gradient of ``handle``."""
 
 
 class ParamHandle(TensorSlot):
@@ -142,6 +156,10 @@ class GradientSlot(TensorSlot):
         self.version = 0
         self.shown: Tensor | None = None
         self.escaped = False
+
+    @property
+    def unit(self) -> Unit | None:
+        return self.handle.unit
 
     def show(self, tensor: Tensor) -> None:
         """Show the gradient through ``tensor`` from now on."""
@@ -267,6 +285,7 @@ class Unit:
 
     Attributes:
         generation: counts our own updates, which move no ``_version``; saved tensors compare it.
+        pending: the optimizer step that it still has to make before anybody uses it.
     """
 
     def __init__(self, index: int, name: str, handles: list[ParamHandle], weights: Block, owner: SlotOwner) -> None:
@@ -279,6 +298,7 @@ class Unit:
         self.gradient_owner: SlotOwner | None = None
         self.pieces: list[StatePiece] = []
         self.generation = 0
+        self.pending: PendingUpdate | None = None
 
     @property
     def state(self) -> UnitState:

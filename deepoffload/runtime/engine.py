@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload import machine
-from deepoffload.config import Config
+from deepoffload.config import Config, StepOverlap
 from deepoffload.config.resolve import Budgets, resolve_budgets
 from deepoffload.device import Device
 from deepoffload.errors import ConfigError, PlacementError, UsageError
@@ -33,6 +33,7 @@ from deepoffload.runtime.plan import DTYPES, PIECES_PER_BUDGET, UNITS_PER_BUDGET
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import Bandwidths, Kind
 from deepoffload.schedule.placement import Placement
+from deepoffload.timeline import Summary, Timeline
 
 log = logging.getLogger("deepoffload")
 
@@ -66,11 +67,17 @@ class Engine:
         try:
             self._open_disk(paths)
             arena = Arena(self.budgets.host_bytes)
-            tiers = TierManager(arena, self._space, poison=config.debug.poison)
+            self.timeline = Timeline() if config.timeline else None
+            tiers = TierManager(arena, self._space, poison=config.debug.poison, timeline=self.timeline)
         except BaseException:
             self._close_disk()
             raise
-        self.pager = Pager(tiers, prefetch=config.prefetch, evict_always=config.debug.evict_always)
+        self.pager = Pager(
+            tiers,
+            prefetch=config.prefetch,
+            evict_always=config.debug.evict_always,
+            defer_updates=config.step_overlap is StepOverlap.DEFERRED,
+        )
         self.pager.engine = self
         self.gradients = Gradients(self.pager)
         self._exit = weakref.finalize(self, _close_at_exit, self._io, self._space, os.getpid())
@@ -250,6 +257,23 @@ class Engine:
             "units": len(self.pager.units),
             "parameters": sum(h.numel for unit in self.pager.units for h in unit.handles),
         }
+
+    def export_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what happened when as a Chrome trace; open it at https://ui.perfetto.dev.
+
+        Raises:
+            UsageError: the configuration does not say ``timeline = true``.
+        """
+        self._recorded().export(path)
+
+    def summary(self, last_steps: int = 10) -> Summary:
+        """What the last steps were made of; ``summary().table()`` is for people. Raises as :meth:`export_trace`."""
+        return self._recorded().summary(last_steps)
+
+    def _recorded(self) -> Timeline:
+        if self.timeline is None:
+            raise UsageError("nothing was recorded: set timeline = true in the configuration")
+        return self.timeline
 
     # -- end -------------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ class Setting:
     room: float | None
     prefetch: bool = True
     evict_always: bool = False
+    step_overlap: str = "deferred"
     precision: str = "keep"
 
     def __str__(self) -> str:
@@ -39,7 +40,7 @@ class Setting:
 
 RESIDENT = Setting("resident", None)
 TIGHT = Setting("tight", 1.6)
-SERIAL = Setting("serial", 1.6, prefetch=False)
+SERIAL = Setting("serial", 1.6, prefetch=False, step_overlap="none")
 ROOMY = Setting("roomy", 3.0)
 EVICTING = Setting("evicting", 1.8, prefetch=False, evict_always=True)
 STRICT = (EVICTING, TIGHT)
@@ -59,7 +60,7 @@ class Paging:
         with offload_context(
             host_budget=host_budget,
             nvme_path=str(self.nvme_path),
-            step_overlap="none",
+            step_overlap=setting.step_overlap,
             prefetch=setting.prefetch,
             precision=setting.precision,
             debug=debug,

@@ -249,8 +249,6 @@ MISTAKES = [
     ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "data_types.grad_accum_dtype = 'fp32'"),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, "precision is 'keep'"),
     ({"step_overlap": "in_backward"}, "step_overlap = 'in_backward': not in this version"),
-    ({"step_overlap": "deferred"}, "step_overlap = 'deferred': not in this version"),
-    ({"timeline": True}, "timeline = true: not in this version"),
     ({"offload_param": "nvme"}, "offload_param is nvme, but there is no nvme_path"),
     ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer is nvme, but there is no"),
     ({"nvme_budget": "1GB"}, "nvme_budget without nvme_path"),

@@ -1,0 +1,220 @@
+"""What happened when: spans on lanes, for people (a summary) and for trace viewers (Chrome's JSON format).
+
+Recording is one append per span. Nothing here decides anything, and nobody has to hold a lock: appending to a deque is
+one operation of the interpreter.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+SPANS_MAX = 1 << 19
+"""Spans kept at most, the newest (some 60 MB; a step of a 24-layer model makes about 500)."""
+
+
+class Lane(enum.Enum):
+    """What a span is an instance of."""
+
+    PROGRAM = "program"
+    """Where the training program is: forward or backward of a unit, or its update. One after the other, without
+    gaps."""
+    WAIT = "wait"
+    """The program stands still for a transfer."""
+    UPDATE = "update"
+    """A kernel that updates a piece."""
+    LANDING = "landing"
+    """A kernel that takes a gradient over."""
+    READ = "read"
+    """A transfer from NVMe, from the first byte handed to the kernel to the last byte reported."""
+    WRITE = "write"
+    """A transfer to NVMe, likewise."""
+
+
+TRANSFERS = (Lane.READ, Lane.WRITE)
+
+
+class Span(NamedTuple):
+    """Seconds are those of ``time.perf_counter``."""
+
+    lane: Lane
+    name: str
+    begin_s: float
+    end_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the last ``steps`` optimizer steps were made of. Seconds are totals over these steps.
+
+    Attributes:
+        compute_s: the program's time without waits, updates and landings: forward, backward and all Python.
+        disk_busy_s: when at least one transfer was on its way.
+        waited_for: seconds by what was waited for ("read weight", "write state", ...), the longest first.
+    """
+
+    steps: int
+    seconds: float
+    compute_s: float
+    wait_s: float
+    update_s: float
+    landing_s: float
+    disk_busy_s: float
+    read_bytes: int
+    written_bytes: int
+    waited_for: Mapping[str, float]
+
+    @property
+    def disk_bytes_per_s(self) -> float:
+        """Bytes moved per second while the disk was busy."""
+        return (self.read_bytes + self.written_bytes) / self.disk_busy_s if self.disk_busy_s else 0.0
+
+    def table(self) -> str:
+        """For people: seconds per step, and what share of the step each part took."""
+        if not self.steps:
+            return "no whole step has been recorded"
+        rows = [
+            ("step", self.seconds),
+            ("  compute", self.compute_s),
+            ("  update", self.update_s),
+            ("  landing gradients", self.landing_s),
+            ("  waiting", self.wait_s),
+            *((f"    {what}", seconds) for what, seconds in self.waited_for.items()),
+            ("disk busy", self.disk_busy_s),
+        ]
+        lines = [f"{self.steps} steps{'':18}s per step   share"]
+        lines += [f"{name:<26}{s / self.steps:>9.4f}  {s / self.seconds:>6.1%}" for name, s in rows]
+        moved = f"{self.read_bytes / self.steps / 1e6:.1f} MB read, {self.written_bytes / self.steps / 1e6:.1f} written"
+        lines.append(f"per step {moved}, {self.disk_bytes_per_s / 1e6:.0f} MB/s while busy")
+        return "\n".join(lines)
+
+
+class Timeline:
+    """Args:
+    spans_max: how many spans are kept; older ones are dropped.
+    """
+
+    def __init__(self, spans_max: int = SPANS_MAX) -> None:
+        self._spans: deque[Span] = deque(maxlen=spans_max)
+        self._steps: deque[float] = deque(maxlen=spans_max)
+        self._phase = ""
+        self._phase_begin_s = 0.0
+        self._start_s = time.perf_counter()
+
+    # -- recording ---------------------------------------------------------------------------------------------------
+
+    def add(self, lane: Lane, name: str, begin_s: float, end_s: float, nbytes: int = 0) -> None:
+        """Record one span."""
+        self._spans.append(Span(lane, name, begin_s, end_s, nbytes))
+
+    def phase(self, name: str) -> None:
+        """The program enters ``name``, and leaves where it was."""
+        now = time.perf_counter()
+        if self._phase:
+            self._spans.append(Span(Lane.PROGRAM, self._phase, self._phase_begin_s, now, 0))
+        self._phase, self._phase_begin_s = name, now
+
+    def end_of_step(self) -> None:
+        """An optimizer step was made: here one step ends and the next begins."""
+        self.phase("between steps")
+        self._steps.append(self._phase_begin_s)
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def spans(self) -> list[Span]:
+        """A copy of what is kept, in the order of recording."""
+        return list(self._spans)
+
+    def summary(self, last_steps: int = 10) -> Summary:
+        """Of the last whole steps, at most ``last_steps``; each lasts from one optimizer step to the next."""
+        ends = list(self._steps)[-last_steps - 1 :]
+        if len(ends) < 2:
+            return Summary(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, {})
+        begin_s, end_s = ends[0], ends[-1]
+        inside = [span for span in self._spans if span.end_s > begin_s and span.begin_s < end_s]
+        seconds = {lane: _total(span for span in inside if span.lane is lane) for lane in Lane}
+        waited: dict[str, float] = {}
+        for span in inside:
+            if span.lane is Lane.WAIT:
+                what = span.name.partition(":")[0]
+                waited[what] = waited.get(what, 0.0) + span.end_s - span.begin_s
+        # A transfer counts where it ends: then every byte counts once.
+        moved = [span for span in inside if span.lane in TRANSFERS and span.end_s <= end_s]
+        busy = _union((max(span.begin_s, begin_s), span.end_s) for span in moved)
+        others_s = seconds[Lane.WAIT] + seconds[Lane.UPDATE] + seconds[Lane.LANDING]
+        return Summary(
+            steps=len(ends) - 1,
+            seconds=end_s - begin_s,
+            compute_s=max(0.0, end_s - begin_s - others_s),
+            wait_s=seconds[Lane.WAIT],
+            update_s=seconds[Lane.UPDATE],
+            landing_s=seconds[Lane.LANDING],
+            disk_busy_s=busy,
+            read_bytes=sum(span.nbytes for span in moved if span.lane is Lane.READ),
+            written_bytes=sum(span.nbytes for span in moved if span.lane is Lane.WRITE),
+            waited_for=dict(sorted(waited.items(), key=lambda item: -item[1])),
+        )
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace event format of Chrome and Perfetto (open it at https://ui.perfetto.dev).
+
+        Source: Nicolas Duca and Dan Sinclair, "Trace Event Format" (complete events, ``"ph": "X"``). Transfers that
+        overlap get rows of their own.
+        """
+        rows: dict[str, int] = {}
+        events = []
+        for lane in Lane:
+            mine = sorted((span for span in self._spans if span.lane is lane), key=lambda span: span.begin_s)
+            for span, number in zip(mine, _rows(mine), strict=True):
+                row = lane.value if number == 0 else f"{lane.value} {number + 1}"
+                events.append(
+                    {
+                        "name": span.name,
+                        "cat": lane.value,
+                        "ph": "X",
+                        "ts": (span.begin_s - self._start_s) * 1e6,
+                        "dur": (span.end_s - span.begin_s) * 1e6,
+                        "pid": os.getpid(),
+                        "tid": rows.setdefault(row, len(rows)),
+                        "args": {"bytes": span.nbytes} if span.nbytes else {},
+                    }
+                )
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": os.getpid(), "tid": row, "args": {"name": name}}
+            for name, row in rows.items()
+        ]
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"traceEvents": names + events, "displayTimeUnit": "ms"}, file)
+
+
+def _total(spans: Iterable[Span]) -> float:
+    return sum(span.end_s - span.begin_s for span in spans)
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of what the intervals cover together."""
+    covered, end = 0.0, -1.0
+    for begin, stop in sorted(intervals):
+        covered += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return covered
+
+
+def _rows(spans: Iterable[Span]) -> list[int]:
+    """For spans in order of their begin, the first row in which each does not overlap another."""
+    free_s: list[float] = []
+    chosen = []
+    for span in spans:
+        row = next((i for i, end_s in enumerate(free_s) if end_s <= span.begin_s), len(free_s))
+        if row == len(free_s):
+            free_s.append(0.0)
+        free_s[row] = span.end_s
+        chosen.append(row)
+    return chosen
