@@ -8,7 +8,7 @@ from typing import Any
 
 from common.gpt import SHAPES, num_parameters
 
-RING_BYTES = 400_000_000
+RING_BYTES_MAX = 400_000_000
 """Memory for everything that passes through: weights in use, optimizer state on its way."""
 BYTES = {"weights": 2, "gradients": 2, "state": 10}
 """Per parameter, with bf16 weights that are the upper half of the fp32 masters."""
@@ -24,7 +24,11 @@ class Side(enum.Enum):
 
 @dataclass(frozen=True)
 class Work:
-    """What every contender does: the same model, data and optimizer settings."""
+    """What every contender does: the same model, data and optimizer settings.
+
+    A run goes on until ``steps`` steps after the warm-up met no more foreign load than ``foreign_share_max`` (of all
+    cores), or ``steps_max`` have been made.
+    """
 
     size: str
     batch: int = 1
@@ -34,11 +38,18 @@ class Work:
     lr: float = 1e-4
     warmup: int = 2
     steps: int = 5
+    steps_max: int = 15
+    foreign_share_max: float = 0.1
     threads: int = 1
 
     @property
     def num_parameters(self) -> int:
         return num_parameters(SHAPES[self.size], self.seq)
+
+    @property
+    def ring_bytes(self) -> int:
+        """An eighth of the optimizer state in small models, in which 400 MB would hold most of it."""
+        return min(RING_BYTES_MAX, self.num_parameters * BYTES["state"] // 8)
 
 
 @dataclass(frozen=True)
@@ -68,9 +79,13 @@ def ours(work: Work, overlap: str) -> tuple[Case, ...]:
     half = n * BYTES["state"] // 2
     budgets = {
         "host": ("everything in host memory", int(n * sum(BYTES.values()) * SLACK) + (64 << 20), {}),
-        "half": ("half of the optimizer state resident", int((kept + half) * SLACK) + RING_BYTES, {}),
-        "optimizer": ("optimizer on NVMe, weights resident", int(kept * SLACK) + RING_BYTES, {"offload_param": "cpu"}),
-        "all": ("everything on NVMe", int(n * BYTES["gradients"] * SLACK) + RING_BYTES, {}),
+        "half": ("half of the optimizer state resident", int((kept + half) * SLACK) + work.ring_bytes, {}),
+        "optimizer": (
+            "optimizer on NVMe, weights resident",
+            int(kept * SLACK) + work.ring_bytes,
+            {"offload_param": "cpu"},
+        ),
+        "all": ("everything on NVMe", int(n * BYTES["gradients"] * SLACK) + work.ring_bytes, {}),
     }
     return tuple(
         Case(

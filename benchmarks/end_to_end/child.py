@@ -14,9 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from common.gpt import SHAPES, tokens_of
-from torch import Tensor
-
 from end_to_end.meter import read_counters
+from torch import Tensor
 
 MODULES = {"ours": "end_to_end.side_ours", "plain": "end_to_end.side_plain", "deepspeed": "end_to_end.side_deepspeed"}
 
@@ -84,8 +83,13 @@ def main() -> None:
     started = time.perf_counter()
     trainer: Trainer = side.make(SHAPES[work["size"]], work, spec["settings"], spec["path"])
     print(json.dumps({"ready_s": time.perf_counter() - started, "stats": trainer.stats()}), file=lines)
-    for number in range(work["warmup"] + work["steps"]):
-        print(json.dumps(one_step(trainer, work, number)), file=lines)
+    quiet = 0
+    for number in range(work["warmup"] + work["steps_max"]):
+        step = one_step(trainer, work, number)
+        print(json.dumps(step), file=lines)
+        quiet += number >= work["warmup"] and step["foreign_cpu_share"] <= work["foreign_share_max"]
+        if quiet == work["steps"]:
+            break
     started = time.perf_counter()
     trainer.finish()
     print(json.dumps({"finish_s": time.perf_counter() - started, "notes": getattr(trainer, "notes", "")}), file=lines)

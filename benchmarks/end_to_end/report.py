@@ -28,6 +28,7 @@ def run_json(run: Run) -> dict[str, Any]:
         "finish_s": run.finish_s,
         "losses": run.losses,
         "steps": [{key: step[key] for key in KEYS} for step in run.steps],
+        "counted_steps": len(run.counted),
         "per_step": {key: run.stat_per_step(key) for key in STATS if key in run.stats_start},
         "notes": run.notes,
     }
@@ -49,15 +50,17 @@ def report_json(
 
 
 def case_lines(cases: Sequence[Case], rounds: Sequence[Round]) -> list[str]:
-    lines = [
+    heading = (
         f"{'':30} {'step s: min median max':>22}  {'fwd':>5} {'bwd':>5} {'upd':>5} {'peak MB':>8} {'read MB':>8}"
-        f" {'writ. MB':>8} {'wait s':>6} {'faults':>6} {'foreign CPU':>11}  losses"
-    ]
+        f" {'writ. MB':>8} {'wait s':>6} {'faults':>6} {'foreign CPU':>11} {'quiet':>7}  losses"
+    )
+    lines = [heading]
     for case in cases:
         runs = [round.runs[case.name] for round in rounds if case.name in round.runs]
-        steps = [step for run in runs for step in run.steps]
+        steps = [step for run in runs for step in run.counted]
         if not steps:
             continue
+        every = [step for run in runs for step in run.steps]
         times = [step["seconds"] for step in steps]
         middle = {key: statistics.median(step[key] for step in steps) for key in KEYS}
         wait = statistics.median(run.stat_per_step("wait_s") for run in runs)
@@ -68,6 +71,7 @@ def case_lines(cases: Sequence[Case], rounds: Sequence[Round]) -> list[str]:
             f" {max(run.peak_bytes for run in runs) / 1e6:8.0f} {middle['read_bytes'] / 1e6:8.0f}"
             f" {middle['written_bytes'] / 1e6:8.0f} {wait:6.2f} {faults:6.0f}"
             f" {middle['foreign_cpu_share']:6.0%} {max(s['foreign_cpu_share'] for s in steps):4.0%}"
+            f" {sum(s['foreign_cpu_share'] <= runs[0].foreign_share_max for s in every):3}/{len(every):3}"
             f"  {' '.join(f'{loss:.4f}' for loss in runs[-1].losses[:4])}"
         )
     return lines

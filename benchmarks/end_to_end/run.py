@@ -4,7 +4,8 @@
     python benchmarks/end_to_end/run.py --path /mnt/nvme --deepspeed-python /opt/dsvenv/bin/python --fio
 
 Every round runs every case once, each in a process of its own, after measuring what the disk gives to the best tool.
-A ratio is the median over the rounds of "our median step by theirs in the same round". The targets are printed row by
+A ratio is the median over the rounds of "our median step by theirs in the same round"; steps during which other
+programs used more than a tenth of the CPU are made again and do not count. The targets are printed row by
 row; the JSON with the machine goes to benchmarks/results/. DeepSpeed's own environment: requirements-deepspeed.txt.
 """
 
@@ -47,6 +48,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each run")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--foreign-max", type=float, default=0.1, help="share of the CPU time that may be others'")
+    parser.add_argument("--steps-max", type=int, help="when to give up waiting for quiet steps; not said: 3 x --steps")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rows", nargs="+", metavar="CASE", help="only these cases, or those that begin so")
     parser.add_argument("--deepspeed-python", metavar="FILE", help="python of an environment with DeepSpeed")
@@ -95,6 +98,7 @@ def measure(said: argparse.Namespace, work: Work, cases: list[Case]) -> list[Rou
                 this.runs[case.name] = run
                 print(
                     f"round {number + 1}/{said.rounds} {case.name:26} {run.median('seconds'):6.2f} s  "
+                    f"{len(run.counted)} of {len(run.steps)} steps  "
                     f"(whole run {time.monotonic() - started:.0f} s)",
                     file=sys.stderr,
                     flush=True,
@@ -106,7 +110,16 @@ def main(arguments: list[str] | None = None) -> int:
     said = parse(arguments)
     (directory,) = check_paths([said.path], key="--path")
     work = Work(
-        said.size, said.batch, said.seq, said.accumulate, said.clip or None, 1e-4, said.warmup, said.steps, said.threads
+        size=said.size,
+        batch=said.batch,
+        seq=said.seq,
+        accumulate=said.accumulate,
+        clip=said.clip or None,
+        warmup=said.warmup,
+        steps=said.steps,
+        steps_max=max(said.steps, said.steps_max or 3 * said.steps),
+        foreign_share_max=said.foreign_max,
+        threads=said.threads,
     )
     cases = chosen_cases(said, work)
     machine: dict[str, Any] = describe_machine([directory])

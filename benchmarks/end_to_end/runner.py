@@ -31,9 +31,10 @@ class CaseFailedError(Exception):
 class Run:
     """One run of a case. ``steps`` are the lines of :mod:`child` after the warm-up, each with ``peak_bytes``: the
     process's RssAnon + RssShmem at most since the line before. ``stats_start`` are the engine's counters when the first
-    of them began."""
+    of them began. ``foreign_share_max``: steps that met more foreign load count only where no others are left."""
 
     case: str
+    foreign_share_max: float = 1.0
     ready_s: float = 0.0
     finish_s: float = 0.0
     notes: str = ""
@@ -42,8 +43,14 @@ class Run:
     losses: list[float] = field(default_factory=list)
     """Of all steps, those of the warm-up, too."""
 
+    @property
+    def counted(self) -> list[dict[str, Any]]:
+        """The undisturbed steps; all where there are none."""
+        quiet = [step for step in self.steps if step["foreign_cpu_share"] <= self.foreign_share_max]
+        return quiet or self.steps
+
     def median(self, key: str) -> float:
-        return statistics.median(step[key] for step in self.steps)
+        return statistics.median(step[key] for step in self.counted)
 
     @property
     def peak_bytes(self) -> int:
@@ -71,7 +78,7 @@ def run_case(case: Case, work: Work, path: str, python: str, *, timeout_s: float
         CaseFailedError: with the end of what it wrote to stderr.
     """
     command = [python, str(CHILD), json.dumps(case.spec(work, path))]
-    run = Run(case.name)
+    run = Run(case.name, work.foreign_share_max)
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment(work.threads)
@@ -89,14 +96,12 @@ def run_case(case: Case, work: Work, path: str, python: str, *, timeout_s: float
                 child.wait()
             assert child.stdout is not None
             child.stdout.close()
-    if len(run.steps) != work.steps:
+    if len(run.steps) < work.steps:
         raise CaseFailedError(f"{case.name} made {len(run.steps)} of {work.steps} steps")
     return run
 
 
-def _collect(
-    child: subprocess.Popen[str], memory: MemoryWatch, run: Run, work: Work, timeout_s: float
-) -> None:
+def _collect(child: subprocess.Popen[str], memory: MemoryWatch, run: Run, work: Work, timeout_s: float) -> None:
     stats: dict[str, float] = {}
     for line in _lines(child, timeout_s):
         said = json.loads(line)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from end_to_end.cases import BYTES, RING_BYTES, Work
+from end_to_end.cases import BYTES, Work
 from end_to_end.runner import Run
 
 PROCESS_BYTES = 64_000_000
@@ -78,9 +78,14 @@ def bytes_per_parameter(case: str, n: int) -> Callable[[Round], float]:
     return lambda round: moved_bytes(round.runs[case]) / n
 
 
-def memory_share(case: str, n: int) -> Callable[[Round], float]:
+def memory_share(case: str, work: Work) -> Callable[[Round], float]:
     def value(round: Round) -> float:
-        allowed = round.runs["plain-backward"].peak_bytes - BYTES["weights"] * n + PROCESS_BYTES + RING_BYTES
+        allowed = (
+            round.runs["plain-backward"].peak_bytes
+            - BYTES["weights"] * work.num_parameters
+            + PROCESS_BYTES
+            + work.ring_bytes
+        )
         return round.runs[case].peak_bytes / allowed
 
     return value
@@ -93,7 +98,9 @@ def rows(work: Work, overlap: str) -> list[Row]:
     tuned, all_tuned = "deepspeed-nvme-tuned", "deepspeed-all-tuned"
     bound = 1.2 if n > 8e8 else 1.15
     found = [
-        Row("all in host memory / DeepSpeed CPU offload", 0.30, (host, "deepspeed-cpu"), seconds(host, "deepspeed-cpu")),
+        Row(
+            "all in host memory / DeepSpeed CPU offload", 0.30, (host, "deepspeed-cpu"), seconds(host, "deepspeed-cpu")
+        ),
         Row("half of the state resident / DeepSpeed NVMe tuned", 0.28, (half, tuned), seconds(half, tuned)),
         Row("optimizer on NVMe / DeepSpeed NVMe tuned", 0.48, (optimizer, tuned), seconds(optimizer, tuned)),
         Row("everything on NVMe / DeepSpeed everything", 0.50, (everything, all_tuned), seconds(everything, all_tuned)),
@@ -111,7 +118,7 @@ def rows(work: Work, overlap: str) -> list[Row]:
         Row("disk bytes, everything on NVMe", 26.0, (everything,), bytes_per_parameter(everything, n), "B/param"),
         Row("disk bytes, optimizer on NVMe", 20.0, (optimizer,), bytes_per_parameter(optimizer, n), "B/param"),
         Row("peak memory, everything on NVMe / allowed", 1.0, (everything, "plain-backward"),
-            memory_share(everything, n)),
+            memory_share(everything, work)),
     ]  # fmt: skip
     return found
 
