@@ -71,8 +71,8 @@ typedef struct {
     uint64_t short_transfers, retries, direct_refused, submit_calls, unobserved_failures;
 } doff_stats;
 
-/* 0 when the backend ("libaio", "io_uring", "pool") can be started here, else -errno. */
-int doff_backend_probe(const char* backend);
+/* 0 when the backend ("libaio", "io_uring", "pool") can be started here at this queue depth, else -errno. */
+int doff_backend_probe(const char* backend, uint32_t queue_depth);
 /* How the libaio backend reaches the kernel: the library's file name, or "raw system calls". */
 const char* doff_libaio_origin(void);
 

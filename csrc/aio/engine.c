@@ -76,12 +76,12 @@ static int start_backends(doff_engine* engine, const struct doff_backend_table* 
     return code;
 }
 
-int doff_backend_probe(const char* name) {
+int doff_backend_probe(const char* name, uint32_t queue_depth) {
     const struct doff_backend_table* table = doff_backend_find(name);
     struct doff_backend backend = {.table = table};
-    if (!table)
+    if (!table || !queue_depth || queue_depth > INT32_MAX / DOFF_LANES_MAX)
         return -EINVAL;
-    int code = table->init(&backend, 8, NULL);
+    int code = table->init(&backend, queue_depth * DOFF_LANES_MAX, NULL);
     if (!code)
         table->fini(&backend);
     return code;

@@ -6,13 +6,11 @@ import errno
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import IoFailure
 from ..native.aio import crc32c_blocks, ffi
-
-if TYPE_CHECKING:
-    from .swap_space import Extent
+from .extents import Extent
 
 BLOCK_BYTES = 256 << 10
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import logging
 import os
 import threading
 import time
@@ -16,9 +17,12 @@ from ..errors import ClosedError, ConfigError, IoFailure, IoTimeout, Unsupported
 from ..native.aio import PAGE_BYTES, ffi, lib
 from .ticket import WAIT_SLICE_MS, Ticket
 
+log = logging.getLogger("deepoffload")
+
 # In the order of preference. Rates of large transfers are alike; alone in flight, a small read takes least time with
 # libaio (io_uring completes in the thread that submitted, which is then another), and containers often forbid io_uring.
 BACKENDS = ("libaio", "io_uring", "pool")
+QUEUE_DEPTH = 16
 DIRECT_MODES = {
     "off": lib.DOFF_DIRECT_OFF,
     "preferred": lib.DOFF_DIRECT_PREFERRED,
@@ -42,9 +46,9 @@ class BackendReport:
     reason: str
 
 
-def probe_backend(name: str) -> BackendReport:
-    """Starts and stops the backend's kernel queue."""
-    code = -lib.doff_backend_probe(name.encode())
+def probe_backend(name: str, queue_depth: int = QUEUE_DEPTH) -> BackendReport:
+    """Starts and stops the backend's kernel queue, as long as an engine of this queue depth makes it."""
+    code = -lib.doff_backend_probe(name.encode(), queue_depth)
     if code:
         hints = {
             errno.EPERM: "forbidden here: a container's seccomp profile or kernel.io_uring_disabled",
@@ -62,8 +66,8 @@ def probe_backend(name: str) -> BackendReport:
     return BackendReport(name, True, how[name])
 
 
-def choose_backend(wanted: str) -> tuple[str, str]:
-    """The backend to use and why.
+def choose_backend(wanted: str, queue_depth: int = QUEUE_DEPTH) -> tuple[str, str]:
+    """The backend to use and why; ``auto`` takes the first one that can be started with this queue depth.
 
     Raises:
         ConfigError: No backend has that name.
@@ -72,14 +76,14 @@ def choose_backend(wanted: str) -> tuple[str, str]:
     if wanted == "auto":
         refused: list[str] = []
         for name in BACKENDS:
-            report = probe_backend(name)
+            report = probe_backend(name, queue_depth)
             if report.available:
                 return name, "; ".join([report.reason, *refused])
             refused.append(f"{name} not: {report.reason}")
         raise UnsupportedError(f"no I/O backend can be started: {'; '.join(refused)}")
     if wanted not in BACKENDS:
         raise ConfigError(f"aio.backend: {wanted!r} is unknown; it is one of auto, {', '.join(BACKENDS)}")
-    report = probe_backend(wanted)
+    report = probe_backend(wanted, queue_depth)
     if not report.available:
         raise UnsupportedError(f"aio.backend: {wanted} cannot be started here ({report.reason}). Use aio.backend=auto.")
     return wanted, f"asked for; {report.reason}"
@@ -119,7 +123,7 @@ class IoEngine:
         self,
         *,
         backend: str = "auto",
-        queue_depth: int = 16,
+        queue_depth: int = QUEUE_DEPTH,
         block_bytes: int = 1 << 20,
         pending_max: int = 1024,
         submit_timeout_s: float = 60.0,
@@ -131,7 +135,7 @@ class IoEngine:
             raise ConfigError(f"aio.block_size: {block_bytes} is not a multiple of {PAGE_BYTES} up to 1 GiB")
         if pending_max < 1:
             raise ConfigError(f"pending_max: {pending_max} is not positive")
-        self.backend, self.backend_reason = choose_backend(backend)
+        self.backend, self.backend_reason = choose_backend(backend, queue_depth)
         self.queue_depth, self.block_bytes = queue_depth, block_bytes
         self.submit_timeout_s = submit_timeout_s
         self._lock = threading.Lock()
@@ -145,6 +149,7 @@ class IoEngine:
             )
         self._handle: Any = out[0]
         self._finalizer = weakref.finalize(self, _close_handle, self._handle, 10.0)
+        log.info("disk requests go through %s (%s)", self.backend, self.backend_reason)
 
     @property
     def closed(self) -> bool:

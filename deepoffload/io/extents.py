@@ -1,11 +1,34 @@
-"""Which bytes of a swap file are free: pure arithmetic, no I/O."""
+"""Where blocks lie in swap files, and which bytes of a file are free: pure arithmetic, no I/O."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..native.aio import PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous part of an extent: bytes of the swap file on path ``path_index``; multiples of 4096."""
+
+    path_index: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where a block lies: ``nbytes`` as asked for, and the pieces that hold them, in the order of the block's bytes."""
+
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes taken on disk."""
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 class FreeList:

@@ -19,8 +19,9 @@ from pathlib import Path
 from ..errors import BudgetError
 from ..native.aio import HostMapping
 from .engine import IoEngine
+from .extents import Extent
 from .swap_files import check_paths, create_swap_file, free_bytes
-from .swap_space import SPACE_MARGIN_BYTES, Extent, SwapSpace
+from .swap_space import SPACE_MARGIN_BYTES, SwapSpace
 from .ticket import Ticket
 
 REQUEST_BYTES = 8 << 20

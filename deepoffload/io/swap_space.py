@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from ..errors import BudgetError, ClosedError, ConfigError, IoFailure, UsageError
+from ..errors import BudgetError, ClosedError, ConfigError, IoFailure, IoTimeout, UsageError
 from ..native.aio import PAGE_BYTES, ffi, lib, round_up
 from .checksums import ChecksumTable
 from .engine import IoEngine, IoFile
-from .extents import FreeList, split_by_weight
+from .extents import Extent, FreeList, Piece, split_by_weight
 from .swap_files import check_paths, create_swap_file, free_bytes, reclaim_stale
 from .ticket import Ticket
 
@@ -25,28 +25,6 @@ SPACE_MARGIN_BYTES = 64 << 20
 GROW_STEP_BYTES = 2 << 20
 # A part of an extent on one path is at least this large; smaller extents lie on one path.
 STRIPE_MIN_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A contiguous part of an extent: bytes of the swap file on path ``path_index``; multiples of 4096."""
-
-    path_index: int
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Where a block lies: ``nbytes`` as asked for, and the pieces that hold them, in the order of the block's bytes."""
-
-    nbytes: int
-    pieces: tuple[Piece, ...]
-
-    @property
-    def padded_bytes(self) -> int:
-        """Bytes taken on disk."""
-        return sum(piece.nbytes for piece in self.pieces)
 
 
 class SwapSpace:
@@ -100,7 +78,7 @@ class SwapSpace:
         self._files: tuple[IoFile, ...] = ()
         self._free = [FreeList() for _ in self.paths]
         self._open: list[IoFile] = []
-        self._finalizer = weakref.finalize(self, _close_files, self._open)
+        self._finalizer = weakref.finalize(self, _close_files, self._open, 10.0)
         try:
             for path in self.paths:
                 reclaim_stale(path)
@@ -198,10 +176,15 @@ class SwapSpace:
         self.bytes_written += nbytes
         return ticket
 
-    def close(self) -> None:
-        """Waits for what is in flight, gives the disk space back. Idempotent."""
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Waits for what is in flight, gives the disk space back. Idempotent.
+
+        Raises:
+            IoTimeout: Some file still has transfers in flight after ``timeout_s``; the other files are closed. May be
+                called again.
+        """
         self._closed = True
-        _close_files(self._open)
+        _close_files(self._open, timeout_s)
         self._finalizer.detach()
 
     def _check_open(self) -> None:
@@ -326,10 +309,20 @@ class SwapSpace:
         self.close()
 
 
-def _close_files(files: list[IoFile]) -> None:
-    while files:
-        files[-1].close()
-        files.pop()
+def _close_files(files: list[IoFile], timeout_s: float) -> None:
+    """Closes all that can be closed within ``timeout_s`` in all; the others stay in ``files``, and the first of their
+    errors is raised."""
+    until = time.monotonic() + timeout_s
+    problem: IoTimeout | None = None
+    for file in list(files):
+        try:
+            file.close(max(0.0, until - time.monotonic()))
+        except IoTimeout as error:
+            problem = problem or error
+        else:
+            files.remove(file)
+    if problem is not None:
+        raise problem
 
 
 def _buffered_warning(path: str, file: IoFile) -> str:

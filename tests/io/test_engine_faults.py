@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from deepoffload.errors import ClosedError, ConfigError, IoFailure, IoTimeout, UsageError
-from deepoffload.io.engine import IoEngine, Priority
-from deepoffload.io.ticket import Ticket
+from deepoffload.errors import ClosedError, ConfigError, IoFailure, IoTimeout, UnsupportedError, UsageError
+from deepoffload.io.engine import IoEngine, Priority, choose_backend, probe_backend
+from deepoffload.io.ticket import WAIT_SLICE_MS, Ticket
 
 BLOCK = 64 << 10
 FATAL = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT, errno.EFBIG, errno.ENODEV, errno.EREMOTEIO]
@@ -226,6 +228,28 @@ def test_a_full_queue_waits_and_then_refuses(make_engine, memory, tmp_path):
     assert slow.stats()["requests_done"] == 1
 
 
+@pytest.mark.parametrize("blocked", ["wait", "submit", "close"])
+def test_other_threads_run_while_a_call_blocks(memory, tmp_path, blocked):
+    """The interpreter's lock is released: with it held, they would run only between two slices of the wait."""
+    with IoEngine(backend="pool", pending_max=1, fault_script="op=write delay_ms=500") as engine:
+        file = open_file(engine, tmp_path)
+        ticket = engine.write(file, memory.address, 4096, 0)
+        calls = {
+            "wait": ticket.wait,
+            "submit": lambda: engine.read(file, memory.address, 4096, 0).wait(),
+            "close": engine.close,
+        }
+        thread = threading.Thread(target=calls[blocked])
+        thread.start()
+        turns = 0
+        while thread.is_alive():
+            time.sleep(0.001)
+            turns += 1
+        thread.join()
+        assert turns > 5 * 500 // WAIT_SLICE_MS
+        ticket.wait()
+
+
 def test_requests_of_no_bytes_are_done(make_engine, memory, tmp_path, backend):
     engine = make_engine(backend=backend)
     file = open_file(engine, tmp_path)
@@ -269,3 +293,14 @@ def test_auto_says_what_it_chose_and_why(make_engine):
     assert engine.backend in ("libaio", "io_uring", "pool")
     assert len(engine.backend_reason) > 10
     assert make_engine(backend="pool").backend_reason.startswith("asked for")
+
+
+def test_auto_passes_over_a_backend_that_has_no_room_for_the_queue():
+    """More requests than fs.aio-max-nr, as on a machine where others have used them up."""
+    depth = int(Path("/proc/sys/fs/aio-max-nr").read_text())
+    refused = probe_backend("libaio", depth)
+    assert not refused.available and "EAGAIN" in refused.reason and "aio-max-nr" in refused.reason
+    name, why = choose_backend("auto", depth)
+    assert name != "libaio" and "libaio not: EAGAIN" in why
+    with pytest.raises(UnsupportedError, match="libaio cannot be started.*aio-max-nr.*aio.backend=auto"):
+        choose_backend("libaio", depth)

@@ -23,13 +23,20 @@ def image(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def small_ext4(tmp_path: Path, image: Path) -> Iterator[Path]:
+def sector_bytes() -> int:
+    return 512
+
+
+@pytest.fixture
+def small_ext4(tmp_path: Path, image: Path, sector_bytes: int) -> Iterator[Path]:
     image.touch()
     os.truncate(image, IMAGE_BYTES)
     where = tmp_path / "mounted"
     where.mkdir()
     try:
-        found = subprocess.run(["losetup", "-f", "--show", image], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            ["losetup", "-f", "--show", "-b", str(sector_bytes), image], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no loop device for us")
     device = found.stdout.strip()
@@ -95,3 +102,21 @@ def test_swap_space_checks_before_it_writes(make_engine, memory, backend, small_
         assert bytes(memory.buffer[:4]) == b"here"
         with pytest.raises(BudgetError, match=str(small_ext4)):
             swap.allocate(8 * MIB)
+
+
+@pytest.mark.parametrize("sector_bytes", [512, 4096])
+def test_alignment_is_asked_of_the_file(make_engine, memory, backend, small_ext4, sector_bytes):
+    """Memory shifted by 512 bytes suits one device and not the other; the bytes are right on both."""
+    engine = make_engine(backend=backend)
+    file = engine.open_file(small_ext4 / "data", create=True)
+    assert (file.direct, file.offset_align) == (True, sector_bytes)
+    file.grow(8 * MIB)
+    data = memory.buffer[512 : 512 + 4 * MIB] = os.urandom(4 * MIB)
+    engine.write(file, memory.address + 512, 4 * MIB, MIB).wait(20)
+    assert (engine.stats()["chunks_bounced"] > 0) == (sector_bytes > 512)
+    assert engine.stats()["chunks_buffered"] == engine.stats()["direct_refused"] == 0
+    memory.buffer[: 8 * MIB] = bytes(8 * MIB)
+    engine.read(file, memory.address + 512, 4 * MIB, MIB).wait(20)
+    assert memory.buffer[512 : 512 + 4 * MIB] == data
+    with open(file.path, "rb") as plain:
+        assert plain.read()[MIB : 5 * MIB] == data

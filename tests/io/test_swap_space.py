@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepoffload.errors import BudgetError, ClosedError, ConfigError, IoFailure, UsageError
+from deepoffload.errors import BudgetError, ClosedError, ConfigError, IoFailure, IoTimeout, UsageError
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.swap_files import free_bytes, reclaim_stale
 from deepoffload.io.swap_space import SPACE_MARGIN_BYTES, SwapSpace
@@ -310,44 +310,6 @@ def test_files_of_dead_runs_are_reclaimed_and_those_of_live_ones_are_not(engine,
     assert reclaim_stale(str(tmp_path)) == [str(live)]
 
 
-def test_a_flipped_bit_is_found_and_placed(make_engine, memory, tmp_path, backend):
-    engine = make_engine(backend=backend, fault_script="op=read nth=4 flip=4001")  # in the fourth MiB read
-    with SwapSpace(engine, [tmp_path], verify=True) as swap:
-        swap.allocate(8192)
-        extent = swap.allocate(6 * MIB)
-        fill(memory, 6 * MIB)
-        swap.write(extent, memory.address).wait()
-        ticket = swap.read(extent, memory.address)
-        with pytest.raises(IoFailure, match="Checksum 0x") as caught:
-            ticket.wait()
-        assert caught.value.errno == errno.EBADMSG
-        assert (caught.value.offset, caught.value.nbytes) == (8192 + 3 * MIB, 256 << 10)
-        assert caught.value.filename is not None and caught.value.filename.startswith(str(tmp_path))
-        with pytest.raises(IoFailure, match="Checksum"):
-            ticket.wait()
-        swap.read(extent, memory.address).wait()
-
-
-def test_without_verify_nobody_looks(make_engine, memory, tmp_path):
-    engine = make_engine(fault_script="op=read nth=1 flip=9")
-    with SwapSpace(engine, [tmp_path]) as swap:
-        extent = swap.allocate(MIB)
-        data = fill(memory, MIB)
-        swap.write(extent, memory.address).wait()
-        swap.read(extent, memory.address).wait()
-        assert memory.buffer[:MIB] != data
-
-
-def test_partial_reads_are_verified_as_far_as_they_can_be(make_engine, memory, tmp_path):
-    with SwapSpace(make_engine(), [tmp_path], verify=True) as swap:
-        extent = swap.allocate(3 * MIB)
-        fill(memory, 3 * MIB)
-        swap.read(extent, memory.address).wait()  # never written: nothing to compare with
-        swap.write(extent, memory.address, nbytes=700_000).wait()
-        for nbytes in (1, 100_000, 262_144, 699_999, 700_000, 3 * MIB):
-            swap.read(extent, memory.address, nbytes=nbytes).wait()
-
-
 def test_failed_transfers_name_the_swap_file(make_engine, memory, directories):
     engine = make_engine(fault_script=f"op=write nth=2 errno={errno.EIO}")
     with SwapSpace(engine, directories[:1]) as swap:
@@ -369,6 +331,27 @@ def test_two_spaces_on_one_path_do_not_meet(make_engine, memory, tmp_path):
     assert memory.buffer[:MIB] == data
     first.close()
     second.close()
+
+
+def files_open_in(directory) -> list[str]:
+    links = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    return [link for link in links if link.startswith(f"{directory}/")]
+
+
+def test_a_file_that_cannot_be_closed_keeps_no_other_open(make_engine, memory, directories):
+    engine = make_engine(fault_script="op=write nth=1 delay_ms=700")
+    swap = SwapSpace(engine, directories)
+    first = swap.allocate(4096)
+    slow = first.pieces[0].path_index
+    ticket = swap.write(first, memory.address)
+    with pytest.raises(IoTimeout, match=str(directories[slow])):
+        swap.close(timeout_s=0.05)
+    assert [bool(files_open_in(path)) for path in directories] == [index == slow for index in range(3)]
+    with pytest.raises(ClosedError):
+        swap.write(first, memory.address)
+    swap.close()
+    assert ticket.result() == 4096
+    assert not any(files_open_in(path) for path in directories)
 
 
 def test_a_space_nobody_closed_gives_its_descriptors_back(memory, tmp_path):
