@@ -80,7 +80,8 @@ const char* doff_libaio_origin(void);
  * submitted and not done, beyond which doff_submit waits. fault_script: NULL, or the rules of backend_fault.c. */
 int doff_engine_open(const char* backend, const char* fault_script, uint32_t queue_depth, uint32_t block_bytes,
                      uint32_t pending_max, doff_engine** out);
-/* Finishes what is queued, then joins the threads. -ETIMEDOUT: something is still in flight; its memory must stay. */
+/* Finishes what is queued, then joins the threads and closes the files. -ETIMEDOUT: something is still in flight; its
+ * memory must stay, all other files are closed, nothing can be submitted, and it may be called again. */
 int doff_engine_close(doff_engine* engine, int64_t timeout_ms);
 /* Frees the engine once closed and once all requests are released. */
 void doff_engine_release(doff_engine* engine);

@@ -118,16 +118,17 @@ int doff_engine_close(doff_engine* engine, int64_t timeout_ms) {
         return -ECHILD;
     uint64_t until = deadline(timeout_ms);
     pthread_mutex_lock(&engine->mutex);
-    bool again = engine->closed;
     engine->closed = true; /* from now on doff_submit refuses */
     pthread_cond_broadcast(&engine->room);
-    while (!again && engine->stats.requests_pending) {
-        if (!doff_cond_wait_until(&engine->finished, &engine->mutex, until))
-            continue;
-        engine->closed = false; /* may be tried again */
+    int code = 0;
+    while (!code && engine->stats.requests_pending)
+        code = doff_cond_wait_until(&engine->finished, &engine->mutex, until);
+    if (code && engine->stats.requests_pending) {
+        doff_files_close(engine, false);
         pthread_mutex_unlock(&engine->mutex);
         return -ETIMEDOUT;
     }
+    bool again = engine->stop;
     engine->stop = true;
     pthread_cond_signal(&engine->work);
     pthread_mutex_unlock(&engine->mutex);
@@ -136,7 +137,7 @@ int doff_engine_close(doff_engine* engine, int64_t timeout_ms) {
     pthread_join(engine->submitter, NULL);
     doff_backend_stop(&engine->backend);
     doff_backend_stop(&engine->side_pool);
-    doff_files_close(engine);
+    doff_files_close(engine, true);
     return 0;
 }
 

@@ -249,8 +249,8 @@ int doff_file_close(doff_engine* engine, int32_t id) {
     return code;
 }
 
-void doff_files_close(doff_engine* engine) {
+void doff_files_close(doff_engine* engine, bool all) {
     for (int i = 0; i < DOFF_FILES_MAX; i++)
-        if (engine->files[i].used)
+        if (engine->files[i].used && (all || !engine->files[i].users))
             file_close(&engine->files[i]);
 }

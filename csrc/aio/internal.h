@@ -113,6 +113,7 @@ void* doff_pump_main(void* engine);
 
 /* file.c; lanes with the mutex held */
 struct doff_file* doff_file_get(doff_engine* engine, int32_t file);
-void doff_files_close(doff_engine* engine);
+/* All of them, or those that no request uses. */
+void doff_files_close(doff_engine* engine, bool all);
 
 #endif

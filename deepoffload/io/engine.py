@@ -170,7 +170,8 @@ class IoEngine:
         """Finishes what was submitted, ends the threads, closes the files. Idempotent; a no-op in a forked child.
 
         Raises:
-            IoTimeout: Something is still in flight after ``timeout_s``: its memory must stay. May be called again.
+            IoTimeout: Something is still in flight after ``timeout_s``: its memory must stay. All other files are
+                closed and nothing more can be submitted. May be called again.
         """
         with self._lock:
             if self._handle is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from pathlib import Path
@@ -125,9 +126,16 @@ def test_closing_has_a_limit_and_finishes_what_was_submitted(memory, tmp_path):
     engine = IoEngine(backend="pool", fault_script="op=write delay_ms=400")
     file = open_file(engine, tmp_path)
     memory.buffer[:4] = b"last"
+    idle = engine.open_file(tmp_path / "idle", create=True)
     ticket = engine.write(file, memory.address, 4096, 0)
     with pytest.raises(IoTimeout, match="in flight"):
         engine.close(timeout_s=0.05)
+    links = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    assert file.path in links and idle.path not in links
+    for refused in (lambda: engine.write(file, memory.address, 4096, 0), lambda: engine.open_file(file.path)):
+        with pytest.raises(ClosedError):
+            refused()
+    idle.close()
     engine.close(timeout_s=20)
     engine.close()
     assert ticket.done() and ticket.result() == 4096
