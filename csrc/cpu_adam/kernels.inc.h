@@ -64,6 +64,15 @@ template <DType kCopy> struct MasterWeight {
 };
 template <> struct Weight<WeightForm::kMasterBf16> : MasterWeight<DType::kBf16> {};
 template <> struct Weight<WeightForm::kMasterFp16> : MasterWeight<DType::kFp16> {};
+template <> struct Weight<WeightForm::kBf16> {
+    using Type = std::uint16_t;
+    template <class V> static inline typename V::F load(const Cursor& c, std::size_t i) {
+        return V::load_bf16(static_cast<std::uint16_t*>(c.weight) + i);
+    }
+    template <class V> static inline void store(const Cursor& c, std::size_t i, typename V::F x) {
+        V::store_bf16(static_cast<std::uint16_t*>(c.weight) + i, x);
+    }
+};
 
 #include "rules.inc.h"
 
@@ -77,8 +86,10 @@ template <class T, bool kWrite> inline void prefetch(const T* p) {
         __builtin_prefetch(p + CPU_ADAM_PREFETCH + offset, kWrite ? 1 : 0, 3);
 }
 
-template <class V, class R, WeightForm kForm, DType kGrad> struct Update {
+template <class V, class R, StateDType kState, WeightForm kForm, DType kGrad> struct Update {
     using F = typename V::F;
+    using SE = Element<kState == StateDType::kFp32 ? DType::kFp32 : DType::kBf16>;
+    using ST = typename SE::Type;
     using G = typename Element<kGrad>::Type;
     using W = Weight<kForm>;
     using WT = typename W::Type;
@@ -89,18 +100,18 @@ template <class V, class R, WeightForm kForm, DType kGrad> struct Update {
     static inline void vector(const C& c, const UpdateArgs& a, const Cursor& w, std::size_t i) {
         F state[kSlots];
         for (int s = 0; s < R::kStates; ++s)
-            state[s] = V::load(a.state[s] + i);
+            state[s] = SE::template load<V>(static_cast<ST*>(a.state[s]) + i);
         const F grad = Element<kGrad>::template load<V>(static_cast<const G*>(a.grad) + i);
         const F weight = R::template apply<V>(c, W::template load<V>(w, i), grad, state);
         for (int s = 0; s < R::kStates; ++s)
-            V::store(a.state[s] + i, state[s]);
+            SE::template store<V>(static_cast<ST*>(a.state[s]) + i, state[s]);
         W::template store<V>(w, i, weight);
     }
 
     static inline void prefetch_all(const UpdateArgs& a, std::size_t i) {
         prefetch<G, false>(static_cast<const G*>(a.grad) + i);
         for (int s = 0; s < R::kStates; ++s)
-            prefetch<float, true>(a.state[s] + i);
+            prefetch<ST, true>(static_cast<ST*>(a.state[s]) + i);
         if (kForm == WeightForm::kSplitBf16)
             prefetch<std::int16_t, true>(a.remainder + i);
         if (kForm == WeightForm::kMasterBf16 || kForm == WeightForm::kMasterFp16)
@@ -115,8 +126,8 @@ template <class V, class R, WeightForm kForm, DType kGrad> struct Update {
         WT weight[V::kWidth] = {};
         std::int16_t remainder[V::kWidth] = {};
         float master[V::kWidth] = {};
-        float state[kSlots][V::kWidth] = {};
-        UpdateArgs t{grad, weight, remainder, master, {}, n};
+        ST state[kSlots][V::kWidth] = {};
+        UpdateArgs t{grad, weight, remainder, master, {}, {}, n};
         std::memcpy(grad, static_cast<const G*>(a.grad) + i, n * sizeof(G));
         std::memcpy(weight, static_cast<WT*>(a.weight) + i, n * sizeof(WT));
         if (a.remainder)
@@ -125,7 +136,7 @@ template <class V, class R, WeightForm kForm, DType kGrad> struct Update {
             std::memcpy(master, a.master + i, n * sizeof(float));
         for (int s = 0; s < R::kStates; ++s) {
             t.state[s] = state[s];
-            std::memcpy(state[s], a.state[s] + i, n * sizeof(float));
+            std::memcpy(state[s], static_cast<ST*>(a.state[s]) + i, n * sizeof(ST));
         }
         vector(c, t, Cursor{weight, remainder, master}, 0);
         std::memcpy(static_cast<WT*>(a.weight) + i, weight, n * sizeof(WT));
@@ -134,7 +145,7 @@ template <class V, class R, WeightForm kForm, DType kGrad> struct Update {
         if (a.master)
             std::memcpy(a.master + i, master, n * sizeof(float));
         for (int s = 0; s < R::kStates; ++s)
-            std::memcpy(a.state[s] + i, state[s], n * sizeof(float));
+            std::memcpy(static_cast<ST*>(a.state[s]) + i, state[s], n * sizeof(ST));
     }
 
     static void run(const UpdateArgs& args, const Coefficients& coefficients) {
@@ -153,6 +164,8 @@ template <class V, class R, WeightForm kForm, DType kGrad> struct Update {
             tail(c, a, i);
     }
 };
+
+#include "eight_bit.inc.h"
 
 // ---- landing: dst = src or dst + src, and the sum of squares of what dst then holds. Two streams are left to the
 // hardware prefetchers: software prefetches cost up to 20 % here. ----
@@ -305,18 +318,25 @@ template <class V> void merge_run(const std::uint16_t* hi, const std::int16_t* l
 
 // ---- the table ----
 
-template <class V, class R, WeightForm kForm> void fill_form(KernelTable& t, Rule rule) {
-    UpdateFn* row = t.update[static_cast<int>(rule)][static_cast<int>(kForm)];
-    row[static_cast<int>(DType::kFp32)] = &Update<V, R, kForm, DType::kFp32>::run;
-    row[static_cast<int>(DType::kBf16)] = &Update<V, R, kForm, DType::kBf16>::run;
-    row[static_cast<int>(DType::kFp16)] = &Update<V, R, kForm, DType::kFp16>::run;
+template <class V, class R, StateDType kState, WeightForm kForm> void fill_form(KernelTable& t, Rule rule) {
+    UpdateFn* row = t.update[static_cast<int>(rule)][static_cast<int>(kState)][static_cast<int>(kForm)];
+    if constexpr (kState == StateDType::kEightBit) {
+        row[static_cast<int>(DType::kFp32)] = &EightBitUpdate<V, R, kForm, DType::kFp32>::run;
+        row[static_cast<int>(DType::kBf16)] = &EightBitUpdate<V, R, kForm, DType::kBf16>::run;
+        row[static_cast<int>(DType::kFp16)] = &EightBitUpdate<V, R, kForm, DType::kFp16>::run;
+    } else {
+        row[static_cast<int>(DType::kFp32)] = &Update<V, R, kState, kForm, DType::kFp32>::run;
+        row[static_cast<int>(DType::kBf16)] = &Update<V, R, kState, kForm, DType::kBf16>::run;
+        row[static_cast<int>(DType::kFp16)] = &Update<V, R, kState, kForm, DType::kFp16>::run;
+    }
 }
 
-template <class V, class R> void fill_rule(KernelTable& t, Rule rule) {
-    fill_form<V, R, WeightForm::kFp32>(t, rule);
-    fill_form<V, R, WeightForm::kSplitBf16>(t, rule);
-    fill_form<V, R, WeightForm::kMasterBf16>(t, rule);
-    fill_form<V, R, WeightForm::kMasterFp16>(t, rule);
+template <class V, class R, StateDType kState = StateDType::kFp32> void fill_rule(KernelTable& t, Rule rule) {
+    fill_form<V, R, kState, WeightForm::kFp32>(t, rule);
+    fill_form<V, R, kState, WeightForm::kSplitBf16>(t, rule);
+    fill_form<V, R, kState, WeightForm::kMasterBf16>(t, rule);
+    fill_form<V, R, kState, WeightForm::kMasterFp16>(t, rule);
+    fill_form<V, R, kState, WeightForm::kBf16>(t, rule);
 }
 
 template <class V, DType kDst, DType kSrc> void fill_land(KernelTable& t) {
@@ -341,8 +361,11 @@ template <class V, DType kDst> void fill_dst(KernelTable& t) {
 template <class V> KernelTable make_table() {
     KernelTable t{};
     fill_rule<V, AdamRule<false>>(t, Rule::kAdam);
+    fill_rule<V, AdamRule<false>, StateDType::kBf16>(t, Rule::kAdam);
+    fill_rule<V, AdamRule<false>, StateDType::kEightBit>(t, Rule::kAdam);
     fill_rule<V, AdamRule<true>>(t, Rule::kAdamAmsgrad);
     fill_rule<V, LionRule>(t, Rule::kLion);
+    fill_rule<V, LionRule, StateDType::kBf16>(t, Rule::kLion);
     fill_rule<V, AdagradRule>(t, Rule::kAdagrad);
     fill_rule<V, SgdRule<false>>(t, Rule::kSgd);
     fill_rule<V, SgdRule<true>>(t, Rule::kSgdMomentum);
@@ -351,5 +374,9 @@ template <class V> KernelTable make_table() {
     fill_dst<V, DType::kFp16>(t);
     t.split = &split_run<V>;
     t.merge = &merge_run<V>;
+    t.quantize[0] = &quantize_run<V, false>;
+    t.quantize[1] = &quantize_run<V, true>;
+    t.dequantize[0] = &dequantize_run<V, false>;
+    t.dequantize[1] = &dequantize_run<V, true>;
     return t;
 }

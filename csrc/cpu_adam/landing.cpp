@@ -70,6 +70,20 @@ void merge_fp32(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std
            [&](std::size_t begin, std::size_t count) { kernel(hi + begin, lo + begin, dst + begin, count); });
 }
 
+void quantize(const float* src, void* codes, float* absmax, std::size_t n, bool is_signed, int num_threads) {
+    const QuantizeFn kernel = kernels().quantize[is_signed];
+    pieces(n, kBytesPerTask / 4, num_threads, [&](std::size_t begin, std::size_t count) {
+        kernel(src + begin, static_cast<char*>(codes) + begin, absmax + begin / kStateBlock, count);
+    });
+}
+
+void dequantize(const void* codes, const float* absmax, float* dst, std::size_t n, bool is_signed, int num_threads) {
+    const DequantizeFn kernel = kernels().dequantize[is_signed];
+    pieces(n, kBytesPerTask / 4, num_threads, [&](std::size_t begin, std::size_t count) {
+        kernel(static_cast<const char*>(codes) + begin, absmax + begin / kStateBlock, dst + begin, count);
+    });
+}
+
 void fill_bytes(void* dst, std::size_t nbytes, int byte, int num_threads) {
     pieces(nbytes, kBytesPerTask, num_threads,
            [&](std::size_t begin, std::size_t count) { std::memset(static_cast<char*>(dst) + begin, byte, count); });

@@ -67,6 +67,30 @@ void py_merge(const py::int_& hi, const py::int_& lo, const py::int_& dst, const
     merge_fp32(high, low, to, n, threads);
 }
 
+void py_quantize(const py::int_& src, const py::int_& codes, const py::int_& absmax, const py::int_& numel,
+                 bool is_signed, long long num_threads) {
+    const float* const from = address_of<const float>(src, "src");
+    void* const to = address_of<void>(codes, "codes");
+    float* const scales = address_of<float>(absmax, "absmax");
+    const std::size_t n = count_of(numel, "numel");
+    const int threads = threads_of(num_threads);
+    kernels();
+    const py::gil_scoped_release release;
+    quantize(from, to, scales, n, is_signed, threads);
+}
+
+void py_dequantize(const py::int_& codes, const py::int_& absmax, const py::int_& dst, const py::int_& numel,
+                   bool is_signed, long long num_threads) {
+    const void* const from = address_of<const void>(codes, "codes");
+    const float* const scales = address_of<const float>(absmax, "absmax");
+    float* const to = address_of<float>(dst, "dst");
+    const std::size_t n = count_of(numel, "numel");
+    const int threads = threads_of(num_threads);
+    kernels();
+    const py::gil_scoped_release release;
+    dequantize(from, scales, to, n, is_signed, threads);
+}
+
 void py_fill(const py::int_& dst, const py::int_& nbytes, int byte, long long num_threads) {
     void* const to = address_of<void>(dst, "dst");
     const std::size_t n = count_of(nbytes, "nbytes");
@@ -97,6 +121,8 @@ PYBIND11_MODULE(_cpu_adam, m) {
     m.def("sum_of_squares", &py_sum_of_squares);
     m.def("split_fp32", &py_split);
     m.def("merge_fp32", &py_merge);
+    m.def("quantize", &py_quantize);
+    m.def("dequantize", &py_dequantize);
     m.def("fill", &py_fill);
     m.def("copy", &py_copy);
     m.def("capability", [] { return capability(); });

@@ -19,6 +19,17 @@ struct Avx2 {
         const F unordered = _mm256_cmp_ps(a, b, _CMP_UNORD_Q);
         return _mm256_blendv_ps(_mm256_max_ps(a, b), _mm256_add_ps(a, b), unordered);
     }
+    static inline F abs(F a) { return _mm256_andnot_ps(set1(-0.0f), a); }
+    static inline F copysign(F a, F b) { return _mm256_or_ps(abs(a), _mm256_and_ps(b, set1(-0.0f))); }
+    static inline F larger(F a, F b) { return _mm256_max_ps(a, b); } // of numbers
+    static inline F smaller(F a, F b) { return _mm256_min_ps(a, b); }
+    static inline __m128i load64(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
+    static inline F load_u8(const std::uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load64(p))); }
+    static inline F load_s8(const std::uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load64(p))); }
+    static inline void store_low_byte(std::uint8_t* p, F a) {
+        const __m128i words = narrow(_mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0xFF)));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+    }
     static inline F sign(F a) { // zero and NaN stay
         const F zero = _mm256_setzero_ps();
         const F positive = _mm256_blendv_ps(a, set1(1.0f), _mm256_cmp_ps(a, zero, _CMP_GT_OQ));

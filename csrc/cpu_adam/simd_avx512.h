@@ -20,6 +20,16 @@ struct Avx512 {
         const __mmask16 unordered = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q);
         return _mm512_mask_add_ps(_mm512_max_ps(a, b), unordered, a, b);
     }
+    static inline F abs(F a) { return _mm512_abs_ps(a); }
+    static inline F copysign(F a, F b) { return _mm512_or_ps(abs(a), _mm512_and_ps(b, set1(-0.0f))); }
+    static inline F larger(F a, F b) { return _mm512_max_ps(a, b); } // of numbers
+    static inline F smaller(F a, F b) { return _mm512_min_ps(a, b); }
+    static inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+    static inline F load_u8(const std::uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load128(p))); }
+    static inline F load_s8(const std::uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load128(p))); }
+    static inline void store_low_byte(std::uint8_t* p, F a) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_castps_si512(a)));
+    }
     static inline F sign(F a) { // zero and NaN stay
         const F positive = _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GT_OQ), set1(1.0f));
         return _mm512_mask_mov_ps(positive, _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_LT_OQ), set1(-1.0f));

@@ -17,7 +17,26 @@ struct Neon {
     static inline F sqrt(F a) { return vsqrtq_f32(a); }
     static inline F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
     static inline F maximum(F a, F b) { return vmaxq_f32(a, b); } // FMAX propagates NaN
-    static inline F sign(F a) {                                   // zero and NaN stay
+    static inline F abs(F a) { return vabsq_f32(a); }
+    static inline F copysign(F a, F b) { return vbslq_f32(vdupq_n_u32(0x80000000u), b, a); }
+    static inline F larger(F a, F b) { return vmaxq_f32(a, b); } // of numbers
+    static inline F smaller(F a, F b) { return vminq_f32(a, b); }
+    static inline uint32x4_t load_bytes(const std::uint8_t* p) { // lane i holds byte i
+        std::uint32_t packed;
+        std::memcpy(&packed, p, sizeof(packed));
+        return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(packed)))));
+    }
+    static inline F load_u8(const std::uint8_t* p) { return vcvtq_f32_u32(load_bytes(p)); }
+    static inline F load_s8(const std::uint8_t* p) {
+        return vcvtq_f32_s32(vshrq_n_s32(vreinterpretq_s32_u32(vshlq_n_u32(load_bytes(p), 24)), 24));
+    }
+    static inline void store_low_byte(std::uint8_t* p, F a) {
+        const uint16x4_t words = vmovn_u32(vreinterpretq_u32_f32(a));
+        const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
+        const std::uint32_t packed = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
+        std::memcpy(p, &packed, sizeof(packed));
+    }
+    static inline F sign(F a) { // zero and NaN stay
         const F positive = vbslq_f32(vcgtzq_f32(a), set1(1.0f), a);
         return vbslq_f32(vcltzq_f32(a), set1(-1.0f), positive);
     }

@@ -89,6 +89,13 @@ struct Scalar {
     static inline F sqrt(F a) { return std::sqrt(a); }
     static inline F fma(F a, F b, F c) { return std::fma(a, b, c); }
     static inline F maximum(F a, F b) { return a != a || b != b ? a + b : (a > b ? a : b); }
+    static inline F abs(F a) { return float_of(bits_of(a) & 0x7FFFFFFFu); }
+    static inline F copysign(F a, F b) { return float_of((bits_of(a) & 0x7FFFFFFFu) | (bits_of(b) & 0x80000000u)); }
+    static inline F larger(F a, F b) { return a > b ? a : b; } // of numbers
+    static inline F smaller(F a, F b) { return a < b ? a : b; }
+    static inline F load_u8(const std::uint8_t* p) { return static_cast<float>(*p); }
+    static inline F load_s8(const std::uint8_t* p) { return static_cast<float>(static_cast<std::int8_t>(*p)); }
+    static inline void store_low_byte(std::uint8_t* p, F a) { *p = static_cast<std::uint8_t>(bits_of(a)); }
     static inline F sign(F a) { return a > 0.0f ? 1.0f : a < 0.0f ? -1.0f : a; } // zero and NaN stay
     static inline void stream_line(void* dst, const void* src) { std::memmove(dst, src, 64); }
     static inline void stream_fence() {}

@@ -8,8 +8,9 @@ namespace cpu_adam {
 namespace {
 
 // Large enough that a task's hand-over (a few ns) and its cold start in the prefetchers do not show, small enough that
-// threads finish together. Multiples of 64 elements keep every stream of an aligned segment on whole cache lines.
-constexpr std::size_t kTaskMax = 65536, kTaskMin = 4096, kTaskQuantum = 64;
+// threads finish together. Multiples of 64 elements keep every stream of an aligned segment on whole cache lines, and
+// those of a block of 8-bit state keep it in one task.
+constexpr std::size_t kTaskMax = 65536, kTaskMin = 4096, kTaskQuantum = kStateBlock;
 
 struct Task {
     std::size_t segment, begin, n;
@@ -17,15 +18,17 @@ struct Task {
 
 template <class T> T* advance(T* p, std::size_t n) { return p ? p + n : nullptr; }
 
-UpdateArgs slice(const Segment& segment, const Task& task, std::size_t grad_size, std::size_t weight_size) {
+UpdateArgs slice(const Segment& segment, const Task& task) {
     const UpdateArgs& a = segment.args;
     UpdateArgs s{};
-    s.grad = static_cast<const char*>(a.grad) + task.begin * grad_size;
-    s.weight = static_cast<char*>(a.weight) + task.begin * weight_size;
+    s.grad = static_cast<const char*>(a.grad) + task.begin * segment.grad_size;
+    s.weight = static_cast<char*>(a.weight) + task.begin * segment.weight_size;
     s.remainder = advance(a.remainder, task.begin);
     s.master = advance(a.master, task.begin);
-    for (int i = 0; i < kMaxStates; ++i)
-        s.state[i] = advance(a.state[i], task.begin);
+    for (int i = 0; i < kMaxStates; ++i) {
+        s.state[i] = advance(static_cast<char*>(a.state[i]), task.begin * segment.state_size);
+        s.absmax[i] = advance(a.absmax[i], task.begin / kStateBlock);
+    }
     s.n = task.n;
     return s;
 }
@@ -47,7 +50,7 @@ void run_step(const std::vector<Segment>& segments, const std::vector<Coefficien
     parallel_for(tasks.size(), threads, [&](std::size_t index) {
         const Task& task = tasks[index];
         const Segment& segment = segments[task.segment];
-        segment.kernel(slice(segment, task, segment.grad_size, segment.weight_size), coefficients[segment.group]);
+        segment.kernel(slice(segment, task), coefficients[segment.group]);
     });
 }
 

@@ -10,8 +10,8 @@ namespace cpu_adam {
 struct Segment {
     UpdateArgs args;
     UpdateFn kernel;
-    std::size_t group;                  // index of its coefficients
-    std::size_t grad_size, weight_size; // bytes per element
+    std::size_t group;                              // index of its coefficients
+    std::size_t grad_size, weight_size, state_size; // bytes per element
 };
 
 // Segments must not overlap each other. The result does not depend on num_threads.

@@ -24,11 +24,13 @@ enum SegmentField {
     kExpAvg,
     kExpAvgSq,
     kMaxExpAvgSq,
+    kExpAvgAbsmax,
+    kExpAvgSqAbsmax,
     kNumSegmentFields
 };
-const char* const kSegmentFieldNames[] = {"numel",   "hyper_index",  "grad",          "grad_dtype",
-                                          "weight",  "weight_dtype", "remainder",     "master",
-                                          "exp_avg", "exp_avg_sq",   "max_exp_avg_sq"};
+const char* const kSegmentFieldNames[] = {
+    "numel",  "hyper_index", "grad",       "grad_dtype",     "weight",         "weight_dtype",     "remainder",
+    "master", "exp_avg",     "exp_avg_sq", "max_exp_avg_sq", "exp_avg_absmax", "exp_avg_sq_absmax"};
 
 class SegmentReader {
   public:
@@ -49,7 +51,7 @@ class SegmentReader {
 };
 
 // StateLayout of the Python side.
-enum class Layout : int { kFp32 = 0, kSplitBf16 = 1, kMaster = 2 };
+enum class Layout : int { kFp32 = 0, kSplitBf16 = 1, kMaster = 2, kBf16 = 3 };
 
 WeightForm read_weight(const SegmentReader& in, Layout layout, UpdateArgs& a) {
     if (layout == Layout::kMaster) {
@@ -66,19 +68,22 @@ WeightForm read_weight(const SegmentReader& in, Layout layout, UpdateArgs& a) {
                    " = FP32: a compute copy beside the master is BF16 or FP16; pass weight = 0 for none");
         return copy == DType::kBf16 ? WeightForm::kMasterBf16 : WeightForm::kMasterFp16;
     }
-    const bool split = layout == Layout::kSplitBf16;
     a.weight = in.address<void>(kWeight);
-    if (in.dtype(kWeightDtype) != (split ? DType::kBf16 : DType::kFp32))
-        refuse(in.name(kWeightDtype) +
-               (split ? " must be BF16 in the layout SPLIT_BF16" : " must be FP32 in the layout FP32"));
-    if (split)
+    if (in.dtype(kWeightDtype) != (layout == Layout::kFp32 ? DType::kFp32 : DType::kBf16))
+        refuse(in.name(kWeightDtype) + (layout == Layout::kFp32        ? " must be FP32 in the layout FP32"
+                                        : layout == Layout::kSplitBf16 ? " must be BF16 in the layout SPLIT_BF16"
+                                                                       : " must be BF16 in the layout BF16"));
+    if (layout == Layout::kSplitBf16)
         a.remainder = in.address<std::int16_t>(kRemainder);
-    return split ? WeightForm::kSplitBf16 : WeightForm::kFp32;
+    return layout == Layout::kFp32        ? WeightForm::kFp32
+           : layout == Layout::kSplitBf16 ? WeightForm::kSplitBf16
+                                          : WeightForm::kBf16;
 }
 
 struct Group {
     Rule rule;
     Coefficients coefficients;
+    StateDType state_dtype = StateDType::kFp32;
 };
 
 // Which fields of a segment hold the states of a rule.
@@ -113,9 +118,15 @@ Segment read_segment(const SegmentReader& in, Layout layout, const std::vector<G
     const WeightForm form = read_weight(in, layout, a);
     const Rule rule = groups[segment.group].rule;
     int slot = 0;
-    for (const SegmentField field : state_fields(rule))
-        a.state[slot++] = in.address<float>(field);
-    segment.kernel = kernels().update[static_cast<int>(rule)][static_cast<int>(form)][static_cast<int>(grad_dtype)];
+    const StateDType state_dtype = groups[segment.group].state_dtype;
+    for (const SegmentField field : state_fields(rule)) {
+        if (state_dtype == StateDType::kEightBit)
+            a.absmax[slot] = in.address<float>(field == kExpAvg ? kExpAvgAbsmax : kExpAvgSqAbsmax);
+        a.state[slot++] = in.address<void>(field);
+    }
+    segment.kernel = kernels().update[static_cast<int>(rule)][static_cast<int>(state_dtype)][static_cast<int>(form)]
+                                     [static_cast<int>(grad_dtype)];
+    segment.state_size = state_size(state_dtype);
     segment.grad_size = dtype_size(grad_dtype);
     segment.weight_size = form == WeightForm::kFp32 ? 4 : 2;
     return segment;
@@ -132,6 +143,17 @@ class HyperReader {
         return number_of(object_, field, prefix_, least, limit);
     }
     bool flag(const char* field) const { return object_.attr(field).cast<bool>(); }
+    // 8-bit states exist for Adam without amsgrad, bf16 ones for Lion as well.
+    StateDType state_dtype(bool eight_bit) const {
+        const unsigned long long value = unsigned_of(object_.attr("state_dtype").ptr(), prefix_ + "state_dtype");
+        if (value >= static_cast<unsigned long long>(kNumStateDTypes))
+            refuse(prefix_ + "state_dtype = " + std::to_string(value) +
+                   " is not a StateDType (FP32 = 0, BF16 = 1, EIGHT_BIT = 2)");
+        const auto dtype = static_cast<StateDType>(value);
+        if (dtype == StateDType::kEightBit && !eight_bit)
+            refuse(prefix_ + "state_dtype = EIGHT_BIT is for Adam without amsgrad");
+        return dtype;
+    }
     const std::string& prefix() const { return prefix_; }
 
   private:
@@ -149,13 +171,17 @@ Group read_adam(const HyperReader& in, double grad_factor) {
                           in.number("step", 1.0, kStepLimit),
                           in.flag("bias_correction"),
                           in.flag("maximize")};
-    return {in.flag("amsgrad") ? Rule::kAdamAmsgrad : Rule::kAdam, coefficients_of(hyper, grad_factor)};
+    const bool amsgrad = in.flag("amsgrad");
+    const StateDType state_dtype = in.state_dtype(!amsgrad);
+    if (amsgrad && state_dtype != StateDType::kFp32)
+        refuse(in.prefix() + "state_dtype = BF16 is for Adam without amsgrad");
+    return {amsgrad ? Rule::kAdamAmsgrad : Rule::kAdam, coefficients_of(hyper, grad_factor), state_dtype};
 }
 
 Group read_lion(const HyperReader& in, double grad_factor) {
     const LionHyper hyper{in.number("lr"), in.number("beta1", 0.0, 1.0), in.number("beta2", 0.0, 1.0),
                           in.number("weight_decay"), in.flag("maximize")};
-    return {Rule::kLion, coefficients_of(hyper, grad_factor)};
+    return {Rule::kLion, coefficients_of(hyper, grad_factor), in.state_dtype(false)};
 }
 
 Group read_adagrad(const HyperReader& in, double grad_factor) {
@@ -180,9 +206,9 @@ Group read_sgd(const HyperReader& in, double grad_factor) {
 template <Group (*kRead)(const HyperReader&, double)>
 void step(const py::sequence& segments, const py::sequence& hypers, int layout_value, double grad_factor,
           long long num_threads) {
-    if (layout_value < 0 || layout_value > static_cast<int>(Layout::kMaster))
+    if (layout_value < 0 || layout_value > static_cast<int>(Layout::kBf16))
         refuse("layout = " + std::to_string(layout_value) +
-               " is not a StateLayout (FP32 = 0, SPLIT_BF16 = 1, MASTER = 2)");
+               " is not a StateLayout (FP32 = 0, SPLIT_BF16 = 1, MASTER = 2, BF16 = 3)");
     if (!std::isfinite(grad_factor))
         refuse("grad_factor = " + std::to_string(grad_factor) + " is not finite");
     const int threads = threads_of(num_threads);

@@ -9,10 +9,19 @@ namespace cpu_adam {
 enum class DType : int { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
 constexpr int kNumDTypes = 3;
 
-// What the weight of one segment consists of. `kFp32` has one stream that is read and written; the others add a
-// bf16 or fp16 stream. A master without a compute copy is `kFp32` on the master.
-enum class WeightForm : int { kFp32 = 0, kSplitBf16 = 1, kMasterBf16 = 2, kMasterFp16 = 3 };
-constexpr int kNumWeightForms = 4;
+// What the weight of one segment consists of. `kFp32` and `kBf16` have one stream that is read and written; the others
+// have an fp32 value beside a bf16 or fp16 stream. A master without a compute copy is `kFp32` on the master.
+enum class WeightForm : int { kFp32 = 0, kSplitBf16 = 1, kMasterBf16 = 2, kMasterFp16 = 3, kBf16 = 4 };
+constexpr int kNumWeightForms = 5;
+
+// What the states of a rule are stored in. kEightBit: one byte each, in blocks that share a scale (eight_bit.inc.h).
+enum class StateDType : int { kFp32 = 0, kBf16 = 1, kEightBit = 2 };
+constexpr int kNumStateDTypes = 3;
+constexpr std::size_t kStateBlock = 256; // elements that share a scale
+
+constexpr std::size_t state_size(StateDType dtype) {
+    return dtype == StateDType::kFp32 ? 4 : dtype == StateDType::kBf16 ? 2 : 1;
+}
 
 // Landing: dst = src, dst = dst + src, or dst = src past the caches (dst aligned to 64 bytes).
 enum class LandMode : int { kReplace, kAdd, kStream };
@@ -52,7 +61,8 @@ struct UpdateArgs {
     void* weight;            // float for kFp32, else 16-bit
     std::int16_t* remainder; // kSplitBf16 only
     float* master;           // kMaster* only
-    float* state[kMaxStates];
+    void* state[kMaxStates];
+    float* absmax[kMaxStates]; // kEightBit only: one for each block of the state
     std::size_t n;
 };
 
@@ -66,13 +76,19 @@ using LandFn = double (*)(void* dst, const void* src, std::size_t n); // n <= kS
 using SumFn = double (*)(const void* src, std::size_t n);
 using SplitFn = void (*)(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_t n);
 using MergeFn = void (*)(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std::size_t n);
+// n is counted from the start of a block.
+using QuantizeFn = void (*)(const float* src, void* codes, float* absmax, std::size_t n);
+using DequantizeFn = void (*)(const void* codes, const float* absmax, float* dst, std::size_t n);
 
 struct KernelTable {
-    UpdateFn update[kNumRules][kNumWeightForms][kNumDTypes]; // [rule][form][gradient dtype]
-    LandFn land[kNumLandModes][kNumDTypes][kNumDTypes];      // [mode][dst dtype][src dtype]
+    // [rule][state dtype][form][gradient dtype]; nullptr where a rule has no such states
+    UpdateFn update[kNumRules][kNumStateDTypes][kNumWeightForms][kNumDTypes];
+    LandFn land[kNumLandModes][kNumDTypes][kNumDTypes]; // [mode][dst dtype][src dtype]
     SumFn sum_of_squares[kNumDTypes];
     SplitFn split;
     MergeFn merge;
+    QuantizeFn quantize[2]; // [signed]
+    DequantizeFn dequantize[2];
 };
 
 } // namespace cpu_adam

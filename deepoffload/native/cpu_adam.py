@@ -29,8 +29,22 @@ class DType(enum.IntEnum):
     FP16 = 2
 
 
+class StateDType(enum.IntEnum):
+    """What the optimizer's states (the moments) are stored in; the update computes in fp32 from all of them."""
+
+    FP32 = 0
+    BF16 = 1
+    """Rounded to nearest even after each step. Adam without amsgrad, and Lion."""
+    EIGHT_BIT = 2
+    """One byte per element, blocks of :data:`STATE_BLOCK` with a scale: see :func:`quantize`. Adam without amsgrad."""
+
+
+STATE_BLOCK = 256
+"""Elements of 8-bit state that share a scale, counted from the start of the parameter."""
+
+
 class StateLayout(enum.IntEnum):
-    """Where the fp32 value of a weight lives. The moments are fp32 in all of them."""
+    """Where the fp32 value of a weight lives."""
 
     FP32 = 0
     """``weight`` is the fp32 value itself; nothing else is written."""
@@ -38,6 +52,8 @@ class StateLayout(enum.IntEnum):
     """``weight`` is bf16 and ``remainder`` int16: see :func:`split_fp32`."""
     MASTER = 2
     """``master`` is fp32; ``weight``, when not 0, is a bf16 or fp16 copy rounded to nearest even in the same pass."""
+    BF16 = 3
+    """``weight`` is bf16 and there is nothing else: each update is rounded to nearest even, small ones are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +72,7 @@ class AdamHyper:
     bias_correction: bool = True
     maximize: bool = False
     amsgrad: bool = False
+    state_dtype: StateDType = StateDType.FP32
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +84,7 @@ class LionHyper:
     beta2: float
     weight_decay: float
     maximize: bool = False
+    state_dtype: StateDType = StateDType.FP32
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +118,8 @@ class Segment(NamedTuple):
     """A contiguous piece of one parameter: ``numel`` elements at every address that is not 0.
 
     ``exp_avg`` is also the state of Lion and the ``momentum_buffer`` of SGD, ``exp_avg_sq`` the ``sum`` of Adagrad; a
-    state that the optimizer does not have (SGD without momentum has none) is neither read nor written.
+    state that the optimizer does not have (SGD without momentum has none) is neither read nor written. 8-bit states
+    have one fp32 at ``exp_avg_absmax`` and ``exp_avg_sq_absmax`` for each block, the last of which may be shorter.
     """
 
     numel: int
@@ -114,6 +133,8 @@ class Segment(NamedTuple):
     exp_avg: int = 0
     exp_avg_sq: int = 0
     max_exp_avg_sq: int = 0
+    exp_avg_absmax: int = 0
+    exp_avg_sq_absmax: int = 0
 
 
 def adam_step(
@@ -226,6 +247,30 @@ def split_fp32(src: int, hi: int, lo: int, numel: int, *, num_threads: int) -> N
 def merge_fp32(hi: int, lo: int, dst: int, numel: int, *, num_threads: int) -> None:
     """The inverse of :func:`split_fp32`: ``(hi << 16) + lo`` modulo 2**32."""
     _cpu_adam.merge_fp32(hi, lo, dst, numel, num_threads)
+
+
+def quantize(src: int, codes: int, absmax: int, numel: int, *, signed: bool, num_threads: int) -> None:
+    """8-bit codes of an fp32 array, as the update stores ``exp_avg`` (``signed``) and ``exp_avg_sq``.
+
+    Block-wise as in Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", with a power law instead of
+    their table: for each block of :data:`STATE_BLOCK` elements ``absmax = max(abs(x))``, and
+
+    - signed: int8 ``q = round(copysign((abs(x) / absmax) ** 0.25, x) * 127)``
+    - unsigned: uint8 ``q = round((x / absmax) ** 0.25 * 255)``, at least 1 where ``x > 0``
+
+    rounded to nearest even, in fp32. A block with a NaN or an infinity becomes NaN as a whole; one whose absmax is
+    below 2**-126 becomes zeros. Unsigned values must not be negative.
+    """
+    _cpu_adam.quantize(src, codes, absmax, numel, signed, num_threads)
+
+
+def dequantize(codes: int, absmax: int, dst: int, numel: int, *, signed: bool, num_threads: int) -> None:
+    """The values of 8-bit codes: ``(q / 127) ** 4 * absmax`` with the sign of ``q``, or ``(q / 255) ** 4 * absmax``.
+
+    :func:`quantize` gives the same codes and scales again when absmax is at least 2**-93 (below that the smallest
+    values may fall together).
+    """
+    _cpu_adam.dequantize(codes, absmax, dst, numel, signed, num_threads)
 
 
 def fill(dst: int, nbytes: int, byte: int, num_threads: int) -> None:

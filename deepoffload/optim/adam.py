@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from deepoffload.errors import UnsupportedError
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import AdamHyper
 from deepoffload.optim import checks
@@ -26,17 +25,22 @@ class CPUAdam(HostOptimizer):
         lr: learning rate, a number or a tensor with one element.
         bias_correction: divide the moments by ``1 - beta ** step``.
         betas, eps, weight_decay: as in ``torch.optim.AdamW``.
-        amsgrad: use the largest second moment so far; for ordinary parameters only.
+        amsgrad: use the largest second moment so far (one fp32 array more).
         adamw_mode: True for decoupled weight decay (AdamW), False for L2 (Adam).
-        fp32_optimizer_states: only True is accepted: moments are float32.
+        fp32_optimizer_states: False is DeepSpeed's way to say ``state_dtype="bf16"``.
         maximize: ascend instead of descend.
+        state_dtype: what the moments are stored in: ``"fp32"``; ``"bf16"``, rounded after every step; or ``"8bit"``, a
+            byte each and a scale per 256 of them (docs/optimizers.md has the numerics). The update computes in fp32.
+            Not together with amsgrad. It may differ between groups; a loaded state does not change it.
+        master_weights: False: bf16 weights have no fp32 master, each update is rounded to nearest even and small ones
+            are lost, as with ``torch.optim``; for ordinary parameters only.
         max_grad_norm: clip the gradients of all groups together to this global L2 norm inside the update; the norm is
             summed in float64. None: no clipping. ``param.grad`` keeps the unclipped values.
 
     bf16 weights have an exact fp32 master (the weight is its upper half). fp32 weights are their own master.
 
     Raises:
-        ValueError: a setting is out of range. UnsupportedError: amsgrad for a paged parameter, or 16-bit moments.
+        ValueError: a setting is out of range. UnsupportedError: no master weights for paged parameters.
     """
 
     rule = Rule("CPUAdam", cpu_adam.adam_step)
@@ -54,10 +58,10 @@ class CPUAdam(HostOptimizer):
         fp32_optimizer_states: bool = True,
         *,
         maximize: bool = False,
+        state_dtype: str = "fp32",
+        master_weights: bool = True,
         max_grad_norm: float | None = None,
     ) -> None:
-        if not fp32_optimizer_states:
-            raise UnsupportedError("fp32_optimizer_states=False is not available; moments are float32")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -67,6 +71,8 @@ class CPUAdam(HostOptimizer):
             "amsgrad": amsgrad,
             "adamw_mode": adamw_mode,
             "maximize": maximize,
+            "state_dtype": state_dtype if fp32_optimizer_states else "bf16",
+            "master_weights": master_weights,
         }
         self._check_settings(defaults)
         super().__init__(model_params, defaults, max_grad_norm)
@@ -76,6 +82,7 @@ class CPUAdam(HostOptimizer):
         checks.two_betas(group["betas"])
         checks.not_negative("eps", group["eps"])
         checks.not_negative("weight_decay", group["weight_decay"])
+        checks.state_dtype(group["state_dtype"], *(("fp32",) if group["amsgrad"] else checks.STATE_DTYPES))
 
     def _arrays(self, group: Mapping[str, Any]) -> Mapping[str, str]:
         return _AMSGRAD_ARRAYS if group["amsgrad"] else _ARRAYS
@@ -92,6 +99,7 @@ class CPUAdam(HostOptimizer):
             bias_correction=bool(group["bias_correction"]),
             maximize=bool(group["maximize"]),
             amsgrad=bool(group["amsgrad"]),
+            state_dtype=checks.STATE_DTYPES[group["state_dtype"]],
         )
 
     def _import_group(self, saved: dict[str, Any]) -> dict[str, Any]:
@@ -106,8 +114,8 @@ class CPUAdam(HostOptimizer):
 
 
 class CPUAdamW(CPUAdam):
-    """AdamW on the host with ``torch.optim.AdamW``'s arguments and defaults, and ``max_grad_norm`` (see
-    :class:`CPUAdam`).
+    """AdamW on the host with ``torch.optim.AdamW``'s arguments and defaults, and ``state_dtype``, ``master_weights``
+    and ``max_grad_norm`` (see :class:`CPUAdam`).
 
     ``foreach`` and ``fused`` are accepted for compatibility; the update always is one fused pass. ``capturable`` and
     ``differentiable`` must be False.
@@ -129,6 +137,8 @@ class CPUAdamW(CPUAdam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        state_dtype: str = "fp32",
+        master_weights: bool = True,
         max_grad_norm: float | None = None,
     ) -> None:
         checks.host_flags(capturable, differentiable)
@@ -141,5 +151,7 @@ class CPUAdamW(CPUAdam):
             amsgrad=amsgrad,
             adamw_mode=True,
             maximize=maximize,
+            state_dtype=state_dtype,
+            master_weights=master_weights,
             max_grad_norm=max_grad_norm,
         )

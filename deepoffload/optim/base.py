@@ -20,10 +20,10 @@ from torch import Tensor
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim import checks
 from deepoffload.optim.gradients import Gradients
-from deepoffload.optim.ordinary import OrdinaryUpdate, check_ordinary, sum_of_squares
+from deepoffload.optim.ordinary import OrdinaryUpdate, check_ordinary, plain_state, sum_of_squares
 from deepoffload.optim.paged_state import read_state, write_state
 from deepoffload.optim.rule import Hyper, Job, Rule
-from deepoffload.optim.state import LEAD_KEYS, PAGED_ARRAYS
+from deepoffload.optim.state import LEAD_KEYS
 from deepoffload.optim.state_dict import load_into, pack
 from deepoffload.optim.update import HostUpdate, check_paged
 from deepoffload.params.pager import Pager
@@ -118,16 +118,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
                     f"{param.device}"
                 )
             handle = _handle_of(param)
-            if handle is not None:
-                self._check_arrays(handle, self._arrays(group))
-
-    def _check_arrays(self, handle: ParamHandle, arrays: Mapping[str, str]) -> None:
-        beyond = [key for key, field in arrays.items() if field not in PAGED_ARRAYS]
-        if beyond:
-            raise UnsupportedError(
-                f"{handle.name} is paged, and its state has no room for {beyond[0]}: amsgrad=True works on ordinary "
-                "parameters only; put the paged ones into a group with amsgrad=False"
-            )
+            if handle is not None and not group.get("master_weights", True):
+                raise UnsupportedError(f"{handle.name} is paged: its fp32 master is kept; use master_weights=True")
 
     def _each(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         for group in self.param_groups:
@@ -226,7 +218,6 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
                     if _gradients(handle.pager, handle.name).present(handle):
                         check_paged(handle, self.rule.name)
                         self._refuse_lost(handle)
-                        self._check_arrays(handle, arrays)
                         work.paged[handle] = (param, self._job(param, group, handle not in self._held, jobs))
                 elif param.grad is not None:
                     check_ordinary(param, self.rule.name)
@@ -240,7 +231,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         step = int(state.get("step", 0)) + 1 if state else 1
         job = jobs.get((step, first))
         if job is None:
-            job = Job(step, self._hyper(group, step, first), self._arrays(group), self._initial(group), first)
+            hyper, masters = self._hyper(group, step, first), bool(group.get("master_weights", True))
+            job = Job(step, hyper, self._arrays(group), self._initial(group), first, masters)
             jobs[step, first] = job
         return job
 
@@ -287,8 +279,10 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's layout.
 
-        As in torch, the arrays of ordinary parameters are the optimizer's own, not copies. Those of paged parameters
-        are copied out of their pieces into ordinary memory, 8 bytes per parameter for Adam, outside of every budget.
+        As in torch, the arrays of ordinary parameters are the optimizer's own, not copies; 8-bit and bf16 ones are
+        shown as the fp32 values that they stand for, from which loading makes the same bits again. Those of paged
+        parameters are copied out of their pieces into ordinary memory, 8 bytes per parameter for Adam, outside of every
+        budget.
         16-bit parameters have one array more, which completes the weight to its fp32 master: ``"remainder"`` (int16,
         bf16) or ``"master"`` (fp32, fp16).
         """
@@ -314,6 +308,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         state = dict(self.state)
         for param in [param for param, _ in self._each() if _handle_of(param) is None and param in state]:
             self._ordinary.follow_weight(param, state[param])
+            state[param] = plain_state(state[param])
         params: dict[ParamHandle, Tensor] = {}
         held: dict[ParamHandle, Mapping[str, str]] = {}
         for param, group in self._each():
@@ -355,6 +350,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             state = self.state.get(param)
             if handle is None or not state or handle.pager.gradients is None:
                 continue
+            if len(state) > 1:
+                self.state[param] = state = plain_state(state)
             names = [*self._arrays(group), *LEAD_KEYS.values()]
             found = {key: state.pop(key) for key in names if isinstance(state.get(key), Tensor)}
             if found:

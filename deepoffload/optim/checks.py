@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from deepoffload.native.cpu_adam import StateDType
+
 
 def number(name: str, value: Any) -> float:
     """``value`` as a float; a tensor must have one element.
@@ -42,6 +44,15 @@ def clip_norm(value: Any) -> None:
     """Raise ``ValueError`` unless ``max_grad_norm`` is None or a positive number."""
     if value is not None and number("max_grad_norm", value) <= 0:
         raise ValueError(f"max_grad_norm must be positive or None, got {value}")
+
+
+STATE_DTYPES = {"fp32": StateDType.FP32, "bf16": StateDType.BF16, "8bit": StateDType.EIGHT_BIT}
+
+
+def state_dtype(value: Any, *known: str) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of the names in ``known``."""
+    if value not in known:
+        raise ValueError(f"state_dtype must be {' or '.join(map(repr, known))}, got {value!r}")
 
 
 def host_flags(capturable: bool, differentiable: bool) -> None:

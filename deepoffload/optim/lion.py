@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from deepoffload.errors import UnsupportedError
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import LionHyper
 from deepoffload.optim import checks
@@ -27,12 +26,14 @@ class CPULion(HostOptimizer):
         lr: learning rate, a number or a tensor with one element; about a tenth to a third of Adam's.
         betas: of the update and of the momentum.
         weight_decay: decoupled, as in AdamW.
-        fp32_optimizer_states: only True is accepted: the momentum is float32.
+        fp32_optimizer_states: False is DeepSpeed's way to say ``state_dtype="bf16"``.
         maximize: ascend instead of descend.
+        state_dtype: what the momentum is stored in, ``"fp32"`` or ``"bf16"``; see :class:`CPUAdam`.
+        master_weights: as for :class:`CPUAdam`.
         max_grad_norm: as for :class:`~deepoffload.optim.adam.CPUAdam`.
 
     Raises:
-        ValueError: a setting is out of range. UnsupportedError: a 16-bit momentum was asked for.
+        ValueError: a setting is out of range. UnsupportedError: no master weights for paged parameters.
     """
 
     rule = Rule("CPULion", cpu_adam.lion_step)
@@ -46,11 +47,18 @@ class CPULion(HostOptimizer):
         fp32_optimizer_states: bool = True,
         *,
         maximize: bool = False,
+        state_dtype: str = "fp32",
+        master_weights: bool = True,
         max_grad_norm: float | None = None,
     ) -> None:
-        if not fp32_optimizer_states:
-            raise UnsupportedError("fp32_optimizer_states=False is not available; the momentum is float32")
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "state_dtype": state_dtype if fp32_optimizer_states else "bf16",
+            "master_weights": master_weights,
+        }
         self._check_settings(defaults)
         super().__init__(model_params, defaults, max_grad_norm)
 
@@ -58,6 +66,7 @@ class CPULion(HostOptimizer):
         checks.not_negative("lr", group["lr"])
         checks.two_betas(group["betas"])
         checks.not_negative("weight_decay", group["weight_decay"])
+        checks.state_dtype(group["state_dtype"], "fp32", "bf16")
 
     def _arrays(self, group: Mapping[str, Any]) -> Mapping[str, str]:
         return _ARRAYS
@@ -69,4 +78,5 @@ class CPULion(HostOptimizer):
             beta2=float(group["betas"][1]),
             weight_decay=float(group["weight_decay"]),
             maximize=bool(group["maximize"]),
+            state_dtype=checks.STATE_DTYPES[group["state_dtype"]],
         )

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.native import cpu_adam
-from deepoffload.native.cpu_adam import Segment, StateLayout
+from deepoffload.native.cpu_adam import Segment, StateDType, StateLayout
+from deepoffload.optim.eight_bit import decode, encode, num_blocks, torch_dtype
 from deepoffload.optim.gradients import NATIVE_DTYPES
-from deepoffload.optim.rule import Hyper, Job, Rule
+from deepoffload.optim.rule import SCALE_SUFFIX, Hyper, Job, Rule
 from deepoffload.optim.state import LAYOUTS, LEAD_KEYS
 
 
@@ -56,7 +57,7 @@ class OrdinaryUpdate:
     def run(self, jobs: list[tuple[Tensor, dict[str, Any], Job]], grad_factor: float) -> None:
         """Update each parameter from its gradient times ``grad_factor``, in one native call per layout."""
         for layout in StateLayout:
-            chosen = [job for job in jobs if LAYOUTS[job[0].dtype] is layout and job[0].numel()]
+            chosen = [job for job in jobs if _layout(job[0], job[2]) is layout and job[0].numel()]
             if chosen:
                 self._run_layout(layout, chosen, grad_factor)
 
@@ -89,7 +90,7 @@ class OrdinaryUpdate:
                 copies.append((param, weight))
             grad = param.grad.resolve_neg().contiguous()  # type: ignore[union-attr]
             keep += [weight, grad]
-            arrays = {field: state[key].data_ptr() for key, field in job.arrays.items()}
+            arrays = {field: state[key].data_ptr() for key, field in job.addressed.items()}
             lead = LEAD_KEYS.get(layout)
             if lead is not None:
                 arrays[lead] = state[lead].data_ptr()
@@ -114,11 +115,16 @@ class OrdinaryUpdate:
 
 def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: Job) -> None:
     """Make the arrays that do not exist yet, and dense fp32 ones of those that a program has put there."""
-    for key in job.arrays:
-        if key in state:
-            state[key] = _dense(state[key], torch.float32, param, key)
+    for key, field in job.arrays.items():
+        dtype = torch_dtype(job.state_dtype, field)
+        if key not in state:
+            state[key] = torch.full(param.shape, job.initial.get(key, 0.0), dtype=dtype)
+            if job.state_dtype is StateDType.EIGHT_BIT:
+                state[key + SCALE_SUFFIX] = torch.zeros(num_blocks(param.numel()))
+        elif state[key].dtype is not dtype:
+            _store_as(job.state_dtype, state, key, field, param)
         else:
-            state[key] = torch.full(param.shape, job.initial.get(key, 0.0), dtype=torch.float32)
+            state[key] = _dense(state[key], dtype, param, key)
     lead = LEAD_KEYS.get(layout)
     if lead is None:
         return
@@ -129,6 +135,32 @@ def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: 
         state[lead] = torch.zeros(param.shape, dtype=dtype)
     else:
         state[lead] = param.detach().to(dtype).contiguous()
+
+
+def _layout(param: Tensor, job: Job) -> StateLayout:
+    return StateLayout.BF16 if param.dtype is torch.bfloat16 and not job.master_weights else LAYOUTS[param.dtype]
+
+
+def _store_as(dtype: StateDType, state: dict[str, Any], key: str, field: str, param: Tensor) -> None:
+    """Convert an array that was loaded, or is left from another setting of ``state_dtype``."""
+    scales = state.pop(key + SCALE_SUFFIX, None)
+    values = state[key] if scales is None else decode(state[key], scales, field)
+    values = _dense(values, torch.float32, param, key)
+    if dtype is StateDType.EIGHT_BIT:
+        state[key], state[key + SCALE_SUFFIX] = encode(values, field)
+    else:
+        state[key] = values.to(torch_dtype(dtype, field))
+
+
+def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state with 8-bit and bf16 arrays as the fp32 values that they stand for."""
+    plain: dict[str, Any] = {}
+    for key, value in state.items():
+        if key + SCALE_SUFFIX in state:
+            plain[key] = decode(value, state[key + SCALE_SUFFIX], key)
+        elif not key.endswith(SCALE_SUFFIX):
+            plain[key] = value.float() if isinstance(value, Tensor) and value.dtype is torch.bfloat16 else value
+    return plain
 
 
 def _dense(array: Tensor, dtype: torch.dtype, param: Tensor, key: str) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepoffload.native import cpu_adam
+from deepoffload.optim.relayout import add_fields
 from deepoffload.optim.state import LEAD_KEYS, PieceView
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
@@ -36,12 +37,17 @@ def read_state(
             for part in parts:
                 handle = piece.handles[part.tensor]
                 mine = found.setdefault(handle, {})
-                for key, field in held.get(handle, {}).items():
-                    _copy_out(mine, key, torch.float32, handle, part, view.array(field, part))
+                wanted = ((k, f) for k, f in held.get(handle, {}).items() if f in piece.format.fields)
+                for key, field in wanted:
+                    target = _room(mine, key, torch.float32, handle)
+                    view.load_fp32(field, part, target.data_ptr() + part.start * 4)
                 if lead == "remainder" and handle.master_stale:
                     mine.setdefault(lead, torch.zeros(handle.shape, dtype=torch.int16))
                 elif lead is not None and not handle.master_stale:
-                    _copy_out(mine, lead, _lead_dtype(lead), handle, part, view.lead(part))
+                    target = _room(mine, lead, _lead_dtype(lead), handle)
+                    size = target.element_size()
+                    address = target.data_ptr() + part.start * size
+                    cpu_adam.copy(address, view.lead(part), part.numel * size, torch.get_num_threads())
     for handle in others:
         remainder = found.get(handle, {}).get("remainder")
         if remainder is None or not bool(remainder.any()):
@@ -56,6 +62,11 @@ def write_state(
 ) -> None:
     """Put arrays, and a remainder or master where given, into the pieces. Everything has the parameter's shape."""
     source = _Source()
+    for unit in list(pager.units):
+        fields = {h: tuple(arrays[h].values()) for h in unit.handles if h in arrays and h in given}
+        if any(fields.values()):
+            with pager.lock:
+                add_fields(pager.tiers, unit, fields)
     for piece, parts in _pieces_of(pager, given.keys()):
         with _resident(pager, piece):
             pager.tiers.will_change(piece.block)
@@ -65,9 +76,12 @@ def write_state(
                 handle = piece.handles[part.tensor]
                 for key, field in arrays[handle].items():
                     if key in given[handle]:
-                        source.copy(given[handle][key], torch.float32, handle, part, view.array(field, part))
+                        view.store_fp32(field, part, source.address(given[handle][key], torch.float32, handle, part))
                 if lead is not None and lead in given[handle]:
-                    source.copy(given[handle][lead], _lead_dtype(lead), handle, part, view.lead(part))
+                    dtype = _lead_dtype(lead)
+                    address = source.address(given[handle][lead], dtype, handle, part)
+                    nbytes = part.numel * dtype.itemsize
+                    cpu_adam.copy(view.lead(part), address, nbytes, torch.get_num_threads())
     for handle, state in given.items():
         if "remainder" in state or "master" in state:
             handle.master_stale = False
@@ -98,14 +112,11 @@ def _resident(pager: Pager, piece: StatePiece) -> Iterator[None]:
             pager.tiers.release(piece.block)
 
 
-def _copy_out(
-    mine: dict[str, Tensor], key: str, dtype: torch.dtype, handle: ParamHandle, part: PieceSegment, address: int
-) -> None:
+def _room(mine: dict[str, Tensor], key: str, dtype: torch.dtype, handle: ParamHandle) -> Tensor:
     if key not in mine:
         with bare():
             mine[key] = torch.empty_strided(handle.shape, handle.stride, dtype=dtype)
-    target = mine[key].data_ptr() + part.start * dtype.itemsize
-    cpu_adam.copy(target, address, part.numel * dtype.itemsize, torch.get_num_threads())
+    return mine[key]
 
 
 class _Source:
@@ -115,13 +126,12 @@ class _Source:
         self._handle: ParamHandle | None = None
         self._ready: dict[int, Tensor] = {}
 
-    def copy(self, value: Tensor, dtype: torch.dtype, handle: ParamHandle, part: PieceSegment, address: int) -> None:
+    def address(self, value: Tensor, dtype: torch.dtype, handle: ParamHandle, part: PieceSegment) -> int:
         if self._handle is not handle:
             self._handle, self._ready = handle, {}
         if id(value) not in self._ready:
             self._ready[id(value)] = _arranged(value, dtype, handle)
-        source = self._ready[id(value)].data_ptr() + part.start * dtype.itemsize
-        cpu_adam.copy(address, source, part.numel * dtype.itemsize, torch.get_num_threads())
+        return self._ready[id(value)].data_ptr() + part.start * dtype.itemsize
 
 
 def _arranged(value: Tensor, dtype: torch.dtype, handle: ParamHandle) -> Tensor:

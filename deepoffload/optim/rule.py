@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepoffload.native.cpu_adam import AdagradHyper, AdamHyper, LionHyper, SgdHyper
+from deepoffload.native.cpu_adam import AdagradHyper, AdamHyper, LionHyper, SgdHyper, StateDType
 
 Hyper = AdamHyper | LionHyper | AdagradHyper | SgdHyper
+
+SCALE_SUFFIX = "_absmax"
+"""An 8-bit array's scales are a field, and a key of ``optimizer.state``, of its name with this behind it."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Job:
         arrays: key in ``optimizer.state`` of each array that is used, to the field of ``Segment`` that names it.
         initial: what arrays that do not exist yet are filled with, by key.
         first: the arrays do not exist yet.
+        master_weights: bf16 weights have an fp32 master.
     """
 
     step: int
@@ -42,3 +46,23 @@ class Job:
     arrays: Mapping[str, str]
     initial: Mapping[str, float]
     first: bool
+    master_weights: bool = True
+
+    @property
+    def state_dtype(self) -> StateDType:
+        """What the arrays are stored in."""
+        dtype: StateDType = getattr(self.hyper, "state_dtype", StateDType.FP32)
+        return dtype
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of ``arrays``."""
+        return tuple(self.arrays.values())
+
+    @property
+    def addressed(self) -> Mapping[str, str]:
+        """``arrays``, and for 8-bit ones the scales beside them."""
+        if self.state_dtype is not StateDType.EIGHT_BIT:
+            return self.arrays
+        scales = {key + SCALE_SUFFIX: field + SCALE_SUFFIX for key, field in self.arrays.items()}
+        return {**self.arrays, **scales}

@@ -1,8 +1,8 @@
 """Optimizer state of paged parameters: the pieces of a unit, and where each array lies in them.
 
 A piece of ``n`` (padded) elements holds, one after the other, what its layout needs beside the weight: the int16
-remainder of the fp32 master (bf16 weights) or the fp32 master itself (fp16 weights), then exp_avg and exp_avg_sq in
-fp32.
+remainder of the fp32 master (bf16 weights) or the fp32 master itself (fp16 weights), then the arrays of its format
+(exp_avg and exp_avg_sq in fp32 until an optimizer wants others), then the scales of 8-bit ones.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from __future__ import annotations
 import ctypes
 
 import torch
+from torch import Tensor
 
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
-from deepoffload.native.cpu_adam import StateLayout
+from deepoffload.native import cpu_adam
+from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType, StateLayout
+from deepoffload.optim.eight_bit import SIGNED_FIELDS, num_blocks
+from deepoffload.optim.rule import SCALE_SUFFIX
 from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceLayout, PieceSegment, cut_pieces
 from deepoffload.params.torch_private import bare
-from deepoffload.params.unit import ParamHandle, StatePiece, Unit
+from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, StatePiece, Unit
 from deepoffload.schedule.placement import Kind
 
 PIECE_BYTES = 28 << 20
@@ -37,30 +41,46 @@ LAYOUTS = {
 LEAD_KEYS = {StateLayout.SPLIT_BF16: "remainder", StateLayout.MASTER: "master"}
 """What completes a 16-bit weight to its fp32 master, by its name in ``Segment`` and in a ``state_dict``."""
 
-PAGED_ARRAYS = ("exp_avg", "exp_avg_sq")
-"""The fp32 arrays of a piece. Optimizers with one array leave the other as it is."""
-
 PIECES_PER_ARENA = 14
 """A piece made late takes about this part of the memory at most."""
 
 _LEAD_BYTES = {StateLayout.FP32: 0, StateLayout.SPLIT_BF16: 2, StateLayout.MASTER: 4}
 
 
-def bytes_per_element(layout: StateLayout) -> int:
-    """Bytes of optimizer state per parameter, beside its weight and gradient."""
-    return _LEAD_BYTES[layout] + 8
+_ARRAY_BYTES = {StateDType.FP32: 4, StateDType.BF16: 2, StateDType.EIGHT_BIT: 1}
 
 
-def piece_numel(weight_bytes: int, layout: StateLayout, limit_bytes: int) -> int:
+def bytes_per_element(layout: StateLayout, state_format: StateFormat = PLAIN_FORMAT) -> int:
+    """Bytes of optimizer state per parameter, beside its weight and gradient (and 4 per block for 8-bit scales)."""
+    return _LEAD_BYTES[layout] + _ARRAY_BYTES[state_format.dtype] * len(state_format.fields)
+
+
+def lead_bytes(layout: StateLayout) -> int:
+    """Bytes per element of what completes the weight to its fp32 value."""
+    return _LEAD_BYTES[layout]
+
+
+def _piece_bytes(numel: int, layout: StateLayout, state_format: StateFormat) -> int:
+    scales = len(state_format.fields) * num_blocks(numel) * 4 if state_format.dtype is StateDType.EIGHT_BIT else 0
+    return numel * bytes_per_element(layout, state_format) + scales
+
+
+def piece_numel(
+    weight_bytes: int,
+    layout: StateLayout,
+    limit_bytes: int,
+    state_format: StateFormat = PLAIN_FORMAT,
+    alignment_numel: int = ALIGNMENT_NUMEL,
+) -> int:
     """Elements per state piece: as many bytes as the unit's weights take, or an even part of them within
     ``limit_bytes``.
 
     Then pieces, weights and gradients of a unit fit into each other's room, and memory does not fall into splinters.
     """
-    per_element = bytes_per_element(layout)
+    per_element = max(1, bytes_per_element(layout, state_format))
     parts = max(1, round(weight_bytes / min(limit_bytes, PIECE_BYTES)))
     numel = -(-weight_bytes // parts // per_element)
-    return max(LEAST_PIECE_NUMEL, -(-numel // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL)
+    return max(LEAST_PIECE_NUMEL, -(-numel // alignment_numel) * alignment_numel)
 
 
 def equalise_room(blocks: list[Block]) -> None:
@@ -76,7 +96,12 @@ def equalise_room(blocks: list[Block]) -> None:
 
 
 def make_pieces(
-    tiers: TierManager, unit: Unit, trained: list[tuple[ParamHandle, torch.dtype]], limit_bytes: int
+    tiers: TierManager,
+    unit: Unit,
+    trained: list[tuple[ParamHandle, torch.dtype]],
+    limit_bytes: int,
+    state_format: StateFormat = PLAIN_FORMAT,
+    alignment_numel: int = ALIGNMENT_NUMEL,
 ) -> list[StatePiece]:
     """Blocks for the state of trainable parameters, given with their compute dtypes; they take memory when first
     used."""
@@ -84,11 +109,11 @@ def make_pieces(
     present = len(unit.pieces)
     for dtype, layout in LAYOUTS.items():
         group = [handle for handle, compute_dtype in trained if compute_dtype is dtype]
-        numel = piece_numel(unit.weights.nbytes, layout, limit_bytes)
-        for piece in cut_pieces([h.numel for h in group], numel):
+        numel = piece_numel(unit.weights.nbytes, layout, limit_bytes, state_format, alignment_numel)
+        for piece in cut_pieces([h.numel for h in group], numel, alignment_numel):
             name = f"{unit.name}.state[{present + len(pieces)}]"
-            block = tiers.create(name, Kind.STATE, piece.numel * bytes_per_element(layout))
-            pieces.append(StatePiece(block, piece, layout, group))
+            block = tiers.create(name, Kind.STATE, _piece_bytes(piece.numel, layout, state_format))
+            pieces.append(StatePiece(block, piece, layout, group, state_format))
     return pieces
 
 
@@ -107,25 +132,62 @@ class PieceView:
         self._base = tiers.address(piece.block)
         self._numel = piece.layout.numel
         self._lead = _LEAD_BYTES[piece.kind]
+        self._fields = piece.format.fields
+        self._dtype = piece.format.dtype
+        self._size = _ARRAY_BYTES[piece.format.dtype]
 
     def lead(self, segment: PieceSegment) -> int:
         """Remainder (int16) or master (fp32) of a segment; 0 when the layout has neither."""
         return self._base + segment.piece_start * self._lead if self._lead else 0
 
     def array(self, field: str, segment: PieceSegment) -> int:
-        """Address of a segment in one of :data:`PAGED_ARRAYS`."""
-        before = self._lead + 4 * PAGED_ARRAYS.index(field)
-        return self._base + self._numel * before + segment.piece_start * 4
+        """Address of a segment in one of the piece's arrays, or (``exp_avg_absmax`` ...) of its scales."""
+        if field.endswith(SCALE_SUFFIX):
+            arrays = self._lead + self._size * len(self._fields)
+            before = self._fields.index(field.removesuffix(SCALE_SUFFIX)) * num_blocks(self._numel)
+            return self._base + self._numel * arrays + (before + segment.piece_start // STATE_BLOCK) * 4
+        before = self._lead + self._size * self._fields.index(field)
+        return self._base + self._numel * before + segment.piece_start * self._size
 
     def fill(self, field: str, segment: PieceSegment, value: float) -> None:
-        """Set a segment of an array to one value."""
+        """Set a segment of an array, or its scales, to one value; other values than zero are for fp32 arrays."""
         address = self.array(field, segment)
         if value:
             with bare():
-                memory = (ctypes.c_float * segment.numel).from_address(address)
-                torch.frombuffer(memory, dtype=torch.float32).fill_(value)
+                _tensor_at(address, segment.numel, ctypes.c_float, torch.float32).fill_(value)
+        elif field.endswith(SCALE_SUFFIX):
+            ctypes.memset(address, 0, num_blocks(segment.numel) * 4)
         else:
-            ctypes.memset(address, 0, segment.numel * 4)
+            ctypes.memset(address, 0, segment.numel * self._size)
+
+    def load_fp32(self, field: str, segment: PieceSegment, target: int) -> None:
+        """Copy a segment of an array to ``target`` in fp32."""
+        self._convert(field, segment, target, store=False)
+
+    def store_fp32(self, field: str, segment: PieceSegment, source: int) -> None:
+        """Set a segment of an array to the fp32 values at ``source``."""
+        self._convert(field, segment, source, store=True)
+
+    def _convert(self, field: str, segment: PieceSegment, plain: int, *, store: bool) -> None:
+        address, threads = self.array(field, segment), torch.get_num_threads()
+        if self._dtype is StateDType.FP32:
+            to, source = (address, plain) if store else (plain, address)
+            cpu_adam.copy(to, source, segment.numel * 4, threads)
+        elif self._dtype is StateDType.EIGHT_BIT:
+            scales, signed = self.array(field + SCALE_SUFFIX, segment), field in SIGNED_FIELDS
+            if store:
+                cpu_adam.quantize(plain, address, scales, segment.numel, signed=signed, num_threads=threads)
+            else:
+                cpu_adam.dequantize(address, scales, plain, segment.numel, signed=signed, num_threads=threads)
+        else:
+            with bare():
+                stored = _tensor_at(address, segment.numel, ctypes.c_uint16, torch.bfloat16)
+                values = _tensor_at(plain, segment.numel, ctypes.c_float, torch.float32)
+                stored.copy_(values) if store else values.copy_(stored)
+
+
+def _tensor_at(address: int, numel: int, kind: type[ctypes._SimpleCData], dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer((kind * numel).from_address(address), dtype=dtype)
 
 
 def follow_weight(tiers: TierManager, piece: StatePiece, segment: PieceSegment, handle: ParamHandle) -> None:

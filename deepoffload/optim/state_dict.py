@@ -19,6 +19,9 @@ from deepoffload.params.unit import ParamHandle
 
 Group = dict[str, Any]
 
+_OWN_SETTINGS = ("state_dtype", "master_weights")
+"""How the optimizer stores things: not taken from a loaded state, which is in fp32."""
+
 
 def pack(optimizer: Any, state: Mapping[Any, Any], export_group: Callable[[Group], Group]) -> dict[str, Any]:
     """``state`` and the optimizer's groups with numbers for parameters; torch's hooks are called."""
@@ -83,6 +86,7 @@ def _groups(own: list[Group], saved: list[Group], import_group: Callable[[Group]
             )
         group = import_group({key: deepcopy(value) for key, value in theirs.items() if key != "params"})
         group["params"] = mine["params"]
+        group.update({key: mine[key] for key in _OWN_SETTINGS if key in mine})
         if "param_names" in mine:
             group.setdefault("param_names", mine["param_names"])
         groups.append(group)

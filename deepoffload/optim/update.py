@@ -17,6 +17,7 @@ from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
 from deepoffload.native.cpu_adam import DType, Segment, StateLayout
 from deepoffload.optim.gradients import NATIVE_DTYPES, Gradients
+from deepoffload.optim.relayout import fit_pieces
 from deepoffload.optim.rule import Hyper, Job, Rule
 from deepoffload.optim.state import LEAD_KEYS, PieceView, ensure_pieces, follow_weight
 from deepoffload.params.layout import PieceSegment
@@ -60,7 +61,6 @@ class HostUpdate:
             for unit in units:
                 pager.catch_up(unit)  # what another optimizer's step has left for it
             for unit in units:
-                self._left[unit.index] = [n for n, piece in enumerate(unit.pieces) if self._jobs_of(piece)]
                 unit.pending = self
             for unit in units:
                 if not defer or self._is_watched(unit):
@@ -89,7 +89,10 @@ class HostUpdate:
 
     def apply(self, unit: Unit) -> None:
         """Update what is left of a unit. To be called through :meth:`Pager.catch_up`, under its lock."""
-        left = self._left[unit.index]
+        left = self._left.get(unit.index)
+        if left is None:
+            fit_pieces(self.tiers, unit, self.jobs)
+            left = self._left[unit.index] = [n for n, piece in enumerate(unit.pieces) if self._jobs_of(piece)]
         with ExitStack() as leases:
             blocks = self._blocks(unit)
             started = False
@@ -168,9 +171,9 @@ class HostUpdate:
         if handle.master_stale:
             follow_weight(self.tiers, piece, part, handle)
         if job.first:
-            for key, field in job.arrays.items():
+            for key, field in job.addressed.items():
                 view.fill(field, part, job.initial.get(key, 0.0))
-        state = {field: view.array(field, part) for field in job.arrays.values()}
+        state = {field: view.array(field, part) for field in job.addressed.values()}
         lead = LEAD_KEYS.get(piece.kind)
         if lead is not None:
             state[lead] = view.lead(part)

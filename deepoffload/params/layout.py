@@ -60,17 +60,19 @@ class PieceLayout:
     segments: tuple[PieceSegment, ...]
 
 
-def cut_pieces(numels: Sequence[int], piece_numel: int) -> list[PieceLayout]:
+def cut_pieces(
+    numels: Sequence[int], piece_numel: int, alignment_numel: int = ALIGNMENT_NUMEL
+) -> list[PieceLayout]:
     """Cut tensors, laid one after the other, into pieces of at most ``piece_numel`` elements.
 
     A tensor may span pieces and a piece may hold several tensors; each run starts at a multiple of
-    :data:`ALIGNMENT_NUMEL` inside its piece.
+    ``alignment_numel`` inside its piece and inside its tensor.
 
     Raises:
-        ValueError: ``piece_numel`` is not a positive multiple of :data:`ALIGNMENT_NUMEL`.
+        ValueError: ``piece_numel`` is not a positive multiple of ``alignment_numel``.
     """
-    if piece_numel < ALIGNMENT_NUMEL or piece_numel % ALIGNMENT_NUMEL:
-        raise ValueError(f"piece_numel must be a positive multiple of {ALIGNMENT_NUMEL}, got {piece_numel}")
+    if piece_numel < alignment_numel or piece_numel % alignment_numel:
+        raise ValueError(f"piece_numel must be a positive multiple of {alignment_numel}, got {piece_numel}")
     pieces: list[PieceLayout] = []
     segments: list[PieceSegment] = []
     filled = 0
@@ -82,7 +84,7 @@ def cut_pieces(numels: Sequence[int], piece_numel: int) -> list[PieceLayout]:
                 segments, filled = [], 0
             run = min(numel - start, piece_numel - filled)
             segments.append(PieceSegment(index, start, run, filled))
-            filled = round_up(filled + run, ALIGNMENT_NUMEL)
+            filled = round_up(filled + run, alignment_numel)
             start += run
     if segments:
         pieces.append(PieceLayout(filled, tuple(segments)))

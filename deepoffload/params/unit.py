@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import zlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from deepoffload.memory.block import Alias, Block, BlockState
-from deepoffload.native.cpu_adam import StateLayout
+from deepoffload.native.cpu_adam import StateDType, StateLayout
 from deepoffload.params.layout import PieceLayout
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.slot import TensorSlot
@@ -200,12 +201,32 @@ class GradientSlot(TensorSlot):
         self.handle.grad_sum_sq = None
 
 
+@dataclass(frozen=True, slots=True)
+class StateFormat:
+    """Which arrays of optimizer state a piece holds (fields of the kernels' ``Segment``), and in which type."""
+
+    fields: tuple[str, ...]
+    dtype: StateDType
+
+
+PLAIN_FORMAT = StateFormat(("exp_avg", "exp_avg_sq"), StateDType.FP32)
+"""What pieces are planned with, before an optimizer says what it needs."""
+
+
 class StatePiece:
     """A piece of a unit's optimizer state: one block, and the layout of the arrays in it."""
 
-    __slots__ = ("block", "layout", "kind", "handles")
+    __slots__ = ("block", "layout", "kind", "handles", "format")
 
-    def __init__(self, block: Block, layout: PieceLayout, kind: StateLayout, handles: list[ParamHandle]) -> None:
+    def __init__(
+        self,
+        block: Block,
+        layout: PieceLayout,
+        kind: StateLayout,
+        handles: list[ParamHandle],
+        state_format: StateFormat = PLAIN_FORMAT,
+    ) -> None:
+        self.format = state_format
         self.block = block
         self.layout = layout
         self.kind = kind

@@ -71,6 +71,13 @@ KINDS = (
     ),
     Kind("sgd", deepoffload.CPUSGD, torch.optim.SGD, _SGD, ("momentum_buffer",)),
 )
+STORED = (
+    Kind("adamw_8bit", deepoffload.CPUAdamW, torch.optim.AdamW, {"lr": 1e-2, "state_dtype": "8bit"}, _ADAM),
+    Kind("adamw_bf16", deepoffload.CPUAdamW, torch.optim.AdamW, {"lr": 1e-2, "state_dtype": "bf16"}, _ADAM),
+    Kind("lion_bf16", deepoffload.CPULion, ReferenceLion, _LION | {"state_dtype": "bf16"}, ("exp_avg",)),
+)
+"""Those whose states are stored in fewer bits than they are computed in: not within ulps of their references."""
+
 VARIANTS = (
     *KINDS,
     Kind(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload.errors import UnsupportedError, UsageError
-from tests.optim.kinds import KINDS, VARIANTS, Kind, gradient, ulp
+from tests.optim.kinds import KINDS, STORED, VARIANTS, Kind, gradient, ulp
 from tests.support.loops import assert_same_bits, half_up
 
 
@@ -52,7 +52,7 @@ def test_follows_torch_step_by_step(kind: Kind) -> None:
             assert float(state["step"]) == float(expected["step"]) == step + 1
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", (*KINDS, *STORED), ids=str)
 def test_bf16_weight_is_the_upper_half_of_an_fp32_run(kind: Kind) -> None:
     weight = parameter(1000, dtype=torch.bfloat16)
     master = nn.Parameter(weight.detach().float())
@@ -65,7 +65,7 @@ def test_bf16_weight_is_the_upper_half_of_an_fp32_run(kind: Kind) -> None:
         assert_same_bits(half_up(master), weight.detach())
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", (*KINDS, *STORED), ids=str)
 def test_fp16_weight_is_the_rounded_fp32_run(kind: Kind) -> None:
     weight = parameter(1000, dtype=torch.float16)
     master = nn.Parameter(weight.detach().float())
@@ -100,7 +100,7 @@ def test_fp16_master_follows_a_write_through_data() -> None:
     assert bool((weight == 3.0).all())
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", (*KINDS, *STORED), ids=str)
 def test_shapes_and_strides(kind: Kind) -> None:
     params = [parameter(), parameter(0), parameter(5, 3), nn.Parameter(parameter(6, 4).detach().t())]
     plain = [nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format)) for p in params]
@@ -162,7 +162,7 @@ def test_closure_is_called_with_gradients_on() -> None:
     torch.testing.assert_close(param.detach(), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", (*KINDS, *STORED), ids=str)
 def test_lr_as_a_tensor_and_schedulers(kind: Kind) -> None:
     one, other = parameter(30), parameter(30)
     lr = kind.settings["lr"]
@@ -252,6 +252,9 @@ WRONG = [
     (deepoffload.CPUAdam, {"betas": 0.9}, "betas"),
     (deepoffload.CPUAdam, {"eps": -1e-8}, "eps"),
     (deepoffload.CPUAdam, {"weight_decay": -0.1}, "weight_decay"),
+    (deepoffload.CPUAdam, {"state_dtype": "int8"}, "state_dtype"),
+    (deepoffload.CPUAdam, {"state_dtype": "8bit", "amsgrad": True}, "state_dtype"),
+    (deepoffload.CPULion, {"state_dtype": "8bit"}, "state_dtype"),
     (deepoffload.CPUAdam, {"max_grad_norm": 0.0}, "max_grad_norm"),
     (deepoffload.CPUAdam, {"max_grad_norm": -1.0}, "max_grad_norm"),
     (deepoffload.CPUAdamW, {"capturable": True}, "capturable"),
@@ -294,8 +297,9 @@ def test_flags_of_torch_and_deepspeed_are_accepted() -> None:
     deepoffload.CPUAdam(model_params=[param], bias_correction=False, adamw_mode=False, fp32_optimizer_states=True)
     deepoffload.CPULion(model_params=[param], fp32_optimizer_states=True)
     for make in (deepoffload.CPUAdam, deepoffload.CPULion):
-        with pytest.raises(UnsupportedError, match="fp32_optimizer_states"):
-            make([param], fp32_optimizer_states=False)
+        optimizer = make([param], fp32_optimizer_states=False)
+        run(optimizer, [param], range(1))
+        assert optimizer.state[param]["exp_avg"].dtype is torch.bfloat16
 
 
 def test_l2_without_bias_correction() -> None:

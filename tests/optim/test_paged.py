@@ -13,12 +13,11 @@ from torch import nn
 
 import deepoffload
 from deepoffload.errors import ClosedError, UnsupportedError, UsageError
-from tests.optim.kinds import KINDS, VARIANTS, Kind
+from tests.optim.kinds import KINDS, STORED, VARIANTS, Kind
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging, Setting, plain
 
-PAGED_VARIANTS = [kind for kind in VARIANTS if kind.name != "amsgrad"]
 PRECISIONS = ["keep", "bf16"]
 
 
@@ -54,7 +53,7 @@ def like(model: nn.Module) -> nn.Module:
     [RESIDENT, TIGHT, replace(RESIDENT, precision="bf16"), replace(EVICTING, precision="bf16")],
     ids=lambda setting: f"{setting}-{setting.precision}",
 )
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", (*KINDS, *STORED), ids=str)
 def test_same_bits_as_on_ordinary_parameters(paging: Paging, kind: Kind, setting: Setting) -> None:
     model = paging.build(small, setting)
     twin = like(model)
@@ -77,7 +76,7 @@ def test_same_bits_as_on_ordinary_parameters(paging: Paging, kind: Kind, setting
     assert (deepoffload.stats(model)["evictions"] > 0) == (setting.room is not None)
 
 
-@pytest.mark.parametrize("kind", [k for k in PAGED_VARIANTS if k not in KINDS], ids=str)
+@pytest.mark.parametrize("kind", [k for k in VARIANTS if k not in KINDS], ids=str)
 def test_variants_have_the_same_bits(paging: Paging, kind: Kind) -> None:
     model = paging.build(small, TIGHT)
     twin = like(model)
@@ -87,7 +86,7 @@ def test_variants_have_the_same_bits(paging: Paging, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", (*KINDS, *STORED), ids=str)
 def test_a_round_trip_goes_on_bit_for_bit(paging: Paging, kind: Kind, precision: str) -> None:
     """Out of one engine, through a file, into another one with a different budget."""
     model = paging.build(small, replace(TIGHT, precision=precision))
@@ -190,7 +189,7 @@ class Mixture(nn.Module):
         return self.seldom(x) if use_all else x
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", (*KINDS, *STORED), ids=str)
 def test_mixed_parameters_in_one_optimizer(paging: Paging, kind: Kind) -> None:
     """Paged and ordinary, fp32 and bf16, frozen, unfrozen in between, and without a gradient in some steps."""
     model = paging.build(Mixture, EVICTING)
@@ -238,7 +237,7 @@ def test_a_group_that_comes_later(paging: Paging) -> None:
     assert_same_bits(weights_of(twin), weights_of(model))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", (*KINDS, *STORED), ids=str)
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_deep_copy_is_an_ordinary_optimizer(paging: Paging, kind: Kind, steps: int) -> None:
     model = paging.build(small, replace(TIGHT, precision="bf16"))
@@ -251,7 +250,7 @@ def test_a_deep_copy_is_an_ordinary_optimizer(paging: Paging, kind: Kind, steps:
     assert_same_bits(weights_of(model), weights_of(twin))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", (*KINDS, *STORED), ids=str)
 def test_state_from_before_the_model_was_paged(paging: Paging, kind: Kind) -> None:
     model, twin = plain(small), plain(small)
     optimizer, reference = kind.ours(model.parameters()), kind.ours(twin.parameters())
@@ -265,20 +264,69 @@ def test_state_from_before_the_model_was_paged(paging: Paging, kind: Kind) -> No
     engine.close()
 
 
-def test_amsgrad_is_refused_for_paged_parameters(paging: Paging) -> None:
-    model = paging.build(small, RESIDENT)
-    with pytest.raises(UnsupportedError, match=r"0\.weight is paged.*amsgrad=True"):
-        deepoffload.CPUAdamW(model.parameters(), amsgrad=True)
-    optimizer = deepoffload.CPUAdamW(model.parameters())
-    saved = optimizer.state_dict()
-    saved["param_groups"][0]["amsgrad"] = True
-    with pytest.raises(UnsupportedError, match="amsgrad=True"):
-        optimizer.load_state_dict(saved)
-    optimizer.param_groups[0]["amsgrad"] = True
-    before = weights_of(model)
-    with pytest.raises(UnsupportedError, match="amsgrad=True"):
-        train(model, optimizer, range(1))
-    assert_same_bits(before, weights_of(model))
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_amsgrad_may_come_later_and_go_again(paging: Paging, precision: str) -> None:
+    """The pieces get one array more, and lose it, with all else as it was."""
+    model = paging.build(small, replace(TIGHT, precision=precision))
+    twin = like(model)
+    optimizer, reference = (deepoffload.CPUAdamW(net.parameters(), lr=1e-2) for net in (model, twin))
+    reference.load_state_dict(copy_of(optimizer.state_dict()))
+    for steps, amsgrad in ((range(2), False), (range(2, 4), True), (range(4, 6), False)):
+        for net, each in ((model, optimizer), (twin, reference)):
+            each.param_groups[0]["amsgrad"] = amsgrad
+            train(net, each, steps)
+        assert_same_bits(weights_of(twin), weights_of(model))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_how_states_are_stored_may_change_at_any_time(paging: Paging, precision: str) -> None:
+    model = paging.build(small, replace(TIGHT, precision=precision))
+    twin = like(model)
+    optimizer, reference = (deepoffload.CPUAdamW(net.parameters(), lr=1e-2) for net in (model, twin))
+    reference.load_state_dict(copy_of(optimizer.state_dict()))
+    for index, dtype in enumerate(("8bit", "fp32", "bf16", "8bit")):
+        for net, each in ((model, optimizer), (twin, reference)):
+            each.param_groups[0]["state_dtype"] = dtype
+            train(net, each, range(2 * index, 2 * index + 2))
+        assert_same_bits(weights_of(twin), weights_of(model))
+
+
+def test_groups_may_store_their_states_differently(paging: Paging) -> None:
+    """Weights in 8 bits, biases in fp32, in the same units; a loaded state leaves that as it is."""
+    model = paging.build(small, EVICTING)
+    twin = like(model)
+    for net in (model, twin):
+        groups = [
+            {"params": [p for p in net.parameters() if p.ndim == 2], "state_dtype": "8bit"},
+            {"params": [p for p in net.parameters() if p.ndim == 1]},
+        ]
+        optimizer = deepoffload.CPUAdamW(groups, lr=1e-2)
+        train(net, optimizer, range(3))
+        state = copy_of(optimizer.state_dict())
+        optimizer.load_state_dict(
+            {**state, "param_groups": [{**g, "state_dtype": "fp32"} for g in state["param_groups"]]}
+        )
+        assert [group["state_dtype"] for group in optimizer.param_groups] == ["8bit", "fp32"]
+        train(net, optimizer, range(3, 5))
+    assert_same_bits(weights_of(twin), weights_of(model))
+
+
+def test_eight_bit_state_takes_less_than_half_of_the_disk(paging: Paging) -> None:
+    """4 bytes and two scales per 256 elements instead of 10, read and written in every step."""
+    written = {}
+    for dtype in ("fp32", "8bit"):
+        model = paging.build(small, replace(EVICTING, precision="bf16"))
+        optimizer = deepoffload.CPUAdamW(model.parameters(), state_dtype=dtype)
+        train(model, optimizer, range(2))
+        pieces = {id(piece): piece for p in model.parameters() for piece in p._slot.unit.pieces}
+        written[dtype] = sum(piece.block.nbytes for piece in pieces.values())
+    assert written["8bit"] < 0.45 * written["fp32"]
+
+
+def test_without_master_weights_is_refused_for_paged_parameters(paging: Paging) -> None:
+    model = paging.build(small, replace(RESIDENT, precision="bf16"))
+    with pytest.raises(UnsupportedError, match=r"0\.weight is paged.*master_weights=True"):
+        deepoffload.CPUAdamW(model.parameters(), master_weights=False)
 
 
 def test_a_state_that_does_not_fit_changes_nothing(paging: Paging) -> None:

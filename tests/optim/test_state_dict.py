@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import deepoffload
-from tests.optim.kinds import KINDS, VARIANTS, Kind, gradient
+from tests.optim.kinds import KINDS, STORED, VARIANTS, Kind, gradient
 from tests.support.loops import assert_same_bits
 
 
@@ -41,7 +41,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", VARIANTS, ids=str)
+@pytest.mark.parametrize("kind", (*VARIANTS, *STORED), ids=str)
 def test_a_round_trip_goes_on_bit_for_bit(kind: Kind, dtype: torch.dtype) -> None:
     params = parameters(dtype)
     optimizer = kind.ours(params, lr=torch.tensor(kind.settings["lr"]))
@@ -103,7 +103,7 @@ def test_l2_and_decoupled_decay_travel() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", (*KINDS, *STORED), ids=str)
 def test_copies_and_pickles(kind: Kind, duplicate: Callable[[Any], Any], dtype: torch.dtype) -> None:
     params = parameters(dtype)
     optimizer = kind.ours(params, max_grad_norm=0.7)

@@ -1,0 +1,142 @@
+"""Pieces of optimizer state that an optimizer needs in another format: laid out anew, with what they hold.
+
+Pieces are planned when the model is built, for two fp32 arrays. The first step of an optimizer with other needs (8-bit
+or bf16 moments, amsgrad's third array, Lion's single one) comes here once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+
+import torch
+
+from deepoffload.memory.block import BlockState
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.native.cpu_adam import STATE_BLOCK, StateLayout
+from deepoffload.optim.eight_bit import CHUNK_NUMEL
+from deepoffload.optim.rule import Job
+from deepoffload.optim.state import LAYOUTS, PieceView, lead_bytes, make_pieces
+from deepoffload.params.layout import PieceSegment
+from deepoffload.params.pager import Pager
+from deepoffload.params.unit import ParamHandle, StateFormat, StatePiece, Unit
+
+
+def fit_pieces(tiers: TierManager, unit: Unit, jobs: Mapping[ParamHandle, Job]) -> None:
+    """Give the parameters of a unit that ``jobs`` will update pieces in the format that their jobs need.
+
+    To be called under the pager's lock, when the unit has no update to come. Arrays that stay are converted, new ones
+    are zeros. Raises ``BudgetError`` or ``IoFailure`` with the old pieces as they were.
+    """
+    wanted: dict[ParamHandle, StateFormat] = {}
+    for handle in unit.handles:
+        job = jobs.get(handle)
+        if job is not None and (job.arrays or LAYOUTS[handle.dtype] is not StateLayout.FP32):
+            wanted[handle] = StateFormat(job.fields, job.state_dtype)
+    lay_out(tiers, unit, wanted)
+
+
+def add_fields(tiers: TierManager, unit: Unit, fields: Mapping[ParamHandle, tuple[str, ...]]) -> None:
+    """Give parameters of a unit room for more arrays beside those that their pieces have."""
+    wanted = {}
+    for handle, present in _formats(unit).items():
+        more = tuple(field for field in fields.get(handle, ()) if field not in present.fields)
+        if more:
+            wanted[handle] = StateFormat((*present.fields, *more), present.dtype)
+    lay_out(tiers, unit, wanted)
+
+
+def lay_out(tiers: TierManager, unit: Unit, wanted: Mapping[ParamHandle, StateFormat]) -> None:
+    """Lay out a unit's pieces so that each parameter in ``wanted`` has the format given there."""
+    present = _formats(unit)
+    changed = {h: f for h, f in wanted.items() if h in present and present[h] != f}
+    if not changed:
+        return
+    old = [piece for piece in unit.pieces if any(handle in changed for handle in piece.handles)]
+    kept = [piece for piece in unit.pieces if piece not in old]
+    moved = list(dict.fromkeys(handle for piece in old for handle in piece.handles))
+    target = {handle: changed.get(handle, present[handle]) for handle in moved}
+    limit_bytes = max(piece.block.nbytes for piece in old)
+    new: list[StatePiece] = []
+    for state_format in dict.fromkeys(target.values()):
+        trained = [(handle, handle.dtype) for handle in moved if target[handle] == state_format]
+        new += make_pieces(tiers, unit, trained, limit_bytes, state_format, alignment_numel=STATE_BLOCK)
+    try:
+        _inherit_places(unit, old, new)
+        for piece in new:
+            _fill(tiers, piece, old)
+    except BaseException:
+        for piece in new:
+            tiers.remove(piece.block)
+        raise
+    unit.pieces = [*kept, *new]
+    for piece in old:
+        tiers.remove(piece.block)
+
+
+def _formats(unit: Unit) -> dict[ParamHandle, StateFormat]:
+    return {piece.handles[part.tensor]: piece.format for piece in unit.pieces for part in piece.layout.segments}
+
+
+def _inherit_places(unit: Unit, old: list[StatePiece], new: list[StatePiece]) -> None:
+    """As many bytes stay in memory for good as placement had decided."""
+    left = sum(piece.block.nbytes for piece in old if piece.block.static)
+    pager = unit.owner.pager
+    for piece in new:
+        if piece.block.nbytes <= left and isinstance(pager, Pager):
+            left -= piece.block.nbytes
+            piece.block.static = True
+            pager.static = pager.static | {piece.block.id}
+
+
+def _fill(tiers: TierManager, piece: StatePiece, old: list[StatePiece]) -> None:
+    """Copy what the old pieces hold of a new one's segments; a piece of which nothing was ever used stays empty."""
+    sources = [source for source in old if source.block.state is not BlockState.EMPTY]
+    if not any(True for segment in piece.layout.segments for _ in _overlaps(piece, segment, sources)):
+        return
+    with ExitStack() as lease:
+        tiers.acquire(piece.block)
+        lease.callback(tiers.release, piece.block)
+        tiers.will_change(piece.block)
+        for segment in piece.layout.segments:
+            for start in range(0, segment.numel, CHUNK_NUMEL):
+                _copy_chunk(tiers, piece, _cut(segment, start, min(CHUNK_NUMEL, segment.numel - start)), sources)
+
+
+def _cut(segment: PieceSegment, start: int, numel: int) -> PieceSegment:
+    return PieceSegment(segment.tensor, segment.start + start, numel, segment.piece_start + start)
+
+
+def _overlaps(
+    piece: StatePiece, segment: PieceSegment, sources: list[StatePiece]
+) -> Iterator[tuple[StatePiece, PieceSegment]]:
+    """The parts of ``segment`` that the old pieces hold, each with the piece."""
+    handle = piece.handles[segment.tensor]
+    for source in sources:
+        for part in source.layout.segments:
+            if source.handles[part.tensor] is handle:
+                begin = max(part.start, segment.start)
+                end = min(part.start + part.numel, segment.start + segment.numel)
+                if begin < end:
+                    yield source, _cut(part, begin - part.start, end - begin)
+
+
+def _copy_chunk(tiers: TierManager, piece: StatePiece, chunk: PieceSegment, sources: list[StatePiece]) -> None:
+    values = {field: torch.zeros(chunk.numel) for field in piece.format.fields}
+    for source, part in _overlaps(piece, chunk, sources):
+        tiers.acquire(source.block)
+        try:
+            view, target = PieceView(tiers, source), PieceView(tiers, piece)
+            offset = part.start - chunk.start
+            lead = lead_bytes(piece.kind)
+            if lead:
+                ctypes.memmove(target.lead(chunk) + offset * lead, view.lead(part), part.numel * lead)
+            for field in source.format.fields:
+                if field in values:
+                    view.load_fp32(field, part, values[field].data_ptr() + offset * 4)
+        finally:
+            tiers.release(source.block)
+    target = PieceView(tiers, piece)
+    for field, array in values.items():
+        target.store_fp32(field, chunk, array.data_ptr())
