@@ -89,6 +89,53 @@ std::uint64_t digest_of(std::uint64_t digest, const void* data, std::size_t nbyt
     return digest;
 }
 
+// 8-bit and bf16 states; the codes and scales are what the scalar quantizer makes of the streams' states.
+std::uint64_t stored_updates(const KernelTable& table) {
+    std::uint64_t digest = 14695981039346656037ULL;
+    const Coefficients c = coefficients_of(AdamHyper{1e-3, 0.9, 0.999, 1e-8, 0.01, true, 3.0, true, false}, 0.37);
+    for (int rule : {static_cast<int>(Rule::kAdam), static_cast<int>(Rule::kLion)})
+        for (int form = 0; form < kNumWeightForms; ++form)
+            for (int grad = 0; grad < kNumDTypes; ++grad)
+                for (std::size_t n : {1, 3, 7, 16, 33, 255, 256, 257, 1000})
+                    for (bool special : {false, true})
+                        for (int dtype : {1, 2}) {
+                            const UpdateFn update = table.update[rule][dtype][form][grad];
+                            if (update == nullptr)
+                                continue;
+                            Streams s(n, special);
+                            std::vector<std::uint16_t> states[2];
+                            std::vector<float> absmax[2];
+                            const bool whole = form == static_cast<int>(WeightForm::kFp32);
+                            UpdateArgs a{
+                                s.grad.data(), s.weight.data(), s.remainder.data(), s.master.data(), {}, {}, n};
+                            if (whole) {
+                                a.weight = s.master.data();
+                                a.master = nullptr;
+                            }
+                            for (int i = 0; i < 2; ++i) {
+                                states[i].resize(n);
+                                absmax[i].resize((n + kStateBlock - 1) / kStateBlock);
+                                if (dtype == 2)
+                                    table.quantize[i == 0](s.state[i].data(), states[i].data(), absmax[i].data(), n);
+                                a.state[i] = states[i].data();
+                                a.absmax[i] = absmax[i].data();
+                            }
+                            for (int step = 0; step < 2; ++step)
+                                update(a, c);
+                            auto words = s.canonical(static_cast<WeightForm>(form));
+                            for (int i = 0; i < 2; ++i) {
+                                if (dtype == 2)
+                                    table.dequantize[i == 0](states[i].data(), absmax[i].data(), s.state[i].data(), n);
+                                for (const std::uint16_t h : states[i])
+                                    words.push_back(dtype == 2 ? h : canonical16(h, 0x7F80));
+                            }
+                            for (const std::uint32_t word : s.canonical(static_cast<WeightForm>(form)))
+                                words.push_back(word);
+                            digest = digest_of(digest, words.data(), words.size() * 4);
+                        }
+    return digest;
+}
+
 std::vector<Coefficients> hypers() {
     return {coefficients_of(AdamHyper{1e-3, 0.9, 0.999, 1e-8, 0.01, true, 3.0, true, false}, 0.37),
             coefficients_of(AdamHyper{1e-3, 0.3, 0.99, 1e-8, 0.01, false, 9.0, true, true}, 0.37),
@@ -107,14 +154,15 @@ std::uint64_t updates(const KernelTable& table) {
                         for (bool special : {false, true}) {
                             Streams s(n, special);
                             const bool whole = form == static_cast<int>(WeightForm::kFp32);
-                            UpdateArgs a{s.grad.data(), s.weight.data(), s.remainder.data(), s.master.data(), {}, n};
+                            UpdateArgs a{
+                                s.grad.data(), s.weight.data(), s.remainder.data(), s.master.data(), {}, {}, n};
                             if (whole)
                                 a.weight = s.master.data();
                             for (int i = 0; i < kMaxStates; ++i)
                                 a.state[i] = s.state[i].data();
                             if (whole)
                                 a.master = nullptr;
-                            table.update[rule][form][grad](a, c);
+                            table.update[rule][0][form][grad](a, c);
                             const auto words = s.canonical(static_cast<WeightForm>(form));
                             digest = digest_of(digest, words.data(), words.size() * 4);
                         }
@@ -175,7 +223,9 @@ int main() {
     for (const std::string& name : available_capabilities())
         for (const auto& entry : all)
             if (name == entry.name)
-                std::printf("%s %016llx %016llx\n", entry.name, static_cast<unsigned long long>(updates(*entry.table)),
+                std::printf("%s %016llx %016llx %016llx\n", entry.name,
+                            static_cast<unsigned long long>(updates(*entry.table)),
+                            static_cast<unsigned long long>(stored_updates(*entry.table)),
                             static_cast<unsigned long long>(passes(*entry.table)));
     return 0;
 }

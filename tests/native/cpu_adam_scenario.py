@@ -13,7 +13,17 @@ from dataclasses import replace
 import numpy as np
 
 from deepoffload.native import cpu_adam
-from deepoffload.native.cpu_adam import AdagradHyper, AdamHyper, DType, LionHyper, Segment, SgdHyper, StateLayout
+from deepoffload.native.cpu_adam import (
+    STATE_BLOCK,
+    AdagradHyper,
+    AdamHyper,
+    DType,
+    LionHyper,
+    Segment,
+    SgdHyper,
+    StateDType,
+    StateLayout,
+)
 
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, step=3)
 SPECIAL = np.array(
@@ -116,6 +126,8 @@ class AdamBuffers:
         if layout is StateLayout.SPLIT_BF16:
             hi, lo = self.weight.ctypes.data, self.remainder.ctypes.data
             cpu_adam.split_fp32(weight.ctypes.data, hi, lo, n, num_threads=1)
+        elif layout is StateLayout.BF16:
+            self.weight[:] = bf16_bits(weight)
 
     def segment(self, hyper_index: int = 0) -> Segment:
         whole = self.layout is StateLayout.FP32
@@ -135,6 +147,8 @@ class AdamBuffers:
 
     def value(self) -> np.ndarray:
         """The fp32 value of the weight."""
+        if self.layout is StateLayout.BF16:
+            return bf16_values(self.weight)
         if self.layout is not StateLayout.SPLIT_BF16:
             return self.master.copy()
         merged = (self.weight.astype(np.uint32) << 16) + self.remainder.astype(np.int32).view(np.uint32)
@@ -185,6 +199,76 @@ def _update_with_sisters(digest: hashlib._Hash, num_threads: int) -> None:
                 digest.update(canonical(array))
 
 
+class Stored:
+    """The moments of ``buffers`` stored as ``dtype``, each at its own misalignment."""
+
+    def __init__(self, buffers: AdamBuffers, dtype: StateDType, *, offset_bytes: int = 0) -> None:
+        self.dtype, n = dtype, buffers.n
+        self.scales = [at_offset(np.zeros(-(-n // STATE_BLOCK), np.float32), offset_bytes * 3) for _ in range(2)]
+        self.arrays = []
+        for values, scales, signed in zip(
+            (buffers.exp_avg, buffers.exp_avg_sq), self.scales, (True, False), strict=True
+        ):
+            if dtype is StateDType.BF16:
+                self.arrays.append(at_offset(bf16_bits(values), offset_bytes))
+                continue
+            codes = at_offset(np.zeros(n, np.int8 if signed else np.uint8), offset_bytes)
+            quantize(values, codes, scales)
+            self.arrays.append(codes)
+
+    def values(self) -> list[np.ndarray]:
+        """The moments in fp32."""
+        if self.dtype is StateDType.BF16:
+            return [bf16_values(array) for array in self.arrays]
+        return [dequantize(codes, scales) for codes, scales in zip(self.arrays, self.scales, strict=True)]
+
+    def segment(self, buffers: AdamBuffers) -> Segment:
+        first, second = (array.ctypes.data for array in self.arrays)
+        scales = {}
+        if self.dtype is StateDType.EIGHT_BIT:
+            scales = dict(
+                zip(("exp_avg_absmax", "exp_avg_sq_absmax"), (s.ctypes.data for s in self.scales), strict=True)
+            )
+        return buffers.segment()._replace(exp_avg=first, exp_avg_sq=second, **scales)
+
+    def outputs(self) -> list[np.ndarray]:
+        return [*self.arrays, *self.scales]
+
+
+def quantize(values: np.ndarray, codes: np.ndarray, scales: np.ndarray, num_threads: int = 1) -> None:
+    """Codes whose dtype says whether they are signed."""
+    addresses = (values.ctypes.data, codes.ctypes.data, scales.ctypes.data)
+    cpu_adam.quantize(*addresses, values.size, signed=codes.dtype == np.int8, num_threads=num_threads)
+
+
+def dequantize(codes: np.ndarray, scales: np.ndarray, num_threads: int = 1) -> np.ndarray:
+    values = np.empty(codes.size, np.float32)
+    addresses = (codes.ctypes.data, scales.ctypes.data, values.ctypes.data)
+    cpu_adam.dequantize(*addresses, codes.size, signed=codes.dtype == np.int8, num_threads=num_threads)
+    return values
+
+
+STORED_FORMS = [*FORMS, (StateLayout.BF16, DType.BF16)]
+
+
+def _update_stored(digest: hashlib._Hash, num_threads: int) -> None:
+    lion = LionHyper(lr=1e-3, beta1=0.9, beta2=0.3, weight_decay=0.1, state_dtype=StateDType.BF16)
+    for layout, copy in STORED_FORMS:
+        for grad in DType:
+            for n, special in ((40_003, False), (20_011, True), (71, True)):
+                for dtype in (StateDType.BF16, StateDType.EIGHT_BIT):
+                    buffers = AdamBuffers(n, layout, grad, copy, seed=n, offset_bytes=2, special=special)
+                    stored = Stored(buffers, dtype, offset_bytes=1)
+                    hyper = replace(HYPER, state_dtype=dtype)
+                    for step, settings in ((cpu_adam.adam_step, hyper), (cpu_adam.lion_step, lion)):
+                        if dtype is StateDType.BF16 or step is cpu_adam.adam_step:
+                            segments = [stored.segment(buffers)]
+                            step(segments, [settings], layout, grad_factor=0.37, num_threads=num_threads)
+                    buffers.remainder[np.isnan(buffers.value())] = 0
+                    for array in (*buffers.outputs(), *stored.outputs()):
+                        digest.update(canonical(array))
+
+
 def run_all(num_threads: int) -> str:
     """Every kernel of the table on inputs with special values; the digest of all that they wrote and returned."""
     digest = hashlib.sha256()
@@ -204,6 +288,7 @@ def run_all(num_threads: int) -> str:
                     for array in buffers.outputs():
                         digest.update(canonical(array))
     _update_with_sisters(digest, num_threads)
+    _update_stored(digest, num_threads)
     rng = np.random.default_rng(5)
     for dst_dtype in DType:
         for src_dtype in DType:

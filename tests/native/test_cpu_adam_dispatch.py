@@ -27,14 +27,21 @@ def run(code: list[str], capability: str | None = None) -> subprocess.CompletedP
     return subprocess.run([sys.executable, *code], env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.fixture(scope="module")
+def digest_here() -> str:
+    return run_all(2)
+
+
 @pytest.mark.parametrize("capability", cpu_adam.available_capabilities())
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_every_capability_on_the_own_pool_equals_this_process(capability: str, num_threads: int) -> None:
+def test_every_capability_on_the_own_pool_equals_this_process(
+    capability: str, num_threads: int, digest_here: str
+) -> None:
     result = run([str(HERE / "cpu_adam_scenario.py"), str(num_threads)], capability)
     assert result.returncode == 0, result.stderr
     name, torch_loaded, *backend, digest = result.stdout.split()
     assert (name, torch_loaded, " ".join(backend)) == (capability, "False", "own pool")
-    assert digest == run_all(2)
+    assert digest == digest_here
 
 
 def test_scalar_is_always_available_and_the_last_is_the_default() -> None:
