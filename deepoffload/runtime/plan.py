@@ -5,7 +5,7 @@ The engine plans with this before it moves anything, and the estimators predict 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from deepoffload.config import Config, Precision
 from deepoffload.device import Tier
+from deepoffload.errors import PlacementError
 from deepoffload.memory.arena import round_up
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
@@ -29,6 +30,9 @@ PIECES_PER_BUDGET = 14
 
 UNITS_PER_BUDGET = 8
 """A unit's weights take at most this part of the budget, where the model can be split so far."""
+
+PLANS_MAX = 20
+"""How often a plan is made again to find a budget that is enough."""
 
 
 @dataclass(frozen=True)
@@ -131,3 +135,21 @@ def _place(
         keep=frozenset(spec.id for spec in specs if spec.kind in kept_kinds),
         set_up_bytes=max((draft.set_up_bytes() for draft in drafts), default=0),
     )
+
+
+def enough_capacity(attempt: Callable[[int], object], capacity_bytes: int) -> int | None:
+    """The least memory from ``capacity_bytes`` up with which ``attempt`` (a plan for so much memory) succeeds.
+
+    Larger budgets bring larger pieces and units, so what an error says would be enough is tried until it is. None when
+    more memory is not what is missing.
+    """
+    for _ in range(PLANS_MAX):
+        try:
+            attempt(capacity_bytes)
+        except PlacementError as error:
+            if error.enough_bytes is None:
+                return None
+            capacity_bytes = error.enough_bytes
+        else:
+            break
+    return capacity_bytes

@@ -1,0 +1,149 @@
+"""The placement that the engine would choose for a model, worked out without any of its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from deepoffload.config import Config
+from deepoffload.errors import PlacementError, UsageError
+from deepoffload.memory.arena import PAGE_BYTES, Arena, round_up
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.optim.gradients import Gradients
+from deepoffload.params.pager import Pager
+from deepoffload.params.slot import dense_stride
+from deepoffload.params.unit import ParamHandle
+from deepoffload.runtime.plan import DTYPES, ModelPlan, enough_capacity, plan_model
+from deepoffload.schedule.cost_model import Bandwidths, Kind
+from deepoffload.schedule.placement import BlockSpec, Placement
+
+UNBOUNDED_BYTES = 1 << 62
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """Units and blocks of a model and where they would go.
+
+    ``modules``: those that have windows. ``unit_of``: ``id(parameter)`` to the number of its unit.
+    ``content_bytes``: by block, what it stores (``BlockSpec.nbytes`` is what it takes in memory).
+    ``registered_bytes``: parameters as the model registers them. ``largest_bytes``: the largest one, so registered.
+    """
+
+    placement: Placement
+    modules: tuple[nn.Module, ...]
+    unit_of: dict[int, int]
+    unit_names: dict[int, str]
+    content_bytes: dict[int, int]
+    registered_bytes: int
+    largest_bytes: int
+    num_parameters: int
+    trained_parameters: int
+
+    def extent_bytes(self, block: BlockSpec) -> int:
+        """What a block takes on NVMe: its content, in whole pages."""
+        return round_up(self.content_bytes[block.id])
+
+    def kind_bytes(self, kind: Kind, ids: frozenset[int]) -> int:
+        return sum(block.nbytes for block in self.placement.blocks if block.kind is kind and block.id in ids)
+
+
+def plan_blocks(
+    model: nn.Module, config: Config, *, capacity_bytes: int, nvme_bytes: int | None, bandwidths: Bandwidths
+) -> BlockPlan:
+    """Place ``model`` (on any device, the meta device too) as ``offload_context`` would.
+
+    Raises:
+        PlacementError: it does not fit; the message carries the table.
+        UsageError: the model has no parameters.
+    """
+    pager, gradients, handles = _dry_pager(model)
+    plan = plan_model(
+        pager,
+        gradients,
+        config,
+        [model],
+        handles,
+        capacity_bytes=capacity_bytes // PAGE_BYTES * PAGE_BYTES,
+        nvme_bytes=nvme_bytes,
+        bandwidths=bandwidths,
+    )
+    return _block_plan(pager, plan)
+
+
+def smallest_capacity(model: nn.Module, config: Config, *, nvme_bytes: int | None, bandwidths: Bandwidths) -> int:
+    """The smallest memory budget with which ``model`` can be placed.
+
+    Raises:
+        PlacementError: NVMe is too small for any budget up to all of the model.
+    """
+
+    def attempt(capacity_bytes: int) -> BlockPlan:
+        return plan_blocks(model, config, capacity_bytes=capacity_bytes, nvme_bytes=nvme_bytes, bandwidths=bandwidths)
+
+    enough = enough_capacity(attempt, _surely_needed(model, config))
+    if enough is not None:
+        return enough
+    # NVMe ends before the budget does: what it cannot hold has to stay in memory.
+    everything = attempt(UNBOUNDED_BYTES).placement.resident_bytes
+    return round_up(first_that_fits(lambda capacity: _fits(attempt, capacity), everything))
+
+
+def _surely_needed(model: nn.Module, config: Config) -> int:
+    """What the largest parameter alone takes while it moves into its unit: as registered, and in the dtype it computes
+    in. No budget below that will do, and plans for much smaller ones would be of very many very small blocks."""
+    dtype = DTYPES.get(config.precision)
+    needs = (
+        param.nbytes + param.numel() * (dtype if dtype and param.is_floating_point() else param.dtype).itemsize
+        for param in model.parameters()
+    )
+    return max(needs, default=PAGE_BYTES)
+
+
+def first_that_fits(fits: Callable[[int], bool], most: int) -> int:
+    """The least number up to ``most`` (which fits) from which on it fits, to one part in 512."""
+    low, high = 0, most
+    while high - low > max(high >> 9, 1):
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _fits(attempt: Callable[[int], object], capacity_bytes: int) -> bool:
+    try:
+        attempt(capacity_bytes)
+    except PlacementError:
+        return False
+    return True
+
+
+def _dry_pager(model: nn.Module) -> tuple[Pager, Gradients, list[ParamHandle]]:
+    """A pager that has no memory and a handle for each parameter, which the parameters know nothing of."""
+    pager = Pager(TierManager(Arena(PAGE_BYTES), None), prefetch=False)
+    handles = [
+        ParamHandle(pager, name, param, param.dtype, dense_stride(param))
+        for name, param in model.named_parameters()
+        if param.numel() and not param.is_complex()
+    ]
+    if not handles:
+        raise UsageError(f"{type(model).__name__} has no parameters that could be placed")
+    return pager, Gradients(pager), handles
+
+
+def _block_plan(pager: Pager, plan: ModelPlan) -> BlockPlan:
+    handles = [handle for draft in plan.drafts for handle in draft.handles]
+    return BlockPlan(
+        placement=plan.placement,
+        modules=tuple(module for _, module in plan.windows),
+        unit_of={id(handle.tensor): draft.unit.index for draft in plan.drafts for handle in draft.handles},
+        unit_names={draft.unit.index: draft.name for draft in plan.drafts},
+        content_bytes={block.id: block.nbytes for block in pager.tiers.blocks()},
+        registered_bytes=sum(round_up(handle.nbytes) for handle in handles),
+        largest_bytes=max(handle.nbytes for handle in handles),
+        num_parameters=sum(handle.numel for handle in handles),
+        trained_parameters=sum(handle.numel for handle in handles if handle.grad_slot is not None),
+    )

@@ -1,0 +1,342 @@
+"""A training step without data: what memory its activations take, what it computes, and in which order it uses units.
+
+Forward and backward run on torch's fake tensors, which have shapes and no bytes. So everything that decides the memory
+of a step is the program itself: checkpointing, precision, the loss, whatever the model does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from deepoffload.errors import UsageError
+
+LossOf = Callable[[Callable[..., Any]], Tensor]
+"""Calls the model it is given (once, with whatever inputs) and returns the loss."""
+
+MALLOC_CHUNK_MAX_BYTES = 32 << 20
+"""Larger chunks are mapped and given back when freed (mallopt(3), ``M_MMAP_THRESHOLD``)."""
+
+_ATTENTION_BACKWARD = 2.5
+"""Matrix products in the backward of fused attention for one pair in its forward: five for two (FlashAttention,
+arXiv 2205.14135, algorithm 4)."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One kind of kernel call: what is called, with tensors of which shapes, strides and types."""
+
+    name: str
+    tensors: tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]
+    flops: int
+    nbytes: int
+
+
+@dataclass
+class Visit:
+    """A stretch of the program in which one set of units is used: a forward or a backward, and its kernel calls."""
+
+    backward: bool
+    units: tuple[int, ...]
+    ops: Counter[Op] = field(default_factory=Counter)
+
+    @property
+    def flops(self) -> int:
+        return sum(op.flops * count for op, count in self.ops.items())
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one forward and backward takes.
+
+    saved_bytes: activations alive when the forward ends (the loss among them). head_bytes: those of them that were made
+    after the last unit was entered: logits and what the loss keeps. peak_bytes: most bytes alive at a time beside
+    weights, buffers and landed gradients; gradients count until they have landed. largest_chunk_bytes: the
+    largest tensor that ``malloc`` takes from its heap. recomputes: whether backward runs parts of the forward again
+    (activation checkpointing). calls: how to repeat each kernel.
+    """
+
+    visits: tuple[Visit, ...]
+    saved_bytes: int
+    head_bytes: int
+    peak_bytes: int
+    forward_peak_bytes: int
+    largest_chunk_bytes: int
+    recomputes: bool
+    calls: Mapping[Op, tuple[Any, tuple[Any, ...], dict[str, Any]]]
+
+    @property
+    def flops(self) -> int:
+        return sum(visit.flops for visit in self.visits)
+
+
+def dry_run(
+    model: nn.Module,
+    loss_of: LossOf,
+    *,
+    windows: Sequence[nn.Module] = (),
+    unit_of: Mapping[int, int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> DryRun:
+    """One forward and backward of ``model``, which may be on any device; it keeps its parameters and state.
+
+    Args:
+        loss_of: gets a callable in the place of the model.
+        windows: modules whose calls begin a use of units.
+        unit_of: ``id(parameter)`` to the number of its unit.
+        dtype: what floating-point parameters and buffers compute in; None: as they are.
+
+    Raises:
+        UsageError: the model cannot run without data (it looks at values), or gives no loss.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = _Fakes(model, dtype)
+        tracker = _Tracker(fakes, unit_of or {})
+        with tracker.hooked(windows), tracker:
+            try:
+                fakes.run(model, lambda: _step(model, loss_of, tracker))
+            except UsageError:
+                raise
+            except Exception as error:
+                raise UsageError(
+                    f"{type(model).__name__} cannot be run on shapes alone ({type(error).__name__}: {error}); give a "
+                    "loss function that suits it, or the number of parameters, layers and the hidden size instead"
+                ) from error
+    visits = tuple(visit for visit in tracker.visits if visit.ops or visit.units)
+    forward = tracker.after_forward
+    return DryRun(
+        visits=visits,
+        saved_bytes=forward.live_bytes,
+        head_bytes=forward.head_bytes,
+        peak_bytes=tracker.peak_bytes,
+        forward_peak_bytes=forward.peak_bytes,
+        largest_chunk_bytes=tracker.largest_chunk_bytes,
+        recomputes=tracker.recomputes,
+        calls=tracker.calls,
+    )
+
+
+def _step(model: nn.Module, loss_of: LossOf, tracker: _Tracker) -> None:
+    loss = loss_of(model)
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"the model gave a {type(loss).__name__} where a loss tensor was expected")
+    if loss.numel() != 1:
+        loss = loss.sum()
+    tracker.end_forward()
+    loss.backward()
+
+
+@dataclass(frozen=True)
+class _AfterForward:
+    live_bytes: int = 0
+    head_bytes: int = 0
+    peak_bytes: int = 0
+
+
+class _Whole(nn.Module):
+    """Runs something while a model has other parameters, until the end of it: backward may call the model again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[[], None]) -> None:
+        run()
+
+
+class _Fakes:
+    """Parameters and buffers without bytes, for a call in the place of a model's own."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        self.by_name: dict[str, Tensor] = {}
+        self.params: list[tuple[nn.Parameter, Tensor]] = []
+        for name, param in model.named_parameters():
+            fake = torch.empty(param.shape, dtype=_computes_in(param, dtype), requires_grad=param.requires_grad)
+            self.by_name[name] = fake
+            self.params.append((param, fake))
+        for name, buffer in model.named_buffers():
+            self.by_name[name] = torch.empty(buffer.shape, dtype=_computes_in(buffer, dtype))
+
+    def run(self, model: nn.Module, run: Callable[[], None]) -> None:
+        """Call ``run`` while ``model`` has these in the place of its own."""
+        state = {f"model.{name}": fake for name, fake in self.by_name.items()}
+        torch.func.functional_call(_Whole(model), state, (run,))
+
+
+def _computes_in(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+class _Tracker(TorchDispatchMode):
+    """Sees every kernel call: counts what is alive, and who computes."""
+
+    def __init__(self, fakes: _Fakes, unit_of: Mapping[int, int]) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.in_backward = False
+        self.after_forward = _AfterForward()
+        self.visits: list[Visit] = [Visit(False, ())]
+        self.largest_chunk_bytes = 0
+        self.recomputes = False
+        self.calls: dict[Op, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+        self._sizes: dict[int, int] = {}
+        self._since_entry: set[int] = set()
+        self._unit_by_storage: dict[int, int] = {}
+        self._unit_of = unit_of
+        self._inside: list[tuple[int, ...]] = []
+        for tensor in fakes.by_name.values():
+            self._sizes[tensor.untyped_storage()._cdata] = 0
+        self._fakes = fakes
+        for param, fake in fakes.params:
+            unit = unit_of.get(id(param))
+            if unit is not None:
+                self._unit_by_storage[fake.untyped_storage()._cdata] = unit
+
+    # -- who is used -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def hooked(self, windows: Sequence[nn.Module]) -> Any:
+        """Hooks where the engine has its own: entering and leaving windows, unpacked weights, landed gradients."""
+        with ExitStack() as stack:
+            for module in windows:
+                # dict.fromkeys keeps one of each and their order, which sets do not
+                units = tuple(
+                    dict.fromkeys(self._unit_of[id(p)] for p in module.parameters() if id(p) in self._unit_of)
+                )
+                stack.callback(module.register_forward_pre_hook(self._enter(units)).remove)
+                stack.callback(module.register_forward_hook(self._leave(units)).remove)
+            for _, fake in self._fakes.params:
+                if fake.requires_grad:
+                    stack.callback(fake.register_post_accumulate_grad_hook(self._land).remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            yield
+
+    def _enter(self, units: tuple[int, ...]) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._inside.append(units)
+            self._visit(False, units)
+            self.recomputes |= self.in_backward
+            if not self.in_backward:
+                self._since_entry.clear()
+
+        return enter
+
+    def _leave(self, units: tuple[int, ...]) -> Callable[..., None]:
+        def leave(*_: Any) -> None:
+            self._inside.pop()
+            if self._inside:
+                self._visit(False, self._inside[-1])
+            elif self.in_backward:  # recomputed for its own backward, which comes now
+                self._visit(True, units[:1])
+
+        return leave
+
+    def _visit(self, backward: bool, units: tuple[int, ...]) -> None:
+        if (self.visits[-1].backward, self.visits[-1].units) != (backward, units):
+            self.visits.append(Visit(backward, units))
+
+    def _pack(self, tensor: Tensor) -> Any:
+        unit = self._unit_by_storage.get(tensor.untyped_storage()._cdata)
+        return tensor if unit is None else (unit, tensor)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, tuple):
+            self._visit(True, packed[:1])
+            return packed[1]
+        return packed
+
+    def _land(self, param: Tensor) -> None:
+        unit = self._unit_by_storage.get(param.untyped_storage()._cdata)
+        if unit is not None:
+            self._visit(True, (unit,))
+        param.grad = None
+
+    # -- what it takes ---------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return out
+        made = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+        fresh_bytes = sum(self._note(tensor) for tensor in made)
+        if not func.is_view and (fresh_bytes or made):
+            self._count(func, args, kwargs, out, made)
+        return out
+
+    def _note(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return 0
+        size = storage.nbytes()
+        self._sizes[key] = size
+        self._since_entry.add(key)
+        self.live_bytes += size
+        if size <= MALLOC_CHUNK_MAX_BYTES:
+            self.largest_chunk_bytes = max(self.largest_chunk_bytes, size)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._gone, key).atexit = False
+        return size
+
+    def _gone(self, key: int) -> None:
+        self.live_bytes -= self._sizes.pop(key)
+        self._since_entry.discard(key)
+
+    def end_forward(self) -> None:
+        head_bytes = sum(self._sizes[key] for key in self._since_entry)
+        self.after_forward = _AfterForward(self.live_bytes, head_bytes, self.peak_bytes)
+        self.in_backward = True
+
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, made: list[Tensor]) -> None:
+        taken = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        nbytes = sum(_dense_bytes(t) for t in (*taken, *made))
+        key = tuple((tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in taken)
+        op = Op(str(func), key, _flops(func, args, kwargs, out), nbytes)
+        self.visits[-1].ops[op] += 1
+        if op not in self.calls:
+            self.calls[op] = (func, *tree_map(_shape_only, (args, kwargs)))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor argument, to be made again with any values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _shape_only(value: Any) -> Any:
+    return Shape(tuple(value.shape), tuple(value.stride()), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _dense_bytes(tensor: Tensor) -> int:
+    """Bytes that a pass over the tensor touches; an expanded dimension is one element."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= size if stride else min(size, 1)
+    return numel * tensor.element_size()
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    if "attention_for_cpu" in str(func):
+        first = 1 if "backward" in str(func) else 0  # the gradient of the output comes before query and key
+        query, key = args[first], args[first + 1]
+        batch, heads, length, width = query.shape
+        forward = 4 * batch * heads * length * key.shape[2] * width
+        return int(forward * _ATTENTION_BACKWARD) if first else int(forward)
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
