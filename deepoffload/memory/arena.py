@@ -46,9 +46,6 @@ class Arena:
     def free_bytes(self) -> int:
         return self.capacity_bytes - self.used_bytes
 
-    def largest_hole_bytes(self) -> int:
-        return max(self._hole_sizes.values(), default=0)
-
     def allocate(self, nbytes: int, *, high: bool = False) -> int | None:
         """Offset of a new range of at least ``nbytes`` in the best fitting hole, or None when no hole is large enough.
 

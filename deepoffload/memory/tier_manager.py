@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from deepoffload.errors import BudgetError, IoFailure
+from deepoffload.errors import BudgetError, ClosedError, IoFailure
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena, round_up
 from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState
@@ -131,10 +131,13 @@ class TierManager:
             load: False when the caller overwrites all of it: nothing is read, and an empty block is not zeroed.
 
         Raises:
+            ClosedError: the block was removed: its parameters are gone, or its engine is closed.
             BudgetError: leased and referenced blocks leave no room.
             IoFailure: the read failed; the block stays on NVMe and nothing is lost.
         """
         with self.lock:
+            if block.id not in self._blocks:
+                raise ClosedError(f"{block.name} ({block.kind.name.lower()}) is gone: its memory was given back")
             block.leases += 1
             self._threads.add(threading.get_ident())
             try:
@@ -264,7 +267,16 @@ class TierManager:
     def _evict_farthest(self, wanted: Block) -> bool:
         candidates = [b for b in self._resident.values() if b.leases == 0 and not b.static and b is not wanted]
         candidates.sort(key=lambda b: (self.next_use(b.id), b.state is BlockState.CLEAN, b.id), reverse=True)
-        return any(self.evict(candidate) for candidate in candidates)
+        failure: IoFailure | None = None
+        for candidate in candidates:
+            try:
+                if self.evict(candidate):
+                    return True
+            except IoFailure as error:  # it could not be written and stays; another may be clean
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return False
 
     def _no_room(self, block: Block) -> str:
         what = f"{block.name} ({block.kind.name.lower()}, {block.nbytes:,} bytes)"

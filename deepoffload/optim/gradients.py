@@ -14,8 +14,7 @@ import time
 import torch
 from torch import Tensor
 
-from deepoffload.errors import BudgetError
-from deepoffload.memory.block import Block, BlockState
+from deepoffload.memory.block import Block
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
 from deepoffload.optim.state import PIECE_BYTES, make_pieces
@@ -62,6 +61,10 @@ class Gradients:
             handle.grad_slot = slot
             owner.slots.append(slot)
         self._in_block[block.id] = list(handles)
+
+    def take_block(self, block: Block) -> None:
+        """Undo :meth:`give_block`, where no gradient has landed yet."""
+        self._in_block.pop(block.id, None)
 
     def track(self, handle: ParamHandle) -> None:
         """Have autograd call us when the gradient of a parameter is complete. A frozen parameter cannot be tracked
@@ -182,7 +185,7 @@ class Gradients:
         if value is not None and slot is not None and value is slot.shown:
             return
         if type(value) is OffloadedGradient:
-            value = value.clone()  # of another parameter: its memory comes and goes
+            value = self._as_ordinary(value)
         set_grad(param, value)  # torch checks shape, dtype and device before anything else changes
         self.changes += 1
         with self.pager.lock:
@@ -192,6 +195,15 @@ class Gradients:
             if handle.grad_state is GradientState.HANDED_OVER:
                 return
             handle.grad_state = GradientState.EMPTY if value is None else GradientState.USER
+
+    def _as_ordinary(self, shown: Tensor) -> Tensor:
+        """Another parameter's landed gradient becomes autograd's own tensor, so that the two can share it."""
+        handle = shown._slot.handle  # type: ignore[attr-defined]
+        with self.pager.lock:
+            self._drop(handle)
+            set_grad(handle.tensor, shown)
+            handle.grad_state = GradientState.USER
+        return shown
 
     def _drop(self, handle: ParamHandle) -> None:
         if handle.grad_state is not GradientState.LANDED or handle.grad_slot is None:
@@ -282,21 +294,6 @@ class Gradients:
             raw = _with_stride(raw if raw.dtype in NATIVE_DTYPES else raw.to(handle.dtype), handle.grad_slot)
         keep.append(raw)
         return raw.data_ptr(), NATIVE_DTYPES[raw.dtype]
-
-    def clear(self) -> None:
-        """Drop every landed gradient (the engine is closing)."""
-        for handles in self._in_block.values():
-            for handle in handles:
-                try:
-                    self._drop(handle)
-                except (BudgetError, OSError):
-                    handle.grad_state = GradientState.EMPTY
-
-    def resident_or_spilled_bytes(self) -> tuple[int, int]:
-        """Bytes of gradient blocks in memory and on NVMe."""
-        blocks = [self.tiers.block(b) for b in self._in_block]
-        spilled = sum(b.nbytes for b in blocks if b.state is BlockState.ON_NVME)
-        return sum(b.nbytes for b in blocks if b.offset is not None), spilled
 
 
 def _landed(param: Tensor) -> None:

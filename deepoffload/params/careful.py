@@ -1,40 +1,144 @@
 """Which modules may write to their weights where neither a version counter nor a class-swapped door would show it.
 
 ``self.weight.data.clamp_()`` inside a forward moves no version. Windows over such modules keep the doors: every
-access is then seen. The code is asked, not run: a module counts when one of its methods names ``data``, ``numpy``
-and the like.
+access is then seen. The code is asked, not run: a module counts when its methods, the hooks on it, or a function or
+class outside of torch that these name (and so on) name ``data``, ``numpy`` and the like.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import CodeType, FunctionType
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as _registry
 
 _TELLING_NAMES = frozenset(
-    {"data", "grad", "zero_grad", "numpy", "data_ptr", "untyped_storage", "storage", "set_", "__array__", "dlpack"}
+    "data grad zero_grad numpy data_ptr untyped_storage storage _typed_storage set_ __array__ asarray dlpack "
+    "__dlpack__ to_dlpack from_dlpack _unsafe_preserve_version_counter all_reduce broadcast".split()
 )
 _NOT_IN_FORWARD = ("__init__", "_init", "init_", "reset_parameters", "extra_repr", "_load_from_state_dict")
+_LEFT_ALONE = frozenset({"torch", "deepoffload", "numpy", *sys.stdlib_module_names})
+"""Top-level packages whose functions leave the values of weights alone unless their name tells."""
+
+CODES_MAX = 1000
+"""How much code is read for one module; what names more than that keeps the doors unread."""
 
 
 def needs_doors(module: nn.Module) -> bool:
-    """True when a module at or below ``module`` has code that may change weights without a trace."""
-    return any(_telling(kind) for kind in {type(child) for child in module.modules()})
+    """True when what a call of ``module`` may run could change weights without a trace."""
+    reader = _Reader()
+    return any(reader.telling(thing) for thing in _run_by(module))
 
 
-def _telling(kind: type) -> bool:
+def hooks_of(module: nn.Module) -> tuple[int, ...]:
+    """What changes when forward hooks, or a forward of its own, are put on a module or below it."""
+    ids: list[int] = [*_registry._global_forward_pre_hooks, *_registry._global_forward_hooks]
+    for child in module.modules():
+        ids += child._forward_pre_hooks
+        ids += child._forward_hooks
+        ids.append(id(child.__dict__.get("forward")))
+    return tuple(ids)
+
+
+def _run_by(module: nn.Module) -> Iterator[Any]:
+    """The classes, hooks and callable attributes of all modules at and below ``module``."""
+    yield from _registry._global_forward_pre_hooks.values()
+    yield from _registry._global_forward_hooks.values()
+    yield from {type(child) for child in module.modules()}
+    for child in module.modules():
+        yield from child._forward_pre_hooks.values()
+        yield from child._forward_hooks.values()
+        for value in child.__dict__.values():
+            if callable(value) and not isinstance(value, nn.Module):
+                yield value
+
+
+class _Reader:
+    """Reads code once, following the names in it."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._read = 0
+
+    def telling(self, thing: Any) -> bool:
+        """True when ``thing`` (a function, a class, an object that can be called) or what it names tells."""
+        todo = [thing]
+        while todo:
+            thing = _function_of(todo.pop())
+            if thing is None or id(thing) in self._seen:
+                continue
+            self._seen.add(id(thing))
+            if isinstance(thing, type):
+                todo += _methods(thing)
+                continue
+            for code in _codes(thing.__code__):
+                self._read += 1
+                if self._read > CODES_MAX or _tells(code):
+                    return True
+                todo += _named(thing, code)
+        return False
+
+
+def _function_of(thing: Any) -> FunctionType | type | None:
+    """The Python function behind something that can be called, or the class whose methods it runs; None for what is
+    left alone."""
+    while isinstance(thing, functools.partial):
+        thing = thing.func
+    if isinstance(thing, types.MethodType):
+        thing = thing.__func__ if isinstance(thing.__self__, type) else type(thing.__self__)
+    if isinstance(thing, (staticmethod, classmethod)):
+        thing = thing.__func__
+    if not isinstance(thing, (FunctionType, type)):
+        thing = getattr(thing, "__wrapped__", type(thing))
+    if not isinstance(thing, (FunctionType, type)):
+        return None
+    owner = getattr(thing, "__module__", None) or ""
+    return None if owner.partition(".")[0] in _LEFT_ALONE else thing
+
+
+def _methods(kind: type) -> Iterator[FunctionType]:
     for base in kind.__mro__:
-        if base is nn.Module:
-            return False
-        if base.__module__.startswith("torch.nn.modules."):
+        if base.__module__.partition(".")[0] in _LEFT_ALONE:
             continue  # torch's own layers leave weights alone in forward
         for name, method in vars(base).items():
             function = method.__func__ if isinstance(method, (staticmethod, classmethod)) else method
+            function = method.fget if isinstance(method, property) else function
             if isinstance(function, FunctionType) and not name.startswith(_NOT_IN_FORWARD):
-                if any(_TELLING_NAMES & set(code.co_names) for code in _codes(function.__code__)):
-                    return True
-    return False
+                yield function
+
+
+def _tells(code: CodeType) -> bool:
+    texts = (constant for constant in code.co_consts if type(constant) is str)  # getattr(weight, "data")
+    return not (_TELLING_NAMES.isdisjoint(code.co_names) and _TELLING_NAMES.isdisjoint(texts))
+
+
+def _named(function: FunctionType, code: CodeType) -> Iterator[Callable[..., Any]]:
+    """Functions and classes that ``code`` names: globals, attributes of modules among them, and its closure."""
+    space = function.__globals__
+    modules = []
+    for name in code.co_names:
+        value = space.get(name)
+        if isinstance(value, (FunctionType, type, functools.partial)):
+            yield value
+        elif isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _LEFT_ALONE:
+            modules.append(value)
+    for module in modules:
+        for name in code.co_names:
+            value = vars(module).get(name)
+            if isinstance(value, (FunctionType, type, functools.partial)):
+                yield value
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+        if callable(value) and not isinstance(value, nn.Module):
+            yield value
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -1,8 +1,4 @@
-"""Where parameters lie in their unit's blocks: pure arithmetic, no torch.
-
-Every size is a function of ``(numel, world_size, alignment)``; with one rank a shard is the whole tensor and views
-need no copy.
-"""
+"""Where parameters lie in their unit's blocks: pure arithmetic, no torch."""
 
 from __future__ import annotations
 
@@ -18,17 +14,6 @@ ALIGNMENT_NUMEL = 64
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def shard_numel(numel: int, world_size: int = 1, alignment_numel: int = 1) -> int:
-    """Elements of one rank's shard of a tensor, equal on every rank (the last one is padded).
-
-    Raises:
-        ValueError: a size is not positive.
-    """
-    if numel < 0 or world_size < 1 or alignment_numel < 1:
-        raise ValueError(f"no shard of {numel} elements for {world_size} ranks, alignment {alignment_numel}")
-    return round_up(-(-numel // world_size), alignment_numel)
 
 
 def byte_offsets(sizes_bytes: Sequence[int], alignment_bytes: int = ALIGNMENT_BYTES) -> tuple[list[int], int]:

@@ -83,6 +83,8 @@ class Pager:
         self._last_key: tuple[object, ...] | None = None
         self._held: list[Block] = []
         self._local = _ThreadState()
+        self._opened_by: dict[int, list[Any]] = {}
+        self._shared = False
         self._hooks_alone = SavedTensorHooks(self, None)
         self._clock = 0
         self._stamps: dict[int, int] = {}
@@ -207,6 +209,7 @@ class Pager:
 
     def note_use(self, slot: TensorSlot) -> None:
         """The program uses a weight outside of any window."""
+        self.shared_by_threads()
         if isinstance(slot, ParamHandle) and slot.unit is not None:
             self.use_forward([slot.unit])
 
@@ -341,6 +344,23 @@ class Pager:
     def opened(self) -> list[Any]:
         """The windows that this thread is in, innermost last."""
         return self._local.opened
+
+    def shared_by_threads(self) -> bool:
+        """True from the moment on that one thread uses the models while another is in a window of theirs.
+
+        Then no parameter is without its door again: inside a window the other thread would pass it unseen.
+        """
+        me = threading.get_ident()
+        opened_by = self._opened_by
+        opened_by[me] = self._local.opened
+        if not self._shared and len(opened_by) > 1:
+            others = [entry for thread, opened in opened_by.items() if thread != me for entry in opened]
+            if others:
+                with self.lock:
+                    self._shared = True
+                    for entry in others:
+                        entry.window.show_doors(entry)
+        return self._shared
 
     def close_leaked(self) -> None:
         """Close what an interrupted forward (Ctrl-C) left open on this thread; torch runs no post hooks for it.

@@ -342,7 +342,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
             value._slot.pager.pin(value._slot)
         try:
             with bare():
-                get_data(tensor).copy_(get_data(value))
+                slot.copy_in(get_data(value))
         finally:
             if type(value) in PAGED_CLASSES:
                 value._slot.pager.unpin(value._slot)
@@ -411,6 +411,15 @@ def _new_parameter_like(tensor: Any) -> Any:
     return copy
 
 
+def _dlpack(func: Any, args: Any, kwargs: Any) -> Any:
+    """The capsule holds the tensor it was made of, not its storage: make it of an alias, which we see."""
+    tensor = args[0]
+    if tensor.requires_grad and type(tensor) is OffloadedParameter:
+        with no_torch_function():
+            return func(*args, **kwargs)  # torch's own refusal
+    return func(_get_data(None, args[:1], {}), *args[1:], **kwargs)
+
+
 def _share_memory(func: Any, args: Any, kwargs: Any) -> Any:
     raise UnsupportedError(
         f"{args[0]._slot.name}.share_memory_(): a paged parameter's bytes come and go, other processes cannot share "
@@ -455,6 +464,7 @@ def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
         Tensor.requires_grad_: _requires_grad,
         Tensor.detach: _detach,
         Tensor.share_memory_: _share_memory,
+        Tensor.__dlpack__: _dlpack,
         Tensor.stride: _stride,
         Tensor.storage_offset: _storage_offset,
         Tensor.is_contiguous: _is_contiguous,

@@ -21,8 +21,10 @@ from deepoffload.params.torch_private import (
     BASE_USE_COUNT,
     bare,
     get_data,
+    no_torch_function,
     set_data,
     storage_use_count,
+    tensor_use_count,
     throw_on_mutable_data_ptr,
 )
 
@@ -54,6 +56,13 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
             return tuple(torch.empty(tensor.shape, device="meta").stride())
         expected *= tensor.size(dim)
     return tuple(tensor.stride())
+
+
+def _held_by_others(tensor: Tensor) -> bool:
+    """True when native code (``torch.utils.dlpack.to_dlpack``) holds a frozen tensor itself, whose data we would change
+    under it. What holds trainable ones cannot be told from autograd, which does so all the time."""
+    with no_torch_function():
+        return not tensor.requires_grad and tensor_use_count(tensor) > 1
 
 
 class TensorSlot:
@@ -105,6 +114,10 @@ class TensorSlot:
     def attach(self, tensor: Tensor, on_death: Callable[[Any], None] | None = None) -> None:
         """Show the bytes through this tensor object from now on."""
         self._tensor_ref = weakref.ref(tensor, on_death)
+
+    def let_go(self) -> None:
+        """Show nothing any more: the tensor object is an ordinary one again."""
+        self._tensor_ref = None
 
     @property
     def unit(self) -> Any:
@@ -193,8 +206,18 @@ class TensorSlot:
             )
         if tensor is not None:
             self.pager.will_change(self)
-            get_data(tensor).copy_(given)
+            self.copy_in(given)
             self.taken()
+
+    def copy_in(self, values: Tensor) -> None:
+        """Overwrite the resident bytes, also with a view of themselves (``p.data = p.data.t()``)."""
+        tensor = self.tensor
+        if tensor is None:
+            return
+        arena = self.pager.tiers.arena
+        if 0 <= values.untyped_storage().data_ptr() - arena.address < arena.capacity_bytes:
+            values = values.clone()
+        get_data(tensor).copy_(values)
 
     def taken(self) -> None:
         """The program replaced the values. Overridden where more than the bytes depends on them."""
@@ -215,9 +238,12 @@ class TensorSlot:
         storage = self.storage
         if storage is None:
             return False
-        dead = self.tensor is None  # deleted while it showed the memory, it no longer counts
+        tensor = self.tensor
+        dead = tensor is None  # deleted while it showed the memory, it no longer counts
         users, references = BASE_USE_COUNT - dead, BASE_REF_COUNT + 1 - dead
-        return storage_use_count(storage._cdata) > users or sys.getrefcount(storage) > references
+        if storage_use_count(storage._cdata) > users or sys.getrefcount(storage) > references:
+            return True
+        return tensor is not None and _held_by_others(tensor)
 
     def alias(self) -> Callable[[], bool]:
         """Answers, also after :meth:`uninstall`, whether somebody still refers to the memory shown now."""

@@ -34,6 +34,7 @@ pop_saved_tensors_hooks: Callable[[], None] = _need(_autograd, "_pop_saved_tenso
 top_saved_tensors_hooks: Callable[[bool], Any] = _need(_autograd, "_top_saved_tensors_default_hooks")
 saved_tensors_hooks_enabled: Callable[[], bool] = _need(_autograd, "_saved_tensors_hooks_is_enabled")
 storage_use_count: Callable[[int], int] = _need(torch._C, "_storage_Use_Count")
+tensor_use_count: Callable[[Tensor], int] = _need(torch._C.TensorBase, "_use_count")
 throw_on_mutable_data_ptr: Callable[[Tensor], None] = _need(torch._C, "_set_throw_on_mutable_data_ptr")
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 is_functorch_wrapped: Callable[[Tensor], bool] = _need(torch._C._functorch, "is_functorch_wrapped_tensor")

@@ -55,6 +55,7 @@ class ParamHandle(TensorSlot):
     """Everything deepoffload knows of one parameter.
 
     Attributes:
+        generation: counts our own updates, which move no ``_version``; saved tensors compare it.
         master_stale: the program changed the weight; its 16-bit remainder no longer belongs to it and counts as zero.
         in_window: depth of unit windows in which the parameter's class is plain ``nn.Parameter``.
         version: torch's in-place counter when deepoffload last looked.
@@ -274,13 +275,18 @@ class SlotOwner:
             self.install()
 
     def install(self) -> None:
-        """Show the bytes through every tensor object of the block."""
-        if not self.installed:
+        """Show the bytes through every tensor object of the block; through none of them when one of them fails."""
+        if self.installed:
+            return
+        self.installed = True
+        try:
             with bare():
                 for slot in self.slots:
                     slot.install()
                     self.pager.remember_storage(slot)
-            self.installed = True
+        except BaseException:
+            self.release()
+            raise
 
 
 class GradientOwner(SlotOwner):
@@ -305,7 +311,6 @@ class Unit:
     """Parameters that move together. ``handles`` are in registration order.
 
     Attributes:
-        generation: counts our own updates, which move no ``_version``; saved tensors compare it.
         pending: the optimizer step that it still has to make before anybody uses it.
     """
 
@@ -316,9 +321,7 @@ class Unit:
         self.weights = weights
         self.owner = owner
         self.gradients: Block | None = None
-        self.gradient_owner: SlotOwner | None = None
         self.pieces: list[StatePiece] = []
-        self.generation = 0
         self.pending: PendingUpdate | None = None
 
     @property

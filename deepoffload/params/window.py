@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
-from deepoffload.params.careful import needs_doors
+from deepoffload.params.careful import hooks_of, needs_doors
 from deepoffload.params.membership import Membership
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter
@@ -36,18 +37,19 @@ from deepoffload.params.unit import ParamHandle, Unit
 
 
 class _Entry:
-    """One running call of a window's module."""
+    """One running call of a window's module. Empty until :meth:`Window.enter` is through, and when that has failed:
+    torch calls the post hook then, too, which must not end the call around this one."""
 
     __slots__ = ("window", "handles", "blocks", "pushed", "frame_id", "frame_end", "thread", "over")
 
-    def __init__(self, window: Window, handles: list[ParamHandle], blocks: list[Block], frame: FrameType) -> None:
+    def __init__(self, window: Window, frame: FrameType) -> None:
         self.window = window
         self.frame_id = id(frame)
         self.frame_end: weakref.ref[_FrameEnd] | None = None
         self.thread = threading.get_ident()
         self.over = False
-        self.handles = handles
-        self.blocks = blocks
+        self.handles: list[ParamHandle] = []
+        self.blocks: list[Block] = []
         self.pushed: bool | None = False
 
 
@@ -83,6 +85,8 @@ class Window:
         self._members: Membership
         self._waiting = False
         self._careful = False
+        self._hooks: tuple[int, ...] = ()
+        self._hooks_before = 0
         self._handles: list[ParamHandle] = []
         self._units: list[Unit] = []
         self._scan(module)
@@ -90,6 +94,7 @@ class Window:
             module.register_forward_pre_hook(_Hook(self, "enter"), prepend=True),
             module.register_forward_hook(_Hook(self, "leave"), always_call=True),
         )
+        self._read(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Window:
         return self  # a copied model is plain: its copy of these hooks finds another module and does nothing
@@ -119,10 +124,17 @@ class Window:
                 handles[id(handle)] = handle
                 units[handle.unit.index] = handle.unit
         self._members = Membership(module)
-        self._careful = needs_doors(module)
         self._waiting = any(is_lazy(param) for param in module.parameters())
         self._handles = list(handles.values())
         self._units = list(units.values())
+
+    def _read(self, module: nn.Module) -> None:
+        """Find out whether the doors must stay, unless no hook was put on anything since the last time."""
+        self._hooks_before = RemovableHandle.next_id
+        hooks = hooks_of(module)
+        if hooks != self._hooks:
+            self._hooks = hooks
+            self._careful = needs_doors(module)
 
     def _handle_of(self, param: Tensor, name: str) -> ParamHandle | None:
         slot = param.__dict__.get("_slot")
@@ -143,37 +155,56 @@ class Window:
         refuse_tracing()
         _refuse_wrappers()
         with pager.lock:
-            if self._waiting or self._members.changed():
-                self._scan(module)
             if pager.opened():
                 pager.close_stale()
             frame = sys._getframe(2)  # the module's call
-            entry = _Entry(self, self._handles, [], frame)
+            entry = _Entry(self, frame)
+            pager.opened().append(entry)
+            if self._waiting or self._members.changed():
+                self._scan(module)
+                self._hooks_before, self._hooks = 0, ()
+            if self._hooks_before != RemovableHandle.next_id:
+                self._read(module)
             pager.use_forward(self._units)
             try:
-                for unit in self._units:
-                    pager.tiers.acquire(unit.weights)
-                    entry.blocks.append(unit.weights)
-                    unit.owner.install()
-                if in_functorch():
-                    self._hold_wrapped(module)
-                entry.pushed = pager.push_hooks() if torch.is_grad_enabled() else False
-                if entry.pushed is None:
-                    for handle in self._handles:
-                        pager.hold_until_step(handle)
+                self._take(entry, module)
             except BaseException:
                 for block in entry.blocks:
                     pager.tiers.release(block)
+                entry.blocks = []
                 raise
-            for handle in self._handles:
+            doors = self._careful or pager.shared_by_threads()
+            entry.handles = self._handles
+            for handle in entry.handles:
                 handle.in_window += 1
                 param = handle.tensor
-                if param is not None and not self._careful:
+                if param is not None and not doors:
                     param.__class__ = nn.Parameter
-            pager.opened().append(entry)
             frame_end = _FrameEnd()
             entry.frame_end = weakref.ref(frame_end, partial(_frame_ended, entry))
             frame.f_locals["_deepoffload_window"] = frame_end
+
+    def _take(self, entry: _Entry, module: nn.Module) -> None:
+        """Bring and lease the bytes, and put our saved-tensor hooks on."""
+        pager = self.pager
+        for unit in self._units:
+            pager.tiers.acquire(unit.weights)
+            entry.blocks.append(unit.weights)
+            unit.owner.install()
+        if in_functorch():
+            self._hold_wrapped(module)
+        pushed = pager.push_hooks() if torch.is_grad_enabled() else False
+        if pushed is None:
+            for handle in self._handles:
+                pager.hold_until_step(handle)
+        entry.pushed = pushed
+
+    def show_doors(self, entry: _Entry) -> None:
+        """Give the parameters their doors back in the middle of a call (another thread uses them, too)."""
+        for handle in entry.handles:
+            param = handle.tensor
+            if param is not None:
+                param.__class__ = OffloadedParameter
 
     def _hold_wrapped(self, module: nn.Module) -> None:
         """Under ``torch.func`` transforms a module holds wrappers of our parameters: keep what is inside resident."""

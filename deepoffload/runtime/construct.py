@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.state import LAYOUTS, PieceView, equalise_room, make_pieces, whole_segment
 from deepoffload.params.layout import byte_offsets
 from deepoffload.params.pager import Pager
-from deepoffload.params.parameter import OffloadedParameter
+from deepoffload.params.parameter import OffloadedParameter, plain_again
 from deepoffload.params.slot import dense_stride
 from deepoffload.params.torch_private import bare, get_data, set_data, version_of
 from deepoffload.params.unit import ParamHandle, Unit, WeightOwner
@@ -54,7 +55,7 @@ def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
     try:
         pager.tiers.acquire(block, load=False)
     except BaseException:
-        pager.tiers.remove(block)
+        _forget(handle)
         raise
     with bare():
         handle.view().copy_(get_data(param))
@@ -65,6 +66,32 @@ def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
     handle.version = version_of(param)
     pager.tiers.release(block)
     return handle
+
+
+def give_back(handle: ParamHandle) -> None:
+    """Undo an adoption: the parameter is an ordinary one again, its values in memory of its own. Its block is left."""
+    param, pager = handle.tensor, handle.pager
+    if param is None:
+        return
+    pager.pin(handle)
+    try:
+        with bare():
+            value = handle.view().clone()
+    finally:
+        pager.unpin(handle)
+    pager.forget_storage(handle)
+    plain_again(param, value)
+    handle.storage = None
+    handle.let_go()
+    pager.tensor_died(None)
+
+
+def _forget(handle: ParamHandle) -> None:
+    """Drop what an adoption that failed has taken; the parameter has not been changed yet."""
+    handle.let_go()
+    handle.pager.tensor_died(None)
+    if handle.block is not None:
+        handle.pager.tiers.remove(handle.block)
 
 
 class Assembly:
@@ -95,6 +122,41 @@ class Assembly:
         draft = UnitDraft(self.pager.new_unit_index(), name, handles, [self.target_dtype(h) for h in handles])
         self.pager.units.append(draft.make(self.pager, self.gradients, self.piece_bytes))
         return draft
+
+    def take_in(self, name: str, params: Iterable[tuple[str, Tensor]]) -> list[ParamHandle]:
+        """Adopt parameters that came after construction, as a unit of their own. All of them or none.
+
+        Raises:
+            BudgetError: there is no room now; the parameters stay ordinary ones, and the next call tries again.
+        """
+        handles: list[ParamHandle] = []
+        draft: UnitDraft | None = None
+        try:
+            for key, param in params:
+                handles.append(adopt(self.pager, param, key))
+            if handles:
+                draft = self.declare(name, handles)
+                self.fill(draft)
+        except BaseException:
+            self._undo(handles, draft)
+            raise
+        for handle in handles:
+            self.gradients.track(handle)
+        return handles
+
+    def _undo(self, handles: list[ParamHandle], draft: UnitDraft | None) -> None:
+        own = [handle.block for handle in handles if handle.unit is None and handle.block is not None]
+        for handle in handles:
+            give_back(handle)
+        if draft is not None:
+            unit = draft.unit
+            self.pager.units.remove(unit)
+            own += [unit.weights, *(piece.block for piece in unit.pieces)]
+            if unit.gradients is not None:
+                self.gradients.take_block(unit.gradients)
+                own.append(unit.gradients)
+        for block in own:
+            self.tiers.remove(block)
 
     def fill(self, draft: UnitDraft) -> None:
         """Move the bytes of a unit's parameters into its block, converting them."""

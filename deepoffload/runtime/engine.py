@@ -7,6 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -203,12 +204,8 @@ class Engine:
         if not adoptable(param):
             return None
         with self.pager.lock:
-            handle = adopt(self.pager, param, name)
             piece_bytes = self.pager.tiers.arena.capacity_bytes // PIECES_PER_BUDGET
-            assembly = Assembly(self.pager, self.gradients, None, piece_bytes)
-            assembly.fill(assembly.declare(name, [handle]))
-            self.gradients.track(handle)
-            return handle
+            return Assembly(self.pager, self.gradients, None, piece_bytes).take_in(name, [(name, param)])[0]
 
     def refresh(self, root: nn.Module) -> None:
         """Adopt parameters that came to ``root`` after the context ended, and open windows on new modules."""
@@ -217,11 +214,7 @@ class Engine:
         plan = find_units(root, capacity // UNITS_PER_BUDGET, assembly.target_nbytes)
         with self.pager.lock:
             for unit in plan.units:
-                handles = [adopt(self.pager, param, name) for name, param in unit.params if adoptable(param)]
-                if handles:
-                    assembly.fill(assembly.declare(unit.name, handles))
-                for handle in handles:
-                    self.gradients.track(handle)
+                assembly.take_in(unit.name, [(name, param) for name, param in unit.params if adoptable(param)])
         watched = {id(window.module()) for window in self._windows}
         fresh = [(name, module) for name, module in plan.windows if id(module) not in watched]
         self._windows += [Window(self.pager, module, name) for name, module in fresh]
@@ -291,16 +284,18 @@ class Engine:
                 watch.remove()
             self._windows.clear()
             self._watches.clear()
-            self.pager.tiers.close()
-            self._close_disk()
-            self._exit.detach()
-            SHIELD.disengage()
+            with ExitStack() as last:  # each of them, whatever the one before has met
+                last.callback(SHIELD.disengage)
+                last.callback(self._exit.detach)
+                last.callback(self._close_disk)
+                self.pager.tiers.close()
 
     def _close_disk(self) -> None:
-        if self._space is not None:
-            self._space.close()
-        if self._io is not None:
-            self._io.close()
+        with ExitStack() as last:
+            if self._io is not None:
+                last.callback(self._io.close)
+            if self._space is not None:
+                self._space.close()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Engine:
         return self

@@ -17,9 +17,9 @@ from deepoffload.config import Config, StepOverlap, parse_config
 from deepoffload.errors import BudgetError, ConfigError, UnsupportedError, UsageError
 from deepoffload.optim.adam import CPUAdam
 from deepoffload.optim.base import HostOptimizer
-from deepoffload.params.parameter import OffloadedParameter, plain_again
-from deepoffload.params.torch_private import bare
+from deepoffload.params.parameter import OffloadedParameter
 from deepoffload.params.unit import ParamHandle
+from deepoffload.runtime.construct import give_back
 from deepoffload.runtime.context import engine_of
 from deepoffload.runtime.engine import Engine
 from deepoffload.runtime.schedulers import ConfiguredSchedule
@@ -124,25 +124,11 @@ def _take_over(config: Config, model: nn.Module) -> Engine:
     except BaseException as error:
         adopted = [(p, p.__dict__["_slot"]) for p in model.parameters() if isinstance(p, OffloadedParameter)]
         if isinstance(error, (BudgetError, UsageError)) and all(handle.unit is None for _, handle in adopted):
-            for param, handle in adopted:
-                _give_back(param, handle)
+            for _, handle in adopted:
+                give_back(handle)
         core.close(f"initialize() failed with {type(error).__name__}")
         raise
     return core
-
-
-def _give_back(param: nn.Parameter, handle: ParamHandle) -> None:
-    """Undo the adoption of a parameter that is not part of a unit yet: its bytes are still its own block."""
-    pager = handle.pager
-    pager.pin(handle)
-    try:
-        with bare():
-            value = handle.view().clone()
-    finally:
-        pager.unpin(handle)
-    if handle.block is not None:
-        pager.tiers.remove(handle.block)
-    plain_again(param, value)
 
 
 # -- configuration ---------------------------------------------------------------------------------------------------

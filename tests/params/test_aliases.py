@@ -7,6 +7,7 @@ import copy
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,43 @@ def test_alias_kept_over_evictions_keeps_its_values(same: Same, take: Any) -> No
         return values, [u.clone() for u in use]
 
     same(mlp, program)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda p: torch.from_dlpack(p),
+        lambda p: torch.from_numpy(np.from_dlpack(p)),
+        lambda p: torch.utils.dlpack.from_dlpack(p.__dlpack__()),
+        lambda p: (p.data, torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p)))[1],
+    ],
+    ids="torch numpy method native".split(),
+)
+def test_dlpack_of_a_frozen_weight_kept_over_evictions(same: Same, take: Any) -> None:
+    """A capsule holds the tensor, not its storage. Of trainable weights torch gives none. The native ``to_dlpack``
+    passes no door: of a weight that is away it is an error."""
+
+    def program(model: nn.Sequential) -> Any:
+        with torch.no_grad():
+            model(rows())
+        kept = take(model[2].weight)
+        for seed in range(3):
+            with torch.no_grad():
+                model(rows(seed=seed))
+        kept[0] = 2.0
+        return kept.clone(), model(rows()).clone()
+
+    same(lambda: mlp().requires_grad_(False), program, key="frozen mlp")
+
+
+def test_capsule_kept_over_evictions(same: Same) -> None:
+    def program(model: nn.Sequential) -> Any:
+        capsule = model[2].weight.__dlpack__()
+        for seed in range(3):
+            model(rows(seed=seed))
+        return torch.utils.dlpack.from_dlpack(capsule).clone()
+
+    same(lambda: mlp().requires_grad_(False), program, key="frozen mlp")
 
 
 def test_writes_through_an_alias_reach_the_weight(same: Same) -> None:
@@ -165,6 +203,17 @@ def test_several_parameters_in_one_storage(same: Same) -> None:
         output = model(rows())
         output.sum().backward()
         return weights_of(model), output.detach(), gradients_of(model)
+
+    same(mlp, program)
+
+
+def test_data_set_to_a_view_of_itself(same: Same) -> None:
+    def program(model: nn.Sequential) -> Any:
+        model[2].weight.data = model[2].weight.data.t()
+        model[4].weight.data = model[4].weight.data.flip(0)
+        model[6].bias.data = model[8].bias.data
+        use_everything(model)
+        return weights_of(model)
 
     same(mlp, program)
 

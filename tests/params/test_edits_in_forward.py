@@ -1,63 +1,213 @@
-"""Modules that change their weights inside forward, in the ways that move no version counter, train as in plain
-PyTorch."""
+"""Modules whose weights are changed while their forward runs, in the ways that move no version counter and whoever does
+it, train as in plain PyTorch."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
+import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-import deepoffload
+from deepoffload.params.careful import needs_doors
+from tests.support.loops import gradients_of, weights_of
+from tests.support.models import rows
+from tests.support.paging import Same
 
 
-class Editing(nn.Module):
-    """A layer that edits its weight before it uses it."""
+def clamp(weight: Tensor) -> None:
+    weight.data.clamp_(-0.05, 0.05)
 
-    def __init__(self, how: str) -> None:
+
+def clamp_by_name(weight: Tensor) -> None:
+    getattr(weight, "data").clamp_(-0.05, 0.05)  # noqa: B009
+
+
+def clamp_further_down(weight: Tensor) -> None:
+    clamp(weight)
+
+
+HELPERS = types.ModuleType("helpers_of_a_program")
+HELPERS.clamp = clamp  # type: ignore[attr-defined]
+
+
+class Clamper:
+    def __call__(self, weight: Tensor) -> None:
+        clamp(weight)
+
+
+class ClampFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, weight: Tensor) -> Tensor:
+        weight.data.clamp_(-0.05, 0.05)
+        return weight.clone()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.how = how
-        self.weight = nn.Parameter(torch.randn(64, 64))
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.how == "in place":
-            self.weight.data.clamp_(-0.5, 0.5)
-        elif self.how == "assigned":
-            self.weight.data = self.weight.data.clamp(-0.5, 0.5)
-        elif self.how == "numpy":
-            self.weight.detach().numpy()[0] = 0.1
-        else:
-            with torch.no_grad():
-                self.weight.set_(self.weight.clamp(-0.5, 0.5))
+    def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x @ self.weight)
 
 
-def _train(model: nn.Module, optimizer: Any) -> list[float]:
+class InPlace(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.05, 0.05)
+        return super().forward(x)
+
+
+class Assigned(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.clamp(-0.05, 0.05)
+        return super().forward(x)
+
+
+class AssignedTransposed(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.t()
+        return super().forward(x)
+
+
+class Numpy(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.detach().numpy()[0] = 0.1
+        return super().forward(x)
+
+
+class SetUnderscore(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.set_(self.weight.clamp(-0.05, 0.05))
+        return super().forward(x)
+
+
+class Helper(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        clamp(self.weight)
+        return super().forward(x)
+
+
+class HelperOfHelper(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        clamp_further_down(self.weight)
+        return super().forward(x)
+
+
+class HelperByName(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        clamp_by_name(self.weight)
+        return super().forward(x)
+
+
+class HelperInModule(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        HELPERS.clamp(self.weight)
+        return super().forward(x)
+
+
+class HelperKept(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.edit = Clamper()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.edit(self.weight)
+        return super().forward(x)
+
+
+class HelperPartial(HelperKept):
+    def __init__(self) -> None:
+        super().__init__()
+        self.edit = functools.partial(clamp)  # type: ignore[assignment]
+
+
+class Function(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ ClampFunction.apply(self.weight))
+
+
+KINDS = [
+    InPlace, Assigned, AssignedTransposed, Numpy, SetUnderscore, Helper, HelperOfHelper, HelperByName, HelperInModule,
+    HelperKept, HelperPartial, Function,
+]  # fmt: skip
+
+
+def trained(model: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     losses = []
-    x = torch.linspace(-1, 1, 3 * 64).view(3, 64)
-    for _ in range(3):
-        loss = model(x).square().mean()
+    for seed in range(3):
+        loss = model(rows(seed=seed)).square().mean()
         loss.backward()
+        losses.append((loss.detach(), gradients_of(model)))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return losses, weights_of(model)
 
 
-@pytest.mark.parametrize("evict_always", [False, True])
-@pytest.mark.parametrize("how", ["in place", "assigned", "numpy", "set_"])
-def test_edits_inside_forward_are_kept(tmp_path: Path, how: str, evict_always: bool) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*[Editing(how) for _ in range(6)])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_edits_by_a_module(same: Same, kind: type[Layer]) -> None:
+    same(lambda: nn.Sequential(*[kind() for _ in range(6)]), trained, key="edited layers")
 
-    plain = build()
-    debug = {"poison": True, "evict_always": evict_always}
-    with deepoffload.offload_context(host_budget="60KiB", nvme_path=tmp_path, debug=debug):
-        paged = build()
-    expected = _train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    assert _train(paged, torch.optim.SGD(paged.parameters(), lr=0.1)) == expected
-    for one, other in zip(plain.parameters(), paged.parameters(), strict=True):
-        assert torch.equal(one, other.data)
+
+def hook_on_layers(model: nn.Sequential) -> list[Any]:
+    return [layer.register_forward_pre_hook(lambda module, args: clamp(module.weight)) for layer in model]
+
+
+def hook_on_everything(model: nn.Sequential) -> list[Any]:
+    def edit(module: nn.Module, args: Any) -> None:
+        if isinstance(module, Layer):
+            module.weight.data.clamp_(-0.05, 0.05)
+
+    return [nn.modules.module.register_module_forward_pre_hook(edit)]
+
+
+def hook_after_layers(model: nn.Sequential) -> list[Any]:
+    return [layer.register_forward_hook(lambda module, args, output: clamp(module.weight)) for layer in model]
+
+
+def forward_replaced(model: nn.Sequential) -> list[Any]:
+    for layer in model:
+
+        def forward(x: Tensor, layer: nn.Module = layer) -> Tensor:
+            clamp(layer.weight)
+            return torch.tanh(x @ layer.weight)
+
+        layer.forward = forward
+    return []
+
+
+@pytest.mark.parametrize("put_on", [hook_on_layers, hook_after_layers, hook_on_everything, forward_replaced])
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after-the-first-call"])
+def test_edits_by_hooks(same: Same, put_on: Callable[[Any], list[Any]], late: bool) -> None:
+    def program(model: nn.Sequential) -> Any:
+        if late:
+            model(rows()).sum().backward()
+            model.zero_grad()
+        hooks = put_on(model)
+        try:
+            return trained(model)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    same(lambda: nn.Sequential(*[Layer() for _ in range(6)]), program, key="edited layers")
+
+
+def test_ordinary_modules_are_not_suspected() -> None:
+    """Doors in a window cost several microseconds for every use of a weight."""
+    from tests.support.models import TRANSFORMERS, TinyGPT
+
+    assert not needs_doors(TinyGPT())
+    for build in TRANSFORMERS.values():
+        for layer in build().base_model.modules():
+            if layer.__class__.__name__.endswith(("Layer", "Block", "Attention", "MLP")):
+                assert not needs_doors(layer), type(layer)

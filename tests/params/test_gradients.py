@@ -164,6 +164,22 @@ def test_gradient_moved_to_another_parameter(same: Same) -> None:
     same(mlp, program)
 
 
+def test_gradient_shared_by_two_parameters(same: Same) -> None:
+    """Each backward then adds both gradients into the one tensor."""
+
+    def program(model: nn.Sequential) -> Any:
+        backward(model)
+        model[0].weight.grad = model[2].weight.grad
+        backward(model, 2)
+        assert model[0].weight.grad is model[2].weight.grad
+        between = gradients_of(model)
+        model.zero_grad()
+        backward(model, 3)
+        return between, gradients_of(model)
+
+    same(mlp, program)
+
+
 def test_freeze_train_unfreeze(same: Same) -> None:
     def program(model: nn.Sequential) -> Any:
         seen = []
