@@ -20,7 +20,7 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.construct import Assembly, UnitDraft
 from deepoffload.runtime.unit_finder import find_units
-from deepoffload.schedule.cost_model import Bandwidths, Kind, Workload
+from deepoffload.schedule.cost_model import Bandwidths, Kind, StepOverlap, Workload
 from deepoffload.schedule.placement import BlockSpec, Placement, plan_placement
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32, Precision.FP16: torch.float16}
@@ -130,7 +130,7 @@ def _place(
         nvme_capacity_bytes=nvme_bytes,
         event_weight_bytes=event_bytes,
         bandwidths=bandwidths,
-        workload=Workload(config.gradient_accumulation_steps),
+        workload=Workload(config.gradient_accumulation_steps, StepOverlap(config.step_overlap.value)),
         num_parameters=trained or None,
         keep=frozenset(spec.id for spec in specs if spec.kind in kept_kinds),
         set_up_bytes=max((draft.set_up_bytes() for draft in drafts), default=0),

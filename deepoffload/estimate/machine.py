@@ -1,0 +1,125 @@
+"""The machine that is estimated for: a small JSON file, or this machine, measured."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from deepoffload.config.units import parse_bytes
+from deepoffload.errors import ConfigError
+from deepoffload.estimate.checks import at_least, positive, positive_integer
+from deepoffload.schedule.cost_model import Bandwidths
+
+PROCESS_BYTES = 170 << 20
+"""Python, torch without CUDA and deepoffload, as measured; a process with CUDA takes some 500 MiB more."""
+
+
+@dataclass(frozen=True)
+class MachineSpec:
+    """One node, and how many there are. Rates per second, for one device where it says device.
+
+    Attributes:
+        flops_per_s: what matrix products of the model's size reach, in the precision computed in.
+        device_memory_bytes: of one device; 0: the CPU computes, in host memory.
+        device_bytes_per_s: memory bandwidth of what computes.
+        link_bytes_per_s: between host and one device, each direction (PCIe).
+        host_bytes_per_s: memory bandwidth of an optimizer's update: reads and writes together.
+        nvme_bytes: free space on the node; 0: no NVMe.
+        nvme_mixed_bytes_per_s: reads and writes together, when both are under way.
+        nvme_endurance_bytes: what may be written in the drives' life (TBW); 0: not known.
+        process_bytes: what a process takes before there is a model.
+        op_overhead_s: of one operator's call.
+    """
+
+    name: str = "described machine"
+    nodes: int = 1
+    devices_per_node: int = 1
+    flops_per_s: float = 5e11
+    device_memory_bytes: int = 0
+    device_bytes_per_s: float = 2e10
+    link_bytes_per_s: float = 1.2e10
+    host_memory_bytes: int = 16 << 30
+    host_bytes_per_s: float = 2e10
+    nvme_bytes: int = 0
+    nvme_read_bytes_per_s: float = 2e9
+    nvme_write_bytes_per_s: float = 2e9
+    nvme_mixed_bytes_per_s: float = 2e9
+    nvme_endurance_bytes: int = 0
+    process_bytes: int = PROCESS_BYTES
+    op_overhead_s: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "devices_per_node", "host_memory_bytes"):
+            positive_integer(name, getattr(self, name))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_per_s"):
+                positive(field.name, value)
+            elif field.name.endswith("_bytes") or field.name == "op_overhead_s":
+                at_least(field.name, value, 0)
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @property
+    def has_device(self) -> bool:
+        return self.device_memory_bytes > 0
+
+    def bandwidths(self) -> Bandwidths:
+        """What one rank has of them: the devices of a node share its disks and its memory."""
+        share = self.devices_per_node
+        return Bandwidths(
+            self.nvme_read_bytes_per_s / share,
+            self.nvme_write_bytes_per_s / share,
+            self.nvme_mixed_bytes_per_s / share,
+            self.host_bytes_per_s / share,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_machine(path: str | os.PathLike[str]) -> MachineSpec:
+    """A machine from a JSON file whose keys are the attributes of :class:`MachineSpec`; bytes may be text ("1.5TB").
+
+    Raises:
+        ConfigError: the file cannot be read, has an unknown key, or a number that makes no sense.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the JSON file that describes the machine") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: must hold one JSON object")
+    return machine_from(found, str(path))
+
+
+def machine_from(found: dict[str, Any], where: str) -> MachineSpec:
+    """The same from a mapping. ``where``: named in errors."""
+    known = {field.name: field for field in fields(MachineSpec)}
+    values: dict[str, Any] = {}
+    for key, value in found.items():
+        if key not in known:
+            raise ConfigError(f"{where}: {key} is not known; the keys are {', '.join(known)}")
+        values[key] = _number(f"{where}: {key}", key, value)
+        if key != "name" and (isinstance(values[key], bool) or not isinstance(values[key], (int, float))):
+            raise ConfigError(f"{where}: {key} must be a number, not {value!r}")
+    try:
+        return MachineSpec(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _number(what: str, key: str, value: Any) -> Any:
+    if not (key.endswith("_bytes") and isinstance(value, str)):
+        return value
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}") from None

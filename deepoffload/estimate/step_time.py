@@ -1,0 +1,191 @@
+"""How long a step takes: the model's own sequence of uses, played on the simulated clock with the engine's planner."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from deepoffload.estimate.blocks import BlockPlan
+from deepoffload.estimate.dry_run import DryRun, Op, Visit
+from deepoffload.estimate.machine import MachineSpec
+from deepoffload.params.pager import WRITE_BEHIND_SHARE
+from deepoffload.schedule.clock import Phase, StepTimes, TimedRun, TimedUse, steady_step
+from deepoffload.schedule.cost_model import Kind, StepOverlap, Workload, update_seconds
+from deepoffload.schedule.placement import BlockSpec
+from deepoffload.schedule.simulate import Use
+from deepoffload.schedule.trace import Event
+
+OpTimes = Mapping[Op, float]
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """A predicted optimizer step of one rank. ``compute_s``: of it, what is computed and not waited for.
+
+    ``bound``: what would have to be faster for the step to be. ``efficiency``: the share of the step in which the model
+    itself is computed.
+    """
+
+    times: StepTimes
+    compute_s: float
+    model_s: float
+    tokens: int
+    flops: int
+    bound: str
+    ever_written: frozenset[int]
+
+    @property
+    def seconds(self) -> float:
+        return self.times.seconds
+
+    @property
+    def efficiency(self) -> float:
+        return self.model_s / self.seconds if self.seconds else 1.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def estimate_step(
+    blocks: BlockPlan,
+    run: DryRun,
+    machine: MachineSpec,
+    workload: Workload,
+    *,
+    tokens: int,
+    op_times: OpTimes | None = None,
+) -> StepEstimate:
+    """Predict a step in steady state.
+
+    Args:
+        tokens: of one micro-batch.
+        op_times: seconds of operators as measured; what is not in it is worked out from the machine's rates.
+    """
+    costs = _Costs(blocks, run, machine, op_times or {}, workload.accumulation_steps)
+    uses = list(_uses(costs, workload))
+    placement, bandwidths = blocks.placement, machine.bandwidths()
+    sizes = {block.id: block.nbytes for block in placement.blocks}
+
+    def make() -> TimedRun:
+        return TimedRun(
+            sizes,
+            {block.id: blocks.content_bytes[block.id] for block in placement.blocks},
+            placement.capacity_bytes,
+            bandwidths,
+            lookahead_bytes=placement.lookahead_bytes,
+            static=placement.resident,
+            empty=[block.id for block in placement.blocks if block.kind is Kind.GRADIENT],
+            write_behind_share=WRITE_BEHIND_SHARE,
+        )
+
+    times, played = steady_step(make, uses)
+    compute_s = sum(use.seconds for use in uses)
+    model_s = sum(use.seconds for use in uses if use.phase is not Phase.UPDATE)
+    bound = _bound(times, compute_s, model_s)
+    k = workload.accumulation_steps
+    written = frozenset(played.ever_written)
+    return StepEstimate(times, compute_s, model_s, tokens * k, run.flops * k, bound, written)
+
+
+def _bound(times: StepTimes, compute_s: float, model_s: float) -> str:
+    if times.wait_s < 0.1 * times.seconds:
+        return "computing" if model_s >= compute_s / 2 else "memory bandwidth (the update)"
+    if times.busy_s > 0.8 * times.seconds:
+        return "disk"
+    return "disk, part of the time: too little memory to look far enough ahead"
+
+
+class _Costs:
+    """Seconds of everything that a step computes."""
+
+    def __init__(
+        self, blocks: BlockPlan, run: DryRun, machine: MachineSpec, op_times: OpTimes, accumulation_steps: int
+    ) -> None:
+        self.visits = run.visits
+        self.weights: dict[int, BlockSpec] = {}
+        self.gradients: dict[int, BlockSpec] = {}
+        self.state: dict[int, list[BlockSpec]] = defaultdict(list)
+        for block in blocks.placement.blocks:
+            if block.kind is Kind.WEIGHT:
+                self.weights[block.unit] = block
+            elif block.kind is Kind.GRADIENT:
+                self.gradients[block.unit] = block
+            else:
+                self.state[block.unit].append(block)
+        self._content = blocks.content_bytes
+        self._machine = machine
+        self._op_times = op_times
+        self._bandwidths = machine.bandwidths()
+        self._again = (accumulation_steps - 1) / accumulation_steps  # landings that add to what is there
+
+    def visit_s(self, visit: Visit) -> float:
+        seconds = sum(count * self._op_s(op) for op, count in visit.ops.items())
+        if self._machine.has_device:
+            moved = sum(self._content[self.weights[unit].id] for unit in visit.units)
+            return max(seconds, moved / self._machine.link_bytes_per_s)
+        return seconds
+
+    def _op_s(self, op: Op) -> float:
+        machine = self._machine
+        measured = self._op_times.get(op)
+        if measured is not None:
+            return measured + machine.op_overhead_s
+        busy = max(op.flops / machine.flops_per_s, op.nbytes / machine.device_bytes_per_s)
+        return busy + machine.op_overhead_s
+
+    def landing_s(self, unit: int) -> float:
+        """A pass over the gradient: read what autograd made, write it to the block, or read, add and write."""
+        block = self.gradients.get(unit)
+        return 0.0 if block is None else update_seconds(
+            round(self._content[block.id] * (2 + self._again)), self._bandwidths
+        )  # fmt: skip
+
+    def update_s(self, unit: int, piece: BlockSpec) -> float:
+        """The piece and the weights are read and written, the gradients read."""
+        whole = sum(self._content[block.id] for block in self.state[unit])
+        share = self._content[piece.id] / whole
+        weights, gradients = self._content[self.weights[unit].id], self._content[self.gradients[unit].id]
+        touched = 2 * self._content[piece.id] + share * (2 * weights + gradients)
+        return update_seconds(round(touched), self._bandwidths)
+
+
+def _uses(costs: _Costs, workload: Workload) -> Iterator[TimedUse]:
+    """The uses of one step in the order in which the engine sees them."""
+    keys: dict[tuple[object, ...], int] = {}
+    pending = set(costs.state)
+    key_of: Callable[..., int] = lambda *key: keys.setdefault(key, len(keys))  # noqa: E731
+
+    def update(unit: int) -> Iterator[TimedUse]:
+        weights, gradients, pieces = costs.weights[unit].id, costs.gradients[unit].id, costs.state[unit]
+        for number, piece in enumerate(pieces):
+            event = Event(key_of("u", unit, number), (weights, gradients, piece.id))
+            drops = (gradients,) if number == len(pieces) - 1 else ()
+            yield TimedUse(Use(event, (weights, piece.id), drops), Phase.UPDATE, costs.update_s(unit, piece))
+
+    for micro in range(workload.accumulation_steps):
+        landed: set[int] = set()
+        for visit in costs.visits:
+            if not visit.backward and micro == 0 and workload.step_overlap is StepOverlap.DEFERRED:
+                for unit in visit.units:
+                    if unit in pending:
+                        pending.discard(unit)
+                        yield from update(unit)
+            yield _visit_use(costs, visit, key_of, landed)
+    for unit in sorted(pending):
+        yield from update(unit)
+
+
+def _visit_use(costs: _Costs, visit: Visit, key_of: Callable[..., int], landed: set[int]) -> TimedUse:
+    seconds = costs.visit_s(visit)
+    weights = tuple(costs.weights[unit].id for unit in visit.units)
+    if not visit.backward:
+        return TimedUse(Use(Event(key_of("f", *visit.units), weights)), Phase.FORWARD, seconds)
+    gradients = tuple(costs.gradients[unit].id for unit in visit.units if unit in costs.gradients)
+    for unit in visit.units:
+        if unit not in landed:
+            landed.add(unit)
+            seconds += costs.landing_s(unit)
+    event = Event(key_of("b", *visit.units), (*weights, *gradients))
+    return TimedUse(Use(event, writes=gradients), Phase.BACKWARD, seconds)

@@ -1,0 +1,358 @@
+"""The planner played in simulated time: how long a step takes when transfers and computing overlap as they really do.
+
+What to move and when is decided by the same functions as in the engine (``schedule.planner``), called at the same
+places. Only the bytes and the seconds are simulated: one program that computes, and one disk whose directions share
+their bandwidth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from deepoffload.errors import BudgetError
+from deepoffload.schedule.cost_model import Bandwidths
+from deepoffload.schedule.planner import MoveKind, choose_victim, plan_prefetch, plan_write_back
+from deepoffload.schedule.simulate import Use
+from deepoffload.schedule.trace import Trace
+
+
+class Phase(Enum):
+    """What the program does in an event."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class TimedUse:
+    """A use of blocks and the seconds of computing that follow when they are there."""
+
+    use: Use
+    phase: Phase
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step by phase, waiting among them, and what the disk did meanwhile. ``busy_s``: of the disk."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    wait_s: float
+    busy_s: float
+    faults: int
+    read_bytes: int
+    written_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s + self.update_s
+
+
+class _State(Enum):
+    """Who holds the bytes of a block (see ``memory.block``)."""
+
+    EMPTY = "nobody"
+    AWAY = "the disk"
+    READING = "the disk; memory is being filled"
+    CLEAN = "both"
+    DIRTY = "memory"
+    WRITING = "memory; the disk is being filled"
+
+
+@dataclass
+class _Transfer:
+    block: int
+    left_bytes: float
+
+
+class Disk:
+    """Reads and writes, each in the order given (urgent reads first); both at once share ``mixed_bytes_per_s``."""
+
+    def __init__(self, bandwidths: Bandwidths) -> None:
+        self._rates = bandwidths
+        self._urgent: deque[_Transfer] = deque()
+        self._reads: deque[_Transfer] = deque()
+        self._writes: deque[_Transfer] = deque()
+        self._done: list[int] = []
+        self.busy_s = 0.0
+        self.now = 0.0
+
+    def read(self, block: int, nbytes: int, *, urgent: bool) -> None:
+        (self._urgent if urgent else self._reads).append(_Transfer(block, float(nbytes)))
+
+    def write(self, block: int, nbytes: int) -> None:
+        self._writes.append(_Transfer(block, float(nbytes)))
+
+    def advance(self, until: float) -> None:
+        """Let the disk work until the clock shows ``until``."""
+        while self.now < until and self._next():
+            self._work(until)
+        self.now = max(self.now, until)
+
+    def wait_for(self, block: int) -> None:
+        """Let it work until the transfer of ``block`` is done."""
+        while block not in self._done:
+            if not self._next():
+                raise RuntimeError(f"block {block} has no transfer in flight")
+            self._work(math.inf)
+
+    def collect(self) -> list[int]:
+        """Blocks whose transfers are done, each once."""
+        done, self._done = self._done, []
+        return done
+
+    def _next(self) -> list[tuple[deque[_Transfer], float]]:
+        """The queues that move now, and their rates."""
+        reads = self._urgent or self._reads
+        if reads and self._writes:
+            half = self._rates.mixed_bytes_per_s / 2
+            return [(reads, half), (self._writes, half)]
+        if reads:
+            return [(reads, self._rates.read_bytes_per_s)]
+        return [(self._writes, self._rates.write_bytes_per_s)] if self._writes else []
+
+    def _work(self, until: float) -> None:
+        active = self._next()
+        span = min(queue[0].left_bytes / rate for queue, rate in active)
+        whole = self.now + span <= until
+        span = span if whole else until - self.now
+        for queue, rate in active:
+            queue[0].left_bytes -= span * rate
+            if queue[0].left_bytes <= 1e-3:
+                self._done.append(queue.popleft().block)
+        self.now += span
+        self.busy_s += span
+
+
+class TimedRun:
+    """A program with its memory and disk, played use by use.
+
+    Args:
+        nbytes: of each block in memory. disk_nbytes: what of it moves.
+        static: blocks that are in memory from the beginning and for ever. empty: blocks without content; all others
+            lie on disk at the beginning.
+        write_behind_share: most of the memory that may be on its way to the disk without anybody waiting for it.
+    """
+
+    def __init__(
+        self,
+        nbytes: Mapping[int, int],
+        disk_nbytes: Mapping[int, int],
+        capacity_bytes: int,
+        bandwidths: Bandwidths,
+        *,
+        lookahead_bytes: int,
+        static: frozenset[int] = frozenset(),
+        empty: Iterable[int] = (),
+        write_behind_share: float = 0.5,
+    ) -> None:
+        self.trace = Trace()
+        self.disk = Disk(bandwidths)
+        self.ever_written: set[int] = set()
+        self._nbytes = nbytes
+        self._disk_nbytes = disk_nbytes
+        self._capacity_bytes = capacity_bytes
+        self._free_bytes = capacity_bytes - sum(nbytes[block] for block in static)
+        self._lookahead_bytes = lookahead_bytes
+        self._static = static
+        self._write_behind_bytes = capacity_bytes * write_behind_share
+        self._state = dict.fromkeys(nbytes, _State.AWAY)
+        self._state.update(dict.fromkeys(empty, _State.EMPTY))
+        self._state.update(dict.fromkeys(static, _State.DIRTY))
+        self._resident: set[int] = set(static)
+        self._writing: set[int] = set()
+        self._stamps: dict[int, int] = {}
+        self._uses = 0
+        self._faults = self._read_bytes = self._written_bytes = 0
+
+    # -- the program -------------------------------------------------------------------------------------------------
+
+    def step(self, uses: Sequence[TimedUse]) -> StepTimes:
+        """Play one step. Raises ``BudgetError`` when the blocks of one event do not fit."""
+        spent = dict.fromkeys(Phase, 0.0)
+        waited, busy_before = 0.0, self.disk.busy_s
+        self._faults = self._read_bytes = self._written_bytes = 0
+        for timed in uses:
+            begun = self.disk.now
+            waited += self._use(timed.use)
+            self.disk.advance(self.disk.now + timed.seconds)
+            self._after(timed.use)
+            spent[timed.phase] += self.disk.now - begun
+        self.trace.end_of_step()
+        self._pump(())
+        return StepTimes(
+            forward_s=spent[Phase.FORWARD],
+            backward_s=spent[Phase.BACKWARD],
+            update_s=spent[Phase.UPDATE],
+            wait_s=waited,
+            busy_s=self.disk.busy_s - busy_before,
+            faults=self._faults,
+            read_bytes=self._read_bytes,
+            written_bytes=self._written_bytes,
+        )
+
+    def _use(self, use: Use) -> float:
+        """Bring the blocks of an event; returns the seconds waited."""
+        begun = self.disk.now
+        blocks = use.event.blocks
+        self.trace.observe(use.event)
+        self._pump(blocks)
+        for block in dict.fromkeys(blocks):
+            self._uses += 1
+            self._stamps[block] = self._uses
+            self._bring(block, blocks)
+        for block in use.writes:
+            if self._state[block] is _State.WRITING:
+                self._settle(block)
+            self._state[block] = _State.DIRTY
+        return self.disk.now - begun
+
+    def _after(self, use: Use) -> None:
+        for block in use.drops:
+            if self._state[block] is _State.WRITING:
+                self._settle(block)
+            if block in self._static:
+                continue
+            self._state[block] = _State.EMPTY
+            self._forget(block)
+
+    def _bring(self, block: int, in_use: Sequence[int]) -> None:
+        state = self._state[block]
+        if state is _State.READING:
+            self._settle(block)
+        elif state in (_State.AWAY, _State.EMPTY):
+            self._make_room(self._nbytes[block], in_use)
+            self._hold(block)
+            if state is _State.EMPTY:
+                self._state[block] = _State.DIRTY
+                return
+            self._faults += 1
+            self._read(block, urgent=True)
+            self._settle(block)
+
+    # -- what the pager does at every event ----------------------------------------------------------------------------
+
+    def _pump(self, in_use: Sequence[int]) -> None:
+        self._collect()
+        self._write_behind(in_use)
+        moves = plan_prefetch(
+            self.trace.upcoming(),
+            is_resident=lambda block: self._state[block] is not _State.AWAY,
+            nbytes=self._nbytes.__getitem__,
+            free_bytes=self._free_bytes,
+            evictable=(b for b in self._resident if self._state[b] is _State.CLEAN and self._may_go(b, in_use)),
+            next_use=self._next_use,
+            lookahead_bytes=self._lookahead_bytes,
+            static=self._static,
+        )
+        for move in moves:
+            if move.kind is MoveKind.EVICT:
+                self._evict(move.block)
+            else:
+                self._hold(move.block)
+                self._read(move.block, urgent=False)
+
+    def _write_behind(self, in_use: Sequence[int]) -> None:
+        budget = self._write_behind_bytes - sum(self._disk_nbytes[block] for block in self._writing)
+        chosen = plan_write_back(
+            [b for b in self._resident if self._state[b] is _State.DIRTY and self._may_go(b, in_use)],
+            self.trace.upcoming(),
+            nbytes=self._nbytes.__getitem__,
+            next_use=self._next_use,
+            lookahead_bytes=self._lookahead_bytes,
+            static=self._static,
+        )
+        for block in chosen:
+            if budget >= self._disk_nbytes[block]:
+                self._write(block)
+                budget -= self._disk_nbytes[block]
+
+    def _next_use(self, block: int) -> float:
+        distance = self.trace.next_use(block)
+        return distance if distance < math.inf else 1e12 - self._stamps.get(block, 0)
+
+    # -- memory and transfers ------------------------------------------------------------------------------------------
+
+    def _may_go(self, block: int, in_use: Sequence[int]) -> bool:
+        return block not in self._static and block not in in_use
+
+    def _make_room(self, nbytes: int, in_use: Sequence[int]) -> None:
+        while self._free_bytes < nbytes:
+            candidates = [b for b in self._resident if self._may_go(b, in_use)]
+            victim = choose_victim(
+                candidates, self._next_use, cost=lambda block: float(self._state[block] is not _State.CLEAN)
+            )
+            if victim is None:
+                raise BudgetError(
+                    f"one event uses more than the {self._capacity_bytes} bytes of memory that there are beside what "
+                    "stays"
+                )
+            self._evict(victim)
+
+    def _evict(self, block: int) -> None:
+        if self._state[block] is _State.DIRTY:
+            self._write(block)
+        if self._state[block] in (_State.WRITING, _State.READING):
+            self._settle(block)
+        self._state[block] = _State.AWAY
+        self._forget(block)
+
+    def _hold(self, block: int) -> None:
+        self._resident.add(block)
+        self._free_bytes -= self._nbytes[block]
+
+    def _forget(self, block: int) -> None:
+        self._resident.discard(block)
+        self._free_bytes += self._nbytes[block]
+
+    def _read(self, block: int, *, urgent: bool) -> None:
+        self._state[block] = _State.READING
+        self._read_bytes += self._disk_nbytes[block]
+        self.disk.read(block, self._disk_nbytes[block], urgent=urgent)
+
+    def _write(self, block: int) -> None:
+        self._state[block] = _State.WRITING
+        self._writing.add(block)
+        self.ever_written.add(block)
+        self._written_bytes += self._disk_nbytes[block]
+        self.disk.write(block, self._disk_nbytes[block])
+
+    def _settle(self, block: int) -> None:
+        self.disk.wait_for(block)
+        self._collect()
+
+    def _collect(self) -> None:
+        for block in self.disk.collect():
+            self._state[block] = _State.CLEAN
+            self._writing.discard(block)
+
+
+def steady_step(
+    make: Callable[[], TimedRun], uses: Sequence[TimedUse], *, warm_up: int = 2, steps: int = 2
+) -> tuple[StepTimes, TimedRun]:
+    """The mean of ``steps`` steps after ``warm_up`` others, in which the order was learned; and the run itself."""
+    run = make()
+    for _ in range(warm_up):
+        run.step(uses)
+    played = [run.step(uses) for _ in range(steps)]
+
+    def mean(name: str) -> float:
+        return float(sum(getattr(step, name) for step in played)) / steps
+
+    return StepTimes(
+        forward_s=mean("forward_s"),
+        backward_s=mean("backward_s"),
+        update_s=mean("update_s"),
+        wait_s=mean("wait_s"),
+        busy_s=mean("busy_s"),
+        faults=round(mean("faults")),
+        read_bytes=round(mean("read_bytes")),
+        written_bytes=round(mean("written_bytes")),
+    ), run
