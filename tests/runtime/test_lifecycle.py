@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 import deepoffload
-from deepoffload.errors import ClosedError, UsageError
+from deepoffload.errors import ClosedError, IoTimeout, UsageError
 from tests.runtime.conftest import ROOT, Outcome
 from tests.runtime.lifecycle_program import NOTHING, PHASES
 from tests.support.models import TinyGPT, batch, next_token_loss
-from tests.support.paging import Paging
+from tests.support.paging import TIGHT, Paging
 
 Run = Callable[..., Outcome]
 
@@ -270,3 +270,21 @@ def test_the_interrupt_handler_is_put_back(paging: Paging) -> None:
     assert model.weight.sum().isfinite() and context.engine is not None
     context.engine.close()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_close_gives_back_all_the_rest_when_a_transfer_hangs(paging: Paging, monkeypatch: pytest.MonkeyPatch) -> None:
+    with paging.context(TIGHT, 1 << 20) as context:
+        model = nn.Linear(64, 64)
+    engine = context.engine
+    assert engine is not None
+
+    def hangs() -> None:
+        raise IoTimeout("still in flight")
+
+    monkeypatch.setattr(engine.pager.tiers, "close", hangs)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(IoTimeout):
+        engine.close()
+    assert list(paging.nvme_path.iterdir()) == [] and signal.getsignal(signal.SIGINT) is not handler
+    with pytest.raises(ClosedError):
+        model(torch.zeros(1, 64))

@@ -1,0 +1,60 @@
+"""What the disk refuses stays in memory; what can go, goes."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from deepoffload.errors import ClosedError, IoFailure
+from deepoffload.io.engine import IoEngine
+from deepoffload.io.swap_space import SwapSpace
+from deepoffload.memory.arena import PAGE_BYTES, Arena
+from deepoffload.memory.block import Block, BlockState
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.schedule.placement import Kind
+
+
+def fill(tiers: TierManager, name: str) -> Block:
+    block = tiers.create(name, Kind.WEIGHT, PAGE_BYTES)
+    tiers.acquire(block)
+    tiers.release(block)
+    return block
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_victim_that_cannot_be_written_is_passed_over(tmp_path: Path, clean: bool) -> None:
+    """Of two blocks the one chosen first is dirty and its write fails; the other goes if that needs no disk."""
+    engine = IoEngine(backend="pool", fault_script=f"op=write after={int(clean)} errno={errno.EIO}")
+    space = SwapSpace(engine, [tmp_path], budget_bytes=1 << 20, label="test")
+    try:
+        tiers = TierManager(Arena(2 * PAGE_BYTES), space)
+        other, dirty = fill(tiers, "other"), fill(tiers, "dirty")
+        tiers.next_use = {other.id: 1.0, dirty.id: 2.0}.__getitem__
+        if clean:
+            assert tiers.write_behind(other)
+            tiers.drain()
+        wanted = tiers.create("wanted", Kind.WEIGHT, PAGE_BYTES)
+        tiers.next_use = {other.id: 1.0, dirty.id: 2.0, wanted.id: 3.0}.__getitem__
+        if clean:
+            tiers.acquire(wanted)
+            assert other.state is BlockState.ON_NVME
+        else:
+            with pytest.raises(IoFailure, match="dirty: write.*EIO"):
+                tiers.acquire(wanted)
+            assert wanted.leases == 0
+        assert dirty.state is BlockState.DIRTY and dirty.offset is not None
+        tiers.close()
+    finally:
+        space.close()
+        engine.close()
+
+
+def test_removed_block_is_refused() -> None:
+    tiers = TierManager(Arena(2 * PAGE_BYTES), None)
+    block = fill(tiers, "layer.weight")
+    tiers.remove(block)
+    with pytest.raises(ClosedError, match=r"layer\.weight \(weight\) is gone"):
+        tiers.acquire(block)
+    assert block.leases == 0

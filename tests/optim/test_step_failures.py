@@ -1,0 +1,82 @@
+"""A disk error in the middle of an update: the program catches it, tries again, and has the bits of an undisturbed
+run."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import nn
+
+import deepoffload
+from deepoffload.errors import IoFailure
+from deepoffload.io.engine import IoEngine
+from deepoffload.runtime import engine as engine_module
+from deepoffload.runtime.context import engine_of
+from tests.support.loops import assert_same_bits, weights_of
+from tests.support.models import mlp, rows
+from tests.support.paging import SERIAL, Paging
+
+TRIED = 5
+"""How many places in an update are made to fail, one after the other."""
+
+
+def chunks_of(model: nn.Module) -> int:
+    io = engine_of(model)._io
+    assert io is not None
+    return io.stats()["chunks_done"]
+
+
+def until_done(call: Callable[[], Any], retries: int) -> tuple[Any, int]:
+    for failed in range(retries + 1):
+        try:
+            return call(), failed
+        except IoFailure:
+            if failed == retries:
+                raise
+    raise RuntimeError("unreachable")
+
+
+def train(paging: Paging, overlap: str, retries: int = 0) -> tuple[Any, range, int]:
+    """Weights and states after three steps, the chunks moved in the second update, and how often a call was repeated.
+
+    An update is made by ``step()``, or, when it is deferred, by the forward that follows.
+    """
+    model = paging.build(mlp, replace(SERIAL, step_overlap=overlap), key="mlp")
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    repeated = 0
+    seen = []
+    for seed in range(3):
+        seen.append(chunks_of(model))
+        output, failed = until_done(lambda seed=seed: model(rows(seed=seed)), retries)
+        repeated += failed
+        seen.append(chunks_of(model))
+        output.square().mean().backward()
+        seen.append(chunks_of(model))
+        _, failed = until_done(optimizer.step, retries)
+        repeated += failed
+        optimizer.zero_grad()
+    updates = range(seen[5] + 1, seen[6]) if overlap == "none" else range(seen[6] + 1, seen[7])
+    io = engine_of(model)._io
+    assert io is not None and io.stats()["requests_failed"] == retries, "nothing has failed: this tested nothing"
+    return (weights_of(model), optimizer.state_dict()["state"]), updates, repeated
+
+
+@pytest.mark.parametrize("overlap", ["none", "deferred"])
+def test_again_after_a_disk_error(paging: Paging, monkeypatch: pytest.MonkeyPatch, overlap: str) -> None:
+    expected, chunks, _ = train(paging, overlap)
+    assert len(chunks) > TRIED
+    raised = 0
+    for place in range(TRIED):
+        chunk = chunks[place * (len(chunks) - 1) // (TRIED - 1)]
+        monkeypatch.setattr(engine_module, "IoEngine", partial(IoEngine, fault_script=f"nth={chunk} errno={errno.EIO}"))
+        got, _, repeated = train(paging, overlap, retries=1)
+        raised += repeated
+        assert_same_bits(expected, got)
+    assert raised or overlap == "deferred", (
+        "a write that fails may be made good by evicting something else, but not every failure is one"
+    )
