@@ -369,12 +369,24 @@ class TierManager:
 
     # -- transfers -------------------------------------------------------------------------------------------------
 
-    def prefetch(self, block: Block) -> bool:
-        """Start reading a block if there is room right now; a prefetch never waits and never evicts."""
+    def is_empty(self, block_id: int) -> bool:
+        """True for a block that exists and has no bytes anywhere yet."""
+        block = self._blocks.get(block_id)
+        return block is not None and block.state is BlockState.EMPTY
+
+    def prefetch(self, block: Block, *, compact: bool = False) -> bool:
+        """Start reading a block if there is room right now; a prefetch never waits and never evicts.
+
+        Args:
+            compact: slide other blocks together when there is room only in pieces.
+        """
         with self.lock:
             if block.state is not BlockState.ON_NVME:
                 return False
-            offset = self.arena.allocate(block.room_bytes, high=block.kind is Kind.STATE)
+            high = block.kind is Kind.STATE
+            offset = self.arena.allocate(block.room_bytes, high=high)
+            if offset is None and compact and self._compact(round_up(block.room_bytes)):
+                offset = self.arena.allocate(block.room_bytes, high=high)
             if offset is None:
                 return False
             block.offset = offset

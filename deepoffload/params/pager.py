@@ -29,11 +29,14 @@ from deepoffload.params.torch_private import (
     top_saved_tensors_hooks,
 )
 from deepoffload.params.unit import ParamHandle, SlotOwner, Unit
-from deepoffload.schedule.planner import MoveKind, plan_prefetch, plan_write_back
+from deepoffload.schedule.planner import MoveKind, choose_victim, plan_prefetch, plan_write_back
 from deepoffload.schedule.trace import Event, Trace
 
 WRITE_BEHIND_SHARE = 0.5
 """At most this share of the arena may be in flight to NVMe without anybody waiting for it."""
+
+EXTRA_VICTIMS_MAX = 3
+"""How many blocks leave for a prefetch beyond those that make room enough, when that room is in pieces."""
 
 _PHASES = {"f": "forward", "b": "backward", "u": "update"}
 
@@ -78,6 +81,7 @@ class Pager:
         self.adopt_late: Callable[[Tensor, str], ParamHandle | None] | None = None
         self.closed_because: str | None = None
         self.lookahead_bytes = tiers.arena.capacity_bytes
+        self.reserve_bytes = 0
         self.static: frozenset[int] = frozenset()
         self._keys: dict[tuple[object, ...], int] = {}
         self._last_key: tuple[object, ...] | None = None
@@ -291,12 +295,30 @@ class Pager:
             next_use=self._next_use,
             lookahead_bytes=self.lookahead_bytes,
             static=self.static,
+            is_empty=tiers.is_empty,
+            reserve_bytes=self.reserve_bytes,
         )
         for move in moves:
             block = tiers.block(move.block)
-            done = tiers.evict(block) if move.kind is MoveKind.EVICT else tiers.prefetch(block)
+            done = tiers.evict(block) if move.kind is MoveKind.EVICT else self._fetch_ahead(block, in_use)
             if not done:
                 break
+
+    def _fetch_ahead(self, block: Block, in_use: set[int] | frozenset[int]) -> bool:
+        """Start reading a block for which there is memory enough. When that lies in pieces, what is used last leaves;
+        sliding blocks together costs the program's time, so that comes after."""
+        tiers = self.tiers
+        for _ in range(EXTRA_VICTIMS_MAX):
+            if tiers.prefetch(block):
+                return True
+            victim = choose_victim(
+                (b.id for b in tiers.resident() if b.id not in in_use and tiers.evictable(b)),
+                self._next_use,
+                farther_than=self._next_use(block.id) + len(self.units),
+            )
+            if victim is None or not tiers.evict(tiers.block(victim)):
+                break
+        return tiers.prefetch(block, compact=True)
 
     def write_behind(self, in_use: set[int] | frozenset[int] = frozenset()) -> None:
         """Start writing dirty blocks that nobody uses and that will have to leave."""

@@ -60,8 +60,9 @@ class Placement:
 
     ``resident``: blocks that never leave memory. ``paged``: blocks with a home on NVMe, of ``nvme_bytes`` in all, which
     share ``dynamic_bytes`` of memory (at least ``window.nbytes``).
-    ``lookahead_bytes``: how far ahead to fetch (``plan_prefetch``): half of ``dynamic_bytes``, so that the other half
-    holds what was used and is being written or will soon be used again, but never less than the least window.
+    ``lookahead_bytes``: how far ahead to fetch (``plan_prefetch``): three quarters of ``dynamic_bytes``, so that there
+    is room for what was used and is being written, but never less than the least window.
+    ``reserve_bytes``: room that prefetches leave for gradients that are still to land: of three units at most.
     ``minimum_bytes``: the smallest capacity with which this model runs.
     ``traffic``, ``disk_seconds``: expected per optimizer step.
     """
@@ -75,6 +76,7 @@ class Placement:
     resident_bytes: int
     dynamic_bytes: int
     lookahead_bytes: int
+    reserve_bytes: int
     nvme_bytes: int
     minimum_bytes: int
     traffic: Traffic
@@ -258,7 +260,8 @@ class _Problem:
             nvme_capacity_bytes=nvme_capacity_bytes,
             resident_bytes=resident_bytes,
             dynamic_bytes=dynamic_bytes,
-            lookahead_bytes=min(dynamic_bytes, max(dynamic_bytes // 2, self.window(paged, 2, True).nbytes)),
+            lookahead_bytes=min(dynamic_bytes, max(dynamic_bytes * 3 // 4, self.window(paged, 2, True).nbytes)),
+            reserve_bytes=min(dynamic_bytes // 4, 3 * window.gradient_bytes),
             nvme_bytes=sum(block.nbytes for block in paged),
             minimum_bytes=self.minimum_bytes,
             traffic=traffic,

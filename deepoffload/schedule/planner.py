@@ -62,6 +62,8 @@ def plan_prefetch(
     next_use: Callable[[int], float],
     lookahead_bytes: int,
     static: Container[int] = frozenset(),
+    is_empty: Callable[[int], bool] = lambda block: False,
+    reserve_bytes: int = 0,
     cost: Callable[[int], float] | None = None,
     scan_limit: int = 256,
 ) -> list[Move]:
@@ -75,6 +77,9 @@ def plan_prefetch(
         than that is ever fetched and not yet used, and what was fetched for an order the program has left does not
         count against what is needed now.
     static: blocks that are always in memory; skipped, and not counted in the window.
+    is_empty: whether a block has no bytes anywhere (a gradient before it lands). It is never fetched and not counted in
+        the window; but its memory has to be there when it comes, so room for such blocks, at most ``reserve_bytes`` of
+        them, is left before anything used later is fetched.
     cost: of evicting a block, for ties; see ``choose_victim``.
 
     A block is evicted only for one that is used strictly sooner. The plan ends at the first block for which no room can
@@ -84,11 +89,15 @@ def plan_prefetch(
     seen: set[int] = set()
     victims: _Victims | None = None
     window_bytes = 0
+    aside_bytes = 0
     for distance, block in islice(upcoming, scan_limit):
         if block in seen or block in static:
             continue
         seen.add(block)
         size = nbytes(block)
+        if is_empty(block):
+            aside_bytes = min(aside_bytes + size, reserve_bytes)
+            continue
         window_bytes += size
         if window_bytes > lookahead_bytes:
             break
@@ -96,10 +105,10 @@ def plan_prefetch(
             if victims is not None and block in victims.taken:
                 break  # given up for a nearer one: memory ends here
             continue
-        if size > free_bytes:
+        if size + aside_bytes > free_bytes:
             if victims is None:
                 victims = _Victims(evictable, next_use, nbytes, cost)
-            chosen = victims.take(size - free_bytes, distance)
+            chosen = victims.take(size + aside_bytes - free_bytes, distance)
             if not chosen:
                 break
             moves.extend(Move(MoveKind.EVICT, victim) for victim in chosen)
