@@ -45,6 +45,11 @@ class BlockPlan:
         """What a block takes on NVMe: its content, in whole pages."""
         return round_up(self.content_bytes[block.id])
 
+    def in_use_bytes(self) -> int:
+        """Weights in use, those of the next unit, and one unit's gradients: what passes through a device."""
+        sizes = {kind: [b.nbytes for b in self.placement.blocks if b.kind is kind] for kind in Kind}
+        return 2 * max(sizes[Kind.WEIGHT], default=0) + max(sizes[Kind.GRADIENT], default=0)
+
     def kind_bytes(self, kind: Kind, ids: frozenset[int]) -> int:
         return sum(block.nbytes for block in self.placement.blocks if block.kind is kind and block.id in ids)
 

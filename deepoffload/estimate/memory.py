@@ -58,7 +58,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    blocks: BlockPlan, run: DryRun | None, *, process_bytes: int, has_device: bool = False
+    blocks: BlockPlan, run: DryRun | None, *, process_bytes: int, has_device: bool = False, ranks: int = 1
 ) -> MemoryEstimate:
     """Memory of a run with this placement.
 
@@ -66,6 +66,7 @@ def estimate_memory(
         run: None where only model states are asked for.
         process_bytes: what the process takes before there is a model (Python, torch, the program's libraries).
         has_device: activations and the weights in use are in a device's own memory, and the arena is page-locked.
+        ranks: of how many this is one, where ``blocks`` is its share: a device holds the units in use whole.
     """
     placement = blocks.placement
     rows = []
@@ -83,10 +84,21 @@ def estimate_memory(
     if run is not None:
         rows += _activations(run, has_device)
         if has_device:
-            rows.append(_on_device(blocks))
+            gathered = blocks.in_use_bytes() * ranks
+            rows.append(MemoryRow("units on the device", device=gathered, note="weights in use and next, gradients"))
     rows.append(MemoryRow("process", pageable=process_bytes, note="Python, torch and other libraries"))
-    built = min(placement.capacity_bytes, blocks.registered_bytes + total_bytes)
+    built = min(placement.capacity_bytes, _built_bytes(blocks))
     return MemoryEstimate(tuple(rows), process_bytes + built + blocks.largest_bytes)
+
+
+def _built_bytes(blocks: BlockPlan) -> int:
+    """Of the arena, while parameters move one by one into their units. The state takes part where it gets what
+    rounding the weights leaves over."""
+    placement = blocks.placement
+    sizes = {kind: sum(b.nbytes for b in placement.blocks if b.kind is kind) for kind in Kind}
+    made = sizes[Kind.WEIGHT] + (sizes[Kind.STATE] if sizes[Kind.WEIGHT] < blocks.registered_bytes else 0)
+    largest = max((b.nbytes for b in placement.blocks if b.kind is Kind.WEIGHT), default=0)
+    return max(blocks.registered_bytes, made) + largest
 
 
 def _near(name: str, nbytes: int, pinned: bool, nvme: int = 0, note: str = "") -> MemoryRow:
@@ -108,10 +120,3 @@ def _activations(run: DryRun, has_device: bool) -> list[MemoryRow]:
         holes = RUNTIME_BYTES + int(run.peak_bytes * HOLES_SHARE) + chunks * run.largest_chunk_bytes
         rows.append(MemoryRow("held by malloc", pageable=holes, note="freed activations that are not given back"))
     return rows
-
-
-def _on_device(blocks: BlockPlan) -> MemoryRow:
-    """The weights in use, those of the next use, and the gradients of one unit."""
-    sizes = {kind: [b.nbytes for b in blocks.placement.blocks if b.kind is kind] for kind in Kind}
-    weights, gradients = max(sizes[Kind.WEIGHT], default=0), max(sizes[Kind.GRADIENT], default=0)
-    return MemoryRow("units on the device", device=2 * weights + gradients, note="weights in use and next, gradients")

@@ -1,0 +1,120 @@
+"""``python -m deepoffload.estimate``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from deepoffload.config import Config, Precision, StepOverlap
+from deepoffload.errors import DeepOffloadError, PlacementError
+from deepoffload.estimate import measure, plots, report, zero_infinity
+from deepoffload.estimate.arguments import parse
+from deepoffload.estimate.machine import MachineSpec, read_machine
+from deepoffload.estimate.questions import Estimate, estimate, largest_model
+from deepoffload.estimate.states import estimate_model_states_mem_needs_all_live
+from deepoffload.estimate.subject import Batch, Subject, from_config, from_counts
+
+EXIT_OK, EXIT_DOES_NOT_FIT, EXIT_USAGE = 0, 1, 2
+BUDGET_POINTS = 12
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m deepoffload.estimate") -> int:
+    """Returns 0 when the model fits, 1 when it does not, 2 for a mistake in the command."""
+    try:
+        return _run(parse(argv, prog))
+    except DeepOffloadError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _run(options: argparse.Namespace) -> int:
+    for name in ("plot_efficiency", "plot_budget"):
+        if getattr(options, name):
+            plots.check_plot(f"--{name.replace('_', '-')}", getattr(options, name))
+    if options.plot_efficiency:
+        plots.plot_efficiency(options.plot_efficiency)
+    if options.zero_infinity:
+        print("\n".join(report.comparison(zero_infinity.compare_largest())), end="\n\n")
+        print("\n".join(report.comparison(zero_infinity.compare_bandwidths())))
+    if not (options.config or options.parameters or options.largest):
+        return EXIT_OK
+    machine, config = _machine(options), _config(options)
+    batch = Batch(options.batch, options.seq)
+    if options.largest:
+        found = largest_model(
+            machine, config, batch, checkpointing=options.checkpointing, vocabulary=options.vocabulary
+        )
+    else:
+        subject = _subject(options, batch)
+        if options.deepspeed:
+            estimate_model_states_mem_needs_all_live(subject.module, machine.devices_per_node, machine.nodes)
+            print()
+        found = _estimate(subject, machine, config, options)
+    print(json.dumps(report.as_json(found), indent=1) if options.json else report.text(found))
+    return EXIT_OK if found.fits else EXIT_DOES_NOT_FIT
+
+
+def _machine(options: argparse.Namespace) -> MachineSpec:
+    if options.machine:
+        return read_machine(options.machine)
+    return measure.measure_machine(options.measure, fresh=options.measure is not None)
+
+
+def _config(options: argparse.Namespace) -> Config:
+    return Config(
+        host_budget=options.host_budget,
+        nvme_budget=options.nvme_budget,
+        precision=Precision(options.precision),
+        step_overlap=StepOverlap(options.step_overlap),
+        gradient_accumulation_steps=options.accumulation,
+    )
+
+
+def _subject(options: argparse.Namespace, batch: Batch) -> Subject:
+    if options.config:
+        return from_config(options.config, batch, checkpointing=options.checkpointing, arithmetic=options.arithmetic)
+    return from_counts(
+        options.parameters,
+        options.layers,
+        options.hidden,
+        batch,
+        vocabulary=options.vocabulary,
+        heads=options.heads,
+        checkpointing=options.checkpointing,
+    )
+
+
+def _estimate(subject: Subject, machine: MachineSpec, config: Config, options: argparse.Namespace) -> Estimate:
+    known: dict[str, Any] = {}
+    if options.machine is None:  # this machine: the model's own operators can be timed
+        known["process_bytes"] = measure.process_bytes(checkpointing=options.checkpointing)
+        if options.measure and subject.loss_of is not None:
+            first = estimate(subject, machine, config, **known)
+            if first.run is not None:
+                known["op_times"] = measure.measure_ops(first.run)
+    found = estimate(subject, machine, config, **known)
+    if options.plot_budget:
+        _plot_budgets(found, known, options.plot_budget)
+    return found
+
+
+def _plot_budgets(found: Estimate, known: dict[str, Any], path: str) -> None:
+    smallest, blocks = found.smallest_bytes, found.blocks
+    if smallest is None or blocks is None:
+        raise PlacementError(f"--plot-budget: {found.problem}")
+    most = sum(block.nbytes for block in blocks.placement.blocks)
+    points = []
+    for number in range(BUDGET_POINTS + 1):
+        budget = int(smallest + (1.02 * most - smallest) * number / BUDGET_POINTS)
+        step = estimate(found.subject, found.machine, replace(found.config, host_budget=budget), **known).step
+        if step is not None:
+            points.append((budget, step.seconds, step.compute_s))
+    plots.plot_budgets(points, path, f"{found.subject.name} on {found.machine.name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The command line of ``python -m deepoffload.estimate``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from deepoffload.config.units import parse_bytes
+from deepoffload.errors import ConfigError
+
+
+def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
+    """The options, checked for what contradicts.
+
+    Raises:
+        ConfigError: contradicting or missing options.
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Will this model fit on this machine, where does what go, and how long is a step?"
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--config", metavar="PATH", help="transformers' config.json, or its directory")
+    model.add_argument("--arithmetic", action="store_true", help="use the sizes in it only, without transformers")
+    model.add_argument("--parameters", type=_count, metavar="N", help="number of parameters, such as 1.3e9 or 7B")
+    model.add_argument("--layers", type=_count, metavar="N")
+    model.add_argument("--hidden", type=_count, metavar="N", help="hidden size")
+    model.add_argument("--heads", type=_count, metavar="N")
+    model.add_argument("--vocabulary", type=_count, default=32_000, metavar="N")
+    model.add_argument("--largest", action="store_true", help="find the largest decoder that fits instead")
+    work = parser.add_argument_group("work")
+    work.add_argument("--batch", type=_count, default=1, metavar="N", help="sequences in a micro-batch")
+    work.add_argument("--seq", type=_count, default=1024, metavar="N", help="tokens in a sequence")
+    work.add_argument("--accumulation", type=_count, default=1, metavar="N", help="micro-batches in a step")
+    work.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    work.add_argument("--precision", choices=("bf16", "fp32", "fp16"), default="bf16")
+    work.add_argument("--step-overlap", choices=("deferred", "none"), default="deferred")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--machine", metavar="FILE", help="JSON that describes it; see docs/estimators.md")
+    machine.add_argument("--measure", metavar="DIRECTORY", help="measure this one, with a disk at DIRECTORY")
+    machine.add_argument("--host-budget", type=_bytes, metavar="BYTES", help="per rank; not said: what there is")
+    machine.add_argument("--nvme-budget", type=_bytes, metavar="BYTES", help="per rank; 0 for none")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--deepspeed", action="store_true", help="print DeepSpeed's estimates and ours beside them")
+    output.add_argument("--zero-infinity", action="store_true", help="print the published results, reproduced")
+    output.add_argument("--plot-efficiency", metavar="FILE", help="draw efficiency against bandwidth")
+    output.add_argument("--plot-budget", metavar="FILE", help="draw step time against host budget")
+    options = parser.parse_args(argv)
+    _check(options)
+    return options
+
+
+def _check(options: argparse.Namespace) -> None:
+    by_counts = [name for name in ("parameters", "layers", "hidden") if getattr(options, name) is not None]
+    ways = [name for name, said in (("--config", options.config), ("--largest", options.largest)) if said]
+    ways += ["--parameters, --layers and --hidden"] if by_counts else []
+    if len(ways) > 1:
+        raise ConfigError(f"{' and '.join(ways)} are different ways to say the model; give one")
+    if not ways and not (options.zero_infinity or options.plot_efficiency):
+        raise ConfigError("say the model: --config PATH, or --parameters N --layers N --hidden N, or --largest")
+    if by_counts and len(by_counts) < 3:
+        missing = [f"--{name}" for name in ("parameters", "layers", "hidden") if name not in by_counts]
+        raise ConfigError(f"{' and '.join(missing)} missing: a model by numbers needs parameters, layers and hidden")
+    if options.machine and options.measure:
+        raise ConfigError("--machine describes a machine and --measure measures this one; give one of them")
+
+
+def _count(text: str) -> int:
+    """A whole number from 1; 7B, 350M and 1e9 are understood."""
+    factor = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(text[-1:].upper(), 1)
+    try:
+        value = float(text[:-1] if factor > 1 else text) * factor
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 1 <= value < 1e18 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(value)
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,217 @@
+"""Does it fit, where does what go, how long does a step take; the smallest budget and the largest model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from deepoffload.config import Config
+from deepoffload.errors import ConfigError, PlacementError
+from deepoffload.estimate.blocks import UNBOUNDED_BYTES, BlockPlan, plan_blocks, smallest_capacity
+from deepoffload.estimate.checks import positive_integer
+from deepoffload.estimate.decoder import DecoderShape
+from deepoffload.estimate.dry_run import DryRun, dry_run
+from deepoffload.estimate.machine import MachineSpec
+from deepoffload.estimate.memory import MemoryEstimate, estimate_memory
+from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_step
+from deepoffload.estimate.subject import Batch, Subject, from_shape
+from deepoffload.runtime.plan import DTYPES
+from deepoffload.schedule.cost_model import StepOverlap, Workload
+
+HEADS_OF = 128
+"""Width of a head in the models that are tried for the largest one."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Everything about one model on one machine.
+
+    capacity_bytes: the budget of the arena. problem: why it does not fit (then only ``run`` and ``smallest_bytes`` may
+    be known). smallest_bytes: the least budget with which it can be placed. nvme_written_bytes: per step, one rank.
+    steps_of_endurance: optimizer steps after which the node's drives are worn out; None where nothing is known of that.
+    """
+
+    subject: Subject
+    machine: MachineSpec
+    config: Config
+    capacity_bytes: int
+    smallest_bytes: int | None
+    run: DryRun | None
+    blocks: BlockPlan | None
+    memory: MemoryEstimate | None
+    step: StepEstimate | None
+    problem: str
+
+    @property
+    def fits(self) -> bool:
+        return not self.problem
+
+    @property
+    def node_host_bytes(self) -> int:
+        return self.memory.host_bytes * self.machine.devices_per_node if self.memory is not None else 0
+
+    @property
+    def node_nvme_bytes(self) -> int:
+        return self.memory.nvme_bytes * self.machine.devices_per_node if self.memory is not None else 0
+
+    @property
+    def steps_of_endurance(self) -> float | None:
+        if self.step is None or not self.machine.nvme_endurance_bytes:
+            return None
+        written = self.step.times.written_bytes * self.machine.devices_per_node
+        return self.machine.nvme_endurance_bytes / written if written else math.inf
+
+
+def estimate(
+    subject: Subject,
+    machine: MachineSpec,
+    config: Config,
+    *,
+    op_times: OpTimes | None = None,
+    process_bytes: int | None = None,
+) -> Estimate:
+    """Plan ``subject`` on ``machine``: memory by tier, and a step on the simulated clock.
+
+    Without a ``host_budget`` in ``config`` the arena takes what host memory has beside activations and processes.
+    With several ranks every rank's share of the model is what one rank would plan for a model of that part.
+
+    Raises:
+        ConfigError: the configuration asks for what the machine does not have.
+        UsageError: the model cannot be run on shapes.
+    """
+    ranks = machine.ranks
+    process = machine.process_bytes if process_bytes is None else process_bytes
+    model = subject.module
+    dtype = DTYPES.get(config.precision)
+    bandwidths = machine.bandwidths()
+    nvme = _nvme_bytes(config, machine)
+    whole = plan_blocks(model, config, capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=nvme, bandwidths=bandwidths)
+    run = None
+    if subject.loss_of is not None:
+        run = dry_run(model, subject.loss_of, windows=whole.modules, unit_of=whole.unit_of, dtype=dtype)
+    empty = replace(whole, placement=replace(whole.placement, capacity_bytes=0), largest_bytes=0)
+    beside = estimate_memory(empty, run, process_bytes=process, has_device=machine.has_device)
+    capacity = config.host_budget
+    if capacity is None:
+        room = machine.host_memory_bytes // machine.devices_per_node
+        near = sum(row.pageable for row in beside.rows if row.name not in _MODEL_ROWS)
+        capacity = max(0, room - near - whole.largest_bytes)
+    # One rank of several plans for its part: the same plan in a memory and on disks that are so many times larger.
+    planned, nvme_planned = capacity * ranks, None if nvme is None else nvme * ranks
+    try:
+        smallest = smallest_capacity(model, config, nvme_bytes=nvme_planned, bandwidths=bandwidths)
+        blocks = plan_blocks(model, config, capacity_bytes=planned, nvme_bytes=nvme_planned, bandwidths=bandwidths)
+    except PlacementError as error:
+        least = _smallest(model, config, nvme_planned, machine)
+        return Estimate(subject, machine, config, capacity, _share(least, ranks), run, None, None, None, str(error))
+    # A block plan depends on the budget in its pieces; the windows and units of this one are what runs.
+    if run is not None and subject.loss_of is not None:
+        run = dry_run(model, subject.loss_of, windows=blocks.modules, unit_of=blocks.unit_of, dtype=dtype)
+    if ranks > 1:
+        blocks = _part(blocks, ranks)
+    memory = estimate_memory(blocks, run, process_bytes=process, has_device=machine.has_device, ranks=ranks)
+    step = None
+    if run is not None:
+        workload = Workload(config.gradient_accumulation_steps, StepOverlap(config.step_overlap.value))
+        step = estimate_step(blocks, run, machine, workload, tokens=subject.batch.tokens, op_times=op_times)
+    problem = _too_much(memory, machine)
+    return Estimate(subject, machine, config, capacity, _share(smallest, ranks), run, blocks, memory, step, problem)
+
+
+_MODEL_ROWS = ("weights", "gradients", "optimizer state", "slots for state", "prefetch window")
+
+
+def _share(nbytes: int | None, ranks: int) -> int | None:
+    return None if nbytes is None else -(-nbytes // ranks)
+
+
+def _nvme_bytes(config: Config, machine: MachineSpec) -> int | None:
+    if not machine.nvme_bytes or config.nvme_budget == 0:
+        return None
+    return machine.nvme_bytes // machine.devices_per_node if config.nvme_budget is None else config.nvme_budget
+
+
+def _smallest(model: object, config: Config, nvme: int | None, machine: MachineSpec) -> int | None:
+    try:
+        return smallest_capacity(model, config, nvme_bytes=nvme, bandwidths=machine.bandwidths())  # type: ignore[arg-type]
+    except PlacementError:
+        return None
+
+
+def _part(blocks: BlockPlan, ranks: int) -> BlockPlan:
+    """One rank's share of every block."""
+    placement = blocks.placement
+
+    def part(nbytes: int) -> int:
+        return -(-nbytes // ranks)
+
+    window = placement.window
+    return replace(
+        blocks,
+        content_bytes={block: part(nbytes) for block, nbytes in blocks.content_bytes.items()},
+        registered_bytes=part(blocks.registered_bytes),
+        placement=replace(
+            placement,
+            blocks=tuple(replace(block, nbytes=part(block.nbytes)) for block in placement.blocks),
+            capacity_bytes=part(placement.capacity_bytes),
+            resident_bytes=part(placement.resident_bytes),
+            dynamic_bytes=part(placement.dynamic_bytes),
+            lookahead_bytes=part(placement.lookahead_bytes),
+            nvme_bytes=part(placement.nvme_bytes),
+            window=replace(
+                window,
+                weight_bytes=part(window.weight_bytes),
+                gradient_bytes=part(window.gradient_bytes),
+                ring_bytes=part(window.ring_bytes),
+            ),
+        ),
+    )
+
+
+def _too_much(memory: MemoryEstimate, machine: MachineSpec) -> str:
+    host = memory.host_bytes * machine.devices_per_node
+    if host > machine.host_memory_bytes:
+        return f"the node's host memory must hold {host} bytes but has {machine.host_memory_bytes}"
+    if machine.has_device and memory.device_bytes > machine.device_memory_bytes:
+        return f"a device must hold {memory.device_bytes} bytes but has {machine.device_memory_bytes}"
+    return ""
+
+
+def largest_model(
+    machine: MachineSpec, config: Config, batch: Batch, *, checkpointing: bool = True, vocabulary: int = 32_000
+) -> Estimate:
+    """The largest decoder that fits, of the usual proportions (layers grow with the square root of the hidden size).
+
+    Raises:
+        ConfigError: not even the smallest one fits.
+    """
+    positive_integer("vocabulary", vocabulary)
+
+    def attempt(heads: int) -> Estimate:
+        hidden = heads * HEADS_OF
+        layers = max(2, round(math.sqrt(hidden) * 0.7))
+        shape = DecoderShape(layers, hidden, heads, vocabulary)
+        return estimate(from_shape(shape, batch, checkpointing=checkpointing), machine, config)
+
+    heads = _largest(lambda number: attempt(number).fits, 512)
+    if heads is None:
+        raise ConfigError(f"not even a decoder with one head of {HEADS_OF} fits: {attempt(1).problem}")
+    return attempt(heads)
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int | None:
+    """The largest number from 1 to ``most`` that fits, where all below it do."""
+    if not fits(1):
+        return None
+    low, high = 1, 2
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,155 @@
+"""An estimate for people, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from deepoffload.config.units import format_bytes
+from deepoffload.estimate.questions import Estimate
+from deepoffload.estimate.zero_infinity import Comparison
+
+_SECONDS_PER_DAY = 86400.0
+
+
+def text(estimate: Estimate) -> str:
+    """The whole answer as lines of text."""
+    subject, machine = estimate.subject, estimate.machine
+    lines = [
+        (
+            f"{subject.name}: {subject.num_parameters:,} parameters ({subject.source}); "
+            f"{subject.batch.size} x {subject.batch.length} tokens, precision {estimate.config.precision.value}"
+        ),
+        (
+            f"on {machine.name}: {machine.nodes} x {machine.devices_per_node} devices, host "
+            f"{format_bytes(machine.host_memory_bytes)}, NVMe {format_bytes(machine.nvme_bytes)}"
+        ),
+        "",
+        f"{'It fits.' if estimate.fits else 'It does not fit: ' + estimate.problem}",
+        f"budget: {format_bytes(estimate.capacity_bytes)} per rank"
+        + (f"; the smallest is {format_bytes(estimate.smallest_bytes)}" if estimate.smallest_bytes else ""),
+    ]
+    lines += ["", *_memory(estimate)] if estimate.memory is not None else []
+    lines += ["", *_step(estimate)] if estimate.step is not None else []
+    return "\n".join(lines)
+
+
+def _memory(estimate: Estimate) -> list[str]:
+    memory = estimate.memory
+    if memory is None:
+        return []
+    head = ("per rank", "device", "pinned", "pageable", "NVMe", "")
+    rows: list[tuple[str, ...]] = [head]
+    for row in memory.rows:
+        rows.append((row.name, *map(_size, (row.device, row.pinned, row.pageable, row.nvme)), row.note))
+    pageable = sum(row.pageable for row in memory.rows)
+    total = (memory.device_bytes, memory.pinned_bytes, pageable, memory.nvme_bytes)
+    rows.append(("in a step", *map(_size, total), ""))
+    lines = table(rows)
+    lines.append(
+        f"host peak per rank {format_bytes(memory.host_bytes)} (while building {format_bytes(memory.build_bytes)}); "
+        f"per node: host {format_bytes(estimate.node_host_bytes)}, NVMe {format_bytes(estimate.node_nvme_bytes)}"
+    )
+    return lines
+
+
+def _step(estimate: Estimate) -> list[str]:
+    step = estimate.step
+    if step is None:
+        return []
+    times = step.times
+    lines = [
+        (
+            f"step: {step.seconds:.3g} s = forward {times.forward_s:.3g} + backward {times.backward_s:.3g} + update "
+            f"{times.update_s:.3g}, of which {times.wait_s:.3g} s wait for the disk; bound by {step.bound}"
+        ),
+        (
+            f"{step.tokens_per_s * estimate.machine.ranks:,.0f} tokens/s, efficiency {step.efficiency:.0%} "
+            f"(share of the step in which the model is computed), {step.flops / step.seconds / 1e12:.3g} TFLOP/s per rank"
+        ),
+        (
+            f"disk per step: {format_bytes(times.read_bytes)} read, {format_bytes(times.written_bytes)} written, busy "
+            f"{times.busy_s:.3g} s"
+        ),
+    ]
+    if times.written_bytes:
+        lines.append(_endurance(estimate))
+    return lines
+
+
+def _endurance(estimate: Estimate) -> str:
+    step, steps = estimate.step, estimate.steps_of_endurance
+    if step is None or steps is None:
+        return "endurance: say nvme_endurance_bytes (TBW) in the machine file to see how many steps the drives last"
+    days = steps * step.seconds / _SECONDS_PER_DAY
+    return f"endurance: the drives' rated writes last {steps:,.0f} steps, {days:,.0f} days of training"
+
+
+def _size(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else "-"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns: the first and the last to the left, the others to the right."""
+    last = len(rows[0]) - 1
+    widths = [max(len(row[column]) for row in rows) for column in range(last + 1)]
+    return [
+        "  ".join(
+            text.ljust(width) if column in (0, last) else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def comparison(rows: Sequence[Comparison]) -> list[str]:
+    """Published and computed numbers side by side."""
+    cells = [("", "published", "formula", "deviation", "")]
+    for row in rows:
+        numbers = (f"{row.published:.3g}", f"{row.ours:.3g}", f"{row.deviation:+.0%}")
+        cells.append((row.what, *numbers, f"{row.unit}{'; ' if row.note else ''}{row.note}"))
+    return table(cells)
+
+
+def as_json(estimate: Estimate) -> dict[str, Any]:
+    """Everything as plain values; bytes, seconds."""
+    subject, step, memory, blocks = estimate.subject, estimate.step, estimate.memory, estimate.blocks
+    found: dict[str, Any] = {
+        "model": {
+            "name": subject.name,
+            "source": subject.source,
+            "parameters": subject.num_parameters,
+            "batch": asdict(subject.batch),
+        },
+        "machine": estimate.machine.to_json(),
+        "precision": estimate.config.precision.value,
+        "fits": estimate.fits,
+        "problem": estimate.problem,
+        "budget_bytes": estimate.capacity_bytes,
+        "smallest_budget_bytes": estimate.smallest_bytes,
+    }
+    if memory is not None:
+        found["memory"] = {
+            "rows": [asdict(row) for row in memory.rows],
+            "device_bytes": memory.device_bytes,
+            "pinned_bytes": memory.pinned_bytes,
+            "host_peak_bytes": memory.host_bytes,
+            "build_bytes": memory.build_bytes,
+            "nvme_bytes": memory.nvme_bytes,
+            "node_host_bytes": estimate.node_host_bytes,
+            "node_nvme_bytes": estimate.node_nvme_bytes,
+        }
+    if blocks is not None:
+        found["placement"] = blocks.placement.table()
+    if step is not None:
+        found["step"] = asdict(step.times) | {
+            "seconds": step.seconds,
+            "compute_s": step.compute_s,
+            "bound": step.bound,
+            "efficiency": step.efficiency,
+            "tokens_per_s": step.tokens_per_s * estimate.machine.ranks,
+            "flops": step.flops,
+            "steps_of_endurance": estimate.steps_of_endurance,
+        }
+    return found
