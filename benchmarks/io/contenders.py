@@ -21,13 +21,14 @@ from typing import Any, Protocol
 from deepoffload.cli.bench_data import Buffer
 from deepoffload.cli.bench_files import BenchFile
 from deepoffload.cli.bench_fio import run_fio
-from deepoffload.cli.bench_job import Effort, Job, geometry_of
+from deepoffload.cli.bench_job import Effort, Job
 from deepoffload.cli.bench_types import Pattern, Sample, Setting
 from deepoffload.io.engine import IoEngine, IoFile
 from deepoffload.io.ticket import Ticket
 from deepoffload.native.aio import HostMapping
 
 HUGE_PAGE_BYTES, MADV_COLLAPSE = 2 << 20, 25
+EXTENT_BYTES = 64 << 20
 CHECK_EFFORT = Effort(0.0, 0.02)
 
 Round = Callable[[], tuple[int, int]]
@@ -58,8 +59,16 @@ def split(pattern: Pattern, nbytes: int) -> tuple[int, int]:
     return {Pattern.READ: (nbytes, 0), Pattern.WRITE: (0, nbytes), Pattern.MIXED: (nbytes // 2, nbytes // 2)}[pattern]
 
 
+def requests_of(size_bytes: int, block_bytes: int, depth: int) -> tuple[int, int]:
+    """Bytes of a request, and how many are in flight: extents of a layer's size, which keep the queue full."""
+    request = max(block_bytes, min(EXTENT_BYTES, size_bytes // 8))
+    return request, -(-block_bytes * depth // request) + 1
+
+
 class Ours:
-    """The engine with requests of at least 4 MiB, one ticket each, and as many of them as keep its queue full.
+    """The engine with requests of up to 64 MiB, one ticket each, and as many of them as keep its queue full.
+
+    That is what a layer's optimizer state takes; fio asks for single blocks, aio_handle for the whole file at once.
 
     Like the others it does not look at the data while the clock runs; before that, every move checks data for a moment
     on a file of its own.
@@ -73,19 +82,19 @@ class Ours:
         setting = Setting(self._backend, block_bytes, depth, True, 1)
         with Job(setting, [[self._checked]], [self._memory], threading.Event()) as job:
             job.measure(pattern, CHECK_EFFORT)
-        geometry = geometry_of(setting)
+        request_bytes, window = requests_of(self._file.size_bytes, block_bytes, depth)
         engine = IoEngine(backend=self._backend, queue_depth=depth, block_bytes=block_bytes)
         in_flight: deque[tuple[Ticket, int, int]] = deque()
-        requests = itertools.cycle(self._requests(engine, pattern, geometry.request_bytes))
-        slots = itertools.cycle(range(self._memory.address, self._memory.address + geometry.memory_bytes,
-                                      geometry.request_bytes))  # fmt: skip
+        requests = itertools.cycle(self._requests(engine, pattern, request_bytes))
+        end = self._memory.address + request_bytes * window
+        slots = itertools.cycle(range(self._memory.address, end, request_bytes))
 
         def run() -> tuple[int, int]:
             """One request more; the first calls fill the window."""
             while True:
                 start, handle, offset, read, written = next(requests)
-                in_flight.append((start(handle, next(slots), geometry.request_bytes, offset), read, written))
-                if len(in_flight) == geometry.window:
+                in_flight.append((start(handle, next(slots), request_bytes, offset), read, written))
+                if len(in_flight) == window:
                     ticket, read, written = in_flight.popleft()
                     ticket.wait()
                     return read, written

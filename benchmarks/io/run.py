@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from contenders import Contender, DeepSpeed, Fio, Ours, PlainLoop, huge_memory
-from small import small_cases
+from load import ForeignLoad
+from small import small_cases, submit_cost
 
 from deepoffload.cli.bench_data import PERIOD_BYTES
 from deepoffload.cli.bench_files import BenchFile, check_room
@@ -59,8 +60,13 @@ def make_contenders(shared: BenchFile, checked: BenchFile, memory: HostMapping) 
     return found
 
 
-def measure(contenders: list[Contender], patterns: list[Pattern], rounds: int, effort: Effort) -> Samples:
+def measure(
+    contenders: list[Contender], patterns: list[Pattern], rounds: int, effort: Effort
+) -> tuple[Samples, list[float]]:
+    """Samples, and the share of the processors that others took in each round."""
     samples: Samples = {}
+    foreign: list[float] = []
+    load = ForeignLoad()
     for round_index in range(rounds):
         for cell_index, (pattern, (block, depth)) in enumerate((p, c) for p in patterns for c in CELLS):
             print(f"\rround {round_index + 1}/{rounds} {pattern.value} {block >> 20} MiB   ", end="", file=sys.stderr)
@@ -68,8 +74,9 @@ def measure(contenders: list[Contender], patterns: list[Pattern], rounds: int, e
             for contender in contenders[turn:] + contenders[:turn]:
                 found = samples.setdefault((pattern, block, depth), {}).setdefault(contender.name, [])
                 found.append(contender.move(pattern, block, depth, effort))
+        foreign.append(load.share())
     print(file=sys.stderr)
-    return samples
+    return samples, foreign
 
 
 def is_ours(name: str) -> bool:
@@ -154,6 +161,12 @@ def show(report: dict[str, Any]) -> None:
     for row in report["small"]:
         print(f"  {row['case']}, {row['pattern']}: {row['ours_mb_s']:.0f} against {row['deepspeed_mb_s']:.0f} MB/s: "
               f"{row['ratio']:.2f}")  # fmt: skip
+    print("  submitting 64 MiB: " + ", ".join(f"{name} {value:.0f}" for name, value in report["submit_64_mib"].items()))
+    print(
+        "  others took "
+        + ", ".join(f"{share:.0%}" for share in report["foreign_cpu_share_each_round"])
+        + " of the cores"
+    )
 
 
 def main() -> None:
@@ -179,7 +192,8 @@ def main() -> None:
         fill(shared, memory)
         fill(checked, memory)
         contenders = make_contenders(shared, checked, memory)
-        samples = measure(contenders, patterns, given.rounds, Effort(given.warmup, given.seconds))
+        submit = submit_cost(shared)
+        samples, foreign = measure(contenders, patterns, given.rounds, Effort(given.warmup, given.seconds))
         deepspeed = next((one for one in contenders if isinstance(one, DeepSpeed)), None)
         small = small_cases(deepspeed, shared, given.rounds) if deepspeed else []
     report = {
@@ -196,6 +210,8 @@ def main() -> None:
         "deepspeed_huge_page_share_min": [one.huge_page_share_min for one in contenders if isinstance(one, DeepSpeed)],
         "best": best_settings(samples, patterns),
         "small": small,
+        "submit_64_mib": submit,
+        "foreign_cpu_share_each_round": foreign,
     }
     show(report)
     given.json.parent.mkdir(parents=True, exist_ok=True)
