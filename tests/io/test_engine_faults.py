@@ -254,7 +254,7 @@ def test_other_threads_run_while_a_call_blocks(memory, tmp_path, blocked):
             time.sleep(0.001)
             turns += 1
         thread.join()
-        assert turns > 5 * 500 // WAIT_SLICE_MS
+        assert turns > 2 * 500 // WAIT_SLICE_MS
         ticket.wait()
 
 
