@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import importlib.util
 import json
+import math
 import os
 import platform
 import statistics
@@ -22,23 +23,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepoffload.native import cpu_adam
-from deepoffload.native.cpu_adam import AdamHyper, DType, Segment, StateLayout
+from deepoffload.native.cpu_adam import STATE_BLOCK, AdamHyper, DType, Segment, StateDType, StateLayout
 
 HERE = Path(__file__).resolve().parent
 HYPER = AdamHyper(lr=1e-6, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, step=100)
 STREAMS = ("stream", "stream_prefetch")
+CLIP_NORM = 1.0
+PARAMETER_NUMEL = 1 << 22
+"""Elements per parameter where a contender works parameter by parameter: a 2048 x 2048 matrix."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    bytes_per_param: int
+    bytes_per_param: float
     run: Callable[[], Any]
 
 
@@ -65,10 +69,18 @@ class Buffers:
         self.grad16, self.weight16 = self.grad.bfloat16(), self.weight.bfloat16()
         self.landed16, self.remainder = torch.zeros_like(self.grad16), torch.zeros(n, dtype=torch.int16)
         self.stream = [torch.ones(n) for _ in range(4)]
+        self.exp_avg16, self.exp_avg_sq16 = self.exp_avg.bfloat16(), self.exp_avg_sq.bfloat16()
+        self.codes = [torch.zeros(n, dtype=torch.int8), torch.zeros(n, dtype=torch.uint8)]
+        self.scales = [torch.zeros(-(-n // STATE_BLOCK)) for _ in range(2)]
 
-    def segment(self, layout: StateLayout) -> Segment:
+    def segment(self, layout: StateLayout, states: StateDType = StateDType.FP32) -> Segment:
         grad, grad_dtype = (self.grad, DType.FP32) if layout is StateLayout.FP32 else (self.grad16, DType.BF16)
         whole = layout is StateLayout.FP32
+        first, second = {
+            StateDType.FP32: (self.exp_avg, self.exp_avg_sq),
+            StateDType.BF16: (self.exp_avg16, self.exp_avg_sq16),
+            StateDType.EIGHT_BIT: self.codes,
+        }[states]
         return Segment(
             numel=self.n,
             hyper_index=0,
@@ -78,15 +90,25 @@ class Buffers:
             weight_dtype=DType.FP32 if whole else DType.BF16,
             remainder=self.remainder.data_ptr(),
             master=self.weight.data_ptr(),
-            exp_avg=self.exp_avg.data_ptr(),
-            exp_avg_sq=self.exp_avg_sq.data_ptr(),
+            exp_avg=first.data_ptr(),
+            exp_avg_sq=second.data_ptr(),
+            exp_avg_absmax=self.scales[0].data_ptr(),
+            exp_avg_sq_absmax=self.scales[1].data_ptr(),
         )
 
 
 def ours(b: Buffers, threads: int) -> dict[str, Contender]:
-    def step(layout: StateLayout) -> Callable[[], None]:
-        segments = [b.segment(layout)]
-        return lambda: cpu_adam.adam_step(segments, [HYPER], layout, grad_factor=0.5, num_threads=threads)
+    def step(layout: StateLayout, states: StateDType = StateDType.FP32) -> Callable[[], None]:
+        segments, hypers = [b.segment(layout, states)], [replace(HYPER, state_dtype=states)]
+        return lambda: cpu_adam.adam_step(segments, hypers, layout, grad_factor=0.5, num_threads=threads)
+
+    def step_with_norm() -> None:
+        """What a program does that has not landed its gradients: the landing pass would have summed the squares."""
+        grad = b.grad16.data_ptr()
+        total, _ = cpu_adam.sum_of_squares(grad, b.n, dtype=DType.BF16, num_threads=threads)
+        factor = min(1.0, CLIP_NORM / (math.sqrt(total) + 1e-6))
+        segments = [b.segment(StateLayout.MASTER)]
+        cpu_adam.adam_step(segments, [HYPER], StateLayout.MASTER, grad_factor=factor, num_threads=threads)
 
     def landing(dst: torch.Tensor, dtype: DType, accumulate: bool) -> Callable[[], Any]:
         return lambda: cpu_adam.land(
@@ -102,7 +124,13 @@ def ours(b: Buffers, threads: int) -> dict[str, Contender]:
     return {
         "ours fp32": Contender(28, step(StateLayout.FP32)),
         "ours bf16 gradient, fp32 master, bf16 weight": Contender(28, step(StateLayout.MASTER)),
+        "ours the same after a pass for the norm": Contender(30, step_with_norm),
         "ours bf16 gradient, split state": Contender(26, step(StateLayout.SPLIT_BF16)),
+        "ours bf16 weight and gradient, fp32 moments": Contender(22, step(StateLayout.BF16)),
+        "ours all bf16": Contender(14, step(StateLayout.BF16, StateDType.BF16)),
+        "ours split state, 8-bit moments": Contender(
+            14 + 16 / STATE_BLOCK, step(StateLayout.SPLIT_BF16, StateDType.EIGHT_BIT)
+        ),
         "ours landing, bf16 += bf16": Contender(6, landing(b.landed16, DType.BF16, True)),
         "ours landing, bf16 = bf16": Contender(4, landing(b.landed16, DType.BF16, False)),
         "ours landing, fp32 += bf16": Contender(10, landing(b.stream[3], DType.FP32, True)),
@@ -120,21 +148,49 @@ def torch_adamw(
 
 
 def deepspeed_contenders(b: Buffers) -> dict[str, Contender]:
-    """DeepSpeedCPUAdam on fp32, and its sequence for bf16: gradient to fp32 with unscale, Adam, weight to bf16."""
+    """DeepSpeedCPUAdam, and what ZeRO-3 does around it with the optimizer on the CPU (0.19.8, runtime/zero/stage3.py).
+
+    For each parameter ``_offload_grad_partition_at_boundary``: its norm in double (``_constant_buffered_norm2``), and
+    its gradient to fp32, copied into the flat fp32 gradient. Then ``step``: ``unscale_and_clip_grads`` multiplies that
+    one, ``_optimizer_step`` runs Adam on the flat master, and ``_reassign_or_swap_out_partitioned_parameters`` copies
+    it to the bf16 weights. Left out, though it does that too: the copy of autograd's gradients that comes before.
+    """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    param = torch.nn.Parameter(b.weight)
-    param.grad = b.grad
-    optimizer = DeepSpeedCPUAdam([param], lr=HYPER.lr, weight_decay=HYPER.weight_decay)
-    optimizer.state[param] = {"step": 99, "exp_avg": b.exp_avg, "exp_avg_sq": b.exp_avg_sq}
+    def adam(weight: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+        param = torch.nn.Parameter(weight)
+        param.grad = grad
+        fp32_states = m.dtype is torch.float32
+        optimizer = DeepSpeedCPUAdam(
+            [param], lr=HYPER.lr, weight_decay=HYPER.weight_decay, fp32_optimizer_states=fp32_states
+        )
+        optimizer.state[param] = {"step": 99, "exp_avg": m, "exp_avg_sq": v}
+        return optimizer.step
 
-    def sequence() -> None:
-        b.grad.copy_(b.grad16)
-        b.grad.mul_(0.5)
-        optimizer.step()
-        b.weight16.copy_(b.weight)
+    step = adam(b.weight, b.grad, b.exp_avg, b.exp_avg_sq)
+    parts = list(zip(b.grad16.split(PARAMETER_NUMEL), b.grad.split(PARAMETER_NUMEL), strict=True))
 
-    return {"DeepSpeed fp32": Contender(28, optimizer.step), "DeepSpeed bf16 sequence": Contender(28, sequence)}
+    def sequence(with_norm: bool) -> None:
+        total = torch.zeros((), dtype=torch.double)
+        for grad16, grad in parts:
+            if with_norm:
+                norm = (grad16.data.to(torch.double).norm(2) ** 2.0) ** 0.5
+                total += norm**2
+            grad.copy_(grad16.to(dtype=torch.float32))
+        clip = torch.clamp((total.sqrt() + 1e-6) / CLIP_NORM, min=1.0)
+        b.grad.mul_(1.0 / clip)
+        step()
+        b.weight16.data.copy_(b.weight.data)
+
+    return {
+        "DeepSpeed fp32": Contender(28, step),
+        "DeepSpeed ZeRO-3 update, norm known": Contender(28, lambda: sequence(False)),
+        "DeepSpeed ZeRO-3 update": Contender(30, lambda: sequence(True)),
+        "DeepSpeed bf16 weight and gradient, fp32 moments": Contender(
+            22, adam(b.weight16, b.grad16, b.exp_avg, b.exp_avg_sq)
+        ),
+        "DeepSpeed all bf16": Contender(14, adam(b.weight16, b.grad16, b.exp_avg16, b.exp_avg_sq16)),
+    }
 
 
 def contenders(b: Buffers, threads: int, stream: ctypes.CDLL, peers: list[str]) -> dict[str, Contender]:
@@ -147,7 +203,7 @@ def contenders(b: Buffers, threads: int, stream: ctypes.CDLL, peers: list[str]) 
     state = (b.weight, b.grad, b.exp_avg, b.exp_avg_sq)
     if "torch" in peers:
         found["torch fused fp32"] = Contender(28, torch_adamw(*state, fused=True))
-        all16 = (b.weight16, b.grad16, b.exp_avg.bfloat16(), b.exp_avg_sq.bfloat16())
+        all16 = (b.weight16, b.grad16, b.exp_avg16, b.exp_avg_sq16)
         found["torch fused, all bf16"] = Contender(14, torch_adamw(*all16, fused=True))
     if "torch-slow" in peers:
         found["torch default fp32"] = Contender(28, torch_adamw(*state, foreach=False))
@@ -200,10 +256,10 @@ def machine() -> dict[str, Any]:
 
 
 def show(result: dict[str, dict[str, float]], n: int, threads: int) -> None:
-    print(f"\n{n:,} parameters, {threads} thread(s)\n{'':46s} B/param     GB/s    ns/param  of the limit")
+    print(f"\n{n:,} parameters, {threads} thread(s)\n{'':50s} B/param     GB/s    ns/param  of the limit")
     for name, row in result.items():
         print(
-            f"{name:46s} {row['bytes_per_param']:7.0f} {row['median_gb_s']:8.1f} {row['ns_per_param']:11.3f}"
+            f"{name:50s} {row['bytes_per_param']:7.0f} {row['median_gb_s']:8.1f} {row['ns_per_param']:11.3f}"
             f" {row['ratio_to_limit']:13.2f}"
         )
 
