@@ -101,7 +101,7 @@ template <class V, class R, WeightForm kForm, DType kGrad> struct EightBitUpdate
                                          static_cast<std::uint8_t*>(a.state[1]) + i};
         const std::size_t b = i / kStateBlock;
         const UpdateArgs t{grad, weight, remainder, master, {codes[0], codes[1]}, {a.absmax[0] + b, a.absmax[1] + b},
-                           n};
+                           n,    false};
         std::memcpy(grad, static_cast<const G*>(a.grad) + i, n * sizeof(G));
         std::memcpy(weight, static_cast<WT*>(a.weight) + i, n * sizeof(WT));
         if (a.remainder)

@@ -32,6 +32,8 @@ Coefficients coefficients_of(const AdamHyper& h, double grad_factor) {
     c.beta2 = static_cast<float>(h.beta2);
     c.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
     c.root_correction2 = static_cast<float>(std::sqrt(correction2));
+    c.folded_neg_step = static_cast<float>(-h.lr / correction1 * std::sqrt(correction2));
+    c.folded_eps = static_cast<float>(h.eps * std::sqrt(correction2));
     return c;
 }
 

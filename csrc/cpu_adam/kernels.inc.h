@@ -61,6 +61,10 @@ template <DType kCopy> struct MasterWeight {
         V::store(c.master + i, x);
         Element<kCopy>::template store<V>(static_cast<std::uint16_t*>(c.weight) + i, x);
     }
+    template <class V> static inline void stream(const Cursor& c, std::size_t i, typename V::F x) {
+        V::store(c.master + i, x);
+        V::template stream_half<kCopy == DType::kBf16>(static_cast<std::uint16_t*>(c.weight) + i, x);
+    }
 };
 template <> struct Weight<WeightForm::kMasterBf16> : MasterWeight<DType::kBf16> {};
 template <> struct Weight<WeightForm::kMasterFp16> : MasterWeight<DType::kFp16> {};
@@ -95,8 +99,10 @@ template <class V, class R, StateDType kState, WeightForm kForm, DType kGrad> st
     using WT = typename W::Type;
 
     using C = typename R::template Vectors<V>;
+    static constexpr bool kMaster = kForm == WeightForm::kMasterBf16 || kForm == WeightForm::kMasterFp16;
     static constexpr int kSlots = R::kStates > 0 ? R::kStates : 1; // an array has at least one element
 
+    template <bool kStreamed = false>
     static inline void vector(const C& c, const UpdateArgs& a, const Cursor& w, std::size_t i) {
         F state[kSlots];
         for (int s = 0; s < R::kStates; ++s)
@@ -105,18 +111,22 @@ template <class V, class R, StateDType kState, WeightForm kForm, DType kGrad> st
         const F weight = R::template apply<V>(c, W::template load<V>(w, i), grad, state);
         for (int s = 0; s < R::kStates; ++s)
             SE::template store<V>(static_cast<ST*>(a.state[s]) + i, state[s]);
-        W::template store<V>(w, i, weight);
+        if constexpr (kStreamed)
+            W::template stream<V>(w, i, weight);
+        else
+            W::template store<V>(w, i, weight);
     }
 
-    static inline void prefetch_all(const UpdateArgs& a, std::size_t i) {
+    template <bool kStreamed> static inline void prefetch_all(const UpdateArgs& a, std::size_t i) {
         prefetch<G, false>(static_cast<const G*>(a.grad) + i);
         for (int s = 0; s < R::kStates; ++s)
             prefetch<ST, true>(static_cast<ST*>(a.state[s]) + i);
         if (kForm == WeightForm::kSplitBf16)
             prefetch<std::int16_t, true>(a.remainder + i);
-        if (kForm == WeightForm::kMasterBf16 || kForm == WeightForm::kMasterFp16)
+        if (kMaster)
             prefetch<float, true>(a.master + i);
-        prefetch<WT, true>(static_cast<WT*>(a.weight) + i);
+        if (!kStreamed)
+            prefetch<WT, true>(static_cast<WT*>(a.weight) + i);
     }
 
     // Fewer elements than a vector: the same arithmetic on copies, so that nothing outside the segment is touched.
@@ -127,7 +137,7 @@ template <class V, class R, StateDType kState, WeightForm kForm, DType kGrad> st
         std::int16_t remainder[V::kWidth] = {};
         float master[V::kWidth] = {};
         ST state[kSlots][V::kWidth] = {};
-        UpdateArgs t{grad, weight, remainder, master, {}, {}, n};
+        UpdateArgs t{grad, weight, remainder, master, {}, {}, n, false};
         std::memcpy(grad, static_cast<const G*>(a.grad) + i, n * sizeof(G));
         std::memcpy(weight, static_cast<WT*>(a.weight) + i, n * sizeof(WT));
         if (a.remainder)
@@ -148,15 +158,26 @@ template <class V, class R, StateDType kState, WeightForm kForm, DType kGrad> st
             std::memcpy(static_cast<ST*>(a.state[s]) + i, state[s], n * sizeof(ST));
     }
 
+    template <bool kStreamed> static inline std::size_t blocks(const C& c, const UpdateArgs& a, const Cursor& w) {
+        std::size_t i = 0;
+        for (; i + kUnroll <= a.n; i += kUnroll) {
+            prefetch_all<kStreamed>(a, i);
+            for (std::size_t j = 0; j < kUnroll; j += V::kWidth)
+                vector<kStreamed>(c, a, w, i + j);
+        }
+        return i;
+    }
+
     static void run(const UpdateArgs& args, const Coefficients& coefficients) {
         const UpdateArgs a = args;
         const C c(coefficients);
         const Cursor w{a.weight, a.remainder, a.master};
-        std::size_t i = 0;
-        for (; i + kUnroll <= a.n; i += kUnroll) {
-            prefetch_all(a, i);
-            for (std::size_t j = 0; j < kUnroll; j += V::kWidth)
-                vector(c, a, w, i + j);
+        std::size_t i;
+        if (kMaster && a.stream && reinterpret_cast<std::uintptr_t>(a.weight) % 64 == 0) {
+            i = blocks<kMaster>(c, a, w);
+            V::stream_fence();
+        } else {
+            i = blocks<false>(c, a, w);
         }
         for (; i + V::kWidth <= a.n; i += V::kWidth)
             vector(c, a, w, i);
@@ -361,8 +382,8 @@ template <class V, DType kDst> void fill_dst(KernelTable& t) {
 template <class V> KernelTable make_table() {
     KernelTable t{};
     fill_rule<V, AdamRule<false>>(t, Rule::kAdam);
-    fill_rule<V, AdamRule<false>, StateDType::kBf16>(t, Rule::kAdam);
-    fill_rule<V, AdamRule<false>, StateDType::kEightBit>(t, Rule::kAdam);
+    fill_rule<V, AdamRule<false, true>, StateDType::kBf16>(t, Rule::kAdam);
+    fill_rule<V, AdamRule<false, true>, StateDType::kEightBit>(t, Rule::kAdam);
     fill_rule<V, AdamRule<true>>(t, Rule::kAdamAmsgrad);
     fill_rule<V, LionRule>(t, Rule::kLion);
     fill_rule<V, LionRule, StateDType::kBf16>(t, Rule::kLion);

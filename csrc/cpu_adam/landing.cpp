@@ -12,9 +12,6 @@ namespace {
 
 constexpr std::size_t kBytesPerTask = std::size_t{1} << 18;
 
-// A block of this size would push all else out of the caches and be gone from them before the step reads it.
-constexpr std::size_t kStreamBytes = std::size_t{1} << 22;
-
 // Calls pass(begin, count) over n items in pieces of `piece`, in parallel.
 template <class Pass> void pieces(std::size_t n, std::size_t piece, int num_threads, const Pass& pass) {
     parallel_for((n + piece - 1) / piece, num_threads, [&](std::size_t index) {

@@ -28,8 +28,9 @@ template <class V> struct CommonVectors {
 };
 
 // torch.optim.Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019; Reddi et al. 2018). States: exp_avg,
-// exp_avg_sq, max_exp_avg_sq.
-template <bool kAmsgrad> struct AdamRule {
+// exp_avg_sq, max_exp_avg_sq. kFolded: bias_correction2 is multiplied into step size and epsilon, which saves one of
+// the divisions that bound it on narrow streams; not torch's order, so the last bits of the change differ.
+template <bool kAmsgrad, bool kFolded = false> struct AdamRule {
     static constexpr int kStates = kAmsgrad ? 3 : 2;
 
     template <class V> struct Vectors : CommonVectors<V> {
@@ -38,7 +39,12 @@ template <bool kAmsgrad> struct AdamRule {
 
         explicit inline Vectors(const Coefficients& c)
             : CommonVectors<V>(c), lerp1(c.lerp1), beta2(V::set1(c.beta2)), one_minus_beta2(V::set1(c.one_minus_beta2)),
-              root_correction2(V::set1(c.root_correction2)) {}
+              root_correction2(V::set1(c.root_correction2)) {
+            if (kFolded) {
+                this->neg_step = V::set1(c.folded_neg_step);
+                this->eps = V::set1(c.folded_eps);
+            }
+        }
     };
 
     template <class V>
@@ -51,7 +57,8 @@ template <bool kAmsgrad> struct AdamRule {
         F second = v;
         if (kAmsgrad)
             second = state[kStates - 1] = V::maximum(state[kStates - 1], v);
-        const F denom = V::add(V::div(V::sqrt(second), c.root_correction2), c.eps);
+        const F root = V::sqrt(second);
+        const F denom = V::add(kFolded ? root : V::div(root, c.root_correction2), c.eps);
         return V::add(c.decayed(weight), V::div(V::mul(c.neg_step, m), denom));
     }
 };

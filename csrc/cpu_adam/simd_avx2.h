@@ -42,6 +42,11 @@ struct Avx2 {
         _mm256_stream_si256(static_cast<__m256i*>(dst) + 1, high);
     }
     static inline void stream_fence() { _mm_sfence(); }
+    template <bool kBf16> static inline void stream_half(std::uint16_t* p, F x) {
+        const __m128i h = kBf16 ? narrow(_mm256_srli_epi32(round_upper(x), 16))
+                                : _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm_stream_si128(reinterpret_cast<__m128i*>(p), h);
+    }
     static inline F opaque(F a) {
         asm("" : "+x"(a));
         return a;

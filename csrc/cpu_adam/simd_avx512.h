@@ -38,6 +38,10 @@ struct Avx512 {
         _mm512_stream_si512(static_cast<__m512i*>(dst), _mm512_loadu_si512(src));
     }
     static inline void stream_fence() { _mm_sfence(); }
+    template <bool kBf16> static inline void stream_half(std::uint16_t* p, F x) {
+        const int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(p), kBf16 ? round_bf16(x) : _mm512_cvtps_ph(x, nearest));
+    }
     static inline F opaque(F a) {
         asm("" : "+v"(a));
         return a;

@@ -42,6 +42,9 @@ struct Neon {
     }
     static inline void stream_line(void* dst, const void* src) { std::memmove(dst, src, 64); }
     static inline void stream_fence() {}
+    template <bool kBf16> static inline void stream_half(std::uint16_t* p, F x) {
+        kBf16 ? store_bf16(p, x) : store_fp16(p, x);
+    }
     static inline F opaque(F a) {
         asm("" : "+w"(a));
         return a;

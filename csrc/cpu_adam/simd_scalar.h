@@ -99,6 +99,9 @@ struct Scalar {
     static inline F sign(F a) { return a > 0.0f ? 1.0f : a < 0.0f ? -1.0f : a; } // zero and NaN stay
     static inline void stream_line(void* dst, const void* src) { std::memmove(dst, src, 64); }
     static inline void stream_fence() {}
+    template <bool kBf16> static inline void stream_half(std::uint16_t* p, F x) {
+        kBf16 ? store_bf16(p, x) : store_fp16(p, x);
+    }
     static inline F opaque(F a) {
         asm("" : CPU_ADAM_SCALAR_REGISTER(a));
         return a;

@@ -30,6 +30,7 @@ UpdateArgs slice(const Segment& segment, const Task& task) {
         s.absmax[i] = advance(a.absmax[i], task.begin / kStateBlock);
     }
     s.n = task.n;
+    s.stream = a.n * segment.weight_size >= kStreamBytes;
     return s;
 }
 

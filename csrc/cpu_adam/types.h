@@ -48,7 +48,8 @@ struct Coefficients {
     Lerp lerp1, lerp2; // 1 - beta1, and 1 - beta2 in Lion
     float beta2;
     float one_minus_beta2;
-    float root_correction2; // sqrt(bias_correction2)
+    float root_correction2;            // sqrt(bias_correction2)
+    float folded_neg_step, folded_eps; // both times root_correction2
     float momentum;
     float one_minus_dampening;
     bool nesterov;
@@ -64,7 +65,11 @@ struct UpdateArgs {
     void* state[kMaxStates];
     float* absmax[kMaxStates]; // kEightBit only: one for each block of the state
     std::size_t n;
+    bool stream; // kMaster*: write the copy past the caches where it is aligned to 64 bytes
 };
+
+// A stream of this size would push all else out of the caches, and be gone from them before it is read.
+constexpr std::size_t kStreamBytes = std::size_t{1} << 22;
 
 // Sums of squares are taken over chunks of this many elements, counted from the start of the block, and each chunk has
 // 16 double lanes (element i goes to lane i % 16): the result depends on neither threads nor instruction set.

@@ -107,7 +107,7 @@ std::uint64_t stored_updates(const KernelTable& table) {
                             std::vector<float> absmax[2];
                             const bool whole = form == static_cast<int>(WeightForm::kFp32);
                             UpdateArgs a{
-                                s.grad.data(), s.weight.data(), s.remainder.data(), s.master.data(), {}, {}, n};
+                                s.grad.data(), s.weight.data(), s.remainder.data(), s.master.data(), {}, {}, n, false};
                             if (whole) {
                                 a.weight = s.master.data();
                                 a.master = nullptr;
@@ -155,7 +155,7 @@ std::uint64_t updates(const KernelTable& table) {
                             Streams s(n, special);
                             const bool whole = form == static_cast<int>(WeightForm::kFp32);
                             UpdateArgs a{
-                                s.grad.data(), s.weight.data(), s.remainder.data(), s.master.data(), {}, {}, n};
+                                s.grad.data(), s.weight.data(), s.remainder.data(), s.master.data(), {}, {}, n, false};
                             if (whole)
                                 a.weight = s.master.data();
                             for (int i = 0; i < kMaxStates; ++i)

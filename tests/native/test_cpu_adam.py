@@ -210,6 +210,23 @@ def test_master_layout_writes_the_rounded_copy_and_the_same_master(copy: DType) 
     assert torch.equal(got[~got.isnan()], expected[~expected.isnan()])
 
 
+@pytest.mark.parametrize("offset_bytes", [0, 2])
+@pytest.mark.parametrize("copy", [DType.BF16, DType.FP16])
+def test_large_copies_go_past_the_caches_with_the_same_bits(copy: DType, offset_bytes: int) -> None:
+    """4 MiB and more are written with other instructions, where the addresses are aligned."""
+    n = (1 << 21) + 37
+    large = AdamBuffers(n, StateLayout.MASTER, DType.BF16, copy, seed=4, offset_bytes=offset_bytes, special=True)
+    plain = AdamBuffers(n, StateLayout.FP32, DType.BF16, DType.FP32, seed=4, special=True)
+    for buffers in (large, plain):
+        buffers.step(grad_factor=0.5, num_threads=2)
+    assert canonical(large.master) == canonical(plain.master)
+    dtype = torch.bfloat16 if copy is DType.BF16 else torch.float16
+    expected = torch.from_numpy(np.array(plain.master)).to(dtype)
+    got = torch.from_numpy(np.array(large.weight).view(np.int16)).view(dtype)
+    assert torch.equal(got[~expected.isnan()], expected[~expected.isnan()])
+    assert torch.equal(got.isnan(), expected.isnan()) and guards_intact(large.weight)
+
+
 def test_master_without_a_copy_is_the_fp32_step() -> None:
     master = AdamBuffers(777, StateLayout.MASTER, DType.FP16, DType.BF16, seed=3)
     plain = AdamBuffers(777, StateLayout.FP32, DType.FP16, DType.FP32, seed=3)

@@ -19,7 +19,6 @@ from tests.native.cpu_adam_scenario import (
     Stored,
     at_offset,
     bf16_bits,
-    bf16_values,
     canonical,
     dequantize,
     guards_intact,
@@ -126,7 +125,8 @@ def test_special_blocks(signed: bool) -> None:
 def test_an_update_is_the_fp32_one_between_conversions(
     dtype: StateDType, layout: StateLayout, copy: DType, grad: DType
 ) -> None:
-    """Same bits in weight and moments, for every length and at odd addresses; nothing outside is touched."""
+    """Same bits in the moments, for every length and at odd addresses; nothing outside is touched. The change of a weight
+    is within 8 ulp: bias_correction2 is folded into step size and epsilon here."""
     for n in LENGTHS:
         for offset_bytes in (0, 1, 6):
             buffers = AdamBuffers(n, layout, grad, copy, seed=n, offset_bytes=offset_bytes)
@@ -134,14 +134,17 @@ def test_an_update_is_the_fp32_one_between_conversions(
             plain = AdamBuffers(n, StateLayout.FP32, grad, DType.FP32, seed=n)
             plain.master[:] = buffers.value()
             plain.exp_avg[:], plain.exp_avg_sq[:] = stored.values()
-            hyper = replace(HYPER, state_dtype=dtype)
+            before, hyper = buffers.value(), replace(HYPER, state_dtype=dtype)
             cpu_adam.adam_step([stored.segment(buffers)], [hyper], layout, grad_factor=0.5, num_threads=1)
             plain.step(grad_factor=0.5)
             expected = Stored(plain, dtype)
             for got, wanted in zip(stored.outputs(), expected.outputs(), strict=True):
                 assert got.tobytes() == wanted.tobytes()
-            value = bf16_values(bf16_bits(plain.master)) if layout is StateLayout.BF16 else plain.master
-            assert buffers.value().tobytes() == value.tobytes()
+            spacing = np.spacing(np.maximum(np.abs(before), np.abs(plain.master)))
+            bound = spacing + 8 * np.spacing(np.abs(plain.master - before)).astype(np.float64)
+            if layout is StateLayout.BF16:  # its rounding may fall to the other side
+                bound = 65536.0 * spacing
+            assert (np.abs(buffers.value().astype(np.float64) - plain.master) <= bound).all()
             assert all(guards_intact(array) for array in (*stored.outputs(), *buffers.outputs()))
 
 
