@@ -125,7 +125,7 @@ def test_special_blocks(signed: bool) -> None:
 def test_an_update_is_the_fp32_one_between_conversions(
     dtype: StateDType, layout: StateLayout, copy: DType, grad: DType
 ) -> None:
-    """Same bits in the moments, for every length and at odd addresses; nothing outside is touched. The change of a weight
+    """Same bits in the moments, for every length and at odd addresses; nothing outside is touched. A weight's change
     is within 8 ulp: bias_correction2 is folded into step size and epsilon here."""
     for n in LENGTHS:
         for offset_bytes in (0, 1, 6):
