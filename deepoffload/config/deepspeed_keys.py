@@ -93,10 +93,14 @@ _LOGGING = (
 )
 
 _OPTIMIZER = (
-    _honoured("optimizer.type", choice({"adam": "adam", "adamw": "adamw"}), "`Adam` or `AdamW`, in any case."),
-    _honoured("optimizer.params.lr", number(0), "Learning rate.", 1e-3),
+    _honoured(
+        "optimizer.type",
+        choice_of("adam", "adamw", "lion", "adagrad", "sgd"),
+        "The optimizer, in any case of letters; each takes the parameters below that its class has.",
+    ),
+    _honoured("optimizer.params.lr", number(0), "Learning rate; 1e-2 for Adagrad.", 1e-3),
     _honoured("optimizer.params.betas", list_of(number(0, below=1), 2), "Decay of the two moments.", (0.9, 0.999)),
-    _honoured("optimizer.params.eps", number(0), "Term added to the denominator.", 1e-8),
+    _honoured("optimizer.params.eps", number(0), "Term added to the denominator; 1e-10 for Adagrad.", 1e-8),
     _honoured("optimizer.params.weight_decay", number(0), "Weight decay.", 0.0),
     _honoured("optimizer.params.bias_correction", boolean(), "Correct the moments' bias.", True),
     _honoured(
@@ -110,9 +114,20 @@ _OPTIMIZER = (
     _inapplicable("optimizer.params.torch_adam", boolean(), "there is one Adam, and it agrees with torch's", False),
     _inapplicable("optimizer.params.fused", boolean(), "the update is always one fused pass", None),
     _inapplicable("optimizer.params.foreach", boolean(), "the update is always one fused pass", None),
-    _error("optimizer.params.amsgrad", boolean(), "AMSGrad is not available", False),
-    _error("optimizer.params.maximize", boolean(), "maximising is not available; negate the loss", False),
-    _error("optimizer.params.fp32_optimizer_states", boolean(), "moments are kept in fp32", True),
+    _honoured("optimizer.params.amsgrad", boolean(), "Adam with the largest second moment so far.", False),
+    _honoured("optimizer.params.maximize", boolean(), "Ascend instead of descend.", False),
+    _honoured("optimizer.params.fp32_optimizer_states", boolean(), '`false` is `state_dtype` "bf16".', True),
+    _honoured(
+        "optimizer.params.state_dtype",
+        choice_of("fp32", "bf16", "8bit"),
+        "What Adam's moments (Lion's: not 8bit) are stored in; see optimizers.md.",
+        "fp32",
+    ),
+    _honoured("optimizer.params.momentum", number(0), "Of SGD.", 0.0),
+    _honoured("optimizer.params.dampening", number(), "Of SGD's momentum.", 0.0),
+    _honoured("optimizer.params.nesterov", boolean(), "Nesterov's momentum in SGD.", False),
+    _honoured("optimizer.params.lr_decay", number(0), "Of Adagrad.", 0.0),
+    _honoured("optimizer.params.initial_accumulator_value", number(0), "Of Adagrad.", 0.0),
     _error("optimizer.params.max_grad_norm", number(0), "say gradient_clipping instead, at the top level", 0.0),
     _inapplicable("optimizer.legacy_fusion", boolean(), "the update is always one fused pass", False),
     _inapplicable("zero_allow_untested_optimizer", boolean(), "any torch optimizer may be passed in", False),

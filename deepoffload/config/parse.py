@@ -9,6 +9,7 @@ from typing import Any, cast
 from deepoffload.config.collect import Layer, check, shown
 from deepoffload.config.keys import AUTO
 from deepoffload.config.lr_schedules import SCHEDULES
+from deepoffload.config.optimizers import OPTIMIZERS
 from deepoffload.config.schema import (
     AioConfig,
     Config,
@@ -143,15 +144,12 @@ def _optimizer(fields: dict[str, Any], where: str) -> OptimizerConfig | None:
         if said:
             raise ConfigError(f'{where}optimizer.params without optimizer.type; say "Adam" or "AdamW"')
         return None
-    params = {
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "bias_correction": True,
-        "adamw_mode": True,
-        **said,
-    }
+    known = OPTIMIZERS[kind]
+    for name in said:
+        if name not in known.defaults and name not in known.others:
+            names = ", ".join((*known.defaults, *known.others))
+            raise ConfigError(f"{where}optimizer.params.{name}: {kind} has no such parameter; it has {names}")
+    params = {**known.defaults, **said}
     if kind == "adamw":
         params["adamw_mode"] = True
     return OptimizerConfig(kind, params)

@@ -72,12 +72,11 @@ class DebugConfig:
 class OptimizerConfig:
     """The optimizer ``initialize`` builds when it is given none.
 
-    ``params`` is complete: the keyword arguments of ``CPUAdam`` (``lr``, ``betas``, ``eps``, ``weight_decay``,
-    ``bias_correction``, ``adamw_mode``) with DeepSpeed's defaults filled in.
+    ``params`` are keyword arguments of its class, with DeepSpeed's defaults filled in; see ``config.optimizers``.
     """
 
     type: str
-    """``"adam"`` or ``"adamw"``."""
+    """``"adam"``, ``"adamw"``, ``"lion"``, ``"adagrad"`` or ``"sgd"``."""
     params: Mapping[str, object] = field(default_factory=dict, hash=False)
 
 

@@ -15,8 +15,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from deepoffload.config import Config, StepOverlap, parse_config
 from deepoffload.errors import BudgetError, ConfigError, UnsupportedError, UsageError
+from deepoffload.optim.adagrad import CPUAdagrad
 from deepoffload.optim.adam import CPUAdam
 from deepoffload.optim.base import HostOptimizer
+from deepoffload.optim.lion import CPULion
+from deepoffload.optim.sgd import CPUSGD
 from deepoffload.params.parameter import OffloadedParameter
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.construct import give_back
@@ -29,6 +32,14 @@ log = logging.getLogger("deepoffload")
 
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """DeepSpeed's default; a plain loop does not clip unless it is asked to."""
+
+_CLASSES: Mapping[str, Callable[..., HostOptimizer]] = {
+    "adam": CPUAdam,
+    "adamw": CPUAdam,
+    "lion": CPULion,
+    "adagrad": CPUAdagrad,
+    "sgd": CPUSGD,
+}
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 
@@ -253,7 +264,8 @@ def _optimizer(
         if not isinstance(built, torch.optim.Optimizer):
             raise UsageError(f"the function passed as optimizer gave {type(built).__name__}, not a torch optimizer")
     else:
-        built = CPUAdam(params, **dict(config.optimizer.params))  # type: ignore[union-attr]
+        said = config.optimizer
+        built = _CLASSES[said.type](params, **dict(said.params))  # type: ignore[union-attr]
     if isinstance(built, HostOptimizer):
         built.skip_non_finite = True
         if built.max_grad_norm is None and clipping > 0:

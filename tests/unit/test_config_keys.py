@@ -67,11 +67,18 @@ def nested(path: str, value: object) -> dict[str, object]:
     return value
 
 
+_TYPES = {
+    **dict.fromkeys(("momentum", "dampening", "nesterov"), "SGD"),
+    **dict.fromkeys(("lr_decay", "initial_accumulator_value"), "Adagrad"),
+}
+"""For parameters that Adam does not have: one that has them."""
+
+
 def alone(path: str, value: object) -> dict[str, object]:
     """A source that says only this, and what without it would be a mistake of its own."""
     source = nested(path, value)
     if path.startswith("optimizer.") and path != "optimizer.type":
-        source["optimizer"] |= {"type": "Adam"}  # type: ignore[operator]
+        source["optimizer"] |= {"type": _TYPES.get(path.rpartition(".")[2], "Adam")}  # type: ignore[operator]
     return {"nvme_path": "/swap", **source}
 
 
