@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from common.gpt import SHAPES, num_parameters
@@ -96,6 +97,13 @@ def ours(work: Work, overlap: str) -> tuple[Case, ...]:
         )
         for name, (text, budget, more) in budgets.items()
     )
+
+
+def recorded(case: Case, folder: Path) -> Case:
+    """The same with a timeline, if it is ours."""
+    if case.side is not Side.OURS:
+        return case
+    return replace(case, settings={**case.settings, "trace": str(folder / f"{case.name}.json")})
 
 
 def budget_case(work: Work, overlap: str, host_budget: int) -> Case:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -22,6 +23,10 @@ MODULES = {"ours": "end_to_end.side_ours", "plain": "end_to_end.side_plain", "de
 
 class Trainer(Protocol):
     """A model, its optimizer, and whatever moves its bytes."""
+
+    @property
+    def notes(self) -> str:
+        """For people."""
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
 
@@ -82,6 +87,7 @@ def main() -> None:
     side = importlib.import_module(MODULES[spec["side"]])
     started = time.perf_counter()
     trainer: Trainer = side.make(SHAPES[work["size"]], work, spec["settings"], spec["path"])
+    ctypes.CDLL(None).malloc_trim(0)  # peaks are those of training: what initialisation freed is given back first
     print(json.dumps({"ready_s": time.perf_counter() - started, "stats": trainer.stats()}), file=lines)
     quiet = 0
     for number in range(work["warmup"] + work["steps_max"]):
@@ -92,7 +98,7 @@ def main() -> None:
             break
     started = time.perf_counter()
     trainer.finish()
-    print(json.dumps({"finish_s": time.perf_counter() - started, "notes": getattr(trainer, "notes", "")}), file=lines)
+    print(json.dumps({"finish_s": time.perf_counter() - started, "notes": trainer.notes}), file=lines)
     trainer.close()
 
 

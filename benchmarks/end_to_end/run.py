@@ -55,6 +55,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", metavar="CASE", help="only these cases, or those that begin so")
     parser.add_argument("--deepspeed-python", metavar="FILE", help="python of an environment with DeepSpeed")
     parser.add_argument("--fio", action="store_true", help="let fio compete for the best disk rate")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="record our runs: Chrome traces there, and summaries")
     parser.add_argument("--quick", action="store_true", help="125 M parameters, one round, no DeepSpeed")
     parser.add_argument("--json", type=Path, help="not said: benchmarks/results/end_to_end_SIZE.json")
     said = parser.parse_args(arguments)
@@ -72,6 +73,9 @@ def chosen_cases(said: argparse.Namespace, work: Work) -> list[Case]:
     for overlap in said.overlap:
         found += all_cases.ours(work, overlap)
     found += all_cases.deepspeed(work) if said.deepspeed_python else ()
+    if said.trace is not None:
+        said.trace.mkdir(parents=True, exist_ok=True)
+        found = [all_cases.recorded(case, said.trace) for case in found]
     if said.rows:
         found = [case for case in found if case.name.startswith(tuple(said.rows))]
     return found
@@ -140,6 +144,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"\n{work.num_parameters / 1e6:.1f} M parameters, {shape}, {len(rounds)} rounds of {work.steps} steps\n")
     for lines in (case_lines(cases, rounds), rate_lines(rounds), target_lines(results)):
         print("\n".join(lines), end="\n\n")
+    if said.trace is not None:
+        for case in cases:
+            for run in [round.runs[case.name] for round in rounds if case.name in round.runs][-1:]:
+                print(f"{case.name}\n{run.notes}", end="\n\n")
     out = said.json or RESULTS / f"end_to_end_{said.size}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report_json(work, cases, rounds, results, machine), indent=1) + "\n")

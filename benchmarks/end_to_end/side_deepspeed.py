@@ -24,6 +24,8 @@ def free_port() -> int:
 
 
 class DeepSpeed:
+    notes = ""
+
     def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> None:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         self.folder = tempfile.mkdtemp(prefix="deepspeed-", dir=path)

@@ -15,6 +15,8 @@ class Ours:
         config = dict(settings)
         if config.pop("disk"):
             config["nvme_path"] = path
+        self.trace = config.pop("trace", None)
+        config["timeline"] = self.trace is not None
         context = deepoffload.offload_context(
             {"gradient_accumulation_steps": work["accumulate"]} | config, precision="bf16"
         )
@@ -25,7 +27,6 @@ class Ours:
         self.optimizer = deepoffload.CPUAdamW(
             self.model.parameters(), lr=work["lr"], betas=(0.9, 0.95), weight_decay=0.01, max_grad_norm=work["clip"]
         )
-        self.notes = self.engine.placement.table()
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.model(tokens, targets)
@@ -38,6 +39,12 @@ class Ours:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
+    @property
+    def notes(self) -> str:
+        """What was placed where, and what the last steps were made of."""
+        recorded = [] if self.trace is None else [self.engine.summary(last_steps=4).table()]
+        return "\n\n".join([self.engine.placement.table(), *recorded])
+
     def finish(self) -> None:
         for param in self.model.parameters():
             param.detach().flatten()[0].item()  # whoever reads a weight sees the finished step
@@ -46,6 +53,8 @@ class Ours:
         return self.engine.stats()
 
     def close(self) -> None:
+        if self.trace is not None:
+            self.engine.export_trace(self.trace)
         self.engine.close()
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 class Plain:
     """The usual loop: gradients to fp32, norm and clipping there, one fused call, weights rounded back."""
 
+    notes = ""
+
     def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any]) -> None:
         torch.set_default_dtype(torch.bfloat16)
         self.model = GPT(shape, work["seq"])
