@@ -106,8 +106,8 @@ std::uint64_t stored_updates(const KernelTable& table) {
                             std::vector<std::uint16_t> states[2];
                             std::vector<float> absmax[2];
                             const bool whole = form == static_cast<int>(WeightForm::kFp32);
-                            UpdateArgs a{
-                                s.grad.data(), s.weight.data(), s.remainder.data(), s.master.data(), {}, {}, n, false};
+                            UpdateArgs a{s.grad.data(), s.weight.data(), s.remainder.data(), s.master.data(), {}, {}, n,
+                                         false};
                             if (whole) {
                                 a.weight = s.master.data();
                                 a.master = nullptr;
@@ -154,8 +154,8 @@ std::uint64_t updates(const KernelTable& table) {
                         for (bool special : {false, true}) {
                             Streams s(n, special);
                             const bool whole = form == static_cast<int>(WeightForm::kFp32);
-                            UpdateArgs a{
-                                s.grad.data(), s.weight.data(), s.remainder.data(), s.master.data(), {}, {}, n, false};
+                            UpdateArgs a{s.grad.data(), s.weight.data(), s.remainder.data(), s.master.data(), {}, {}, n,
+                                         false};
                             if (whole)
                                 a.weight = s.master.data();
                             for (int i = 0; i < kMaxStates; ++i)
