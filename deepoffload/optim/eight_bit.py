@@ -7,6 +7,7 @@ from torch import Tensor
 
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType
+from deepoffload.optim.threads import num_threads
 
 SIGNED_FIELDS = frozenset({"exp_avg"})
 """States that may be negative; the codes of the others have no sign."""
@@ -38,7 +39,7 @@ def encode(values: Tensor, field: str) -> tuple[Tensor, Tensor]:
             scales.data_ptr(),
             values.numel(),
             signed=field in SIGNED_FIELDS,
-            num_threads=torch.get_num_threads(),
+            num_threads=num_threads(),
         )
     return codes, scales
 
@@ -53,6 +54,6 @@ def decode(codes: Tensor, scales: Tensor, field: str) -> Tensor:
             values.data_ptr(),
             codes.numel(),
             signed=field in SIGNED_FIELDS,
-            num_threads=torch.get_num_threads(),
+            num_threads=num_threads(),
         )
     return values

@@ -18,6 +18,7 @@ from deepoffload.memory.block import Block
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
 from deepoffload.optim.state import PIECE_BYTES, make_pieces
+from deepoffload.optim.threads import num_threads
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedGradient, show_stand_in
 from deepoffload.params.slot import make_stand_in
@@ -122,7 +123,7 @@ class Gradients:
                     dst_dtype=NATIVE_DTYPES[slot.dtype],
                     src_dtype=NATIVE_DTYPES[source.dtype],
                     accumulate=accumulate,
-                    num_threads=torch.get_num_threads(),
+                    num_threads=num_threads(),
                 )
                 handle.grad_state = GradientState.LANDED
                 if self.tiers.timeline is not None:
@@ -267,7 +268,7 @@ class Gradients:
             self.pager.pin(slot)
             try:
                 handle.grad_sum_sq, handle.grad_non_finite = cpu_adam.sum_of_squares(
-                    slot.address(), slot.numel, dtype=NATIVE_DTYPES[slot.dtype], num_threads=torch.get_num_threads()
+                    slot.address(), slot.numel, dtype=NATIVE_DTYPES[slot.dtype], num_threads=num_threads()
                 )
             finally:
                 self.pager.unpin(slot)

@@ -15,6 +15,7 @@ from deepoffload.optim.eight_bit import decode, encode, num_blocks, torch_dtype
 from deepoffload.optim.gradients import NATIVE_DTYPES
 from deepoffload.optim.rule import SCALE_SUFFIX, Hyper, Job, Rule
 from deepoffload.optim.state import LAYOUTS, LEAD_KEYS
+from deepoffload.optim.threads import num_threads
 
 
 def check_ordinary(param: Tensor, name: str) -> None:
@@ -33,7 +34,7 @@ def sum_of_squares(grad: Tensor) -> tuple[float, bool]:
         return 0.0, False
     grad = grad.contiguous()
     return cpu_adam.sum_of_squares(
-        grad.data_ptr(), grad.numel(), dtype=NATIVE_DTYPES[grad.dtype], num_threads=torch.get_num_threads()
+        grad.data_ptr(), grad.numel(), dtype=NATIVE_DTYPES[grad.dtype], num_threads=num_threads()
     )
 
 
@@ -105,7 +106,7 @@ class OrdinaryUpdate:
                     **arrays,
                 )
             )
-        self.rule.kernel(segments, hypers, layout, grad_factor=grad_factor, num_threads=torch.get_num_threads())
+        self.rule.kernel(segments, hypers, layout, grad_factor=grad_factor, num_threads=num_threads())
         for param, weight in copies:
             param.copy_(weight)
         for param, _, _ in jobs:

@@ -11,6 +11,7 @@ from torch import Tensor
 from deepoffload.native import cpu_adam
 from deepoffload.optim.relayout import add_fields
 from deepoffload.optim.state import LEAD_KEYS, PieceView
+from deepoffload.optim.threads import num_threads
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import bare
@@ -47,7 +48,7 @@ def read_state(
                     target = _room(mine, lead, _lead_dtype(lead), handle)
                     size = target.element_size()
                     address = target.data_ptr() + part.start * size
-                    cpu_adam.copy(address, view.lead(part), part.numel * size, torch.get_num_threads())
+                    cpu_adam.copy(address, view.lead(part), part.numel * size, num_threads())
     for handle in others:
         remainder = found.get(handle, {}).get("remainder")
         if remainder is None or not bool(remainder.any()):
@@ -81,7 +82,7 @@ def write_state(
                     dtype = _lead_dtype(lead)
                     address = source.address(given[handle][lead], dtype, handle, part)
                     nbytes = part.numel * dtype.itemsize
-                    cpu_adam.copy(view.lead(part), address, nbytes, torch.get_num_threads())
+                    cpu_adam.copy(view.lead(part), address, nbytes, num_threads())
     for handle, state in given.items():
         if "remainder" in state or "master" in state:
             handle.master_stale = False

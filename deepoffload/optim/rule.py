@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from deepoffload.native.cpu_adam import AdagradHyper, AdamHyper, LionHyper, SgdHyper, StateDType
@@ -48,18 +49,18 @@ class Job:
     first: bool
     master_weights: bool = True
 
-    @property
+    @cached_property
     def state_dtype(self) -> StateDType:
         """What the arrays are stored in."""
         dtype: StateDType = getattr(self.hyper, "state_dtype", StateDType.FP32)
         return dtype
 
-    @property
+    @cached_property
     def fields(self) -> tuple[str, ...]:
         """The fields of ``arrays``."""
         return tuple(self.arrays.values())
 
-    @property
+    @cached_property
     def addressed(self) -> Mapping[str, str]:
         """``arrays``, and for 8-bit ones the scales beside them."""
         if self.state_dtype is not StateDType.EIGHT_BIT:

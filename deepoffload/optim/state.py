@@ -18,6 +18,7 @@ from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType, StateLayout
 from deepoffload.optim.eight_bit import SIGNED_FIELDS, num_blocks
 from deepoffload.optim.rule import SCALE_SUFFIX
+from deepoffload.optim.threads import num_threads
 from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceLayout, PieceSegment, cut_pieces
 from deepoffload.params.torch_private import bare
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, StatePiece, Unit
@@ -169,7 +170,7 @@ class PieceView:
         self._convert(field, segment, source, store=True)
 
     def _convert(self, field: str, segment: PieceSegment, plain: int, *, store: bool) -> None:
-        address, threads = self.array(field, segment), torch.get_num_threads()
+        address, threads = self.array(field, segment), num_threads()
         if self._dtype is StateDType.FP32:
             to, source = (address, plain) if store else (plain, address)
             cpu_adam.copy(to, source, segment.numel * 4, threads)

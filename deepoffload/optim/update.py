@@ -20,6 +20,7 @@ from deepoffload.optim.gradients import NATIVE_DTYPES, Gradients
 from deepoffload.optim.relayout import fit_pieces
 from deepoffload.optim.rule import Hyper, Job, Rule
 from deepoffload.optim.state import LEAD_KEYS, PieceView, ensure_pieces, follow_weight
+from deepoffload.optim.threads import num_threads
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import get_grad
@@ -157,9 +158,7 @@ class HostUpdate:
                 )
             )
         begin_s = time.perf_counter()
-        self.rule.kernel(
-            segments, hypers, piece.kind, grad_factor=self.grad_factor, num_threads=torch.get_num_threads()
-        )
+        self.rule.kernel(segments, hypers, piece.kind, grad_factor=self.grad_factor, num_threads=num_threads())
         if self.tiers.timeline is not None:
             name, nbytes = f"update {unit.name}", piece.block.nbytes
             self.tiers.timeline.add(Lane.UPDATE, name, begin_s, time.perf_counter(), nbytes)
