@@ -54,6 +54,7 @@ format: $(INSTALLED)
 
 sanitize: $(INSTALLED)
 	PATH="$(abspath $(BIN)):$$PATH" bash tests/native/run_sanitizers.sh
+	PATH="$(abspath $(BIN)):$$PATH" bash tests/native/run_sanitizers_cpu_adam.sh
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

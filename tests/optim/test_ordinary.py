@@ -313,6 +313,23 @@ def test_l2_without_bias_correction() -> None:
     torch.testing.assert_close(param.detach().double(), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("make", [deepoffload.CPUAdamW, deepoffload.CPULion])
+def test_without_master_weights_each_step_is_rounded(make: Any) -> None:
+    weight = parameter(1000, dtype=torch.bfloat16)
+    optimizer = make([weight], lr=1e-2, master_weights=False)
+    plain = nn.Parameter(weight.detach().float())
+    reference = make([plain], lr=1e-2)
+    for step in range(4):
+        weight.grad = gradient(weight, step)
+        plain.grad = weight.grad.float()
+        optimizer.step()
+        reference.step()
+        assert_same_bits(plain.detach().bfloat16(), weight.detach())
+        with torch.no_grad():
+            plain.copy_(weight)
+    assert set(optimizer.state[weight]) == set(reference.state[plain])
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_what_the_kernels_do_not_take_is_refused_before_anything_changes(kind: Kind) -> None:
     good, double = parameter(5), parameter(5, dtype=torch.float64)

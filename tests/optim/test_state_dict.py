@@ -195,3 +195,23 @@ def test_a_state_that_does_not_fit_changes_nothing(spoil: Callable[[dict[str, An
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(state)
     assert_same_bits(before, optimizer.state_dict())
+
+
+@pytest.mark.parametrize("stored", ["8bit", "bf16"])
+def test_stored_states_go_into_torch_and_back(stored: str) -> None:
+    """They are shown in fp32, which torch trains on with; what it gives back is stored as before."""
+    params = parameters()
+    optimizer = deepoffload.CPUAdamW(params, lr=1e-2, state_dtype=stored)
+    run(optimizer, params, range(3))
+    saved = optimizer.state_dict()
+    assert all(entry["exp_avg"].dtype is torch.float32 for entry in saved["state"].values())
+    assert all(set(entry) == {"step", "exp_avg", "exp_avg_sq"} for entry in saved["state"].values())
+    theirs = copies(params)
+    reference = torch.optim.AdamW(theirs, lr=1e-2)
+    reference.load_state_dict(copy.deepcopy(saved))
+    run(optimizer, params, range(3, 4))
+    run(reference, theirs, range(3, 4))
+    torch.testing.assert_close([p.detach() for p in params], [p.detach() for p in theirs], rtol=1e-5, atol=1e-6)
+    optimizer.load_state_dict(reference.state_dict())
+    run(optimizer, params, range(4, 5))
+    assert optimizer.state[params[0]]["exp_avg"].dtype is {"8bit": torch.int8, "bf16": torch.bfloat16}[stored]
