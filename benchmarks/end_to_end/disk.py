@@ -17,16 +17,21 @@ from deepoffload.cli.bench_types import Pattern, Setting
 from deepoffload.io.engine import BACKENDS, probe_backend
 
 MIB = 1 << 20
-FILE_BYTES = 512 * MIB
+MEMORY_BYTES = 128 * MIB
 CELLS = ((MIB, 16), (4 * MIB, 16))
 """Block size in bytes and blocks in flight: the best two of benchmarks/io."""
 EFFORT = Effort(0.1, 0.5)
 
 
 class DiskRate:
-    """Files and memory for the tools of ``benchmarks/io``; a context manager."""
+    """Files and memory for the tools of ``benchmarks/io``; a context manager.
 
-    def __init__(self, path: str, *, fio: bool) -> None:
+    Args:
+        file_bytes: of each of two test files, a multiple of 128 MiB.
+    """
+
+    def __init__(self, path: str, *, fio: bool, file_bytes: int) -> None:
+        self._file_bytes = file_bytes
         self._path = Path(path)
         self._fio = fio and shutil.which("fio") is not None
         self._stack = ExitStack()
@@ -35,8 +40,8 @@ class DiskRate:
         sys.path.append(str(Path(__file__).resolve().parents[1] / "io"))
         tools: Any = importlib.import_module("contenders")
         with ExitStack() as stack:
-            memory = tools.huge_memory(stack, FILE_BYTES // 4)
-            shared, checked = (stack.enter_context(BenchFile(self._path, n, FILE_BYTES)) for n in (0, 1))
+            memory = tools.huge_memory(stack, MEMORY_BYTES)
+            shared, checked = (stack.enter_context(BenchFile(self._path, n, self._file_bytes)) for n in (0, 1))
             for file in (shared, checked):
                 with Job(Setting("pool", MIB, 16, True, 1), [[file]], [memory], threading.Event()) as job:
                     job.fill(time.monotonic() + 600)

@@ -55,12 +55,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", metavar="CASE", help="only these cases, or those that begin so")
     parser.add_argument("--deepspeed-python", metavar="FILE", help="python of an environment with DeepSpeed")
     parser.add_argument("--fio", action="store_true", help="let fio compete for the best disk rate")
+    parser.add_argument("--file-mib", type=int, default=512, help="of the two files that the disk's rate is taken with")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="record our runs: Chrome traces there, and summaries")
     parser.add_argument("--quick", action="store_true", help="125 M parameters, one round, no DeepSpeed")
     parser.add_argument("--json", type=Path, help="not said: benchmarks/results/end_to_end_SIZE.json")
     said = parser.parse_args(arguments)
     if said.quick:
         said.size, said.rounds, said.steps, said.deepspeed_python = "125m", 1, 3, None
+    if said.file_mib < 128 or said.file_mib % 128:
+        parser.error("--file-mib is a multiple of 128")
     if min(said.rounds, said.steps, said.batch, said.seq, said.accumulate, said.threads) < 1 or said.warmup < 0:
         parser.error("--rounds, --steps, --batch, --seq, --accumulate and --threads are at least 1")
     if said.clip and "in_backward" in said.overlap:
@@ -85,7 +88,7 @@ def measure(said: argparse.Namespace, work: Work, cases: list[Case]) -> list[Rou
     """All rounds. A case of another tool that fails is left out from then on; one of ours ends the benchmark."""
     rounds: list[Round] = []
     left = list(cases)
-    with DiskRate(said.path, fio=said.fio) as disk:
+    with DiskRate(said.path, fio=said.fio, file_bytes=said.file_mib << 20) as disk:
         for number in range(said.rounds):
             this = Round(rates=disk.measure())
             rounds.append(this)

@@ -37,6 +37,7 @@ from deepoffload.io.swap_files import check_paths
 SHARES = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.03)
 """Of weights, gradients and optimizer state; the last has room for alignment, too."""
 SIZES = ("125m", "319m", "620m", "1.24b")
+FILE_BYTES = 512 << 20
 PLACES = ("host", "optimizer", "all")
 
 
@@ -87,7 +88,7 @@ def points_of(said: argparse.Namespace) -> list[Point]:
 def measure(said: argparse.Namespace, points: Sequence[Point]) -> list[dict[str, Round]]:
     """Each round by size of the model. A budget that is refused has no run."""
     rounds = []
-    with DiskRate(said.path, fio=False) as disk:
+    with DiskRate(said.path, fio=False, file_bytes=FILE_BYTES) as disk:
         for number in range(said.rounds):
             this: dict[str, Round] = {}
             rounds.append(this)

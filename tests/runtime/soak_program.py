@@ -28,7 +28,9 @@ WIDTH, DEPTH = 64, 12
 PLENTY_BYTES = 64 << 20
 TIGHT_SHARE = 0.3
 BYTES_PER_PARAMETER = 14
-DELAYS = "permille=60 jitter_us=4000 seed=5;op=read permille=6 delay_ms=25 seed=6;op=write permille=6 delay_ms=40 seed=7"
+DELAYS = (
+    "permille=60 jitter_us=4000 seed=5;op=read permille=6 delay_ms=25 seed=6;op=write permille=6 delay_ms=40 seed=7"
+)
 SETTLED_SHARE = 0.3
 """Of the steps, after which memory must not grow."""
 
@@ -150,7 +152,9 @@ def main() -> None:
     started = time.perf_counter()
     soaked = soak(int(parameters * BYTES_PER_PARAMETER * TIGHT_SHARE), DELAYS)
     settled = int(STEPS * SETTLED_SHARE)
-    different = [index for index, (one, two) in enumerate(zip(quiet["seen"], soaked["seen"], strict=True)) if one != two]
+    different = [
+        index for index, (one, two) in enumerate(zip(quiet["seen"], soaked["seen"], strict=True)) if one != two
+    ]
     print(
         json.dumps(
             {

@@ -1,0 +1,37 @@
+"""The end-to-end benchmark runs, our side and plain PyTorch, and what it reports is what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BENCHMARK = ROOT / "benchmarks" / "end_to_end" / "run.py"
+CASES = ("plain", "host-none", "all-none")
+STEPS = 2
+
+
+def test_one_round_of_a_tiny_model(nvme_path: Path, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, str(BENCHMARK), "--path", str(nvme_path), "--size", "tiny", "--seq", "32"]
+    command += ["--rounds", "1", "--steps", str(STEPS), "--steps-max", str(STEPS), "--warmup", "1", "--threads", "1"]
+    command += ["--rows", *CASES, "--file-mib", "128", "--json", str(result)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(result.read_text())
+    runs = {case["case"]: case["runs"][0] for case in report["cases"] if case["runs"]}
+    assert set(CASES) <= set(runs)
+    assert all(len(run["losses"]) == STEPS + 1 for run in runs.values())
+    assert runs["host-none"]["losses"] == runs["all-none"]["losses"]
+    assert abs(runs["host-none"]["losses"][-1] - runs["plain"]["losses"][-1]) < 0.01
+    parameters = report["work"]["parameters"]
+    moved = {name: sum(run["steps"][-1][key] for key in ("read_bytes", "written_bytes")) for name, run in runs.items()}
+    assert moved["host-none"] == 0 and 10 * parameters < moved["all-none"] < 40 * parameters
+    assert all(step["peak_bytes"] > 0 for run in runs.values() for step in run["steps"])
+    assert {row["name"] for row in report["to_reach"]} >= {"all-none / bound", "disk bytes, everything on NVMe"}
+    assert list(nvme_path.iterdir()) == []
