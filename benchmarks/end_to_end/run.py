@@ -16,6 +16,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from end_to_end.cases import Case, Side, Work
 from end_to_end.disk import DiskRate
 from end_to_end.report import case_lines, rate_lines, report_json, target_lines
 from end_to_end.runner import CaseFailedError, python_of, run_case
-from end_to_end.targets import Round, evaluate, rows
+from end_to_end.targets import Result, Round, evaluate, rows
 
 from deepoffload.cli.bench_machine import describe_machine
 from deepoffload.io.swap_files import check_paths
@@ -84,9 +85,11 @@ def chosen_cases(said: argparse.Namespace, work: Work) -> list[Case]:
     return found
 
 
-def measure(said: argparse.Namespace, work: Work, cases: list[Case]) -> list[Round]:
-    """All rounds. A case of another tool that fails is left out from then on; one of ours ends the benchmark."""
-    rounds: list[Round] = []
+def measure(
+    said: argparse.Namespace, work: Work, cases: list[Case], rounds: list[Round], after_run: Callable[[], None]
+) -> None:
+    """All rounds, into ``rounds``. A case of another tool that fails is left out from then on; one of ours ends
+    the benchmark."""
     left = list(cases)
     with DiskRate(said.path, fio=said.fio, file_bytes=said.file_mib << 20) as disk:
         for number in range(said.rounds):
@@ -111,7 +114,7 @@ def measure(said: argparse.Namespace, work: Work, cases: list[Case]) -> list[Rou
                     file=sys.stderr,
                     flush=True,
                 )
-    return rounds
+                after_run()
 
 
 def end_with_children() -> None:
@@ -119,11 +122,8 @@ def end_with_children() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    end_with_children()
-    said = parse(arguments)
-    (directory,) = check_paths([said.path], key="--path")
-    work = Work(
+def work_of(said: argparse.Namespace) -> Work:
+    return Work(
         size=said.size,
         batch=said.batch,
         seq=said.seq,
@@ -135,25 +135,42 @@ def main(arguments: list[str] | None = None) -> int:
         foreign_share_max=said.foreign_max,
         threads=said.threads,
     )
-    cases = chosen_cases(said, work)
-    machine: dict[str, Any] = describe_machine([directory])
-    try:
-        rounds = measure(said, work, cases)
-    except CaseFailedError as error:
-        print(f"run.py: error: {error}", file=sys.stderr)
-        return 1
-    results = [result for overlap in said.overlap for result in evaluate(rows(work, overlap), rounds)]
+
+
+def show(said: argparse.Namespace, work: Work, cases: list[Case], rounds: list[Round], results: list[Result]) -> None:
     shape = f"{work.batch} x {work.seq} tokens, k = {work.accumulate}, clipping {work.clip}, {work.threads} threads"
     print(f"\n{work.num_parameters / 1e6:.1f} M parameters, {shape}, {len(rounds)} rounds of {work.steps} steps\n")
     for lines in (case_lines(cases, rounds), rate_lines(rounds), target_lines(results)):
         print("\n".join(lines), end="\n\n")
-    if said.trace is not None:
-        for case in cases:
-            for run in [round.runs[case.name] for round in rounds if case.name in round.runs][-1:]:
-                print(f"{case.name}\n{run.notes}", end="\n\n")
+    for case in cases if said.trace is not None else ():
+        for run in [round.runs[case.name] for round in rounds if case.name in round.runs][-1:]:
+            print(f"{case.name}\n{run.notes}", end="\n\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    end_with_children()
+    said = parse(arguments)
+    (directory,) = check_paths([said.path], key="--path")
+    work = work_of(said)
+    cases = chosen_cases(said, work)
+    machine: dict[str, Any] = describe_machine([directory])
+    rounds: list[Round] = []
     out = said.json or RESULTS / f"end_to_end_{said.size}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report_json(work, cases, rounds, results, machine), indent=1) + "\n")
+
+    def results() -> list[Result]:
+        return [result for overlap in said.overlap for result in evaluate(rows(work, overlap), rounds)]
+
+    def write() -> None:
+        """After every run, so that what was measured stays when a later one fails."""
+        out.write_text(json.dumps(report_json(work, cases, rounds, results(), machine), indent=1) + "\n")
+
+    try:
+        measure(said, work, cases, rounds, write)
+    except CaseFailedError as error:
+        print(f"run.py: error: {error}", file=sys.stderr)
+        return 1
+    show(said, work, cases, rounds, results())
     print(f"written to {out}")
     return 0
 
