@@ -45,9 +45,7 @@ class PieceLayout:
     segments: tuple[PieceSegment, ...]
 
 
-def cut_pieces(
-    numels: Sequence[int], piece_numel: int, alignment_numel: int = ALIGNMENT_NUMEL
-) -> list[PieceLayout]:
+def cut_pieces(numels: Sequence[int], piece_numel: int, alignment_numel: int = ALIGNMENT_NUMEL) -> list[PieceLayout]:
     """Cut tensors, laid one after the other, into pieces of at most ``piece_numel`` elements.
 
     A tensor may span pieces and a piece may hold several tensors; each run starts at a multiple of

@@ -89,6 +89,8 @@ class Pager:
         self._local = _ThreadState()
         self._opened_by: dict[int, list[Any]] = {}
         self._shared = False
+        self.cast_by: set[int] = set()
+        self.casts_are_shared = False
         self._hooks_alone = SavedTensorHooks(self, None)
         self._clock = 0
         self._stamps: dict[int, int] = {}
@@ -224,6 +226,7 @@ class Pager:
         self.pin(handle)
 
     def use_backward(self, unit: Unit) -> None:
+        self.cast_by.clear()
         gradients = () if unit.gradients is None else (unit.gradients.id,)
         self._event(("b", unit.index), (unit.weights.id, *gradients))
 

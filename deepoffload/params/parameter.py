@@ -16,42 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
+from deepoffload.params.lazy import lazy_weight
+from deepoffload.params.metadata import METADATA
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import bare, get_data, no_torch_function, refuse_tracing, set_data, version_of
 from deepoffload.params.unit import ParamHandle, SlotOwner
 
-_METADATA_NAMES = (
-    "shape dtype device requires_grad is_leaf grad_fn layout ndim names itemsize nbytes output_nr retains_grad name "
-    "is_cuda is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_cpu is_xpu is_mps _version "
-    "_backward_hooks _post_accumulate_grad_hooks grad_dtype _base"
-).split()
-_METADATA_METHODS = (
-    "size dim numel nelement ndimension is_floating_point is_complex is_signed element_size get_device register_hook "
-    "register_post_accumulate_grad_hook is_inference is_shared is_pinned is_same_size has_names __len__ __hash__ "
-    "is_conj is_neg retain_grad dim_order"
-).split()
 _ESCAPES = frozenset(
     (
         "detach numpy data_ptr untyped_storage storage _typed_storage __dlpack__ __array__ __cuda_array_interface__ "
         "share_memory_"
     ).split()
 )
-
-
-def _metadata() -> frozenset[Any]:
-    functions: set[Any] = {torch.autograd.grad, torch.autograd.backward, Tensor.backward, torch.is_floating_point}
-    functions |= {torch.is_complex, torch.numel, torch.is_same_size}
-    for name in _METADATA_NAMES:
-        attribute: Any = getattr(Tensor, name, None)
-        if hasattr(attribute, "__get__"):
-            functions.add(attribute.__get__)
-        if name in ("_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype") and hasattr(attribute, "__set__"):
-            functions.add(attribute.__set__)
-    functions |= {getattr(Tensor, name) for name in _METADATA_METHODS if hasattr(Tensor, name)}
-    return frozenset(functions)
-
-
-_METADATA = _metadata()
 
 
 class OffloadedParameter(nn.Parameter):
@@ -115,7 +91,7 @@ def through_the_door(func: Callable[..., Any], types: Iterable[type], args: Any,
     special = _SPECIAL.get(func)
     if special is not None:
         return special(func, args, kwargs)
-    if func in _METADATA:
+    if func in METADATA:
         with no_torch_function():
             return func(*args, **kwargs)
     name = getattr(func, "__name__", "")
@@ -395,7 +371,11 @@ def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     # Frames from here: the door, __torch_function__, and then whoever called detach().
-    if sys._getframe(3).f_code is nn.Parameter.__new__.__code__:
+    caller = sys._getframe(3).f_code
+    if caller is nn.Module._save_to_state_dict.__code__ and type(args[0]) is OffloadedParameter:
+        if args[0]._slot.unit is not None and args[0]._slot.pager.closed_because is None:
+            return lazy_weight(args[0])
+    if caller is nn.Parameter.__new__.__code__:
         # nn.Parameter(paged) insists on getting its own class back: give it a new parameter of that class.
         return _new_parameter_like(args[0])
     return _paged_call(func, "detach", (), args, kwargs)

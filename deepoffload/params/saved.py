@@ -18,6 +18,9 @@ from deepoffload.params.ports import PagerPort
 from deepoffload.params.torch_private import bare, get_data, in_functorch, modes_active, version_of
 from deepoffload.params.unit import ParamHandle
 
+_NARROW = (torch.bfloat16, torch.float16)
+"""What autocast casts weights to."""
+
 
 class SavedWeight:
     """A weight, or a view of one, saved for backward."""
@@ -31,6 +34,21 @@ class SavedWeight:
         self.offset = tensor.storage_offset()
         self.version = tensor._version
         self.generation = handle.generation
+
+
+class SavedCast(SavedWeight):
+    """A copy of a weight in a narrower type, as autocast makes it, or a view of one: it is made again for backward.
+
+    Otherwise a forward under autocast would keep a second copy of the model in memory, in 16 bits per weight.
+    """
+
+    __slots__ = ("dtype", "base_stride")
+
+    def __init__(self, handle: ParamHandle, weight: Tensor, tensor: Tensor, base: Tensor) -> None:
+        super().__init__(handle, tensor)
+        self.version = version_of(weight)
+        self.dtype = tensor.dtype
+        self.base_stride = base.stride()
 
 
 class SavedBelow:
@@ -60,14 +78,29 @@ class SavedTensorHooks:
             slot = None
         if isinstance(slot, ParamHandle) and tensor.dtype is slot.dtype and not (tensor.is_conj() or tensor.is_neg()):
             return SavedWeight(slot, tensor)
+        if slot is None and tensor.dtype in _NARROW and tensor.requires_grad:
+            cast = self._cast_of_weight(tensor)
+            if cast is not None:
+                return cast
         if slot is not None or getattr(tensor, "_slot", None) is not None:
             tensor = get_data(tensor)  # a gradient, or another engine's: the object would lose its bytes, an alias not
         if self.below is None:
             return _without_graph(tensor)
         return SavedBelow(self.below[0](tensor), self.below[1])
 
+    def _cast_of_weight(self, tensor: Tensor) -> SavedCast | None:
+        base = tensor if tensor._base is None else tensor._base
+        node = base.grad_fn
+        if node is None or node.name() != "ToCopyBackward0" or tensor.is_conj() or tensor.is_neg():
+            return None
+        weight: Any = getattr(node.next_functions[0][0], "variable", None)  # of an AccumulateGrad node
+        handle = None if weight is None else weight.__dict__.get("_slot")
+        if not isinstance(handle, ParamHandle) or handle.pager is not self.pager or base.shape != handle.shape:
+            return None
+        return SavedCast(handle, weight, tensor, base)
+
     def unpack(self, packed: Any) -> Tensor:
-        if type(packed) is SavedWeight:
+        if type(packed) is SavedWeight or type(packed) is SavedCast:
             return restore(packed)
         if type(packed) is SavedBelow:
             return packed.unpack(packed.packed)
@@ -109,6 +142,9 @@ def restore(saved: SavedWeight) -> Tensor:
                     "forward pass that saved it"
                 )
             shown = get_data(param)
+            if type(saved) is SavedCast:
+                with bare():
+                    shown = torch.empty_strided(shown.size(), saved.base_stride, dtype=saved.dtype).copy_(shown)
             if saved.offset == 0 and saved.size == shown.size() and saved.stride == shown.stride():
                 return shown
             if not modes_active():

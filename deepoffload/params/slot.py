@@ -129,6 +129,11 @@ class TensorSlot:
         return None if self._tensor_ref is None else self._tensor_ref()
 
     @property
+    def stand_in(self) -> Tensor:
+        """What the tensor object shows while the bytes are away."""
+        return self._stand_in
+
+    @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 

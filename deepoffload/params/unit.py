@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import weakref
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -58,6 +59,8 @@ class ParamHandle(TensorSlot):
         generation: counts our own updates, which move no ``_version``; saved tensors compare it.
         master_stale: the program changed the weight; its 16-bit remainder no longer belongs to it and counts as zero.
         in_window: depth of unit windows in which the parameter's class is plain ``nn.Parameter``.
+        mapped_copy: a copy with an address, while a state dict's value has one.
+        windows: of which modules' calls it is part.
         version: torch's in-place counter when deepoffload last looked.
         state_owner: the token of the optimizer whose state the unit's pieces hold for this parameter.
     """
@@ -75,6 +78,8 @@ class ParamHandle(TensorSlot):
         "grad_sum_sq",
         "grad_non_finite",
         "grad_hook",
+        "mapped_copy",
+        "windows",
     )
 
     def __init__(
@@ -94,6 +99,8 @@ class ParamHandle(TensorSlot):
         self.grad_sum_sq: float | None = None
         self.grad_non_finite = False
         self.grad_hook: RemovableHandle | None = None
+        self.windows: set[int] = set()
+        self.mapped_copy: weakref.ref[Any] | None = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # Pickled along when a parameter is pickled inside a window; the copy belongs to no engine.

@@ -35,6 +35,8 @@ from deepoffload.params.torch_private import (
 )
 from deepoffload.params.unit import ParamHandle, Unit
 
+_DEVICE = "cpu"
+
 
 class _Entry:
     """One running call of a window's module. Empty until :meth:`Window.enter` is through, and when that has failed:
@@ -121,6 +123,9 @@ class Window:
                 continue
             handle = self._handle_of(param, f"{self.name}.{name}" if self.name else name)
             if handle is not None and handle.unit is not None:
+                if not isinstance(module, nn.Embedding):  # autocast leaves them as they are
+                    handle.windows.add(id(self))
+                    self.pager.casts_are_shared |= len(handle.windows) > 1
                 handles[id(handle)] = handle
                 units[handle.unit.index] = handle.unit
         self._members = Membership(module)
@@ -221,6 +226,22 @@ class Window:
             if not opened or opened[-1].window is not self or module is not self._module():
                 return  # enter() raised, or this is a copy of the module
             self.close(opened.pop())
+            if torch.is_autocast_enabled(_DEVICE) and torch.is_autocast_cache_enabled():
+                self._drop_casts()
+
+    def _drop_casts(self) -> None:
+        """Autocast keeps the casts of all weights until its end: a second copy of the model. Drop them with the window.
+
+        Not where weights are used again in the same forward: torch adds the gradients of one cast in 16 bits, those of
+        two in 32. Tied weights are known before; a module that is called twice shows when it is, and from then on
+        autocast is left alone.
+        """
+        pager = self.pager
+        if torch.is_grad_enabled():
+            pager.casts_are_shared |= id(self) in pager.cast_by
+            pager.cast_by.add(id(self))
+        if not pager.casts_are_shared:
+            torch.clear_autocast_cache()
 
     def close(self, entry: _Entry) -> None:
         """End one call: hooks off, classes back, leases released."""

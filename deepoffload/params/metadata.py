@@ -1,0 +1,35 @@
+"""Functions that need no bytes of the tensors they are called with: they pass every door."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ATTRIBUTES = (
+    "shape dtype device requires_grad is_leaf grad_fn layout ndim names itemsize nbytes output_nr retains_grad name "
+    "is_cuda is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_cpu is_xpu is_mps _version "
+    "_backward_hooks _post_accumulate_grad_hooks grad_dtype _base"
+).split()
+_METHODS = (
+    "size dim numel nelement ndimension is_floating_point is_complex is_signed element_size get_device register_hook "
+    "register_post_accumulate_grad_hook is_inference is_shared is_pinned is_same_size has_names __len__ __hash__ "
+    "is_conj is_neg retain_grad dim_order"
+).split()
+
+
+def _metadata() -> frozenset[Any]:
+    functions: set[Any] = {torch.autograd.grad, torch.autograd.backward, Tensor.backward, torch.is_floating_point}
+    functions |= {torch.is_complex, torch.numel, torch.is_same_size}
+    for name in _ATTRIBUTES:
+        attribute: Any = getattr(Tensor, name, None)
+        if hasattr(attribute, "__get__"):
+            functions.add(attribute.__get__)
+        if name in ("_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype") and hasattr(attribute, "__set__"):
+            functions.add(attribute.__set__)
+    functions |= {getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)}
+    return frozenset(functions)
+
+
+METADATA = _metadata()

@@ -1,0 +1,149 @@
+"""fp32 weights under ``torch.autocast``: the bits of plain PyTorch, and no second copy of the model in memory."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from deepoffload import stats
+from tests.support.loops import gradients_of, weights_of
+from tests.support.models import batch, gpt2, llama, mlp, next_token_loss, rows
+from tests.support.paging import TIGHT, Paging, Same
+
+
+def trained(model: nn.Module, loss_of: Any, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    seen = []
+    for seed in range(3):
+        with torch.autocast("cpu", dtype, **options):
+            loss = loss_of(model, seed)
+        loss.backward()
+        seen.append((loss.detach(), gradients_of(model)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, weights_of(model)
+
+
+def square(model: nn.Module, seed: int) -> Tensor:
+    return model(rows(seed=seed)).float().square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no-cache"])
+def test_training(same: Same, dtype: torch.dtype, cache: bool) -> None:
+    same(mlp, lambda model: trained(model, square, dtype, cache_enabled=cache))
+
+
+@pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
+def test_training_transformers(same: Same, build: Any) -> None:
+    same(build, lambda model: trained(model, lambda m, seed: next_token_loss(m, batch(seed))), key=build)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpoint(same: Same, use_reentrant: bool) -> None:
+    def loss_of(model: nn.Sequential, seed: int) -> Tensor:
+        x = rows(seed=seed).requires_grad_()
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=use_reentrant)
+        return x.float().square().mean()
+
+    same(mlp, lambda model: trained(model, loss_of))
+
+
+class Views(nn.Module):
+    """Casts of views, views of casts, a cast by hand, and a weight that is used in both types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+        self.other = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.weight)
+        x = x[:, :32] @ self.weight[:32]
+        x = x @ self.other.to(torch.bfloat16)[:, 8:40].to(x.dtype)
+        x = F.pad(x, (0, 32)).to(self.other.dtype)
+        return torch.tanh(x * self.other[0] + (x @ self.other).float())
+
+
+def test_views_and_casts_by_hand(same: Same) -> None:
+    same(lambda: nn.Sequential(*[Views() for _ in range(6)]), lambda model: trained(model, square), key="views")
+
+
+class Shares(nn.Module):
+    """One weight in two layers: autocast adds their gradients in 16 bits, since both use the one cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.body[6].weight = self.body[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def test_tied_weights(same: Same) -> None:
+    same(Shares, lambda model: trained(model, square))
+
+
+def test_several_backwards_through_one_graph(same: Same) -> None:
+    def program(model: nn.Module) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = square(model, 0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients_of(model)
+
+    same(mlp, program)
+
+
+def test_weight_changed_between_forward_and_backward_is_refused(same: Same) -> None:
+    def program(model: nn.Sequential) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = square(model, 0)
+        with torch.no_grad():
+            model[2].weight.mul_(2)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return "modified by an inplace operation" in str(error)
+        return True  # plain PyTorch kept the cast and goes on with it
+
+    same(mlp, program)
+
+
+def anonymous_bytes() -> int:
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is not held
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "no-grad"])
+def test_no_second_copy_of_the_model(paging: Paging, grad: bool) -> None:
+    """A forward under autocast and its graph hold less than a quarter of what the casts of all weights would take."""
+    width, depth = 512, 32
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(depth)])
+
+    with paging.context(TIGHT, 8 << 20):
+        model = build()
+    copy_bytes = 2 * width * width * depth
+    x = rows(1, width)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        model(x)  # what libraries keep is there now; no cast was kept
+    with torch.set_grad_enabled(grad):
+        before = anonymous_bytes()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+            held = anonymous_bytes() - before
+    assert held < copy_bytes / 4, f"{held >> 10} KiB of {copy_bytes >> 10} KiB"
+    if grad:
+        output.float().sum().backward()
+    assert stats(model)["evictions"] > 0
