@@ -311,6 +311,14 @@ class _Hook:
     def __call__(self, *args: Any) -> None:
         getattr(self._window, self._method)(*args)
 
+    @property
+    def __name__(self) -> str:
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.jit"):
+            raise UnsupportedError(
+                "torch.jit.script cannot compile a paged model; script a plain copy (copy.deepcopy(model))"
+            )
+        return self._method
+
     __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
