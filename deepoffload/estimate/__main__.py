@@ -42,14 +42,14 @@ def _run(options: argparse.Namespace) -> int:
         print("\n".join(report.comparison(zero_infinity.compare_bandwidths())))
     if not (options.config or options.parameters or options.largest):
         return EXIT_OK
-    machine, config = _machine(options), _config(options)
-    batch = Batch(options.batch, options.seq)
-    if options.largest:
+    batch, config = Batch(options.batch, options.seq), _config(options)
+    subject = None if options.largest else _subject(options, batch)
+    machine = _machine(options)
+    if subject is None:
         found = largest_model(
             machine, config, batch, checkpointing=options.checkpointing, vocabulary=options.vocabulary
         )
     else:
-        subject = _subject(options, batch)
         if options.deepspeed:
             estimate_model_states_mem_needs_all_live(subject.module, machine.devices_per_node, machine.nodes)
             print()
@@ -91,7 +91,6 @@ def _subject(options: argparse.Namespace, batch: Batch) -> Subject:
 def _estimate(subject: Subject, machine: MachineSpec, config: Config, options: argparse.Namespace) -> Estimate:
     known: dict[str, Any] = {}
     if options.machine is None:  # this machine: the model's own operators can be timed
-        known["process_bytes"] = measure.process_bytes(checkpointing=options.checkpointing)
         if options.measure and subject.loss_of is not None:
             first = estimate(subject, machine, config, **known)
             if first.run is not None:

@@ -13,7 +13,7 @@ from deepoffload.errors import ConfigError
 from deepoffload.estimate.checks import at_least, positive, positive_integer
 from deepoffload.schedule.cost_model import Bandwidths
 
-PROCESS_BYTES = 170 << 20
+PROCESS_BYTES = 220 << 20
 """Python, torch without CUDA and deepoffload, as measured; a process with CUDA takes some 500 MiB more."""
 
 

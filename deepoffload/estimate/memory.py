@@ -96,7 +96,7 @@ def _built_bytes(blocks: BlockPlan) -> int:
     rounding the weights leaves over."""
     placement = blocks.placement
     sizes = {kind: sum(b.nbytes for b in placement.blocks if b.kind is kind) for kind in Kind}
-    made = sizes[Kind.WEIGHT] + (sizes[Kind.STATE] if sizes[Kind.WEIGHT] < blocks.registered_bytes else 0)
+    made = sizes[Kind.WEIGHT] + (sizes[Kind.STATE] if 4 * sizes[Kind.WEIGHT] < 3 * blocks.registered_bytes else 0)
     largest = max((b.nbytes for b in placement.blocks if b.kind is Kind.WEIGHT), default=0)
     return max(blocks.registered_bytes, made) + largest
 

@@ -69,7 +69,6 @@ def estimate(
     config: Config,
     *,
     op_times: OpTimes | None = None,
-    process_bytes: int | None = None,
 ) -> Estimate:
     """Plan ``subject`` on ``machine``: memory by tier, and a step on the simulated clock.
 
@@ -81,7 +80,7 @@ def estimate(
         UsageError: the model cannot be run on shapes.
     """
     ranks = machine.ranks
-    process = machine.process_bytes if process_bytes is None else process_bytes
+    process = machine.process_bytes
     model = subject.module
     dtype = DTYPES.get(config.precision)
     bandwidths = machine.bandwidths()

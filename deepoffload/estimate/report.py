@@ -66,7 +66,7 @@ def _step(estimate: Estimate) -> list[str]:
         ),
         (
             f"{step.tokens_per_s * estimate.machine.ranks:,.0f} tokens/s, efficiency {step.efficiency:.0%} "
-            f"(share of the step in which the model is computed), {step.flops / step.seconds / 1e12:.3g} TFLOP/s per rank"
+            f"(the share of the step that computes the model), {step.flops / step.seconds / 1e12:.3g} TFLOP/s per rank"
         ),
         (
             f"disk per step: {format_bytes(times.read_bytes)} read, {format_bytes(times.written_bytes)} written, busy "

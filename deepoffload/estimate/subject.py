@@ -122,7 +122,9 @@ def from_config(
         model = _with_transformers(settings)
         if model is not None:
             if checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+                # the old name goes away in transformers 6
+                enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+                enable({"use_reentrant": False})
             model.train()
             return Subject(
                 model, type(model).__name__, f"{file}, built by transformers", batch, _transformers_loss(model, batch)

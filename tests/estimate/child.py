@@ -1,6 +1,7 @@
-"""Trains a small decoder under a budget and says what it took: ``SWAP_DIRECTORY JSON``; prints JSON, last.
+"""Trains small decoders under budgets and says what they took: ``SWAP_DIRECTORY JSON-LIST``; prints JSON lines.
 
-Memory is RssAnon + RssShmem of ``/proc/self/status``, looked at every two milliseconds; bytes.
+Each is trained in a process of its own, forked before torch has started a thread. Memory is RssAnon + RssShmem of
+``/proc/self/status``, looked at every two milliseconds; bytes.
 """
 
 from __future__ import annotations
@@ -8,15 +9,18 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import sys
 import threading
 import time
 from typing import Any
 
 import torch
+import torch._dynamo  # hooks and checkpointing are kept out of torch.compile, for which torch loads this
 
 import deepoffload
 from deepoffload.estimate.decoder import Decoder, DecoderShape
+from deepoffload.schedule import Kind
 
 
 def resident_bytes() -> int:
@@ -42,8 +46,8 @@ class Watch:
 def warm_up() -> None:
     """What any program has that has run one operator of each kind: threads, and the libraries' own memory."""
     layer = torch.nn.Linear(64, 64)
-    layer(torch.randn(8, 64)).sum().backward()
-    layer.to(torch.bfloat16)(torch.randn(8, 64).bfloat16()).sum().backward()
+    for dtype in (torch.float32, torch.bfloat16):
+        layer.to(dtype)(torch.randn(8, 64, dtype=dtype)).sum().backward()
 
 
 def train(swap: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +67,7 @@ def train(swap: str, settings: dict[str, Any]) -> dict[str, Any]:
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-4, max_grad_norm=1.0)
     tokens = torch.randint(0, settings["shape"]["vocabulary"], (batch, length))
     steps = []
-    for _ in range(settings.get("steps", 3)):
+    for _ in range(settings.get("steps", 2)):
         before, started = deepoffload.stats(model), time.perf_counter()
         for _ in range(accumulation):
             model(tokens).backward()
@@ -81,16 +85,40 @@ def train(swap: str, settings: dict[str, Any]) -> dict[str, Any]:
         )
         watch.look()
     engine = context.engine
-    return {
+    table = engine.placement.table() if engine is not None and engine.placement is not None else ""
+    found = {
         "process_bytes": process_bytes,
         "built_bytes": built_bytes,
         "peak_bytes": watch.peak_bytes,
         "stats": deepoffload.stats(model),
-        "placement": engine.placement.table() if engine is not None and engine.placement is not None else "",
+        "placement": table,
         "steps": steps,
     }
+    if engine is not None:
+        # What was resident from the start on may have an extent, too, from while the model was built.
+        found["paged_nvme_bytes"] = {
+            kind.value: sum(
+                block.extent.padded_bytes
+                for block in engine.pager.tiers.blocks()
+                if block.kind is kind and block.extent is not None and not block.static
+            )
+            for kind in Kind
+        }
+        engine.close()
+    return found
+
+
+def main() -> None:
+    for settings in json.loads(sys.argv[2]):
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(settings.get("threads", 1))
+            print(json.dumps(train(sys.argv[1], settings)), flush=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            sys.exit(f"training with {settings} ended with status {status}")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(2)
-    print(json.dumps(train(sys.argv[1], json.loads(sys.argv[2]))), flush=True)
+    main()

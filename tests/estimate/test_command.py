@@ -1,0 +1,175 @@
+"""``python -m deepoffload.estimate``, machines, questions and the published results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepoffload.config import Config, Precision
+from deepoffload.errors import ConfigError
+from deepoffload.estimate import Batch, MachineSpec, estimate, from_counts, largest_model, read_machine
+from deepoffload.estimate.__main__ import main
+from deepoffload.estimate.zero_infinity import (
+    DGX2,
+    STRATEGIES,
+    Moved,
+    arithmetic_intensity,
+    bandwidth_for,
+    compare_bandwidths,
+    compare_largest,
+    efficiency,
+)
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--parameters", "20M", "--layers", "4", "--hidden", "256", "--seq", "64", "--vocabulary", "1000"]
+MACHINE = {"host_memory_bytes": "1 GiB", "nvme_bytes": "10GB", "nvme_endurance_bytes": "600TB", "process_bytes": 0}
+
+
+@pytest.fixture
+def machine_file(tmp_path: Path) -> str:
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(MACHINE))
+    return str(file)
+
+
+def test_table_and_json_say_the_same(machine_file, capsys):
+    arguments = [*SMALL, "--machine", machine_file, "--host-budget", "100MiB"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and "It fits." in text
+    assert found["memory"]["nvme_bytes"] > 0 and found["step"]["written_bytes"] > 0
+    assert f"{found['step']['seconds']:.3g} s" in text and "endurance: the drives" in text
+    assert found["step"]["steps_of_endurance"] == pytest.approx(600e12 / found["step"]["written_bytes"])
+    assert found["smallest_budget_bytes"] < found["budget_bytes"] == 100 << 20
+
+
+def test_what_does_not_fit_says_so_and_what_would(machine_file, capsys):
+    assert main([*SMALL, "--machine", machine_file, "--host-budget", "1MiB"]) == 1
+    text = capsys.readouterr().out
+    assert "does not fit" in text and "the smallest is" in text
+    assert main([*SMALL, "--machine", machine_file, "--host-budget", "100MiB", "--nvme-budget", "0"]) == 1
+    assert "Set nvme_path" in capsys.readouterr().out
+
+
+def test_the_smallest_budget_is_one_that_fits_and_less_is_not():
+    machine = MachineSpec(nvme_bytes=1 << 40)
+    subject = from_counts(20_000_000, 4, 256, Batch(1, 64), vocabulary=1000)
+    first = estimate(subject, machine, Config(precision=Precision.BF16))
+    assert first.smallest_bytes is not None
+    for budget, fits in ((first.smallest_bytes, True), (first.smallest_bytes - 8192, False)):
+        assert estimate(subject, machine, Config(precision=Precision.BF16, host_budget=budget)).fits is fits
+
+
+def test_ranks_share_the_model_and_a_device_takes_the_activations():
+    config = Config(precision=Precision.BF16)
+    one = MachineSpec(host_memory_bytes=1 << 40, device_memory_bytes=32 << 30)
+    four = MachineSpec(host_memory_bytes=1 << 40, device_memory_bytes=32 << 30, devices_per_node=4)
+    subject = from_counts(20_000_000, 4, 256, Batch(1, 64), vocabulary=1000)
+    alone, shared = (estimate(subject, machine, config).memory for machine in (one, four))
+    assert alone is not None and shared is not None
+    assert alone.pinned_bytes == pytest.approx(20e6 * 14, rel=0.01)
+    assert shared.pinned_bytes == pytest.approx(alone.pinned_bytes / 4, rel=0.01)
+    assert shared.device_bytes == pytest.approx(alone.device_bytes, rel=0.01) and alone.device_bytes > 0
+
+
+def test_the_largest_model_fits_and_more_memory_gives_a_larger_one():
+    config = Config(precision=Precision.BF16)
+    sizes = []
+    for memory in (1 << 30, 2 << 30):
+        found = largest_model(MachineSpec(host_memory_bytes=memory), config, Batch(1, 32), vocabulary=1000)
+        assert found.fits and found.memory is not None and found.memory.host_bytes <= memory
+        sizes.append(found.subject.num_parameters)
+    assert 1.5 * sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "say the model"),
+        (["--parameters", "7B"], "--layers"),
+        (["--config", "a", "--largest"], "different ways"),
+        (["--config", "/nonexistent"], "config"),
+        ([*SMALL, "--machine", "/nonexistent.json"], "nonexistent.json"),
+        ([*SMALL, "--measure", "/nonexistent"], "nonexistent"),
+        ([*SMALL, "--machine", "a", "--measure", "b"], "--measure"),
+        (["--zero-infinity", "--plot-efficiency", "curve.txt"], "--plot-efficiency"),
+    ],
+)
+def test_mistakes_are_named(arguments, named, capsys):
+    assert main(arguments) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--layers", "0"], ["--batch", "-1"], ["--host-budget", "lots"]])
+def test_mistakes_in_numbers(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([*SMALL, *arguments])
+    assert exit_.value.code == 2 and arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"nodes": 0}, "nodes"),
+        ({"devices_per_node": -1}, "devices_per_node"),
+        ({"flops_per_s": 0}, "flops_per_s"),
+        ({"nvme_read_bytes_per_s": "fast"}, "nvme_read_bytes_per_s"),
+        ({"host_memory_bytes": "16 Gigs"}, "host_memory_bytes"),
+        ({"gpu_memory": 5}, "gpu_memory"),
+    ],
+)
+def test_a_machine_file_that_makes_no_sense(tmp_path, changes, named):
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(MACHINE | changes))
+    with pytest.raises(ConfigError, match=named):
+        read_machine(file)
+
+
+def test_the_tools_run(machine_file):
+    for arguments in (
+        ["estimate_memory.py", "--zero-infinity"],
+        ["estimate_model_states.py", "--total-params", "1e7", "--largest-layer-params", "1e6"],
+    ):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tools" / arguments[0]), *arguments[1:]],
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        )
+        assert done.returncode == 0 and "ZeRO-" in done.stdout, done.stderr
+
+
+def test_efficiency_is_the_papers_formula():
+    assert arithmetic_intensity(Moved.PARAMETERS, 1024) == 1024
+    assert arithmetic_intensity(Moved.OPTIMIZER, 1024) == 256
+    assert arithmetic_intensity(Moved.ACTIVATIONS, 1024, hidden=2048, interval=2) == 24 * 2048 * 2
+    for share in (0.1, 0.5, 0.9):
+        assert efficiency(1024, bandwidth_for(share, 1024, 7e13), 7e13) == pytest.approx(share)
+    with pytest.raises(ConfigError, match="tokens"):
+        arithmetic_intensity(Moved.PARAMETERS, 0)
+
+
+def test_the_published_results_come_out_of_the_formulas():
+    largest = compare_largest()
+    assert [row.what for row in largest] == [strategy.name for strategy in STRATEGIES]
+    assert all(abs(row.deviation) < 0.2 for row in largest)
+    tiers = {row.what: row.note for row in largest}
+    assert tiers["ZeRO-Infinity, NVMe"].endswith("nvme") and tiers["ZeRO-Infinity, CPU"].endswith("host")
+    exact = {row.what: row.deviation for row in compare_bandwidths()}
+    assert abs(exact["parameters and gradients, 50 %, batch 1"]) < 0.05
+    assert DGX2.device_total_bytes == 512e9
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_pictures(tmp_path, machine_file):
+    curve, budget = tmp_path / "curve.png", tmp_path / "budget.svg"
+    arguments = [*SMALL, "--machine", machine_file, "--plot-efficiency", str(curve), "--plot-budget", str(budget)]
+    assert main(arguments) == 0
+    assert curve.stat().st_size > 10_000 and budget.stat().st_size > 1_000

@@ -1,0 +1,151 @@
+"""What is estimated: modules, configurations, numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepoffload.errors import ConfigError, UsageError
+from deepoffload.estimate import Batch, from_config, from_counts, from_module
+from deepoffload.estimate.dry_run import dry_run
+from tests.support.models import TinyGPT
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 32}
+
+
+def written(path: Path, settings: Any) -> Path:
+    path.write_text(json.dumps(settings))
+    return path
+
+
+@pytest.mark.parametrize("settings", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_a_config_by_transformers_and_by_its_sizes_is_about_the_same(tmp_path, settings):
+    file = written(tmp_path / "config.json", settings)
+    built, counted = from_config(file), from_config(tmp_path, arithmetic=True)
+    assert "transformers" in built.source and "sizes" in counted.source
+    assert built.num_parameters == pytest.approx(counted.num_parameters, rel=0.02)
+    assert all(param.is_meta for param in built.module.parameters())
+
+
+@pytest.mark.parametrize("settings", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("arithmetic", [False, True])
+def test_activations_of_a_config(tmp_path, settings, arithmetic):
+    file = written(tmp_path / "config.json", settings)
+    plain = from_config(file, Batch(2, 16), arithmetic=arithmetic)
+    saving = from_config(file, Batch(2, 16), arithmetic=arithmetic, checkpointing=True)
+    whole, less = (dry_run(s.module, s.loss_of, dtype=torch.bfloat16) for s in (plain, saving))
+    assert less.saved_bytes < whole.saved_bytes
+    assert less.recomputes is False or less.flops > whole.flops
+    assert whole.peak_bytes >= whole.saved_bytes >= whole.head_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"hidden_size": 64, "vocab_size": 8}, "num_hidden_layers"),
+        ({"num_hidden_layers": 2, "vocab_size": 8}, "hidden_size"),
+        ({"num_hidden_layers": 2, "hidden_size": 64}, "vocab_size"),
+        ({"num_hidden_layers": 0, "hidden_size": 64, "vocab_size": 8}, "num_hidden_layers"),
+        ({"num_hidden_layers": 2, "hidden_size": "big", "vocab_size": 8}, "hidden_size"),
+        ([1, 2], "list"),
+        ({**LLAMA, "num_attention_heads": "four"}, "llama"),
+    ],
+)
+def test_a_config_that_lacks_something_names_it(tmp_path, settings, named):
+    with pytest.raises(ConfigError, match=named):
+        from_config(written(tmp_path / "config.json", settings))
+
+
+def test_a_config_that_is_not_there_or_no_json(tmp_path):
+    with pytest.raises(ConfigError, match="config.json"):
+        from_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        from_config(tmp_path)
+
+
+def test_counts_give_a_decoder_of_that_size():
+    subject = from_counts(125_000_000, 12, 768)
+    assert subject.num_parameters == pytest.approx(125e6, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((0, 1, 1), "parameters"),
+        ((10**6, -1, 64), "layers"),
+        ((10**6, 1, 0), "hidden"),
+        ((10**6, 100, 4096), "too few"),
+    ],
+)
+def test_counts_that_make_no_sense(arguments, named):
+    with pytest.raises(ConfigError, match=named):
+        from_counts(*arguments)
+
+
+def test_a_live_module_is_left_as_it_is():
+    model = TinyGPT(checkpointing=False)
+    before = {name: (id(param), param.clone()) for name, param in model.named_parameters()}
+    run = dry_run(model, lambda call: call(torch.zeros(2, 16).long()).sum(), windows=list(model.blocks))
+    assert run.recomputes and run.peak_bytes > 0
+    for name, param in model.named_parameters():
+        identity, values = before[name]
+        assert id(param) == identity and torch.equal(param, values) and param.grad is None
+    assert not model.blocks[0]._forward_hooks and not model.blocks[0]._forward_pre_hooks
+
+
+def test_saved_bytes_are_those_that_autograd_keeps():
+    """Against torch's own account of a real run."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+    kept: dict[int, int] = {}
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.randn(8, 32)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(x).sum()
+    run = dry_run(model, lambda call: call(torch.zeros(8, 32)).sum())
+    assert run.saved_bytes == sum(kept.values()) + loss.nbytes
+    assert run.flops == 2 * 8 * (32 * 64 + 64 * 16) * 3 - 2 * 8 * 32 * 64  # nothing goes back into the input
+
+
+def test_a_model_that_looks_at_values_is_refused_with_a_way_out():
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight.sum() if x.sum().item() > 0 else self.weight.mean()
+
+    with pytest.raises(UsageError, match="shapes alone"):
+        dry_run(Looks(), lambda call: call(torch.zeros(3)))
+    with pytest.raises(UsageError, match="loss"):
+        dry_run(nn.Linear(3, 3), lambda call: None)
+
+
+def test_what_is_no_module():
+    with pytest.raises(ConfigError, match="nn.Module"):
+        from_module("gpt2")  # type: ignore[arg-type]

@@ -1,0 +1,181 @@
+"""The planner in simulated time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepoffload.errors import BudgetError
+from deepoffload.schedule import Bandwidths, BlockSpec, Kind, StepOverlap, Traffic, Workload, plan_placement
+from deepoffload.schedule.clock import Disk, Phase, StepTimes, TimedRun, TimedUse, steady_step
+from deepoffload.schedule.simulate import Simulation, step_uses
+
+RATES = Bandwidths(100.0, 50.0, 120.0, 1e9)
+SHARED = Bandwidths(100.0, 100.0, 100.0, 1e9)
+
+
+def test_the_disk_does_one_thing_after_the_other_in_a_direction():
+    disk = Disk(RATES)
+    disk.read(1, 100, urgent=False)
+    disk.read(2, 100, urgent=False)
+    disk.wait_for(1)
+    assert disk.now == pytest.approx(1.0)
+    disk.wait_for(2)
+    assert disk.now == pytest.approx(2.0) == disk.busy_s
+    disk.write(3, 100)
+    disk.wait_for(3)
+    assert disk.now == pytest.approx(4.0)
+    assert disk.collect() == [1, 2, 3] and disk.collect() == []
+
+
+def test_both_directions_share_what_the_disk_has():
+    disk = Disk(RATES)
+    disk.read(1, 60, urgent=False)
+    disk.write(2, 120)
+    disk.wait_for(1)
+    assert disk.now == pytest.approx(1.0)  # at half of 120
+    disk.wait_for(2)
+    assert disk.now == pytest.approx(1.0 + 60 / 50)  # the rest alone
+
+
+def test_an_urgent_read_is_first_and_time_goes_by_without_work():
+    disk = Disk(RATES)
+    disk.advance(5.0)
+    assert (disk.now, disk.busy_s) == (5.0, 0.0)
+    disk.read(1, 100, urgent=False)
+    disk.read(2, 100, urgent=True)
+    disk.wait_for(2)
+    assert disk.now == pytest.approx(6.0)
+    disk.advance(6.5)
+    assert disk.collect() == [2]
+    disk.advance(10.0)
+    assert disk.collect() == [1] and disk.busy_s == pytest.approx(2.0)
+
+
+def chain(units: int, pieces: int = 2, nbytes: int = 40) -> list[BlockSpec]:
+    blocks: list[BlockSpec] = []
+    for unit in range(units):
+        kinds = [Kind.WEIGHT, Kind.GRADIENT, *[Kind.STATE] * pieces]
+        for kind in kinds:
+            blocks.append(BlockSpec(len(blocks), f"{unit}.{kind.value}", kind, nbytes, unit))
+    return blocks
+
+
+def timed(blocks: Sequence[BlockSpec], workload: Workload, seconds: float) -> list[TimedUse]:
+    return [TimedUse(use, Phase.FORWARD, seconds) for use in step_uses(blocks, workload)]
+
+
+def played(
+    blocks: Sequence[BlockSpec], workload: Workload, seconds: float, capacity: int, rates: Bandwidths
+) -> tuple[StepTimes, TimedRun, int]:
+    placement = plan_placement(
+        blocks,
+        capacity_bytes=capacity,
+        nvme_capacity_bytes=1 << 30,
+        event_weight_bytes=max(b.nbytes for b in blocks),
+        bandwidths=rates,
+        workload=workload,
+        ring_pieces=2,
+    )
+    sizes = {block.id: block.nbytes for block in blocks}
+
+    def make() -> TimedRun:
+        return TimedRun(
+            sizes,
+            sizes,
+            capacity,
+            rates,
+            lookahead_bytes=placement.lookahead_bytes,
+            static=placement.resident,
+            empty=[b.id for b in blocks if b.kind is Kind.GRADIENT],
+        )
+
+    times, run = steady_step(make, timed(blocks, workload, seconds))
+    return times, run, len(placement.resident)
+
+
+@pytest.mark.parametrize("overlap", [StepOverlap.NONE, StepOverlap.DEFERRED])
+def test_with_room_for_all_a_step_is_its_computing(overlap):
+    blocks = chain(5)
+    workload = Workload(2, overlap)
+    times, run, resident = played(blocks, workload, 0.25, 10_000, RATES)
+    assert resident == len(blocks)
+    assert times.seconds == pytest.approx(0.25 * len(step_uses(blocks, workload)))
+    assert (times.wait_s, times.busy_s, times.read_bytes, run.ever_written) == (0, 0, 0, set())
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(3, 8),
+    st.integers(1, 3),
+    st.sampled_from([StepOverlap.NONE, StepOverlap.DEFERRED]),
+    st.floats(0.0, 3.0),
+    st.integers(280, 900),
+)
+def test_no_step_beats_its_bounds_and_none_is_slower_than_one_after_the_other(units, k, overlap, seconds, capacity):
+    blocks, workload = chain(units), Workload(k, overlap)
+    times, _, _ = played(blocks, workload, seconds, capacity, SHARED)
+    computing = seconds * len(step_uses(blocks, workload))
+    moving = SHARED.serial_seconds(Traffic(times.read_bytes, times.written_bytes))
+    # A transfer may begin in one step and end in the next: over two steps, by no more than what the memory holds.
+    slack = capacity / SHARED.read_bytes_per_s
+    assert times.seconds >= computing - 1e-6
+    assert times.seconds >= moving - slack
+    assert times.seconds <= computing + moving + slack
+    assert times.seconds == pytest.approx(computing + times.wait_s)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(3, 8), st.floats(0.1, 2.0), st.integers(280, 900))
+def test_a_faster_disk_and_a_deferred_update_never_take_longer_by_much(units, seconds, capacity):
+    blocks = chain(units)
+    slow, _, _ = played(blocks, Workload(1, StepOverlap.DEFERRED), seconds, capacity, SHARED)
+    fast, _, _ = played(blocks, Workload(1, StepOverlap.DEFERRED), seconds, capacity, Bandwidths(1e6, 1e6, 1e6, 1e9))
+    assert fast.seconds <= slow.seconds + 1e-3
+    assert fast.seconds == pytest.approx(seconds * len(step_uses(blocks, Workload(1, StepOverlap.DEFERRED))), rel=0.01)
+
+
+@pytest.mark.parametrize("overlap", [StepOverlap.NONE, StepOverlap.DEFERRED])
+def test_where_transfers_take_no_time_it_moves_what_the_counting_simulation_moves(overlap):
+    """Two simulations of the same planner, written apart."""
+    blocks, workload, capacity = chain(6), Workload(1, overlap), 320
+    times, _, _ = played(blocks, workload, 1.0, capacity, Bandwidths(1e12, 1e12, 1e12, 1e9))
+    sizes = {block.id: block.nbytes for block in blocks}
+    gradients = [b.id for b in blocks if b.kind is Kind.GRADIENT]
+    placement = plan_placement(
+        blocks,
+        capacity_bytes=capacity,
+        nvme_capacity_bytes=1 << 30,
+        event_weight_bytes=40,
+        bandwidths=SHARED,
+        workload=workload,
+        ring_pieces=2,
+    )
+    counting = Simulation(
+        sizes,
+        capacity,
+        lookahead_bytes=placement.lookahead_bytes,
+        static=placement.resident,
+        empty=gradients,
+        write_behind=True,
+    )
+    for _ in range(3):
+        before = counting.counts.read_bytes, counting.counts.written_bytes
+        for use in step_uses(blocks, workload):
+            counting.use(use)
+        counting.end_of_step()
+    read = counting.counts.read_bytes - before[0]
+    written = counting.counts.written_bytes - before[1]
+    assert times.read_bytes == pytest.approx(read, rel=0.15)
+    assert times.written_bytes == pytest.approx(written, rel=0.15)
+
+
+def test_what_one_event_needs_must_fit():
+    blocks = chain(2)
+    sizes = {block.id: block.nbytes for block in blocks}
+    run = TimedRun(sizes, sizes, 60, SHARED, lookahead_bytes=60)
+    with pytest.raises(BudgetError, match="60 bytes"):
+        run.step(timed(blocks, Workload(), 1.0))
