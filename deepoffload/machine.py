@@ -7,6 +7,7 @@ container's limits count, not the host's: cgroup v2 (https://docs.kernel.org/adm
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import shutil
@@ -18,6 +19,17 @@ from deepoffload.errors import ConfigError
 
 _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 writes a limit near 2**63 where there is none."""
+
+
+def return_free_memory() -> None:
+    """Have the C library give memory that was freed back to the system, where it can (glibc's ``malloc_trim(3)``).
+
+    glibc keeps what was freed below something that is still in use. After a model was built tensor by tensor that is
+    as much as the largest of them, several times over.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @dataclass(frozen=True)

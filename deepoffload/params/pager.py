@@ -200,11 +200,15 @@ class Pager:
         """Make the optimizer step that a unit may still have to make. Every use of its weights begins with this."""
         if unit is not None and unit.pending is not None and self.closed_because is None:
             with self.lock:
-                unit.pending.apply(unit)
+                alive = [handle.tensor for handle in unit.handles]  # held, so that the unit is not buried meanwhile
+                if any(tensor is not None for tensor in alive):
+                    unit.pending.apply(unit)
+                else:
+                    unit.pending = None
 
     def catch_up_all(self) -> None:
         """Make what is left of every optimizer step."""
-        for unit in self.units:
+        for unit in list(self.units):
             self.catch_up(unit)
 
     def use_forward(self, units: list[Unit]) -> None:
@@ -300,6 +304,7 @@ class Pager:
             static=self.static,
             is_empty=tiers.is_empty,
             reserve_bytes=self.reserve_bytes,
+            aside_bytes=sum(tiers.room_bytes(b) for b in in_use if tiers.is_empty(b) or tiers.is_away(b)),
         )
         for move in moves:
             block = tiers.block(move.block)

@@ -144,6 +144,7 @@ class Engine:
                 self.gradients.track(handle)
         self._windows = [Window(self.pager, module, name) for name, module in plan.windows]
         self._watches = [RootWatch(root, self.refresh) for root in roots]
+        machine.return_free_memory()  # what construction used and freed
         log.info("placement\n%s", plan.placement.table())
 
     def _plan(self, roots: Sequence[nn.Module], handles: list[ParamHandle], capacity_bytes: int) -> ModelPlan:

@@ -60,8 +60,8 @@ class Placement:
 
     ``resident``: blocks that never leave memory. ``paged``: blocks with a home on NVMe, of ``nvme_bytes`` in all, which
     share ``dynamic_bytes`` of memory (at least ``window.nbytes``).
-    ``lookahead_bytes``: how far ahead to fetch (``plan_prefetch``): three quarters of ``dynamic_bytes``, so that there
-    is room for what was used and is being written, but never less than the least window.
+    ``lookahead_bytes``: how far ahead to fetch (``plan_prefetch``): ``dynamic_bytes`` and the memory of resident
+    gradients, which is free until they land.
     ``reserve_bytes``: room that prefetches leave for gradients that are still to land: of three units at most.
     ``minimum_bytes``: the smallest capacity with which this model runs.
     ``traffic``, ``disk_seconds``: expected per optimizer step.
@@ -121,8 +121,8 @@ def plan_placement(
 
     If everything fits, everything is resident and nothing is ever written. Otherwise the window is reserved first, as
     large as there is room for, and what is left goes to the blocks that save most seconds per byte. Equal worth:
-    weights before gradients before state, then the order given. Raises ``PlacementError``, with the table, when the
-    least window does not fit or NVMe is missing or too small.
+    weights before gradients before state, then spread evenly over the order given. Raises ``PlacementError``, with the
+    table, when the least window does not fit or NVMe is missing or too small.
     """
     problem = _Problem(blocks, event_weight_bytes, bandwidths, workload, num_parameters, keep, set_up_bytes)
     total_bytes = sum(block.nbytes for block in problem.blocks)
@@ -192,9 +192,13 @@ class _Problem:
         prices = bandwidths.prices(sum(self._traffic.values(), Traffic()))
         self._worth = {block: seconds_saved(traffic, prices) for block, traffic in per_byte.items()}
         kind_rank = {kind: rank for rank, kind in enumerate(_KINDS)}
-        self._ranked = sorted(
-            self.blocks, key=lambda block: (block.id not in keep, -self._worth[block.id], kind_rank[block.kind])
-        )
+        ranked: list[tuple[tuple[bool, float, int, float], BlockSpec]] = []
+        for kind in _KINDS:
+            of_kind = [block for block in self.blocks if block.kind is kind]
+            for number, block in enumerate(of_kind):
+                key = (block.id not in keep, -self._worth[block.id], kind_rank[kind], _spread(number))
+                ranked.append((key, block))
+        self._ranked = [block for _, block in sorted(ranked, key=lambda entry: entry[0])]
         self._prefix_bytes = list(accumulate((block.nbytes for block in self._ranked), initial=0))
         self._suffix_needs = _suffix_needs(self._ranked)
         working_bytes = min(
@@ -260,7 +264,8 @@ class _Problem:
             nvme_capacity_bytes=nvme_capacity_bytes,
             resident_bytes=resident_bytes,
             dynamic_bytes=dynamic_bytes,
-            lookahead_bytes=min(dynamic_bytes, max(dynamic_bytes * 3 // 4, self.window(paged, 2, True).nbytes)),
+            lookahead_bytes=dynamic_bytes
+            + sum(block.nbytes for block in self.blocks if block.id in resident and block.kind is Kind.GRADIENT),
             reserve_bytes=min(dynamic_bytes // 4, 3 * window.gradient_bytes),
             nvme_bytes=sum(block.nbytes for block in paged),
             minimum_bytes=self.minimum_bytes,
@@ -296,6 +301,18 @@ class _Problem:
             written_bytes=moved.written_bytes,
             reason=reason,
         )
+
+
+def _spread(number: int) -> float:
+    """Numbers in the order of these values are spread evenly, however many of them are taken. Then what stays on NVMe
+    is needed in an even stream. (The radical inverse in base 2: J. G. van der Corput, "Verteilungsfunktionen", 1935.)
+    """
+    value, digit = 0.0, 0.5
+    while number:
+        value += digit * (number & 1)
+        number >>= 1
+        digit /= 2
+    return value
 
 
 def _window_row(window: Window, dynamic_bytes: int) -> Row:

@@ -64,6 +64,7 @@ def plan_prefetch(
     static: Container[int] = frozenset(),
     is_empty: Callable[[int], bool] = lambda block: False,
     reserve_bytes: int = 0,
+    aside_bytes: int = 0,
     cost: Callable[[int], float] | None = None,
     scan_limit: int = 256,
 ) -> list[Move]:
@@ -78,8 +79,9 @@ def plan_prefetch(
         count against what is needed now.
     static: blocks that are always in memory; skipped, and not counted in the window.
     is_empty: whether a block has no bytes anywhere (a gradient before it lands). It is never fetched and not counted in
-        the window; but its memory has to be there when it comes, so room for such blocks, at most ``reserve_bytes`` of
-        them, is left before anything used later is fetched.
+        the window; but its memory has to be there when it comes, so room for such blocks is left before anything used
+        later is fetched: for all of them that are ``static``, and for ``reserve_bytes`` of others.
+    aside_bytes: room to leave before anything is fetched: what the running event is about to take.
     cost: of evicting a block, for ties; see ``choose_victim``.
 
     A block is evicted only for one that is used strictly sooner. The plan ends at the first block for which no room can
@@ -89,14 +91,17 @@ def plan_prefetch(
     seen: set[int] = set()
     victims: _Victims | None = None
     window_bytes = 0
-    aside_bytes = 0
+    others_aside_bytes = 0
     for distance, block in islice(upcoming, scan_limit):
-        if block in seen or block in static:
+        if block in seen:
             continue
         seen.add(block)
+        if block in static:
+            aside_bytes += nbytes(block) if is_empty(block) else 0
+            continue
         size = nbytes(block)
         if is_empty(block):
-            aside_bytes = min(aside_bytes + size, reserve_bytes)
+            others_aside_bytes = min(others_aside_bytes + size, reserve_bytes)
             continue
         window_bytes += size
         if window_bytes > lookahead_bytes:
@@ -105,10 +110,11 @@ def plan_prefetch(
             if victims is not None and block in victims.taken:
                 break  # given up for a nearer one: memory ends here
             continue
-        if size + aside_bytes > free_bytes:
+        lacking_bytes = size + aside_bytes + others_aside_bytes - free_bytes
+        if lacking_bytes > 0:
             if victims is None:
                 victims = _Victims(evictable, next_use, nbytes, cost)
-            chosen = victims.take(size + aside_bytes - free_bytes, distance)
+            chosen = victims.take(lacking_bytes, distance)
             if not chosen:
                 break
             moves.extend(Move(MoveKind.EVICT, victim) for victim in chosen)

@@ -160,7 +160,7 @@ def at_phase(phase: str, send: Callable[[], None]) -> None:
         sys.setprofile(None)
         del model
         return
-    training = Training()
+    training = Training(step_overlap="none")
     training.run(2)
     if phase == "step":
         training.loss().backward()
@@ -368,7 +368,7 @@ def interrupted_updates(samples: str) -> None:
     torn, updated, leases = [], [], []
     total = 0
     for index in range(-1, int(samples)):
-        training = Training()
+        training = Training(step_overlap="none")
         training.run(1)
         before = weights(training)
         training.loss().backward()
