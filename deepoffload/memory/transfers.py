@@ -1,0 +1,146 @@
+"""The transfers of blocks: started, waited for, and their results taken.
+
+On failure nothing is lost: the copy that was right stays right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from deepoffload.errors import IoFailure
+from deepoffload.io.swap_space import SwapSpace
+from deepoffload.memory.block import Block, BlockState
+from deepoffload.memory.lock import SHIELD
+from deepoffload.timeline import Lane, Timeline
+
+TRANSFER_LIMIT_S = 300.0
+"""How long one transfer may take before the wait for it is given up with an error that names it."""
+
+
+@dataclass
+class TierCounters:
+    """Running totals of one tier manager.
+
+    faults: reads that were waited for at a use that no plan had foreseen. waits: foreseen uses whose read was not
+    done in time. wait_s: seconds spent waiting for transfers of any kind.
+    """
+
+    faults: int = 0
+    waits: int = 0
+    wait_s: float = 0.0
+    prefetches: int = 0
+    evictions: int = 0
+    compactions: int = 0
+
+
+class Transfers:
+    """Every block that is ``READING`` or ``WRITING``, and nothing else. Called under the memory's lock.
+
+    Args:
+        free_memory: takes the memory of a block away whose read has failed.
+    """
+
+    def __init__(
+        self,
+        space: SwapSpace | None,
+        counters: TierCounters,
+        free_memory: Callable[[Block], None],
+        timeline: Timeline | None,
+    ) -> None:
+        self._space = space
+        self._counters = counters
+        self._free_memory = free_memory
+        self._timeline = timeline
+        self._in_flight: dict[int, Block] = {}
+
+    def in_flight(self) -> list[Block]:
+        """Blocks on their way, the oldest first."""
+        return list(self._in_flight.values())
+
+    def done(self) -> list[Block]:
+        """Those of them whose transfer has ended, well or badly."""
+        return [b for b in self._in_flight.values() if b.ticket is not None and b.ticket.done()]
+
+    def start_read(self, block: Block, address: int, *, urgent: bool) -> None:
+        """Begin to fill ``block.nbytes`` bytes at ``address`` from its extent."""
+        if self._space is None or block.extent is None:
+            raise RuntimeError(f"block {block.name} is on NVMe without an extent")
+        block.to(BlockState.READING)
+        try:
+            block.ticket = self._space.read(block.extent, address, urgent=urgent)
+        except BaseException:
+            block.to(BlockState.ON_NVME)
+            self._free_memory(block)
+            raise
+        self._in_flight[block.id] = block
+
+    def start_write(self, block: Block, address: int) -> None:
+        """Begin to write the bytes at ``address`` to its extent."""
+        if self._space is None:
+            raise RuntimeError("there is no swap space")
+        if block.extent is None:
+            block.extent = self._space.allocate(block.nbytes)
+        block.to(BlockState.WRITING)
+        try:
+            block.ticket = self._space.write(block.extent, address)
+        except BaseException:
+            block.to(BlockState.DIRTY)
+            raise
+        self._in_flight[block.id] = block
+
+    def settle_all(self, blocks: Iterable[Block]) -> None:
+        """Take the results of several; raises the first :class:`IoFailure` when all are taken."""
+        failure: IoFailure | None = None
+        for block in blocks:
+            try:
+                self.settle(block)
+            except IoFailure as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def settle(self, block: Block, *, interruptible: bool = True) -> None:
+        """Wait for a block's transfer and take its result.
+
+        Ctrl-C may end an ``interruptible`` wait; the transfer then is still in flight, as the books say.
+        """
+        ticket = block.ticket
+        if ticket is None:
+            raise RuntimeError(f"block {block.name} has no transfer in flight")
+        reading = block.state is BlockState.READING
+        if not ticket.done():
+            self._wait(block, reading, interruptible)
+        del self._in_flight[block.id]
+        block.ticket = None
+        try:
+            ticket.wait(0.0)
+        except IoFailure as failure:
+            if reading:
+                block.to(BlockState.ON_NVME)
+                self._free_memory(block)
+            else:
+                block.to(BlockState.DIRTY)
+            raise IoFailure.about(block.name, failure) from failure
+        block.to(BlockState.CLEAN)
+        if self._timeline is not None:
+            lane = Lane.READ if reading else Lane.WRITE
+            self._timeline.add(lane, block.name, ticket.started_s, ticket.finished_s, block.nbytes)
+
+    def _wait(self, block: Block, reading: bool, interruptible: bool) -> None:
+        if block.ticket is None:
+            return
+        begin_s = time.perf_counter()
+        try:
+            if interruptible:
+                SHIELD.outside(block.ticket.wait, TRANSFER_LIMIT_S)
+            else:
+                block.ticket.wait(TRANSFER_LIMIT_S)
+        except IoFailure:
+            pass  # taken by the caller, when the books are right
+        end_s = time.perf_counter()
+        self._counters.wait_s += end_s - begin_s
+        if self._timeline is not None:
+            what = f"{'read' if reading else 'write'} {block.kind.name.lower()}: {block.name}"
+            self._timeline.add(Lane.WAIT, what, begin_s, end_s)
