@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
@@ -87,7 +86,6 @@ def main() -> None:
     side = importlib.import_module(MODULES[spec["side"]])
     started = time.perf_counter()
     trainer: Trainer = side.make(SHAPES[work["size"]], work, spec["settings"], spec["path"])
-    ctypes.CDLL(None).malloc_trim(0)  # peaks are those of training: what initialisation freed is given back first
     print(json.dumps({"ready_s": time.perf_counter() - started, "stats": trainer.stats()}), file=lines)
     quiet = 0
     for number in range(work["warmup"] + work["steps_max"]):
