@@ -26,20 +26,18 @@ from deepoffload.memory.arena import Arena
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim.gradients import Gradients
+from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.window import RootWatch, Window
 from deepoffload.runtime.construct import Assembly, adopt, adoptable, convert_buffers, refuse_meta
-from deepoffload.runtime.plan import DTYPES, PIECES_PER_BUDGET, UNITS_PER_BUDGET, ModelPlan, plan_model
+from deepoffload.runtime.plan import DTYPES, PIECES_PER_BUDGET, UNITS_PER_BUDGET, ModelPlan, enough_capacity, plan_model
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import Bandwidths, Kind
 from deepoffload.schedule.placement import Placement
 from deepoffload.timeline import Summary, Timeline
 
 log = logging.getLogger("deepoffload")
-
-PLANS_MAX = 20
-"""How often a plan is made again to find a budget that is enough."""
 
 NO_DISK = Bandwidths(2e9, 2e9, 2e9, 2e10)
 """Stands where there is no NVMe path: nothing is moved, so any rate gives the same placement."""
@@ -81,6 +79,8 @@ class Engine:
         )
         self.pager.engine = self
         self.gradients = Gradients(self.pager)
+        if config.step_overlap is StepOverlap.IN_BACKWARD:
+            self.gradients.early = EarlyUpdates()
         self._exit = weakref.finalize(self, _close_at_exit, self._io, self._space, os.getpid())
         SHIELD.engage()
         os.register_at_fork(after_in_child=partial(_forked, weakref.ref(self)))
@@ -163,16 +163,16 @@ class Engine:
         self, error: PlacementError, roots: Sequence[nn.Module], handles: list[ParamHandle]
     ) -> PlacementError:
         """The same error, naming a budget that is enough also for the larger pieces that it brings with it."""
-        enough = error.enough_bytes
-        for _ in range(PLANS_MAX if enough is not None else 0):
+
+        def attempt(capacity_bytes: int) -> None:
             self.pager.units.clear()
-            try:
-                self._plan(roots, handles, enough or 0)
-                break
-            except PlacementError as larger:
-                if larger.enough_bytes is None:
-                    return error  # with more memory, NVMe still is too small
-                enough = larger.enough_bytes
+            self._plan(roots, handles, capacity_bytes)
+
+        if error.enough_bytes is None:
+            return error
+        enough = enough_capacity(attempt, error.enough_bytes)
+        if enough is None:
+            return error  # with more memory, NVMe still is too small
         named = f"to at least {error.enough_bytes} bytes"
         return PlacementError(str(error).replace(named, f"to at least {enough} bytes"), enough)
 

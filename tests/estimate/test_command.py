@@ -79,6 +79,7 @@ def test_ranks_share_the_model_and_a_device_takes_the_activations():
     assert shared.device_bytes == pytest.approx(alone.device_bytes, rel=0.01) and alone.device_bytes > 0
 
 
+@pytest.mark.slow
 def test_the_largest_model_fits_and_more_memory_gives_a_larger_one():
     config = Config(precision=Precision.BF16)
     sizes = []
