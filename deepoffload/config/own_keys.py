@@ -34,7 +34,7 @@ OWN_KEYS = (
         "step_overlap",
         choice({member.value: member for member in StepOverlap}),
         "When the update runs. `deferred`: a unit is updated right before its next use; `none`: inside `step()`. "
-        "`in_backward` is not in this version.",
+        "`in_backward`: as soon as a unit's last gradient landed, without clipping.",
         StepOverlap.DEFERRED,
     ),
     _own("prefetch", boolean(), "Fetch units before they are used. `false` is the serial reference.", True),

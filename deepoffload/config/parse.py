@@ -17,7 +17,6 @@ from deepoffload.config.schema import (
     OptimizerConfig,
     Precision,
     SchedulerConfig,
-    StepOverlap,
 )
 from deepoffload.config.source import read_source
 from deepoffload.device import Tier
@@ -192,11 +191,6 @@ def _check_together(config: Config, fields: dict[str, Any], where: str) -> None:
                 f"in the dtype of the weights, and precision is {shown(config.precision)}; set precision (or "
                 "bf16.enabled) to the same dtype, or leave this out"
             )
-    if config.step_overlap is StepOverlap.IN_BACKWARD:
-        raise ConfigError(
-            f"{where}step_overlap = {config.step_overlap.value!r}: not in this version; leave it out ('deferred', with "
-            "the same bits)"
-        )
     for name in ("offload_param", "offload_optimizer"):
         if getattr(config, name) is Tier.NVME and not config.nvme_path:
             raise ConfigError(f"{where}{name} is nvme, but there is no nvme_path; say which directory to swap to")

@@ -20,6 +20,7 @@ from torch import Tensor
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim import checks
 from deepoffload.optim.gradients import Gradients
+from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.optim.ordinary import OrdinaryUpdate, check_ordinary, plain_state, sum_of_squares
 from deepoffload.optim.paged_state import read_state, write_state
 from deepoffload.optim.rule import Hyper, Job, Rule
@@ -108,6 +109,20 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         except (ValueError, UnsupportedError):
             self.param_groups.pop()
             raise
+        for param in self.param_groups[-1]["params"]:
+            handle = _handle_of(param)
+            early = _early(handle.pager) if handle is not None else None
+            if handle is not None and early is not None:
+                self._refuse_early()
+                early.own(handle, self)
+
+    def _refuse_early(self) -> None:
+        if self.max_grad_norm is not None or self.skip_non_finite:
+            what = "max_grad_norm clips" if self.max_grad_norm is not None else "skip_non_finite looks at"
+            raise UsageError(
+                f"{what} all gradients together, and with step_overlap='in_backward' each is used and dropped as soon "
+                "as it is there; use step_overlap='deferred'"
+            )
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         self._check_settings(group)
@@ -156,9 +171,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             UnsupportedError: a sparse gradient, or an element type that the kernels do not take.
             UsageError: another optimizer has taken over a paged parameter. Nothing has been changed in any of these.
             IoFailure: a transfer failed on the way. What was not updated yet will be when it is used next, or by
-            another
-                call of ``step()``, which then goes on with this step and does not make a second one of the same
-                gradients.
+                another call of ``step()``, which goes on with this step and makes no second one of the same gradients.
         """
         loss = None
         if closure is not None:
@@ -179,6 +192,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             pager.catch_up_all()
         if self._goes_on():
             return True
+        early = [found for found in map(_early, pagers) if found is not None]
+        if early:
+            self._refuse_early()
         self._move_into_pieces()
         work = self._work()
         grad_factor, finite = self._grad_factor(work, unscale, skip_non_finite)
@@ -194,8 +210,22 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             HostUpdate(pager, _gradients(pager), self.rule, mine, grad_factor).begin(defer=pager.defer_updates)
         for pager in pagers:
             pager.end_of_step()
+        for found in early:
+            found.end_of_step()
         self._interrupted = None
         return True
+
+    @torch.no_grad()
+    def update_early(self, handles: list[ParamHandle]) -> None:
+        """Make the step of some parameters of one unit now, inside backward."""
+        work = self._work(set(handles))
+        self._count_step(work)
+        pager = handles[0].pager
+        if isinstance(pager, Pager):
+            jobs = {handle: job for handle, (_, job) in work.paged.items()}
+            HostUpdate(pager, _gradients(pager), self.rule, jobs, 1.0).begin(defer=False)
+            for handle in jobs:
+                pager.gradients.assign(handle, None)  # type: ignore[union-attr]
 
     def _goes_on(self) -> bool:
         """Whether this call of ``step`` repeats one that failed half-way: the gradients are still the same ones. Its
@@ -207,13 +237,16 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             gradients.pager.end_of_step()
         return True
 
-    def _work(self) -> _Work:
+    def _work(self, only: set[ParamHandle] | None = None) -> _Work:
+        """Everything that has a gradient, or what of ``only`` has."""
         work = _Work({}, [])
         for group in self.param_groups:
             jobs: dict[tuple[int, bool], Job] = {}
             arrays = self._arrays(group)
             for param in group["params"]:
                 handle = _handle_of(param)
+                if only is not None and handle not in only:
+                    continue
                 if handle is not None:
                     if _gradients(handle.pager, handle.name).present(handle):
                         check_paged(handle, self.rule.name)
@@ -385,6 +418,11 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
 def _handle_of(param: Tensor) -> ParamHandle | None:
     slot = param.__dict__.get("_slot")
     return slot if isinstance(slot, ParamHandle) else None
+
+
+def _early(pager: PagerPort) -> EarlyUpdates | None:
+    gradients = pager.gradients
+    return gradients.early if isinstance(gradients, Gradients) else None
 
 
 def _gradients(pager: PagerPort, name: str = "") -> Gradients:

@@ -14,9 +14,11 @@ import time
 import torch
 from torch import Tensor
 
+from deepoffload.errors import UsageError
 from deepoffload.memory.block import Block
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
+from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.optim.state import PIECE_BYTES, make_pieces
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.pager import Pager
@@ -38,6 +40,7 @@ class Gradients:
 
     Attributes:
         piece_bytes: about the most that a piece of optimizer state may take (set when the units are made).
+        early: set where units make their step inside backward.
         changes: counts landings and assignments, so that one can see whether anything happened in between.
     """
 
@@ -46,6 +49,7 @@ class Gradients:
         self.tiers = pager.tiers
         self.piece_bytes = PIECE_BYTES
         self.changes = 0
+        self.early: EarlyUpdates | None = None
         self._in_block: dict[int, list[ParamHandle]] = {}
 
     # -- set-up ----------------------------------------------------------------------------------------------------
@@ -96,6 +100,8 @@ class Gradients:
         grad = get_grad(param)
         slot = handle.grad_slot
         self.changes += 1
+        if self.early is not None:
+            self.early.refuse_more(handle)
         self.pager.catch_up(handle.unit)
         if grad is None or slot is None or handle.grad_state is GradientState.USER:
             return  # the user's own tensor: autograd has accumulated into it, it is the truth
@@ -131,6 +137,8 @@ class Gradients:
             finally:
                 self.tiers.release(block)
             set_grad(param, None)
+            if self.early is not None:
+                self.early.landed(handle)
             if self.pager.evict_always:
                 self.pager.pump()
 
@@ -158,6 +166,11 @@ class Gradients:
         param = handle.tensor
         if param is None:
             return None
+        if self.early is not None and self.early.is_used(handle):
+            raise UsageError(
+                f"{handle.name}.grad has gone into the update already (step_overlap='in_backward'), so it cannot be "
+                "clipped, unscaled or looked at; use step_overlap='deferred'"
+            )
         raw = get_grad(param)
         if raw is not None or handle.grad_state is not GradientState.LANDED or handle.grad_slot is None:
             return raw

@@ -267,7 +267,7 @@ def _optimizer(
         said = config.optimizer
         built = _CLASSES[said.type](params, **dict(said.params))  # type: ignore[union-attr]
     if isinstance(built, HostOptimizer):
-        built.skip_non_finite = True
+        built.skip_non_finite = config.step_overlap is not StepOverlap.IN_BACKWARD  # it sees no gradient twice
         if built.max_grad_norm is None and clipping > 0:
             built.max_grad_norm = clipping
     elif isinstance(built, (torch.optim.Adam, torch.optim.AdamW)):

@@ -89,6 +89,9 @@ class TrainingEngine:
         steps = self.gradient_accumulation_steps()
         if steps > 1 and scale_wrt_gas:
             loss = (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) / steps
+        early = self.core.gradients.early
+        if early is not None:
+            early.paused = not self.is_gradient_accumulation_boundary()
         with self._timed("backward"):
             loss.backward(retain_graph=retain_graph)
         return loss

@@ -364,7 +364,7 @@ def interrupted_step(training: Training, phase: str, nth: int) -> float:
 
 
 def interrupted_updates(samples: str) -> None:
-    """Ctrl-C at many places of ``step()``: afterwards every value is as it was, or as a whole step leaves it."""
+    """Ctrl-C at many places of ``step()``: afterwards all values are as they were, or as a whole step leaves them."""
     torn, updated, leases = [], [], []
     total = 0
     for index in range(-1, int(samples)):

@@ -128,11 +128,11 @@ def test_ctrl_c_anywhere_then_on_with_the_same_bits(run_program: Run, phase: str
     assert left(done) == NOTHING
 
 
-def test_ctrl_c_anywhere_in_a_step_updates_each_value_wholly_or_not_at_all(run_program: Run) -> None:
+def test_ctrl_c_anywhere_in_a_step_leaves_no_step_or_a_whole_one(run_program: Run) -> None:
     done = program(run_program, "interrupted_updates", 16, limit_s=200)
     assert done.said["torn"] == [] and done.said["leases"] == []
-    # The interrupts were spread over the whole step.
-    assert done.said["updated"][0] == 0 and len(done.said["updated"]) > 5
+    # The interrupts were spread over the whole step; what one had left undone was made up for when it was looked at.
+    assert len(done.said["updated"]) == 2 and done.said["updated"][0] == 0
     assert left(done) == NOTHING
 
 

@@ -248,7 +248,6 @@ MISTAKES = [
     ({"aio": {"block_bytes": 4096, "block_size": 8192}}, "aio.block_bytes and aio.block_size contradict each other"),
     ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "data_types.grad_accum_dtype = 'fp32'"),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, "precision is 'keep'"),
-    ({"step_overlap": "in_backward"}, "step_overlap = 'in_backward': not in this version"),
     ({"offload_param": "nvme"}, "offload_param is nvme, but there is no nvme_path"),
     ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer is nvme, but there is no"),
     ({"nvme_budget": "1GB"}, "nvme_budget without nvme_path"),
