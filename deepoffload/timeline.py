@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import os
 import time
 from collections import deque
@@ -133,8 +134,10 @@ class Timeline:
         return list(self._spans)
 
     def summary(self, last_steps: int = 10) -> Summary:
-        """Of the last whole steps, at most ``last_steps``; each lasts from one optimizer step to the next."""
-        ends = list(self._steps)[-last_steps - 1 :]
+        """Of the last whole steps, at most ``last_steps``; each lasts from one optimizer step to the next. Steps of
+        which spans have been dropped do not count."""
+        complete_s = self._complete_from_s()
+        ends = [end_s for end_s in self._steps if end_s >= complete_s][-last_steps - 1 :]
         if len(ends) < 2:
             return Summary(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, {})
         begin_s, end_s = ends[0], ends[-1]
@@ -161,6 +164,12 @@ class Timeline:
             written_bytes=sum(span.nbytes for span in moved if span.lane is Lane.WRITE),
             waited_for=dict(sorted(waited.items(), key=lambda item: -item[1])),
         )
+
+    def _complete_from_s(self) -> float:
+        """From when on every span is kept. Those of the program are recorded when they end, and so tell the time."""
+        if len(self._spans) < (self._spans.maxlen or 0):
+            return 0.0
+        return next((span.end_s for span in self._spans if span.lane is Lane.PROGRAM), math.inf)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the trace event format of Chrome and Perfetto (open it at https://ui.perfetto.dev).
