@@ -75,6 +75,7 @@ def estimate_step(
             placement.capacity_bytes,
             bandwidths,
             lookahead_bytes=placement.lookahead_bytes,
+            reserve_bytes=placement.reserve_bytes,
             static=placement.resident,
             empty=[block.id for block in placement.blocks if block.kind is Kind.GRADIENT],
             write_behind_share=WRITE_BEHIND_SHARE,

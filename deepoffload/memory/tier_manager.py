@@ -90,6 +90,16 @@ class TierManager:
                 block.extent = None
             self._blocks.pop(block.id, None)
 
+    def keep(self, block: Block) -> None:
+        """From now on the block stays in memory once it is there, and needs no extent."""
+        with self.lock:
+            block.static = True
+            if block.extent is None or self.space is None or not block.resident:
+                return
+            self.will_change(block)  # memory alone is right from now on
+            self.space.free(block.extent)
+            block.extent = None
+
     def room_bytes(self, block_id: int) -> int:
         """What a block takes in the arena; 0 for one that was removed (an old trace may still name it)."""
         block = self._blocks.get(block_id)
@@ -127,6 +137,8 @@ class TierManager:
             try:
                 if not block.resident:
                     self._bring(block, load)
+                    if block.static and block.extent is not None:
+                        self.keep(block)  # evicted while the model was built
             except BaseException:
                 block.leases -= 1
                 raise

@@ -187,7 +187,7 @@ class Engine:
     def _pin_residents(self, placement: Placement) -> None:
         """From now on resident blocks stay. Not before: while bytes move into units, all memory is needed for that."""
         for block_id in placement.resident:
-            self.pager.tiers.block(block_id).static = True
+            self.pager.tiers.keep(self.pager.tiers.block(block_id))
         self.pager.static = placement.resident
 
     def adopt_model(self, model: nn.Module) -> None:

@@ -149,6 +149,7 @@ class TimedRun:
         bandwidths: Bandwidths,
         *,
         lookahead_bytes: int,
+        reserve_bytes: int = 0,
         static: frozenset[int] = frozenset(),
         empty: Iterable[int] = (),
         write_behind_share: float = 0.5,
@@ -159,14 +160,15 @@ class TimedRun:
         self._nbytes = nbytes
         self._disk_nbytes = disk_nbytes
         self._capacity_bytes = capacity_bytes
-        self._free_bytes = capacity_bytes - sum(nbytes[block] for block in static)
+        self._resident: set[int] = set(static).difference(empty)
+        self._free_bytes = capacity_bytes - sum(nbytes[block] for block in self._resident)
         self._lookahead_bytes = lookahead_bytes
+        self._reserve_bytes = reserve_bytes
         self._static = static
         self._write_behind_bytes = capacity_bytes * write_behind_share
         self._state = dict.fromkeys(nbytes, _State.AWAY)
+        self._state.update(dict.fromkeys(self._resident, _State.DIRTY))
         self._state.update(dict.fromkeys(empty, _State.EMPTY))
-        self._state.update(dict.fromkeys(static, _State.DIRTY))
-        self._resident: set[int] = set(static)
         self._writing: set[int] = set()
         self._stamps: dict[int, int] = {}
         self._uses = 0
@@ -218,8 +220,6 @@ class TimedRun:
         for block in use.drops:
             if self._state[block] is _State.WRITING:
                 self._settle(block)
-            if block in self._static:
-                continue
             self._state[block] = _State.EMPTY
             self._forget(block)
 
@@ -251,6 +251,9 @@ class TimedRun:
             next_use=self._next_use,
             lookahead_bytes=self._lookahead_bytes,
             static=self._static,
+            is_empty=lambda block: self._state[block] is _State.EMPTY,
+            reserve_bytes=self._reserve_bytes,
+            aside_bytes=sum(self._nbytes[b] for b in in_use if self._state[b] in (_State.EMPTY, _State.AWAY)),
         )
         for move in moves:
             if move.kind is MoveKind.EVICT:
