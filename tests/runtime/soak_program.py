@@ -126,14 +126,14 @@ def soak(budget_bytes: int, delays: str | None) -> dict[str, Any]:
     seen: list[float] = []
     memory_kib: list[int] = []
     for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 / (1 + step % 3)
         for micro in range(1 + (step % 13 == 4 and clip is not None)):
             loss = model(rows_of(2 * step + micro), order_of(step))
             nuisance()
             loss.backward()
             nuisance()
             seen.append(loss.item())
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 / (1 + step % 3)
         optimizer.step()
         nuisance()
         optimizer.zero_grad()

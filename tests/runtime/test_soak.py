@@ -19,7 +19,7 @@ GROWTH_KIB_MAX = 4 << 10
 
 
 @pytest.mark.timeout(120 + STEPS * SECONDS_PER_STEP_MAX)
-@pytest.mark.parametrize("overlap", [StepOverlap.NONE, StepOverlap.DEFERRED], ids=lambda overlap: overlap.value)
+@pytest.mark.parametrize("overlap", StepOverlap, ids=lambda overlap: overlap.value)
 def test_soak(run_program: Callable[..., Outcome], overlap: StepOverlap) -> None:
     limit_s = 60 + STEPS * SECONDS_PER_STEP_MAX
     said = run_program("soak_program", STEPS, overlap.value, limit_s=limit_s).said
