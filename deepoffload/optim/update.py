@@ -97,23 +97,29 @@ class HostUpdate:
         with ExitStack() as leases:
             blocks = self._blocks(unit)
             started = False
-            while left:
-                piece = unit.pieces[left[0]]
-                # SGD without momentum on fp32 weights has no state: its pieces stay where they are.
-                stateful = piece.kind is not StateLayout.FP32 or any(job.arrays for job in self._jobs_of(piece))
-                needed = [piece.block] if stateful else []
-                self.pager.use_update(unit, left[0], tuple(b.id for b in (*blocks, *needed)))
-                if not started:
-                    started = True
-                    self._lease(leases, blocks)
-                    unit.owner.changed()  # what the program wrote into the weights must land in the master first
-                    self.tiers.will_change(unit.weights)
-                with ExitStack() as piece_lease:
-                    self._lease(piece_lease, needed)
-                    for block in needed:
-                        self.tiers.will_change(block)
-                    self._run_piece(unit, piece, PieceView(self.tiers, piece) if needed else None)
-                    del left[0]
+            try:
+                while left:
+                    piece = unit.pieces[left[0]]
+                    # SGD without momentum on fp32 weights has no state: its pieces stay where they are.
+                    stateful = piece.kind is not StateLayout.FP32 or any(job.arrays for job in self._jobs_of(piece))
+                    needed = [piece.block] if stateful else []
+                    self.pager.use_update(unit, left[0], tuple(b.id for b in (*blocks, *needed)))
+                    if not started:
+                        self._lease(leases, blocks)
+                        unit.owner.changed()  # what the program wrote into the weights must land in the master first
+                        self.tiers.will_change(unit.weights)
+                        started = True
+                    with ExitStack() as piece_lease:
+                        self._lease(piece_lease, needed)
+                        for block in needed:
+                            self.tiers.will_change(block)
+                        self._run_piece(unit, piece, PieceView(self.tiers, piece) if needed else None)
+                        del left[0]
+            except BaseException:
+                if started:
+                    for handle in unit.handles:
+                        handle.rewritten()  # the pieces before this one were no edit by the program
+                raise
         unit.pending = None
         for handle in unit.handles:
             if handle in self.jobs:

@@ -140,6 +140,10 @@ class ParamHandle(TensorSlot):
         """Our own update has changed the resident bytes: saved tensors of an older graph no longer hold."""
         self.generation += 1
         self.master_stale = False
+        self.rewritten()
+
+    def rewritten(self) -> None:
+        """The resident bytes are not what the program was handed, but nor has the program changed them."""
         if self.escape_crc is not None:
             self.escape_crc = self.crc() if self.aliased() else None
 
