@@ -57,6 +57,11 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     """
 
     rule: ClassVar[Rule]
+    grad_scale: Tensor | float
+    """What the gradients are too large by. There only for the time of a call of :meth:`step`, by which it is set."""
+    _step_supports_amp_scaling = True
+    """torch's name: ``GradScaler.step`` sets ``grad_scale`` and ``found_inf`` and calls :meth:`step`. It would else
+    unscale the gradients itself, which it refuses for fp16 ones."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
         checks.clip_norm(max_grad_norm)
@@ -72,6 +77,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self._held: weakref.WeakSet[ParamHandle] = weakref.WeakSet()
         self._ordinary = OrdinaryUpdate(self.rule)
         self._interrupted: dict[Gradients, int] | None = None
+        self._used_settings: list[dict[str, Any]] | None = None
 
     # -- what tells the optimizers apart ---------------------------------------------------------------------------
 
@@ -166,6 +172,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient. Returns what ``closure`` returned.
 
+        A ``torch.amp.GradScaler`` may call this: the gradients, fp16 ones too, are then unscaled inside the update, and
+        an overflow changes nothing.
+
         Raises:
             ClosedError: a parameter's engine was closed.
             UnsupportedError: a sparse gradient, or an element type that the kernels do not take.
@@ -177,14 +186,18 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.applied = self.apply_step(unscale=1.0, skip_non_finite=self.skip_non_finite)
+        scale = getattr(self, "grad_scale", None)
+        overflow = bool(getattr(self, "found_inf", 0.0))
+        unscale = 1.0 if scale is None else 1.0 / float(scale)
+        self.applied = self.apply_step(unscale=unscale, skip_non_finite=self.skip_non_finite, overflow=overflow)
         return loss
 
     @torch.no_grad()
-    def apply_step(self, *, unscale: float, skip_non_finite: bool) -> bool:
+    def apply_step(self, *, unscale: float, skip_non_finite: bool, overflow: bool = False) -> bool:
         """The update with gradients multiplied by ``unscale`` first.
 
-        Returns False, with nothing changed, when ``skip_non_finite`` is set and a gradient holds an infinity or NaN.
+        Returns False, with nothing changed, when ``skip_non_finite`` is set and a gradient holds an infinity or NaN, or
+        when ``overflow`` says that this is known already.
         """
         pagers = self._pagers()
         for pager in pagers:
@@ -195,10 +208,11 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         early = [found for found in map(_early, pagers) if found is not None]
         if early:
             self._refuse_early()
+            self._refuse_changed_settings()
         self._move_into_pieces()
         work = self._work()
         grad_factor, finite = self._grad_factor(work, unscale, skip_non_finite)
-        if skip_non_finite and not finite:
+        if overflow or (skip_non_finite and not finite):
             for pager in pagers:
                 pager.end_of_step()
             return False
@@ -219,6 +233,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def update_early(self, handles: list[ParamHandle]) -> None:
         """Make the step of some parameters of one unit now, inside backward."""
         work = self._work(set(handles))
+        self._used_settings = [_settings(group) for group in self.param_groups]
         self._count_step(work)
         pager = handles[0].pager
         if isinstance(pager, Pager):
@@ -226,6 +241,16 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             HostUpdate(pager, _gradients(pager), self.rule, jobs, 1.0).begin(defer=False)
             for handle in jobs:
                 pager.gradients.assign(handle, None)  # type: ignore[union-attr]
+
+    def _refuse_changed_settings(self) -> None:
+        """An update inside backward took the settings that there were then."""
+        used, self._used_settings = self._used_settings, None
+        if used is not None and any(a != _settings(b) for a, b in zip(used, self.param_groups, strict=False)):
+            raise UsageError(
+                "lr or another setting of the optimizer was changed between backward() and step(). With "
+                "step_overlap='in_backward' the update was made inside backward(), with the old ones: change settings "
+                "before forward (torch's schedules after step() do), or use step_overlap='deferred'"
+            )
 
     def _goes_on(self) -> bool:
         """Whether this call of ``step`` repeats one that failed half-way: the gradients are still the same ones. Its
@@ -418,6 +443,10 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
 def _handle_of(param: Tensor) -> ParamHandle | None:
     slot = param.__dict__.get("_slot")
     return slot if isinstance(slot, ParamHandle) else None
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _early(pager: PagerPort) -> EarlyUpdates | None:

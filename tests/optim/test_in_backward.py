@@ -176,3 +176,12 @@ def test_initialize_accumulates_and_refuses_its_default_clipping(paging: Paging)
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
             },
         )
+
+
+def test_settings_changed_after_backward_are_refused(paging: Paging) -> None:
+    model = paging.build(mlp, early(RESIDENT), key="mlp")
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+    model(rows()).square().mean().backward()
+    optimizer.param_groups[0]["lr"] = 1e-3
+    with pytest.raises(UsageError, match="between backward"):
+        optimizer.step()
