@@ -237,3 +237,53 @@ def test_write_back_takes_what_is_not_needed_within_the_window_farthest_first(
     assert set(written) == dirty - case.static - near
     uses = [case.next_use(block) for block in written]
     assert uses == sorted(uses, reverse=True)
+
+
+@given(cases(), st.frozensets(st.integers(0, 11)), st.integers(0, 20), st.integers(0, 20))
+def test_room_is_left_for_blocks_that_come_without_a_transfer(
+    case: Case, without: frozenset[int], reserve_bytes: int, aside_bytes: int
+) -> None:
+    """Empty blocks are never fetched, and before anything is fetched there is room for those used sooner: for every
+    static one, for ``reserve_bytes`` of the others, and for what the running event takes."""
+    empty = without - case.resident
+    static = case.static | frozenset(block for block in empty if block % 2)
+    moves = plan_prefetch(
+        iter(case.upcoming),
+        is_resident=lambda block: block in case.resident,
+        nbytes=case.sizes.__getitem__,
+        free_bytes=case.free_bytes,
+        evictable=case.evictable,
+        next_use=case.next_use,
+        lookahead_bytes=case.lookahead_bytes,
+        static=static,
+        is_empty=empty.__contains__,
+        reserve_bytes=reserve_bytes,
+        aside_bytes=aside_bytes,
+    )
+    free, order = case.free_bytes, list(dict.fromkeys(case.order))
+    for move in moves:
+        if move.kind is MoveKind.EVICT:
+            free += case.sizes[move.block]
+            continue
+        assert move.block not in empty
+        free -= case.sizes[move.block]
+        sooner = [block for block in order[: order.index(move.block)] if block in empty]
+        others_bytes = sum(case.sizes[block] for block in sooner if block not in static)
+        static_bytes = sum(case.sizes[block] for block in sooner if block in static)
+        assert free >= aside_bytes + static_bytes + min(reserve_bytes, others_bytes)
+
+
+def test_what_comes_without_a_transfer_does_not_end_the_plan() -> None:
+    """In backward the gradients to come lie before the state of the next step, which the idle disk can bring."""
+    moves = plan_prefetch(
+        [(1, 0), (2, 1), (3, 2), (4, 3)],
+        is_resident=lambda block: False,
+        nbytes=lambda block: 10,
+        free_bytes=40,
+        evictable=(),
+        next_use=lambda block: block + 1,
+        lookahead_bytes=10,
+        is_empty={0, 1, 2}.__contains__,
+        reserve_bytes=20,
+    )
+    assert moves == [Move(MoveKind.FETCH, 3)]
