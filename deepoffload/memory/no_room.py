@@ -33,7 +33,6 @@ def no_room(block: Block, room_bytes: int, capacity_bytes: int, held: Mapping[Bl
     return (
         f"no room for {what}: {capacity_bytes:,} bytes are budgeted and {sum(b.nbytes for b in held):,} must stay:\n"
         f"{lines}\n"
-        "One call may need many weights at once (foreach optimizers, torch.save, a held state_dict()): use "
-        "deepoffload.CPUAdamW or foreach=False, save with deepoffload.save_pretrained, drop references to weights, or "
-        "raise host_budget."
+        "Views of weights that the program keeps hold their memory, and one call (torch.cat, say) may need many at "
+        "once: drop the views, use the weights one by one, or raise host_budget."
     )
