@@ -175,7 +175,9 @@ class Assembly:
             raise RuntimeError(f"{handle.name} has no block")
         self.tiers.acquire(old)
         try:
-            handle.changed()  # what the program gave it by other ways than the doors comes in first
+            if isinstance(old.owner, WeightOwner):
+                old.owner.install()  # Tensor.set_ has no door: what stands in the place of the bytes comes in first
+            handle.changed()  # and what was put there while the bytes were shown
             if dtype is handle.dtype:
                 ctypes.memmove(self.tiers.address(unit.weights) + offset, handle.address(), handle.nbytes)
             elif handle.dtype is torch.float32 and dtype is torch.bfloat16:

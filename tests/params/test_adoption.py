@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -252,3 +253,17 @@ def test_two_models_in_sequence_and_side_by_side(paging: Paging) -> None:
     assert_same_bits(one, backward(third))
     second.zero_grad()
     assert_same_bits(other, backward(second))
+
+
+def test_values_put_in_the_place_of_evicted_ones_survive_the_change_of_type(paging: Paging) -> None:
+    """``Tensor.set_`` has no door, and parametrizations use it while the model is built."""
+
+    def build() -> nn.Sequential:
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+        with torch.no_grad():
+            for layer in model:
+                layer.weight.set_(torch.full((32, 32), 2.0))
+        return model
+
+    model = paging.build(build, replace(EVICTING, precision="bf16"))
+    assert all(bool((layer.weight == 2.0).all()) for layer in model)
