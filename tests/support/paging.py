@@ -79,9 +79,10 @@ class Paging:
         """The least budget, to within a seventh, that is accepted for this model."""
         key = (key or build, setting.precision)
         if key not in self._least:
-            budget = 16 << 10
-            while not self._accepted(build, replace(setting, evict_always=False), budget, seed):
-                budget += max(4096, budget // 7)
+            budget, enough = 16 << 10, self._enough_bytes(build, replace(setting, evict_always=False), 16 << 10, seed)
+            while enough is not None:
+                budget = max(enough, budget + max(4096, budget // 7))
+                enough = self._enough_bytes(build, replace(setting, evict_always=False), budget, seed)
             self._least[key] = budget
         return self._least[key]
 
@@ -90,15 +91,16 @@ class Paging:
             return PLENTY_BYTES
         return int(setting.room * self.least_bytes(build, setting, seed=seed, key=key))
 
-    def _accepted(self, build: Callable[[], Any], setting: Setting, budget: int, seed: int) -> bool:
+    def _enough_bytes(self, build: Callable[[], Any], setting: Setting, budget: int, seed: int) -> int | None:
+        """None when the budget is accepted; else what the refusal says would be enough, 0 when it does not know."""
         torch.manual_seed(seed)
         try:
             with self.context(setting, budget):
                 model = build()
-        except BudgetError:
-            return False
+        except BudgetError as error:
+            return getattr(error, "enough_bytes", None) or 0
         del model
-        return True
+        return None
 
 
 def plain(build: Callable[[], Any], *, precision: str = "keep", seed: int = 0) -> Any:

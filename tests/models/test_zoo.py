@@ -1,0 +1,161 @@
+"""Every cell of the matrix: the same bits as plain PyTorch, under three budgets."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepoffload
+from deepoffload.errors import DeepOffloadError
+from tests.models.matrix import FAMILIES, LIFE, OWN, SETTINGS, Close, Feature, OwnModel, Refused, outcome, own_setting
+from tests.models.programs import Subject, kept_after_forward
+from tests.models.zoo import Family
+from tests.support.loops import assert_same_bits
+from tests.support.paging import EVICTING, TIGHT, Paging, Setting, plain
+
+pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+from transformers import Trainer  # noqa: E402, F401 - imported before the first test, as its modules are many
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Bench:
+    """What plain PyTorch gives, each made once, and checkpoints on disk."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._lives: dict[str, dict[str, Any]] = {}
+        self._own: dict[tuple[str, str], Any] = {}
+
+    def life(self, family: Family) -> dict[str, Any]:
+        if family.name not in self._lives:
+            subject = Subject(family, plain(family.build), self.directory)
+            torch.manual_seed(1)
+            self._lives[family.name] = {f.name: f.program(subject) for f in LIFE if f.suits(family)}
+        return self._lives[family.name]
+
+    def own(self, family: Family, feature: OwnModel) -> Any:
+        key = (family.name, feature.name)
+        if key not in self._own:
+            model = plain(lambda: feature.build(family, self.checkpoint(family, feature)), precision=feature.precision)
+            torch.manual_seed(1)
+            self._own[key] = feature.program(Subject(family, model, self.directory))
+        return self._own[key]
+
+    def checkpoint(self, family: Family, feature: OwnModel) -> str:
+        """A directory with the family's weights in the feature's dtype; empty text where it asks for none."""
+        if feature.checkpoint is None:
+            return ""
+        path = self.directory / f"{family.name}-{feature.checkpoint}"
+        if not path.exists():
+            plain(family.build, seed=3).to(getattr(torch, feature.checkpoint)).save_pretrained(path)
+        return str(path)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    directory = tmp_path_factory.mktemp("zoo")
+    for family in FAMILIES.values():
+        family.build()
+    gc.collect()
+    gc.freeze()  # what these have imported is much, and need not be looked at by every collection
+    yield Bench(directory)
+    shutil.rmtree(directory)
+    transformers.logging.enable_progress_bar()
+    transformers.logging.set_verbosity(before)
+
+
+@dataclass
+class Seen:
+    """What a program on a paged model returned or raised."""
+
+    value: Any = None
+    error: DeepOffloadError | None = None
+
+
+def look(feature: Feature, subject: Subject) -> Seen:
+    try:
+        return Seen(feature.program(subject))
+    except DeepOffloadError as error:
+        error.__traceback__ = None  # its frames hold the program's tensors
+        return Seen(error=error)
+
+
+def wrong(expected: Any, seen: Seen, wanted: Close | Refused | None) -> str:
+    """Empty when the outcome is the wanted one."""
+    if isinstance(wanted, Refused) and (wanted.always or seen.error is not None):
+        if seen.error is None:
+            return "was to be refused"
+        fits = isinstance(seen.error, wanted.error) and wanted.message in str(seen.error)
+        return "" if fits else f"another refusal: {seen.error!r}"
+    if seen.error is not None:
+        return repr(seen.error)
+    try:
+        if isinstance(wanted, Close):
+            torch.testing.assert_close(seen.value, expected, rtol=wanted.relative, atol=wanted.relative)
+        else:
+            assert_same_bits(expected, seen.value)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=str)
+def test_life_of_a_model(bench: Bench, paging: Paging, family: Family, setting: Setting) -> None:
+    """Everything that one model goes through, in a row. All that is wrong is reported, not only the first."""
+    expected = bench.life(family)
+    model = paging.build(family.build, setting, key=family.name)
+    torch.manual_seed(1)
+    subject = Subject(family, model, bench.directory)
+    found = {}
+    for feature in LIFE:
+        if feature.suits(family):
+            fault = wrong(expected[feature.name], look(feature, subject), outcome(family, feature, setting))
+            found |= {feature.name: fault} if fault else {}
+    assert not found, "\n".join(f"{name}: {fault}" for name, fault in found.items())
+    assert deepoffload.stats(model)["evictions"] > 0, "nothing was evicted: this tested nothing"
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=str)
+def test_no_weights_are_kept_after_forward(bench: Bench, paging: Paging, family: Family) -> None:
+    """The graph holds the activations of plain PyTorch, to the byte: no weight, no copy or cast of one. What is still
+    in the arena is there because there was room; when everything must go, all but a few small ones does."""
+    expected = kept_after_forward(Subject(family, plain(family.build), bench.directory))
+    for setting in (TIGHT, EVICTING):
+        model = paging.build(family.build, setting, key=family.name)
+        kept = kept_after_forward(Subject(family, model, bench.directory))
+        assert kept.activation_bytes == expected.activation_bytes
+        limit = deepoffload.stats(model)["host_budget_bytes"] if setting is TIGHT else 0.05 * kept.model_bytes
+        assert kept.resident_weight_bytes <= limit
+        del model
+        gc.collect()
+
+
+@pytest.mark.parametrize("setting", (TIGHT, EVICTING), ids=str)
+@pytest.mark.parametrize(
+    ("family", "feature"),
+    [pytest.param(a, b, id=f"{a}-{b.name}") for a in FAMILIES.values() for b in OWN if b.suits(a)],
+)
+def test_other_ways_to_come_to_a_model(
+    bench: Bench, paging: Paging, family: Family, feature: OwnModel, setting: Setting
+) -> None:
+    checkpoint = bench.checkpoint(family, feature)
+    expected = bench.own(family, feature)
+    paging.least_bytes(family.build, setting, key=family.name)
+    model = paging.build(lambda: feature.build(family, checkpoint), own_setting(setting, feature), key=family.name)
+    torch.manual_seed(1)
+    seen = look(feature, Subject(family, model, bench.directory))
+    fault = wrong(expected, seen, outcome(family, feature, setting))
+    assert not fault, fault

@@ -1,0 +1,84 @@
+"""The page ``docs/what_works.md``, made from the matrix that the tests run.
+
+python -m tests.models.what_works > docs/what_works.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from tests.models.matrix import LIFE, OWN, SETTINGS, Close, Feature, Refused, outcome
+from tests.models.refusals import REFUSALS
+from tests.models.zoo import LAYERS, TRANSFORMERS, Family
+
+_HEAD = """# What works
+
+Made from the tests (`tests/models`) by `python -m tests.models.what_works > docs/what_works.md`; do not edit.
+
+Every cell below is a test. Small models with random weights are run in plain PyTorch and with deepoffload, and their
+losses, gradients, tokens, weights and buffers are compared. The first rows are run with the least memory that the model
+is accepted with, all with a little more, and all with everything evicted as soon as it may be: every weight goes
+to disk and back all the time. Memory that is taken back is filled with NaN, so that a late reader would be seen.
+
+- **=** the same numbers, bit for bit, also after updates (`CPUAdamW` on both sides)
+- **~** the same up to rounding; the note says why
+- **(=)** as **=** when there is memory enough, else refused with an error that says so; the note says more
+- **no** refused with an error that says so
+- empty: the model has no such thing
+
+For all of them, a forward pass leaves the bytes of its activations in memory, the same number as in plain PyTorch, and
+no weights but those in the budget.
+"""
+
+_REFUSED = """
+## Refused, whatever the model
+
+Each raises the error named, before anything is changed.
+
+| what | error | instead |
+| --- | --- | --- |
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    notes: list[str] = []
+    parts = [_HEAD]
+    for title, families in (("Models of transformers", TRANSFORMERS), ("Layers of torch", LAYERS)):
+        parts.append(f"\n## {title}\n\n{_table(families, notes)}")
+    if notes:
+        numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
+        parts.append("\n## Notes\n\n" + "\n".join(numbered) + "\n")
+    rows = [f'| {r.what} | `{r.error.__name__}`: "{r.message}" | {r.instead} |' for r in REFUSALS]
+    return "".join([*parts, _REFUSED, "\n".join(rows), "\n"])
+
+
+def _table(families: Sequence[Family], notes: list[str]) -> str:
+    features = [feature for feature in (*LIFE, *OWN) if any(feature.suits(family) for family in families)]
+    lines = [_row(["", *(family.name for family in families)]), _row(["---"] * (len(families) + 1))]
+    lines += [_row([feature.name, *(_cell(family, feature, notes) for family in families)]) for feature in features]
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(family: Family, feature: Feature, notes: list[str]) -> str:
+    if not feature.suits(family):
+        return ""
+    found = outcome(family, feature)
+    if found is None:
+        return "="
+    note = found.why
+    if isinstance(found, Refused):
+        note += f' The error: `{found.error.__name__}`, "{found.message}".'
+    if note not in notes:
+        notes.append(note)
+    mark = "~" if isinstance(found, Close) else "no" if found.always and found.settings == SETTINGS else "(=)"
+    return f"{mark} [{notes.index(note) + 1}](#notes)"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())
