@@ -39,6 +39,10 @@ class UsageError(DeepOffloadError, ValueError):
     ...)."""
 
 
+class LossScaleError(DeepOffloadError, ArithmeticError):
+    """fp16 gradients overflow although the loss scale is at its minimum. The step was not made."""
+
+
 class ClosedError(DeepOffloadError, RuntimeError):
     """A parameter, gradient or engine was used after its engine was closed."""
 

@@ -33,7 +33,6 @@ from deepoffload.device import Tier
 _ONE_RANK = "one process trains, so nothing is reduced, scattered or gathered"
 _BUDGETS = "the budgets and measured bandwidths decide which bytes stay near (device_budget, host_budget)"
 _UNITS = "weights move in whole units (a layer each), so there is no bucket or sub-group to size"
-_NO_FP16 = "loss scaling belongs to fp16, which is off"
 _NO_AUTOCAST = "it only matters when torch_autocast is enabled"
 
 
@@ -145,18 +144,33 @@ def _bf16_when_on(enabled: object) -> object:
     return Precision.BF16 if enabled else None
 
 
+def _fp16_when_on(enabled: object) -> object:
+    return Precision.FP16 if enabled else None
+
+
 _PRECISION = (
-    _error(
-        "fp16.enabled", boolean(), "fp16 with loss scaling is not available in this version; use bf16 or fp32", False
+    Key(
+        "fp16.enabled",
+        boolean(),
+        Treatment.MAPPED,
+        "becomes precision = fp16, over fp32 master weights, with a scaled loss in initialize()",
+        False,
+        field="precision",
+        convert=_fp16_when_on,
     ),
-    _inapplicable("fp16.auto_cast", boolean(), _NO_FP16, False),
-    _inapplicable("fp16.loss_scale", number(0), _NO_FP16, 0.0),
-    _inapplicable("fp16.initial_scale_power", integer(), _NO_FP16, 16),
-    _inapplicable("fp16.loss_scale_window", integer(1), _NO_FP16, 1000),
-    _inapplicable("fp16.hysteresis", integer(), _NO_FP16, 2),
-    _inapplicable("fp16.consecutive_hysteresis", boolean(), _NO_FP16, False),
-    _inapplicable("fp16.min_loss_scale", number(0), _NO_FP16, 1.0),
-    _inapplicable("fp16.fused_mode", boolean(), _NO_FP16, True),
+    _honoured("fp16.auto_cast", boolean(), "Cast floating-point positional arguments of the forward to fp16.", False),
+    _honoured("fp16.loss_scale", number(0), "A static loss scale; 0: a dynamic one, which the next five rule.", 0.0),
+    _honoured("fp16.initial_scale_power", integer(0, 127), "The first scale is 2 to this power.", 16),
+    _honoured("fp16.loss_scale_window", integer(1), "Steps without an overflow until the scale is doubled.", 1000),
+    _honoured("fp16.hysteresis", integer(1), "The scale is halved from this overflow on.", 2),
+    _honoured(
+        "fp16.consecutive_hysteresis",
+        boolean(),
+        "Each step without an overflow renews the hysteresis, not only one that doubles the scale.",
+        False,
+    ),
+    _honoured("fp16.min_loss_scale", integer(1), "The least scale; an overflow there raises `LossScaleError`.", 1),
+    _inapplicable("fp16.fused_mode", boolean(), "the update is always one fused pass", True),
     _error("fp16.fp16_master_weights_and_grads", boolean(), "master weights are kept in fp32", False),
     *(
         key

@@ -14,15 +14,15 @@ from deepoffload.config.schema import (
     AioConfig,
     Config,
     DebugConfig,
+    Fp16Config,
     OptimizerConfig,
     Precision,
     SchedulerConfig,
+    StepOverlap,
 )
 from deepoffload.config.source import read_source
 from deepoffload.device import Tier
 from deepoffload.errors import ConfigError
-
-_FP16 = "fp16 with loss scaling is not available in this version; use bf16 or fp32"
 
 
 def parse_config(
@@ -79,12 +79,16 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str) -> Config
         "wall_clock_breakdown",
         "zero_stage",
     )
+    fp16 = Fp16Config(**_below("fp16", fields))
+    if fields.get("precision") is not Precision.FP16 and fp16 != Fp16Config():
+        notes = tuple(dict.fromkeys((*notes, "fp16: inapplicable: loss scaling belongs to fp16, which is off")))
     config = Config(
         **{name: fields[name] for name in simple if name in fields},
         **_batch_triple(fields, where),
         nvme_path=_nvme_path(fields),
         optimizer=_optimizer(fields, where),
         scheduler=_scheduler(fields, where),
+        fp16=fp16,
         aio=AioConfig(**_below("aio", fields)),
         debug=DebugConfig(**_below("debug", fields)),
         notes=notes,
@@ -181,8 +185,17 @@ def _check_together(config: Config, fields: dict[str, Any], where: str) -> None:
     """What no single key can be blamed for."""
     if config.durability:
         raise ConfigError(f"{where}durability = true: not in this version; leave it out and save with save_pretrained")
-    if config.precision is Precision.FP16:
-        raise ConfigError(f'{where}precision = "fp16": {_FP16}')
+    if config.precision is Precision.FP16 and config.step_overlap is StepOverlap.IN_BACKWARD:
+        raise ConfigError(
+            f'{where}precision is fp16, and step_overlap = "in_backward" uses each gradient before it is known whether '
+            'another one overflows; use step_overlap = "deferred", or bf16'
+        )
+    first = 2.0**config.fp16.initial_scale_power
+    if config.precision is Precision.FP16 and not config.fp16.loss_scale and config.fp16.min_loss_scale > first:
+        raise ConfigError(
+            f"{where}fp16.min_loss_scale = {config.fp16.min_loss_scale} is above the first scale, 2 to the power of "
+            f"fp16.initial_scale_power = {config.fp16.initial_scale_power}"
+        )
     for name in ("grad_accum_dtype", "param_dtype"):
         dtype = fields.get(f"data_types.{name}")
         if dtype is not None and dtype is not config.precision:

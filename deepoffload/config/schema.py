@@ -69,6 +69,26 @@ class DebugConfig:
 
 
 @dataclass(frozen=True)
+class Fp16Config:
+    """Loss scaling in ``initialize`` when ``precision`` is fp16; DeepSpeed's names and meanings."""
+
+    auto_cast: bool = False
+    """Cast floating-point arguments of the engine's forward to fp16."""
+    loss_scale: float = 0.0
+    """A static scale; 0 is dynamic scaling, which the rest is about."""
+    initial_scale_power: int = 16
+    """The first scale is 2 to this power."""
+    loss_scale_window: int = 1000
+    """Steps without an overflow after which the scale is doubled."""
+    hysteresis: int = 2
+    """The scale is halved from this overflow on."""
+    consecutive_hysteresis: bool = False
+    """Every step without an overflow renews the hysteresis."""
+    min_loss_scale: int = 1
+    """The scale is never below it; an overflow there is an error."""
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer ``initialize`` builds when it is given none.
 
@@ -120,6 +140,7 @@ class Config:
     zero_stage: int | None = None
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
+    fp16: Fp16Config = field(default_factory=Fp16Config)
     aio: AioConfig = field(default_factory=AioConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     notes: tuple[str, ...] = ()

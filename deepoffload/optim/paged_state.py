@@ -28,7 +28,8 @@ def read_state(
 
     Args:
         held: parameters whose arrays are wanted, with ``"remainder"`` (bf16) or ``"master"`` (fp16) beside them.
-        others: parameters of which no step was taken: a remainder that is not all zero is all they can have.
+        others: parameters of which no step was taken: all they can have is a remainder that is not all zero, or a
+            master that is not the weight's value.
     """
     found: dict[ParamHandle, dict[str, Tensor]] = {handle: {} for handle in held}
     for piece, parts in _pieces_of(pager, held.keys() | others):
@@ -50,11 +51,14 @@ def read_state(
                     address = target.data_ptr() + part.start * size
                     cpu_adam.copy(address, view.lead(part), part.numel * size, num_threads())
     for handle in others:
-        remainder = found.get(handle, {}).get("remainder")
-        if remainder is None or not bool(remainder.any()):
-            found.pop(handle, None)
-        else:
+        mine = found.get(handle, {})
+        remainder, master = mine.get("remainder"), mine.get("master")
+        if remainder is not None and bool(remainder.any()):
             found[handle] = {"remainder": remainder}
+        elif master is not None and not torch.equal(master, master.half().float()):
+            found[handle] = {"master": master}
+        else:
+            found.pop(handle, None)
     return found
 
 

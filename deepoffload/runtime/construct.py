@@ -184,11 +184,13 @@ class Assembly:
                 self._split(unit, handle, offset)
             else:
                 self._convert(unit, handle, offset, dtype)
+                if dtype is torch.float16:
+                    self._fill_master(unit, handle)
         finally:
             self.tiers.release(old)
         handle.changed()
-        # The state holds the fp32 value now, except for fp16 weights: their master is made from them at the first step.
-        handle.master_stale = LAYOUTS.get(dtype) is StateLayout.MASTER
+        # The state holds the fp32 value now. The master of a weight that came in fp16 is made at the first step.
+        handle.master_stale = dtype is torch.float16 and handle.dtype is torch.float16
         self.tiers.remove(old)
         handle.bind(unit.weights, offset)
         handle.unit = unit
@@ -224,6 +226,24 @@ class Assembly:
             for start in range(0, handle.numel, rest.numel()):
                 numel = min(rest.numel(), handle.numel - start)
                 cpu_adam.split_fp32(source + start * 4, target + start * 2, rest.data_ptr(), numel, num_threads=threads)
+
+    def _fill_master(self, unit: Unit, handle: ParamHandle) -> None:
+        """The fp32 master of an fp16 weight is the value that the weight was registered with."""
+        for piece in unit.pieces:
+            if handle not in piece.handles:
+                continue
+            for part in whole_segment(piece.layout, piece.handles.index(handle)):
+                self.tiers.acquire(piece.block)
+                try:
+                    self.tiers.will_change(piece.block)
+                    buffer, base = self.tiers.arena.buffer, self.tiers.arena.address
+                    start = handle.address() + part.start * handle.itemsize - base
+                    target = PieceView(self.tiers, piece).lead(part) - base
+                    with bare():
+                        value = torch.frombuffer(buffer, dtype=handle.dtype, count=part.numel, offset=start)
+                        torch.frombuffer(buffer, dtype=torch.float32, count=part.numel, offset=target).copy_(value)
+                finally:
+                    self.tiers.release(piece.block)
 
     def _convert(self, unit: Unit, handle: ParamHandle, offset: int, dtype: torch.dtype) -> None:
         """Any other change of dtype, as ``Tensor.to`` does it."""

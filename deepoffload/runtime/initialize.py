@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from deepoffload.config import Config, StepOverlap, parse_config
+from deepoffload.config import Config, Precision, StepOverlap, parse_config
 from deepoffload.errors import BudgetError, ConfigError, UnsupportedError, UsageError
 from deepoffload.optim.adagrad import CPUAdagrad
 from deepoffload.optim.adam import CPUAdam
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.lion import CPULion
+from deepoffload.optim.loss_scale import configured_loss_scale
 from deepoffload.optim.sgd import CPUSGD
 from deepoffload.params.parameter import OffloadedParameter
 from deepoffload.params.unit import ParamHandle
@@ -53,6 +54,7 @@ _TRAINING_KEYS = (
     "zero_stage",
     "optimizer",
     "scheduler",
+    "fp16",
 )
 """What may be said when the model has been built already."""
 
@@ -116,7 +118,8 @@ def initialize(
     loader = _loader(settings, training_data, collate_fn)
     if built is None:
         log.info("initialize: no optimizer, so the engine only infers")
-    return TrainingEngine(model, core, settings, built, scheduler, clipping), built, loader, scheduler
+    scale = configured_loss_scale(settings.fp16) if settings.precision is Precision.FP16 else None
+    return TrainingEngine(model, core, settings, built, scheduler, clipping, scale), built, loader, scheduler
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -229,6 +232,8 @@ def _check_before(
         raise UsageError(
             f"initialize(optimizer=...) takes an optimizer or a function giving one, not {type(optimizer).__name__}"
         )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _check_fp16(config, optimizer)
     if isinstance(optimizer, torch.optim.Optimizer) and model_parameters is not None:
         log.info("initialize: model_parameters are not used, because the optimizer has its own")
     if (lr_scheduler is not None or config.scheduler is not None) and not has_optimizer:
@@ -242,6 +247,15 @@ def _check_before(
             raise UsageError(f"initialize: all parameters of {type(model).__name__} are frozen: nothing can be trained")
     if training_data is not None and config.train_micro_batch_size_per_gpu is None:
         raise ConfigError("initialize(training_data=...) needs train_micro_batch_size_per_gpu (or train_batch_size)")
+
+
+def _check_fp16(config: Config, optimizer: torch.optim.Optimizer) -> None:
+    if config.precision is Precision.FP16 and not isinstance(optimizer, HostOptimizer):
+        raise UsageError(
+            f"initialize with fp16: {type(optimizer).__module__}.{type(optimizer).__name__} keeps no fp32 masters, and "
+            "small updates and unscaled gradients are lost in fp16; use an optimizer of deepoffload (CPUAdamW, ...), "
+            "or bf16"
+        )
 
 
 # -- the parts -------------------------------------------------------------------------------------------------------
@@ -263,6 +277,7 @@ def _optimizer(
         built = given(params)
         if not isinstance(built, torch.optim.Optimizer):
             raise UsageError(f"the function passed as optimizer gave {type(built).__name__}, not a torch optimizer")
+        _check_fp16(config, built)
     else:
         said = config.optimizer
         built = _CLASSES[said.type](params, **dict(said.params))  # type: ignore[union-attr]

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from deepoffload.config import Config
-from deepoffload.errors import ClosedError, UnsupportedError, UsageError
+from deepoffload.errors import ClosedError, LossScaleError, UnsupportedError, UsageError
 from deepoffload.optim.base import HostOptimizer
+from deepoffload.optim.loss_scale import LossScale
 from deepoffload.runtime.engine import Engine
 
 log = logging.getLogger("deepoffload")
@@ -42,6 +43,7 @@ class TrainingEngine:
         optimizer: torch.optim.Optimizer | None,
         lr_scheduler: LRScheduler | ReduceLROnPlateau | Any | None,
         gradient_clipping: float,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.module = module
         self.core = core
@@ -52,6 +54,8 @@ class TrainingEngine:
         self.global_steps = 0
         self.skipped_steps = 0
         self._config = config
+        self._loss_scale = loss_scale
+        self._scaled = False
         self._boundary: bool | None = None
         self._applied = False
         self._grad_norm: float | None = None
@@ -60,7 +64,9 @@ class TrainingEngine:
     # -- the step --------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """The model's forward. With ``fp16.auto_cast``, floating-point tensors in ``args`` become fp16 first."""
+        if self._loss_scale is not None and self._config.fp16.auto_cast:
+            args = _to_half(args)
         with self._timed("forward"):
             return self.module(*args, **kwargs)
 
@@ -68,6 +74,9 @@ class TrainingEngine:
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward of ``loss`` over the accumulation steps, so that accumulated gradients are those of the mean.
+
+        In fp16 the loss is multiplied by :attr:`loss_scale` first, and the gradients are that much too large until
+        :meth:`step`.
 
         Args:
             loss: a scalar with a graph.
@@ -93,7 +102,11 @@ class TrainingEngine:
         if early is not None:
             early.paused = not self.is_gradient_accumulation_boundary()
         with self._timed("backward"):
-            loss.backward(retain_graph=retain_graph)
+            if self._loss_scale is None:
+                loss.backward(retain_graph=retain_graph)
+            else:
+                (loss.float() * self._loss_scale.value).backward(retain_graph=retain_graph)
+                self._scaled = True
         return loss
 
     def step(self) -> None:
@@ -102,7 +115,8 @@ class TrainingEngine:
         Gradients with an infinity or NaN update nothing: they are dropped and counted in ``skipped_steps``.
 
         Raises:
-            UsageError: the engine has no optimizer.
+            UsageError: the engine has no optimizer; or fp16, and no :meth:`backward` has scaled the loss.
+            LossScaleError: fp16 gradients overflow with the loss scale at its minimum. The step counts as skipped.
         """
         optimizer = self.optimizer
         if optimizer is None:
@@ -110,14 +124,21 @@ class TrainingEngine:
                 "engine.step(): initialize() was given no optimizer, so the engine only infers; pass optimizer=..., or "
                 'say optimizer in the configuration, for example {"type": "AdamW", "params": {"lr": 1e-4}}'
             )
+        if self._loss_scale is not None and not self._scaled:
+            raise UsageError(
+                "engine.step() in fp16 without engine.backward(loss): loss.backward() does not scale the loss, and its "
+                "gradients would be divided by the scale; call engine.backward(loss)"
+            )
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         self._applied = False
         if not boundary:
+            self._scaled = False
             return
         with self._timed("step"):
             self._applied = self._update(optimizer)
             self.zero_grad()
+        self._scaled = False
         self.global_steps += 1
         if self._applied:
             if self.lr_scheduler is not None:
@@ -129,11 +150,23 @@ class TrainingEngine:
                 self.global_steps,
                 self.skipped_steps,
             )
+        if self._loss_scale is not None:
+            self._update_scale(self._loss_scale)
         self._report()
+
+    def _update_scale(self, scale: LossScale) -> None:
+        before = scale.value
+        try:
+            scale.update(overflow=not self._applied)
+        except LossScaleError as error:
+            raise LossScaleError(f"step {self.global_steps}: {error}") from None
+        if scale.value != before:
+            log.info("step %d: loss scale %g becomes %g", self.global_steps, before, scale.value)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> bool:
         if isinstance(optimizer, HostOptimizer):
-            optimizer.step()
+            with self._unscaling(optimizer):
+                optimizer.step()
             self._grad_norm = optimizer.grad_norm
             return optimizer.applied
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -146,6 +179,18 @@ class TrainingEngine:
             return False
         optimizer.step()
         return True
+
+    @contextlib.contextmanager
+    def _unscaling(self, optimizer: HostOptimizer) -> Iterator[None]:
+        """Tell the optimizer what the gradients were scaled by, as ``torch.amp.GradScaler`` does."""
+        if self._loss_scale is None:
+            yield
+            return
+        optimizer.grad_scale = self._loss_scale.value
+        try:
+            yield
+        finally:
+            del optimizer.grad_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the optimizer's and the model's parameters."""
@@ -182,6 +227,11 @@ class TrainingEngine:
 
     # -- questions -------------------------------------------------------------------------------------------------
 
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by before backward; 1.0 unless the precision is fp16."""
+        return 1.0 if self._loss_scale is None else self._loss_scale.value
+
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of all gradients before clipping, at the last boundary; None before the first."""
         return self._grad_norm
@@ -208,6 +258,7 @@ class TrainingEngine:
             "micro_steps": self.micro_steps,
             "global_steps": self.global_steps,
             "overflow_steps": self.skipped_steps,
+            "loss_scale": self.loss_scale,
         }
 
     def placement_table(self) -> str:
@@ -289,6 +340,19 @@ class TrainingEngine:
             shown = ", ".join(f"{what} {seconds:.3f} s" for what, seconds in self._seconds.items())
             log.info("step=%d: %s", self.global_steps, shown)
         self._seconds = dict.fromkeys(self._seconds, 0.0)
+
+
+def _to_half(value: Any) -> Any:
+    """Floating-point tensors in tuples, lists and dicts as fp16."""
+    if isinstance(value, Tensor):
+        return value.half() if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_to_half, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_to_half, value))
+    if isinstance(value, dict):
+        return {key: _to_half(item) for key, item in value.items()}
+    return value
 
 
 def _no_training_checkpoints(name: str) -> UnsupportedError:

@@ -66,6 +66,10 @@ HF_ZERO3 = {
     "wall_clock_breakdown": False,
 }
 
+FP16 = {
+    "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 1, "min_loss_scale": 2.0}
+}
+
 # DeepSpeed's ZeRO-Infinity tutorial, with the disk.
 INFINITY = {
     "train_micro_batch_size_per_gpu": 2,
@@ -172,10 +176,20 @@ def test_a_new_schedule_type_brings_its_own_parameters():
     assert parse_config(source, scheduler=None).scheduler is None
 
 
-@pytest.mark.parametrize("source", [{}, HF_ZERO3, INFINITY, {"gradient_clipping": 0, "optimizer": {"type": "adam"}}])
+@pytest.mark.parametrize(
+    "source", [{}, HF_ZERO3, INFINITY, FP16, {"gradient_clipping": 0, "optimizer": {"type": "adam"}}]
+)
 def test_a_config_parses_to_itself(source):
     config = parse_config(source)
     assert parse_config(config) == config
+
+
+def test_loss_scaling_without_fp16_is_noted():
+    said = {"bf16": {"enabled": True}, "fp16": {**FP16["fp16"], "enabled": False}}
+    config = parse_config(said)
+    assert config.precision is Precision.BF16
+    assert config.notes[-1] == "fp16: inapplicable: loss scaling belongs to fp16, which is off"
+    assert not any(note.startswith("fp16: ") for note in parse_config(FP16).notes)
 
 
 def test_a_config_made_by_hand_is_checked():
@@ -242,8 +256,14 @@ MISTAKES = [
     ({"nvme_path": ["/a", "/a"]}, "expected directories that differ from each other"),
     ({"nvme_path": 3}, "nvme_path = 3: expected a directory"),
     ({"durability": True}, "durability = true: not in this version"),
-    ({"precision": "fp16"}, "fp16 with loss scaling is not available in this version; use bf16 or fp32"),
-    ({"fp16": {"enabled": True}}, "fp16.enabled = true: ignoring it would change numbers: fp16 with loss scaling"),
+    ({"precision": "fp16", "step_overlap": "in_backward"}, 'precision is fp16, and step_overlap = "in_backward" uses'),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled contradict each other"),
+    ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis = 0: expected a whole number of at least 1"),
+    ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale = 0: expected a whole number of at least 1"),
+    (
+        {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 5}},
+        "5 is above the first scale, 2 to the",
+    ),
     ({"precision": "fp32", "bf16": {"enabled": True}}, "precision and bf16.enabled contradict each other"),
     ({"aio": {"block_bytes": 4096, "block_size": 8192}}, "aio.block_bytes and aio.block_size contradict each other"),
     ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "data_types.grad_accum_dtype = 'fp32'"),
