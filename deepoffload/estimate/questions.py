@@ -99,6 +99,11 @@ def estimate(
     # One rank of several plans for its part: the same plan in a memory and on disks that are so many times larger.
     planned, nvme_planned = capacity * ranks, None if nvme is None else nvme * ranks
     try:
+        if capacity == 0:
+            raise PlacementError(
+                "activations, processes and the largest layer leave nothing of host memory for the model; use smaller "
+                "batches or activation checkpointing"
+            )
         smallest = smallest_capacity(model, config, nvme_bytes=nvme_planned, bandwidths=bandwidths)
         blocks = plan_blocks(model, config, capacity_bytes=planned, nvme_bytes=nvme_planned, bandwidths=bandwidths)
     except PlacementError as error:

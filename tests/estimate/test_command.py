@@ -67,6 +67,13 @@ def test_the_smallest_budget_is_one_that_fits_and_less_is_not():
         assert estimate(subject, machine, Config(precision=Precision.BF16, host_budget=budget)).fits is fits
 
 
+def test_activations_that_leave_no_memory_for_the_model_are_named():
+    machine = MachineSpec(host_memory_bytes=300 << 20, nvme_bytes=1 << 40)
+    found = estimate(from_counts(20_000_000, 4, 256, Batch(64, 64), vocabulary=1000), machine, Config())
+    assert "activations" in found.problem and not found.fits and found.smallest_bytes
+    assert found.capacity_bytes == 0
+
+
 def test_ranks_share_the_model_and_a_device_takes_the_activations():
     config = Config(precision=Precision.BF16)
     one = MachineSpec(host_memory_bytes=1 << 40, device_memory_bytes=32 << 30)
