@@ -56,6 +56,7 @@ class TierManager:
         self.explain: Callable[[], str] = lambda: ""
         self._blocks: dict[int, Block] = {}
         self._resident: dict[int, Block] = {}
+        self._static: set[int] = set()
         self.transfers = Transfers(space, self.counters, self._free_memory, timeline)
         self._threads: set[int] = set()
         self._limbo: list[tuple[int, list[Alias]]] = []
@@ -74,6 +75,10 @@ class TierManager:
     def blocks(self) -> Iterable[Block]:
         return self._blocks.values()
 
+    def all_stay(self) -> bool:
+        """True when every block is static: nothing will ever be moved."""
+        return len(self._static) == len(self._blocks)
+
     def resident(self) -> Iterable[Block]:
         """Blocks that have a range in the arena."""
         return self._resident.values()
@@ -89,11 +94,13 @@ class TierManager:
                 self.space.free(block.extent)
                 block.extent = None
             self._blocks.pop(block.id, None)
+            self._static.discard(block.id)
 
     def keep(self, block: Block) -> None:
         """From now on the block stays in memory once it is there, and needs no extent."""
         with self.lock:
             block.static = True
+            self._static.add(block.id)
             if block.extent is None or self.space is None or not block.resident:
                 return
             self.will_change(block)  # memory alone is right from now on
@@ -416,4 +423,5 @@ class TierManager:
                 block.state = BlockState.EMPTY  # from whatever it was: nobody holds any bytes now
             self._resident.clear()
             self._blocks.clear()
+            self._static.clear()
             self.arena.close()

@@ -86,7 +86,7 @@ def _inherit_places(unit: Unit, old: list[StatePiece], new: list[StatePiece]) ->
     for piece in new:
         if piece.block.nbytes <= left and isinstance(pager, Pager):
             left -= piece.block.nbytes
-            piece.block.static = True
+            pager.tiers.keep(piece.block)
             pager.static = pager.static | {piece.block.id}
 
 

@@ -289,8 +289,8 @@ class Pager:
                 if block.id not in in_use:
                     tiers.evict(block)
             return
-        if not self.prefetch:
-            return
+        if not self.prefetch or (tiers.all_stay() and not tiers.transfers.in_flight()):
+            return  # the serial reference; or everything stays in memory
         tiers.poll()
         self.write_behind(in_use)
         moves = plan_prefetch(
