@@ -49,7 +49,8 @@ def test_trains_beyond_its_budget_with_the_losses_of_plain_pytorch(tmp_path, pre
     assert numbers["losses"] == pytest.approx(numbers["plain"]["losses"], rel=2e-3)
     assert numbers["losses"][-1] < numbers["losses"][0] - 0.5
     assert numbers["stats"]["host_peak_bytes"] <= budget
-    assert min(numbers["disk_bytes"]) > numbers["parameters"] * 16
+    # The first step has no step before it to make: updates run with the next forward.
+    assert min(numbers["disk_bytes"][1:]) > numbers["parameters"] * 16
     assert "optimizer state" in done.stdout and "largest difference" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 

@@ -42,7 +42,8 @@ def test_a_read_past_the_end_is_an_error(file, memory, offset):
     with pytest.raises(IoFailure, match="truncated") as caught:
         file.engine.read(file, memory.address, 8192, offset).wait(20)
     assert caught.value.errno == errno.ENODATA and caught.value.filename == file.path
-    assert offset <= caught.value.offset <= max(offset, BYTES)
+    # Of the pieces an unaligned read is cut into, the one that failed first, and all beyond the end may.
+    assert offset <= caught.value.offset < offset + 8192
     assert file.engine.read(file, memory.address, BYTES, 0).result() == BYTES
 
 
