@@ -12,6 +12,7 @@ import bisect
 import weakref
 from typing import Any
 
+from deepoffload.errors import BudgetError
 from deepoffload.native.aio import HostMapping, ffi
 
 PAGE_BYTES = 4096
@@ -31,6 +32,11 @@ class Arena:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
+        if not self.capacity_bytes:
+            raise BudgetError(
+                f"a budget of {capacity_bytes} bytes is less than a page of memory ({PAGE_BYTES} bytes): raise "
+                "host_budget (was a unit forgotten, as in '2GiB'?)"
+            )
         mapping = HostMapping(self.capacity_bytes)
         self.address = mapping.address
         # Tensors and views over it keep the buffer; when the last of them goes, so does the mapping.

@@ -79,7 +79,7 @@ def piece_numel(
     Then pieces, weights and gradients of a unit fit into each other's room, and memory does not fall into splinters.
     """
     per_element = max(1, bytes_per_element(layout, state_format))
-    parts = max(1, round(weight_bytes / min(limit_bytes, PIECE_BYTES)))
+    parts = max(1, round(weight_bytes / max(1, min(limit_bytes, PIECE_BYTES))))
     numel = -(-weight_bytes // parts // per_element)
     return max(LEAST_PIECE_NUMEL, -(-numel // alignment_numel) * alignment_numel)
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepoffload.errors import BudgetError
 from deepoffload.memory.arena import PAGE_BYTES, Arena, round_up
 
 PAGES = 16
@@ -136,3 +137,9 @@ def _largest_gap(used: dict[int, int], capacity: int) -> int:
         at = offset + used[offset]
     assert at <= capacity
     return max(largest, capacity - at)
+
+
+@pytest.mark.parametrize("capacity_bytes", [1, 20, PAGE_BYTES - 1])
+def test_less_than_a_page_is_refused(capacity_bytes: int) -> None:
+    with pytest.raises(BudgetError, match="less than a page"):
+        Arena(capacity_bytes)
