@@ -82,7 +82,9 @@ class CPUAdam(HostOptimizer):
         checks.two_betas(group["betas"])
         checks.not_negative("eps", group["eps"])
         checks.not_negative("weight_decay", group["weight_decay"])
-        checks.state_dtype(group["state_dtype"], *(("fp32",) if group["amsgrad"] else checks.STATE_DTYPES))
+        checks.state_dtype(group["state_dtype"], *checks.STATE_DTYPES)
+        if group["amsgrad"] and group["state_dtype"] != "fp32":
+            raise ValueError(f"amsgrad=True needs state_dtype='fp32', not {group['state_dtype']!r}")
 
     def _arrays(self, group: Mapping[str, Any]) -> Mapping[str, str]:
         return _AMSGRAD_ARRAYS if group["amsgrad"] else _ARRAYS

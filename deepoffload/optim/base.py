@@ -7,6 +7,7 @@ the engine placed it; ordinary ones keep it in ``optimizer.state`` as torch's ow
 from __future__ import annotations
 
 import abc
+import logging
 import math
 import weakref
 from collections import defaultdict
@@ -30,6 +31,8 @@ from deepoffload.optim.update import HostUpdate, check_paged
 from deepoffload.params.pager import Pager
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.unit import ParamHandle
+
+log = logging.getLogger("deepoffload")
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
         checks.clip_norm(max_grad_norm)
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self.skip_non_finite = False
         self._start()
         super().__init__(params, defaults)
@@ -158,6 +161,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """As in torch; also ends what an interrupted forward left open, so that every gradient is seen."""
         for pager in self._pagers():
             pager.close_leaked()
+        self._forget_early(set_to_none)
         if not set_to_none:
             super().zero_grad(set_to_none)
             return
@@ -178,7 +182,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         Raises:
             ClosedError: a parameter's engine was closed.
             UnsupportedError: a sparse gradient, or an element type that the kernels do not take.
-            UsageError: another optimizer has taken over a paged parameter. Nothing has been changed in any of these.
+            UsageError: another optimizer has taken over a paged parameter.
+            ValueError: a setting of a group is out of range. Nothing has been changed in any of these.
             IoFailure: a transfer failed on the way. What was not updated yet will be when it is used next, or by
                 another call of ``step()``, which goes on with this step and makes no second one of the same gradients.
         """
@@ -242,6 +247,23 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             for handle in jobs:
                 pager.gradients.assign(handle, None)  # type: ignore[union-attr]
 
+    def _forget_early(self, set_to_none: bool) -> None:
+        """What was updated inside a backward that no ``step()`` followed stays so; the next backward begins anew."""
+        for early in filter(None, map(_early, self._pagers())):
+            if not set_to_none:
+                raise UsageError(
+                    "zero_grad(set_to_none=False): with step_overlap='in_backward' gradients are used and dropped as "
+                    "soon as they are there, none is left to be filled with zeros; use zero_grad()"
+                )
+            count = early.end_of_step()
+            self._used_settings = None
+            if count:
+                log.warning(
+                    "zero_grad() before step(): %d parameters were updated inside that backward and stay so "
+                    "(step_overlap='deferred' would have left them)",
+                    count,
+                )
+
     def _refuse_changed_settings(self) -> None:
         """An update inside backward took the settings that there were then."""
         used, self._used_settings = self._used_settings, None
@@ -289,7 +311,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         step = int(state.get("step", 0)) + 1 if state else 1
         job = jobs.get((step, first))
         if job is None:
+            self._check_settings(group)
             hyper, masters = self._hyper(group, step, first), bool(group.get("master_weights", True))
+            checks.finite(hyper)
             job = Job(step, hyper, self._arrays(group), self._initial(group), first, masters)
             jobs[step, first] = job
         return job

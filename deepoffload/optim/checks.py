@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -16,6 +17,8 @@ def number(name: str, value: Any) -> float:
     Raises:
         ValueError: not a number, or NaN.
     """
+    if isinstance(value, str):
+        raise ValueError(f"{name} must be a number, got the text {value!r}")
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
     try:
@@ -25,6 +28,14 @@ def number(name: str, value: Any) -> float:
     if math.isnan(result):
         raise ValueError(f"{name} must be a number, got {value}")
     return result
+
+
+def finite(hyper: Any) -> None:
+    """Raise ``ValueError`` when a setting of one update (a dataclass) is infinite or NaN: no weight survives it."""
+    for field in dataclasses.fields(hyper):
+        value = getattr(hyper, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{field.name} must be finite, got {value}")
 
 
 def not_negative(name: str, value: Any) -> None:

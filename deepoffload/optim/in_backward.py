@@ -70,7 +70,9 @@ class EarlyUpdates:
             self._used.update(handles)
             optimizer.update_early(handles)
 
-    def end_of_step(self) -> None:
-        """The next gradients belong to the next step."""
+    def end_of_step(self) -> int:
+        """The next gradients belong to the next step. Returns how many parameters were updated in this one."""
+        count = len(self._used)
         self._seen.clear()
         self._used.clear()
+        return count

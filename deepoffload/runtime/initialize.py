@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from deepoffload.config import Config, Precision, StepOverlap, parse_config
-from deepoffload.errors import BudgetError, ConfigError, UnsupportedError, UsageError
+from deepoffload.errors import BudgetError, ConfigError, DeepOffloadError, UnsupportedError, UsageError
 from deepoffload.optim.adagrad import CPUAdagrad
 from deepoffload.optim.adam import CPUAdam
 from deepoffload.optim.base import HostOptimizer
@@ -280,7 +280,12 @@ def _optimizer(
         _check_fp16(config, built)
     else:
         said = config.optimizer
-        built = _CLASSES[said.type](params, **dict(said.params))  # type: ignore[union-attr]
+        try:
+            built = _CLASSES[said.type](params, **dict(said.params))  # type: ignore[union-attr]
+        except DeepOffloadError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"optimizer.params: {error}") from error
     if isinstance(built, HostOptimizer):
         built.skip_non_finite = config.step_overlap is not StepOverlap.IN_BACKWARD  # it sees no gradient twice
         if built.max_grad_norm is None and clipping > 0:

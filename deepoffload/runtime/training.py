@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from deepoffload.errors import ClosedError, LossScaleError, UnsupportedError, Us
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.loss_scale import LossScale
 from deepoffload.runtime.engine import Engine
+from deepoffload.timeline import Summary
 
 log = logging.getLogger("deepoffload")
 
@@ -260,6 +262,14 @@ class TrainingEngine:
             "overflow_steps": self.skipped_steps,
             "loss_scale": self.loss_scale,
         }
+
+    def summary(self, last_steps: int = 10) -> Summary:
+        """What the last steps were made of; see :meth:`Engine.summary`."""
+        return self.core.summary(last_steps)
+
+    def export_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what happened when; see :meth:`Engine.export_trace`."""
+        self.core.export_trace(path)
 
     def placement_table(self) -> str:
         """What went where and why, for people."""

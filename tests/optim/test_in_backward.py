@@ -185,3 +185,29 @@ def test_settings_changed_after_backward_are_refused(paging: Paging) -> None:
     optimizer.param_groups[0]["lr"] = 1e-3
     with pytest.raises(UsageError, match="between backward"):
         optimizer.step()
+
+
+def test_after_an_interrupted_backward_zero_grad_begins_anew(paging: Paging, caplog: pytest.LogCaptureFixture) -> None:
+    model = paging.build(mlp, early(RESIDENT), key="mlp")
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+
+    def interrupt(grad: torch.Tensor) -> None:
+        raise LookupError("in the middle of backward")
+
+    output = model[0](rows())
+    output.register_hook(interrupt)
+    with pytest.raises(LookupError):
+        model[1:](output).square().mean().backward()
+    optimizer.zero_grad()
+    assert "updated inside that backward" in caplog.text
+    for _ in range(2):
+        model(rows()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_zeros_in_the_place_of_gradients_are_refused(paging: Paging) -> None:
+    model = paging.build(mlp, early(RESIDENT), key="mlp")
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+    with pytest.raises(UsageError, match="set_to_none=False"):
+        optimizer.zero_grad(set_to_none=False)

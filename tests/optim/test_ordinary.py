@@ -253,7 +253,7 @@ WRONG = [
     (deepoffload.CPUAdam, {"eps": -1e-8}, "eps"),
     (deepoffload.CPUAdam, {"weight_decay": -0.1}, "weight_decay"),
     (deepoffload.CPUAdam, {"state_dtype": "int8"}, "state_dtype"),
-    (deepoffload.CPUAdam, {"state_dtype": "8bit", "amsgrad": True}, "state_dtype"),
+    (deepoffload.CPUAdam, {"state_dtype": "8bit", "amsgrad": True}, "amsgrad=True needs state_dtype"),
     (deepoffload.CPULion, {"state_dtype": "8bit"}, "state_dtype"),
     (deepoffload.CPUAdam, {"max_grad_norm": 0.0}, "max_grad_norm"),
     (deepoffload.CPUAdam, {"max_grad_norm": -1.0}, "max_grad_norm"),

@@ -4,6 +4,7 @@ run."""
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -80,3 +81,25 @@ def test_again_after_a_disk_error(paging: Paging, monkeypatch: pytest.MonkeyPatc
     assert raised or overlap == "deferred", (
         "a write that fails may be made good by evicting something else, but not every failure is one"
     )
+
+
+@pytest.mark.parametrize("overlap", ["none", "deferred"])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"lr": math.nan}, {"eps": math.nan}, {"weight_decay": math.inf}, {"lr": "fast"}, {"betas": (0.9, "b")}],
+    ids=str,
+)
+def test_a_setting_out_of_range_changes_nothing(paging: Paging, overlap: str, wrong: dict[str, Any]) -> None:
+    """Also where the update would come later: the next forward must not meet it."""
+    model = paging.build(mlp, replace(SERIAL, step_overlap=overlap), key="mlp")
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+    before = weights_of(model)
+    model(rows()).square().mean().backward()
+    right = {key: optimizer.param_groups[0][key] for key in wrong}
+    optimizer.param_groups[0].update(wrong)
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        optimizer.step()
+    assert_same_bits(before, weights_of(model))
+    optimizer.param_groups[0].update(right)
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["step"] == 1
