@@ -217,7 +217,7 @@ _PRECISION = (
         "Has to be the dtype of the weights, which is what gradients accumulate in.",
     ),
     _honoured("data_types.param_dtype", _DTYPES, "Has to be the dtype of the weights."),
-    _error("data_types.buffer_dtype", anything(), "buffers follow the dtype of the weights, as module.to(dtype) has them"),
+    _error("data_types.buffer_dtype", anything(), "buffers follow the weights' dtype, as module.to(dtype) does"),
 )
 
 
