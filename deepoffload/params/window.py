@@ -255,10 +255,11 @@ class Window:
                 param = handle.tensor
                 if param is None:
                     continue
+                # First what costs a door once the class is ours again.
+                if handle.grad_hook is None and param.requires_grad and pager.gradients is not None:
+                    pager.gradients.track(handle)  # unfrozen inside the window, where no door sees it
                 if handle.in_window == 0:
                     param.__class__ = OffloadedParameter  # also where a careful window had left it as it was
-                if param.requires_grad and handle.grad_hook is None and pager.gradients is not None:
-                    pager.gradients.track(handle)  # unfrozen inside the window, where no door sees it
                 if (handle.displaced() or version_of(param) != handle.version) and handle.changed():
                     pager.will_change(handle)
             for block in entry.blocks:
