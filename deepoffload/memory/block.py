@@ -64,7 +64,6 @@ class Block:
         leases: how many users need it to stay; above zero it is neither evicted nor moved.
         room_bytes: what it takes in the arena. Blocks of about the same size take the same, so that each fits where
             another was.
-        static: placement keeps it in memory for good: it is never evicted, hence never written.
     """
 
     __slots__ = (
@@ -77,7 +76,6 @@ class Block:
         "offset",
         "extent",
         "leases",
-        "static",
         "ticket",
         "owner",
     )
@@ -92,7 +90,6 @@ class Block:
         self.offset: int | None = None
         self.extent: Extent | None = None
         self.leases = 0
-        self.static = False
         self.ticket: Ticket | None = None
         self.owner = owner
 

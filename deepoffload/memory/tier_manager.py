@@ -40,6 +40,9 @@ class TierManager:
         space: where evicted blocks go; None when there is no NVMe path, then nothing dirty can be evicted.
         poison: fill every range that is taken back with 0xFF (NaN), so that a stale alias shows.
         timeline: where transfers and waits are recorded, if anywhere.
+
+    Attributes:
+        static: ids of the blocks that placement keeps in memory for good: never evicted, hence never written.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class TierManager:
         self.explain: Callable[[], str] = lambda: ""
         self._blocks: dict[int, Block] = {}
         self._resident: dict[int, Block] = {}
-        self._static: set[int] = set()
+        self.static: set[int] = set()
         self.transfers = Transfers(space, self.counters, self._free_memory, timeline)
         self._threads: set[int] = set()
         self._limbo: list[tuple[int, list[Alias]]] = []
@@ -77,7 +80,7 @@ class TierManager:
 
     def all_stay(self) -> bool:
         """True when every block is static: nothing will ever be moved."""
-        return len(self._static) == len(self._blocks)
+        return len(self.static) == len(self._blocks)
 
     def resident(self) -> Iterable[Block]:
         """Blocks that have a range in the arena."""
@@ -94,13 +97,12 @@ class TierManager:
                 self.space.free(block.extent)
                 block.extent = None
             self._blocks.pop(block.id, None)
-            self._static.discard(block.id)
+            self.static.discard(block.id)
 
     def keep(self, block: Block) -> None:
         """From now on the block stays in memory once it is there, and needs no extent."""
         with self.lock:
-            block.static = True
-            self._static.add(block.id)
+            self.static.add(block.id)
             if block.extent is None or self.space is None or not block.resident:
                 return
             self.will_change(block)  # memory alone is right from now on
@@ -144,7 +146,7 @@ class TierManager:
             try:
                 if not block.resident:
                     self._bring(block, load)
-                    if block.static and block.extent is not None:
+                    if block.id in self.static and block.extent is not None:
                         self.keep(block)  # evicted while the model was built
             except BaseException:
                 block.leases -= 1
@@ -240,7 +242,7 @@ class TierManager:
                 self.evict(block)
 
     def _may_go(self, block: Block) -> bool:
-        if block.offset is None or block.leases or block.static:
+        if block.offset is None or block.leases or block.id in self.static:
             return False
         return block.owner is None or block.owner.can_release()
 
@@ -268,7 +270,9 @@ class TierManager:
             raise BudgetError(self._no_room(block))
 
     def _evict_farthest(self, wanted: Block) -> bool:
-        candidates = [b for b in self._resident.values() if b.leases == 0 and not b.static and b is not wanted]
+        candidates = [
+            b for b in self._resident.values() if b.leases == 0 and b.id not in self.static and b is not wanted
+        ]
         candidates.sort(key=lambda b: (self.next_use(b.id), b.state is BlockState.CLEAN, b.id), reverse=True)
         failure: IoFailure | None = None
         for candidate in candidates:
@@ -283,7 +287,7 @@ class TierManager:
 
     def _no_room(self, block: Block) -> str:
         held = {
-            b: "in use" if b.leases else "static" if b.static else "still referred to by the program"
+            b: "in use" if b.leases else "static" if b.id in self.static else "still referred to by the program"
             for b in self._resident.values()
             if b.leases or not self._may_go(b)
         }
@@ -423,5 +427,5 @@ class TierManager:
                 block.state = BlockState.EMPTY  # from whatever it was: nobody holds any bytes now
             self._resident.clear()
             self._blocks.clear()
-            self._static.clear()
+            self.static.clear()
             self.arena.close()

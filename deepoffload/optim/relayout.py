@@ -19,7 +19,6 @@ from deepoffload.optim.eight_bit import CHUNK_NUMEL
 from deepoffload.optim.rule import Job
 from deepoffload.optim.state import LAYOUTS, PieceView, lead_bytes, make_pieces
 from deepoffload.params.layout import PieceSegment
-from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle, StateFormat, StatePiece, Unit
 
 
@@ -63,7 +62,7 @@ def lay_out(tiers: TierManager, unit: Unit, wanted: Mapping[ParamHandle, StateFo
         trained = [(handle, handle.dtype) for handle in moved if target[handle] == state_format]
         new += make_pieces(tiers, unit, trained, limit_bytes, state_format, alignment_numel=STATE_BLOCK)
     try:
-        _inherit_places(unit, old, new)
+        _inherit_places(tiers, old, new)
         for piece in new:
             _fill(tiers, piece, old)
     except BaseException:
@@ -79,15 +78,13 @@ def _formats(unit: Unit) -> dict[ParamHandle, StateFormat]:
     return {piece.handles[part.tensor]: piece.format for piece in unit.pieces for part in piece.layout.segments}
 
 
-def _inherit_places(unit: Unit, old: list[StatePiece], new: list[StatePiece]) -> None:
+def _inherit_places(tiers: TierManager, old: list[StatePiece], new: list[StatePiece]) -> None:
     """As many bytes stay in memory for good as placement had decided."""
-    left = sum(piece.block.nbytes for piece in old if piece.block.static)
-    pager = unit.owner.pager
+    left = sum(piece.block.nbytes for piece in old if piece.block.id in tiers.static)
     for piece in new:
-        if piece.block.nbytes <= left and isinstance(pager, Pager):
+        if piece.block.nbytes <= left:
             left -= piece.block.nbytes
-            pager.tiers.keep(piece.block)
-            pager.static = pager.static | {piece.block.id}
+            tiers.keep(piece.block)
 
 
 def _fill(tiers: TierManager, piece: StatePiece, old: list[StatePiece]) -> None:

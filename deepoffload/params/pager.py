@@ -82,7 +82,6 @@ class Pager:
         self.closed_because: str | None = None
         self.lookahead_bytes = tiers.arena.capacity_bytes
         self.reserve_bytes = 0
-        self.static: frozenset[int] = frozenset()
         self._keys: dict[tuple[object, ...], int] = {}
         self._last_key: tuple[object, ...] | None = None
         self._held: list[Block] = []
@@ -301,7 +300,7 @@ class Pager:
             evictable=(b.id for b in tiers.resident() if b.id not in in_use and tiers.evictable(b)),
             next_use=self._next_use,
             lookahead_bytes=self.lookahead_bytes,
-            static=self.static,
+            static=tiers.static,
             is_empty=tiers.is_empty,
             reserve_bytes=self.reserve_bytes,
             aside_bytes=sum(tiers.room_bytes(b) for b in in_use if tiers.is_empty(b) or tiers.is_away(b)),
@@ -338,7 +337,7 @@ class Pager:
             nbytes=tiers.room_bytes,
             next_use=self._next_use,
             lookahead_bytes=self.lookahead_bytes,
-            static=self.static,
+            static=tiers.static,
         )
         for block_id in chosen:
             block = tiers.block(block_id)

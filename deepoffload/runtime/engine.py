@@ -188,7 +188,6 @@ class Engine:
         """From now on resident blocks stay. Not before: while bytes move into units, all memory is needed for that."""
         for block_id in placement.resident:
             self.pager.tiers.keep(self.pager.tiers.block(block_id))
-        self.pager.static = placement.resident
 
     def adopt_model(self, model: nn.Module) -> None:
         """Take a model that was built before: its parameters move into the arena one by one."""

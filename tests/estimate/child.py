@@ -100,7 +100,7 @@ def train(swap: str, settings: dict[str, Any]) -> dict[str, Any]:
             kind.value: sum(
                 block.extent.padded_bytes
                 for block in engine.pager.tiers.blocks()
-                if block.kind is kind and block.extent is not None and not block.static
+                if block.kind is kind and block.extent is not None and block.id not in engine.pager.tiers.static
             )
             for kind in Kind
         }

@@ -217,7 +217,11 @@ class TierManagerMachine(RuleBasedStateMachine):
     def evict(self, which: int) -> None:
         entry = self.pick(which)
         if entry is not None:
-            held = entry.leases or entry.block.static or (entry.owner is not None and entry.owner.references)
+            held = (
+                entry.leases
+                or entry.block.id in self.tiers.static
+                or (entry.owner is not None and entry.owner.references)
+            )
             gone = self.attempt(self.tiers.evict, entry.block)
             if gone is True:
                 assert not held and entry.block.offset is None
@@ -249,8 +253,8 @@ class TierManagerMachine(RuleBasedStateMachine):
     @rule(which=PICKS)
     def make_static(self, which: int) -> None:
         entry = self.pick(which)
-        if entry is not None and (entry.block.static or which % 3 == 0):
-            entry.block.static = not entry.block.static
+        if entry is not None and (entry.block.id in self.tiers.static or which % 3 == 0):
+            self.tiers.static ^= {entry.block.id}
 
     @rule()
     def evict_all(self) -> None:
@@ -313,7 +317,7 @@ class TierManagerMachine(RuleBasedStateMachine):
         for look in self.looks:
             look.owner.references -= 1
         for entry in self.expected:
-            entry.block.static = False
+            self.tiers.static.discard(entry.block.id)
             while entry.leases:
                 self.tiers.release(entry.block)
                 entry.leases -= 1
