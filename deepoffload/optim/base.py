@@ -7,11 +7,11 @@ the engine placed it; ordinary ones keep it in ``optimizer.state`` as torch's ow
 from __future__ import annotations
 
 import abc
-import logging
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim import checks
 from deepoffload.optim.gradients import Gradients
-from deepoffload.optim.in_backward import EarlyUpdates
+from deepoffload.optim.in_backward import EarlyUpdates, InBackward
 from deepoffload.optim.ordinary import OrdinaryUpdate, check_ordinary, plain_state, sum_of_squares
 from deepoffload.optim.paged_state import read_state, write_state
 from deepoffload.optim.rule import Hyper, Job, Rule
@@ -31,8 +31,6 @@ from deepoffload.optim.update import HostUpdate, check_paged
 from deepoffload.params.pager import Pager
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.unit import ParamHandle
-
-log = logging.getLogger("deepoffload")
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self._held: weakref.WeakSet[ParamHandle] = weakref.WeakSet()
         self._ordinary = OrdinaryUpdate(self.rule)
         self._interrupted: dict[Gradients, int] | None = None
-        self._used_settings: list[dict[str, Any]] | None = None
+        self._in_backward = InBackward()
 
     # -- what tells the optimizers apart ---------------------------------------------------------------------------
 
@@ -122,16 +120,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             handle = _handle_of(param)
             early = _early(handle.pager) if handle is not None else None
             if handle is not None and early is not None:
-                self._refuse_early()
+                self._in_backward.refuse_looking_at_all(self.max_grad_norm, self.skip_non_finite)
                 early.own(handle, self)
-
-    def _refuse_early(self) -> None:
-        if self.max_grad_norm is not None or self.skip_non_finite:
-            what = "max_grad_norm clips" if self.max_grad_norm is not None else "skip_non_finite looks at"
-            raise UsageError(
-                f"{what} all gradients together, and with step_overlap='in_backward' each is used and dropped as soon "
-                "as it is there; use step_overlap='deferred'"
-            )
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         self._check_settings(group)
@@ -161,7 +151,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """As in torch; also ends what an interrupted forward left open, so that every gradient is seen."""
         for pager in self._pagers():
             pager.close_leaked()
-        self._forget_early(set_to_none)
+        self._in_backward.forget([found for found in map(_early, self._pagers()) if found is not None], set_to_none)
         if not set_to_none:
             super().zero_grad(set_to_none)
             return
@@ -212,8 +202,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             return True
         early = [found for found in map(_early, pagers) if found is not None]
         if early:
-            self._refuse_early()
-            self._refuse_changed_settings()
+            self._in_backward.refuse_looking_at_all(self.max_grad_norm, self.skip_non_finite)
+            self._in_backward.refuse_changed(self.param_groups)
+            self._in_backward.refuse_scaled(unscale, overflow)
         self._move_into_pieces()
         work = self._work()
         grad_factor, finite = self._grad_factor(work, unscale, skip_non_finite)
@@ -221,58 +212,46 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             for pager in pagers:
                 pager.end_of_step()
             return False
-        self._count_step(work)
-        self._ordinary.run([(param, self.state[param], job) for param, job in work.ordinary], grad_factor)
-        self._interrupted = {_gradients(pager): _gradients(pager).changes for pager in pagers}
+        for update in self._enter_step(work, pagers, grad_factor):
+            update.run(defer=update.pager.defer_updates)
+        self._finish_step(pagers)
+        return True
+
+    def _enter_step(self, work: _Work, pagers: list[Pager], grad_factor: float) -> list[HostUpdate]:
+        """From here on the step happens: it counts, ordinary parameters make it, and every unit has it to make."""
+        updates = []
         for pager in pagers:
             mine = {handle: job for handle, (_, job) in work.paged.items() if handle.pager is pager}
-            HostUpdate(pager, _gradients(pager), self.rule, mine, grad_factor).begin(defer=pager.defer_updates)
+            updates.append(HostUpdate(pager, _gradients(pager), self.rule, mine, grad_factor))
+        with ExitStack() as locks:
+            for pager in pagers:
+                locks.enter_context(pager.lock)  # a Ctrl-C comes before all of this or after it
+            self._count_step(work)
+            self._ordinary.run([(param, self.state[param], job) for param, job in work.ordinary], grad_factor)
+            for update in updates:
+                update.hand_over()
+            self._interrupted = {update.gradients: update.gradients.changes for update in updates}
+        return updates
+
+    def _finish_step(self, pagers: Iterable[Pager]) -> None:
         for pager in pagers:
             pager.end_of_step()
-        for found in early:
-            found.end_of_step()
+            early = _early(pager)
+            if early is not None:
+                early.end_of_step()
         self._interrupted = None
-        return True
 
     @torch.no_grad()
     def update_early(self, handles: list[ParamHandle]) -> None:
         """Make the step of some parameters of one unit now, inside backward."""
         work = self._work(set(handles))
-        self._used_settings = [_settings(group) for group in self.param_groups]
-        self._count_step(work)
-        pager = handles[0].pager
-        if isinstance(pager, Pager):
-            jobs = {handle: job for handle, (_, job) in work.paged.items()}
-            HostUpdate(pager, _gradients(pager), self.rule, jobs, 1.0).begin(defer=False)
-            for handle in jobs:
-                pager.gradients.assign(handle, None)  # type: ignore[union-attr]
-
-    def _forget_early(self, set_to_none: bool) -> None:
-        """What was updated inside a backward that no ``step()`` followed stays so; the next backward begins anew."""
-        for early in filter(None, map(_early, self._pagers())):
-            if not set_to_none:
-                raise UsageError(
-                    "zero_grad(set_to_none=False): with step_overlap='in_backward' gradients are used and dropped as "
-                    "soon as they are there, none is left to be filled with zeros; use zero_grad()"
-                )
-            count = early.end_of_step()
-            self._used_settings = None
-            if count:
-                log.warning(
-                    "zero_grad() before step(): %d parameters were updated inside that backward and stay so "
-                    "(step_overlap='deferred' would have left them)",
-                    count,
-                )
-
-    def _refuse_changed_settings(self) -> None:
-        """An update inside backward took the settings that there were then."""
-        used, self._used_settings = self._used_settings, None
-        if used is not None and any(a != _settings(b) for a, b in zip(used, self.param_groups, strict=False)):
-            raise UsageError(
-                "lr or another setting of the optimizer was changed between backward() and step(). With "
-                "step_overlap='in_backward' the update was made inside backward(), with the old ones: change settings "
-                "before forward (torch's schedules after step() do), or use step_overlap='deferred'"
-            )
+        self._in_backward.used(self.param_groups)
+        pagers = [handles[0].pager] if isinstance(handles[0].pager, Pager) else []
+        for update in self._enter_step(work, pagers, 1.0):
+            self._interrupted = None  # what fails here goes on with the backward's next gradient, or in step()
+            update.run(defer=False)
+            for handle in update.jobs:
+                update.gradients.assign(handle, None)
 
     def _goes_on(self) -> bool:
         """Whether this call of ``step`` repeats one that failed half-way: the gradients are still the same ones. Its
@@ -280,8 +259,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         begun, self._interrupted = self._interrupted, None
         if not begun or any(gradients.changes != changes for gradients, changes in begun.items()):
             return False
-        for gradients in begun:
-            gradients.pager.end_of_step()
+        self._finish_step(gradients.pager for gradients in begun)
         return True
 
     def _work(self, only: set[ParamHandle] | None = None) -> _Work:
@@ -326,7 +304,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             )
 
     def _count_step(self, work: _Work) -> None:
-        """From here on the step happens: it counts, and the pieces hold this optimizer's state."""
+        """The step counts, and the pieces hold this optimizer's state."""
         if self.rule.counts_steps:
             for param, job in (*work.paged.values(), *work.ordinary):
                 self.state[param]["step"] = torch.tensor(float(job.step))
@@ -467,10 +445,6 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
 def _handle_of(param: Tensor) -> ParamHandle | None:
     slot = param.__dict__.get("_slot")
     return slot if isinstance(slot, ParamHandle) else None
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _early(pager: PagerPort) -> EarlyUpdates | None:

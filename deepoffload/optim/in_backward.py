@@ -6,11 +6,15 @@ Gradients then wait for nothing and take no memory beyond their unit's. The pric
 
 from __future__ import annotations
 
+import logging
 import weakref
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from deepoffload.errors import UsageError
 from deepoffload.params.unit import ParamHandle
+
+log = logging.getLogger("deepoffload")
 
 
 class EarlyOptimizer(Protocol):
@@ -76,3 +80,65 @@ class EarlyUpdates:
         self._seen.clear()
         self._used.clear()
         return count
+
+
+class InBackward:
+    """One optimizer's part: what it refuses, and the settings that its updates inside backward were made with."""
+
+    def __init__(self) -> None:
+        self._settings: list[dict[str, Any]] | None = None
+
+    @staticmethod
+    def refuse_looking_at_all(max_grad_norm: float | None, skip_non_finite: bool) -> None:
+        """Raise UsageError for what needs all gradients at once."""
+        if max_grad_norm is not None or skip_non_finite:
+            what = "max_grad_norm clips" if max_grad_norm is not None else "skip_non_finite looks at"
+            raise UsageError(
+                f"{what} all gradients together, and with step_overlap='in_backward' each is used and dropped as soon "
+                "as it is there; use step_overlap='deferred'"
+            )
+
+    @staticmethod
+    def refuse_scaled(unscale: float, overflow: bool) -> None:
+        """Raise UsageError, in ``step()``, when the loss was scaled: nothing could tell that before."""
+        if unscale != 1.0 or overflow:
+            raise UsageError(
+                "the loss was scaled (GradScaler), and with step_overlap='in_backward' the weights were updated inside "
+                "backward() with the scaled gradients: this step is wrong. Use step_overlap='deferred', or no scaler"
+            )
+
+    def used(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """An update was made with the settings that the groups have now."""
+        self._settings = [_settings(group) for group in groups]
+
+    def refuse_changed(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Raise UsageError, in ``step()``, when settings are no longer those that the updates were made with."""
+        used, self._settings = self._settings, None
+        if used is not None and any(a != _settings(b) for a, b in zip(used, groups, strict=False)):
+            raise UsageError(
+                "lr or another setting of the optimizer was changed between backward() and step(). With "
+                "step_overlap='in_backward' the update was made inside backward(), with the old ones: change settings "
+                "before forward (torch's schedules after step() do), or use step_overlap='deferred'"
+            )
+
+    def forget(self, updates: Iterable[EarlyUpdates], set_to_none: bool) -> None:
+        """``zero_grad()``: what was updated inside a backward that no ``step()`` followed stays so; the next backward
+        begins anew."""
+        for early in updates:
+            if not set_to_none:
+                raise UsageError(
+                    "zero_grad(set_to_none=False): with step_overlap='in_backward' gradients are used and dropped as "
+                    "soon as they are there, none is left to be filled with zeros; use zero_grad()"
+                )
+            count = early.end_of_step()
+            self._settings = None
+            if count:
+                log.warning(
+                    "zero_grad() before step(): %d parameters were updated inside that backward and stay so "
+                    "(step_overlap='deferred' would have left them)",
+                    count,
+                )
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}

@@ -31,8 +31,8 @@ from deepoffload.timeline import Lane
 class HostUpdate:
     """One step of an update rule over the paged parameters of one pager.
 
-    It knows which pieces are still to be updated. One that fails (a transfer, an interrupt) or is interrupted is still
-    to be updated; those before it are not touched again.
+    Made when no unit has another update to make. It knows which pieces are still to be updated. One that fails (a
+    transfer) or is interrupted is still to be updated; those before it are not touched again.
     """
 
     def __init__(
@@ -45,27 +45,30 @@ class HostUpdate:
         self.jobs = jobs
         self.grad_factor = grad_factor
         self._left: dict[int, list[int]] = {}
+        for handle in jobs:
+            ensure_pieces(self.tiers, handle)
+        self._units = [unit for unit in pager.units if any(handle in jobs for handle in unit.handles)]
 
-    def begin(self, *, defer: bool) -> None:
+    def hand_over(self) -> None:
+        """From here on every unit of a parameter in ``jobs`` has this update to make. To be called under the pager's
+        lock, when none has another one to make. Moves nothing."""
+        for unit in self._units:
+            if unit.pending is not None:
+                raise RuntimeError(f"{unit.name} still has another update to make")
+        for unit in self._units:
+            unit.pending = self
+
+    def run(self, *, defer: bool) -> None:
         """Update every parameter in ``jobs`` from its gradient times ``grad_factor``: now, or when its unit is used
         next.
 
         A unit whose weights or gradients the program has views of is never deferred: it would see old values through
-        them. Raises what the transfers raise; the update of all units is begun then, and :meth:`Pager.catch_up_all`
-        goes on with it.
+        them. Raises what the transfers raise; :meth:`Pager.catch_up_all` goes on with the rest then.
         """
-        pager = self.pager
-        with pager.lock:
-            for handle in self.jobs:
-                ensure_pieces(self.tiers, handle)
-            units = [unit for unit in pager.units if any(handle in self.jobs for handle in unit.handles)]
-            for unit in units:
-                pager.catch_up(unit)  # what another optimizer's step has left for it
-            for unit in units:
-                unit.pending = self
-            for unit in units:
-                if not defer or self._is_watched(unit):
-                    pager.catch_up(unit)
+        with self.pager.lock:
+            for unit in self._units:
+                if unit.pending is self and (not defer or self._is_watched(unit)):
+                    self.pager.catch_up(unit)
 
     def needs(self, handle: ParamHandle) -> bool:
         """Whether the gradient of ``handle`` is still to be used."""

@@ -211,3 +211,12 @@ def test_zeros_in_the_place_of_gradients_are_refused(paging: Paging) -> None:
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
     with pytest.raises(UsageError, match="set_to_none=False"):
         optimizer.zero_grad(set_to_none=False)
+
+
+def test_a_scaled_loss_is_refused(paging: Paging) -> None:
+    model = paging.build(mlp, early(RESIDENT), key="mlp")
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(rows()).sum()).backward()
+    with pytest.raises(UsageError, match="GradScaler"):
+        scaler.step(optimizer)

@@ -103,3 +103,42 @@ def test_a_setting_out_of_range_changes_nothing(paging: Paging, overlap: str, wr
     optimizer.param_groups[0].update(right)
     optimizer.step()
     assert optimizer.state_dict()["state"][0]["step"] == 1
+
+
+def train_two(
+    paging: Paging, monkeypatch: pytest.MonkeyPatch, overlap: str, fail_at: int | None
+) -> tuple[Any, range, int]:
+    """Two engines under one optimizer; a transfer of the one that is updated first fails. As :func:`train`."""
+    script = {} if fail_at is None else {"fault_script": f"nth={fail_at} errno={errno.EIO}"}
+    config = replace(SERIAL, step_overlap=overlap)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "IoEngine", partial(IoEngine, **script))
+        first = paging.build(mlp, config, key="mlp")
+    second = paging.build(mlp, config, key="mlp")
+    optimizer = deepoffload.CPUAdamW([*first.parameters(), *second.parameters()], lr=1e-2)
+    repeated = 0
+    seen = []
+    for seed in range(3):
+        for model in (first, second):
+            output, failed = until_done(lambda seed=seed, model=model: model(rows(seed=seed)), int(fail_at is not None))
+            _, more = until_done(output.square().mean().backward, 0)
+            repeated += failed + more
+        seen.append(chunks_of(first))
+        _, failed = until_done(optimizer.step, int(fail_at is not None))
+        repeated += failed
+        seen.append(chunks_of(first))
+        optimizer.zero_grad()
+    result = weights_of(first), weights_of(second), optimizer.state_dict()["state"]
+    return result, range(seen[2] + 1, seen[3]), repeated
+
+
+def test_the_other_engine_makes_its_step_too(paging: Paging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after an engine whose disk fails must not be forgotten."""
+    expected, chunks, _ = train_two(paging, monkeypatch, "none", None)
+    raised = 0
+    for place in range(TRIED):
+        chunk = chunks[place * (len(chunks) - 1) // (TRIED - 1)]
+        got, _, repeated = train_two(paging, monkeypatch, "none", chunk)
+        raised += repeated
+        assert_same_bits(expected, got)
+    assert raised, "nothing has failed: this tested nothing"
