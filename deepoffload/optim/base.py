@@ -204,7 +204,6 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         if early:
             self._in_backward.refuse_looking_at_all(self.max_grad_norm, self.skip_non_finite)
             self._in_backward.refuse_changed(self.param_groups)
-            self._in_backward.refuse_scaled(unscale, overflow)
         self._move_into_pieces()
         work = self._work()
         grad_factor, finite = self._grad_factor(work, unscale, skip_non_finite)

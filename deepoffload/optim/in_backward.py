@@ -98,15 +98,6 @@ class InBackward:
                 "as it is there; use step_overlap='deferred'"
             )
 
-    @staticmethod
-    def refuse_scaled(unscale: float, overflow: bool) -> None:
-        """Raise UsageError, in ``step()``, when the loss was scaled: nothing could tell that before."""
-        if unscale != 1.0 or overflow:
-            raise UsageError(
-                "the loss was scaled (GradScaler), and with step_overlap='in_backward' the weights were updated inside "
-                "backward() with the scaled gradients: this step is wrong. Use step_overlap='deferred', or no scaler"
-            )
-
     def used(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """An update was made with the settings that the groups have now."""
         self._settings = [_settings(group) for group in groups]
