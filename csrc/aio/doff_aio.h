@@ -100,9 +100,14 @@ int doff_file_close(doff_engine* engine, int32_t file);
  */
 int doff_submit(doff_engine* engine, int operation, const doff_segment* segments, uint32_t count, uint32_t flags,
                 int64_t timeout_ms, doff_request** out);
+/* The same with one segment, which most requests have; NULL and errno when it fails. */
+doff_request* doff_submit_one(doff_engine* engine, int operation, int32_t file, uint64_t address, int64_t nbytes,
+                              int64_t offset, uint32_t flags, int64_t timeout_ms);
 int doff_request_done(doff_request* request);
-/* 0: done, *out is filled (any number of times); -ETIMEDOUT: still in flight. */
-int doff_request_wait(doff_request* request, int64_t timeout_ms, doff_result* out);
+/* 0: done well; 1: done badly, and doff_request_result says how; -ETIMEDOUT: still in flight. */
+int doff_request_wait(doff_request* request, int64_t timeout_ms);
+/* Any number of times once the request is done; -EBUSY before. */
+int doff_request_result(doff_request* request, doff_result* out);
 /* 1: taken back before any of it was submitted (the result is ECANCELED); 0: too late. */
 int doff_request_cancel(doff_request* request);
 /* Moves what is still queued before everything that is not urgent. */

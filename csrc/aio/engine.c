@@ -163,6 +163,14 @@ int doff_engine_stats(doff_engine* engine, doff_stats* out) {
     return 0;
 }
 
+void doff_unlock(doff_engine* engine) {
+    bool ended = engine->ended;
+    engine->ended = false;
+    pthread_mutex_unlock(&engine->mutex);
+    if (ended)
+        pthread_cond_broadcast(&engine->finished);
+}
+
 static struct doff_request* request_new(doff_engine* engine, int operation, const doff_segment* segments,
                                         uint32_t count, uint32_t flags) {
     struct doff_request* request = calloc(1, sizeof *request);
@@ -215,38 +223,54 @@ static int admit(doff_engine* engine, struct doff_request* request, int64_t time
     return 0;
 }
 
-int doff_submit(doff_engine* engine, int operation, const doff_segment* segments, uint32_t count, uint32_t flags,
-                int64_t timeout_ms, doff_request** out) {
-    if (engine->pid != getpid())
-        return -ECHILD;
-    int code = check_segments(segments, count, flags);
-    if (code || (operation != DOFF_READ && operation != DOFF_WRITE))
-        return -EINVAL;
-    struct doff_request* request = request_new(engine, operation, segments, count, flags);
-    if (!request)
-        return -ENOMEM;
+/* The submit thread sends the chunks: entering the kernel with 64 MiB takes longer than a caller should have to wait.
+ */
+static int submit(doff_engine* engine, struct doff_request* request, int64_t timeout_ms) {
     pthread_mutex_lock(&engine->mutex);
-    if ((code = admit(engine, request, timeout_ms))) {
+    int code = admit(engine, request, timeout_ms);
+    if (code) {
         pthread_mutex_unlock(&engine->mutex);
-        doff_request_free(request);
         return code;
     }
     bool kick = false;
     engine->references++;
     engine->stats.requests_pending++;
-    for (unsigned i = 0; i < count; i++) {
+    for (unsigned i = 0; i < request->seg_count; i++) {
         request->segs[i].file->users++;
         kick |= request->segs[i].file->lane->in_flight < engine->queue_depth;
     }
     doff_request_enqueue(engine, request);
     doff_request_settle(engine, request); /* a request of no bytes is done */
-    if (kick) {
-        engine->kicked = true;
+    engine->kicked |= kick;
+    doff_unlock(engine);
+    if (kick)
         pthread_cond_signal(&engine->work);
-    }
-    pthread_mutex_unlock(&engine->mutex);
-    *out = request;
     return 0;
+}
+
+int doff_submit(doff_engine* engine, int operation, const doff_segment* segments, uint32_t count, uint32_t flags,
+                int64_t timeout_ms, doff_request** out) {
+    if (engine->pid != getpid())
+        return -ECHILD;
+    if (check_segments(segments, count, flags) || (operation != DOFF_READ && operation != DOFF_WRITE))
+        return -EINVAL;
+    struct doff_request* request = request_new(engine, operation, segments, count, flags);
+    if (!request)
+        return -ENOMEM;
+    int code = submit(engine, request, timeout_ms);
+    if (code)
+        doff_request_free(request);
+    else
+        *out = request;
+    return code;
+}
+
+doff_request* doff_submit_one(doff_engine* engine, int operation, int32_t file, uint64_t address, int64_t nbytes,
+                              int64_t offset, uint32_t flags, int64_t timeout_ms) {
+    const doff_segment segment = {.address = address, .offset = offset, .nbytes = nbytes, .file = file};
+    doff_request* request = NULL;
+    errno = -doff_submit(engine, operation, &segment, 1, flags, timeout_ms, &request);
+    return request;
 }
 
 int doff_request_done(doff_request* request) {
@@ -255,22 +279,27 @@ int doff_request_done(doff_request* request) {
     return atomic_load_explicit(&request->done, memory_order_acquire);
 }
 
-int doff_request_wait(doff_request* request, int64_t timeout_ms, doff_result* out) {
+int doff_request_wait(doff_request* request, int64_t timeout_ms) {
     doff_engine* engine = request->engine;
     if (engine->pid != getpid())
         return -ECHILD;
-    uint64_t until = deadline(timeout_ms);
-    pthread_mutex_lock(&engine->mutex);
-    while (!atomic_load_explicit(&request->done, memory_order_relaxed)) {
-        if (!doff_cond_wait_until(&engine->finished, &engine->mutex, until))
-            continue;
-        if (atomic_load_explicit(&request->done, memory_order_relaxed))
-            break;
+    bool done = atomic_load_explicit(&request->done, memory_order_acquire);
+    if (!done) {
+        uint64_t until = deadline(timeout_ms);
+        pthread_mutex_lock(&engine->mutex);
+        for (int code = 0; !(done = atomic_load_explicit(&request->done, memory_order_relaxed)) && !code;)
+            code = doff_cond_wait_until(&engine->finished, &engine->mutex, until);
         pthread_mutex_unlock(&engine->mutex);
-        return -ETIMEDOUT;
     }
-    *out = request->result;
-    pthread_mutex_unlock(&engine->mutex);
+    return done ? request->result.error != 0 : -ETIMEDOUT;
+}
+
+int doff_request_result(doff_request* request, doff_result* out) {
+    if (request->engine->pid != getpid())
+        return -ECHILD;
+    if (!atomic_load_explicit(&request->done, memory_order_acquire))
+        return -EBUSY;
+    *out = request->result; /* which does not change any more */
     return 0;
 }
 
@@ -284,7 +313,7 @@ int doff_request_cancel(doff_request* request) {
         doff_request_fail(engine, request, ECANCELED, NULL);
         doff_request_settle(engine, request);
     }
-    pthread_mutex_unlock(&engine->mutex);
+    doff_unlock(engine);
     return cancel;
 }
 

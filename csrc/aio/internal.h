@@ -75,6 +75,7 @@ struct doff_engine {
     pthread_cond_t work, room, finished; /* submit thread; doff_submit; waiters */
     pthread_t submitter;
     bool stop, closed, kicked, pumping, has_side_pool, all_buffered_aside;
+    bool ended;          /* requests have, and whoever waits for them was not woken yet */
     unsigned references; /* 1 for the handle + requests not released */
     uint32_t queue_depth, block_bytes, pending_max;
     struct doff_backend backend, side_pool;
@@ -86,6 +87,10 @@ struct doff_engine {
     unsigned bounces_left;
     doff_stats stats;
 };
+
+/* engine.c: releases the mutex, then wakes those who wait for requests that ended; woken under it they would only wait
+ * again, for the mutex. */
+void doff_unlock(doff_engine* engine);
 
 /* request.c; all with the mutex held */
 void doff_request_enqueue(doff_engine* engine, struct doff_request* request);

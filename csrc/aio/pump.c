@@ -48,27 +48,27 @@ static unsigned pick_batch(doff_engine* engine, struct doff_io** ios, bool* asid
     return count;
 }
 
+/* With the mutex held, which it releases. What the device is to do next goes out before the waiters wake. */
 static void pump(doff_engine* engine) {
     struct doff_io *ios[BATCH_MAX], *group[2][BATCH_MAX];
-    bool aside[BATCH_MAX];
-    pthread_mutex_lock(&engine->mutex);
-    if (engine->pumping) {
-        pthread_mutex_unlock(&engine->mutex);
-        return;
-    }
-    engine->pumping = true;
+    bool aside[BATCH_MAX], again = false;
     unsigned count;
-    while ((count = pick_batch(engine, ios, aside))) {
-        pthread_mutex_unlock(&engine->mutex);
+    while (!engine->pumping && (count = pick_batch(engine, ios, aside))) {
+        engine->pumping = true;
+        if (again)
+            doff_unlock(engine);
+        else
+            pthread_mutex_unlock(&engine->mutex);
+        again = true;
         unsigned size[2] = {0, 0};
         for (unsigned i = 0; i < count; i++)
             group[aside[i]][size[aside[i]]++] = ios[i];
         submit_batch(engine, &engine->backend, group[0], size[0]);
         submit_batch(engine, &engine->side_pool, group[1], size[1]);
         pthread_mutex_lock(&engine->mutex);
+        engine->pumping = false;
     }
-    engine->pumping = false;
-    pthread_mutex_unlock(&engine->mutex);
+    doff_unlock(engine);
 }
 
 void doff_pump_complete(void* context, const struct doff_completion* done, unsigned count) {
@@ -78,7 +78,6 @@ void doff_pump_complete(void* context, const struct doff_completion* done, unsig
     pthread_mutex_lock(&engine->mutex);
     for (unsigned i = 0; i < count; i++)
         doff_op_done(engine, (struct doff_op*)done[i].io, done[i].result);
-    pthread_mutex_unlock(&engine->mutex);
     pump(engine);
 }
 
@@ -101,7 +100,6 @@ void* doff_pump_main(void* argument) {
             continue;
         }
         engine->kicked = false;
-        pthread_mutex_unlock(&engine->mutex);
         pump(engine);
         pthread_mutex_lock(&engine->mutex);
     }

@@ -73,15 +73,14 @@ void doff_request_settle(doff_engine* engine, struct doff_request* request) {
     else
         engine->stats.requests_failed++;
     pthread_cond_signal(&engine->room);
+    engine->ended = true;
     if (!request->released) {
         atomic_store_explicit(&request->done, 1, memory_order_release);
-        pthread_cond_broadcast(&engine->finished);
         return;
     }
     if (request->result.error && request->result.error != ECANCELED)
         engine->stats.unobserved_failures++;
     engine->references--; /* never the last: a closing handle waits for pending requests */
-    pthread_cond_broadcast(&engine->finished);
     doff_request_free(request);
 }
 

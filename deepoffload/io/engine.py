@@ -23,6 +23,8 @@ log = logging.getLogger("deepoffload")
 # libaio (io_uring completes in the thread that submitted, which is then another), and containers often forbid io_uring.
 BACKENDS = ("libaio", "io_uring", "pool")
 QUEUE_DEPTH = 16
+READ, WRITE, URGENT, PADDED = lib.DOFF_READ, lib.DOFF_WRITE, lib.DOFF_URGENT, lib.DOFF_PADDED
+ACTIONS = {READ: "read", WRITE: "write"}
 DIRECT_MODES = {
     "off": lib.DOFF_DIRECT_OFF,
     "preferred": lib.DOFF_DIRECT_PREFERRED,
@@ -240,21 +242,37 @@ class IoEngine:
         """Reads ``nbytes`` at ``offset`` into memory. Any alignment works, and leaves nothing of a direct file in the
         page cache: memory that does not lie as the file's blocks do costs a copy through a bounce buffer (at most 1 MiB
         per chunk in flight), a part of a 4096-byte block a visit to the page cache, which then drops it."""
-        return self._one(lib.DOFF_READ, file, address, nbytes, offset, priority)
+        return self.submit_one(READ, file, address, nbytes, offset, URGENT if priority is Priority.URGENT else 0)
 
     def write(
         self, file: IoFile, address: int, nbytes: int, offset: int, *, priority: Priority = Priority.NORMAL
     ) -> Ticket:
         """Writes ``nbytes`` from memory at ``offset``; the memory must not change until done. As :meth:`read`; a part
         of a block is on the device when the request is done (``sync_file_range``), as direct transfers are."""
-        return self._one(lib.DOFF_WRITE, file, address, nbytes, offset, priority)
+        return self.submit_one(WRITE, file, address, nbytes, offset, URGENT if priority is Priority.URGENT else 0)
 
-    def _one(self, operation: int, file: IoFile, address: int, nbytes: int, offset: int, priority: Priority) -> Ticket:
-        segments = ffi.new("doff_segment[1]")
-        segment = segments[0]
-        segment.address, segment.offset, segment.nbytes, segment.file = address, offset, nbytes, file.file_id
-        flags = lib.DOFF_URGENT if priority is Priority.URGENT else 0
-        return self.submit(operation, segments, 1, nbytes, flags, (file,))
+    def submit_one(
+        self,
+        operation: int,
+        file: IoFile,
+        address: int,
+        nbytes: int,
+        offset: int,
+        flags: int,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """One request over one piece of one file; for this package's modules. See :meth:`submit`."""
+        submit, handle = lib.doff_submit_one, self.handle()
+        request = submit(handle, operation, file.file_id, address, nbytes, offset, flags, 0)
+        if not request:
+
+            def again() -> tuple[int, Any]:
+                found = submit(handle, operation, file.file_id, address, nbytes, offset, flags, WAIT_SLICE_MS)
+                return (0 if found else ffi.errno), found
+
+            request = self._insist(ffi.errno, again, operation, nbytes, (file,))
+        return Ticket(request, nbytes, ACTIONS[operation], (file,), check)
 
     def submit(
         self,
@@ -265,30 +283,44 @@ class IoEngine:
         flags: int,
         files: Sequence[IoFile],
         *,
-        keep: object = None,
         check: Callable[[], None] | None = None,
     ) -> Ticket:
         """One request over ``count`` native segments; for this package's modules.
 
-        ``files`` are those the segments name (for errors), ``keep`` is held until the request is done, ``check`` runs
-        once when a ``wait()`` finds it done well and may raise :class:`~deepoffload.errors.IoFailure`.
+        ``files`` are those the segments name (for errors), ``check`` runs once when a ``wait()`` finds it done well and
+        may raise :class:`~deepoffload.errors.IoFailure`.
 
         Raises:
             IoTimeout: No room in the queue within ``submit_timeout_s``; nothing was submitted.
             UsageError: Address, offset or length cannot be.
             ClosedError: The engine is closed.
         """
-        out = ffi.new("doff_request **")
-        handle = self.handle()
+        out, handle = ffi.new("doff_request **"), self.handle()
         code = lib.doff_submit(handle, operation, segments, count, flags, 0, out)
-        if code == -errno.ETIMEDOUT:
-            until = time.monotonic() + self.submit_timeout_s
-            while code == -errno.ETIMEDOUT and time.monotonic() < until:
-                code = lib.doff_submit(handle, operation, segments, count, flags, WAIT_SLICE_MS, out)
-        action = "write" if operation == lib.DOFF_WRITE else "read"
         if code:
-            raise self._submit_error(action, -code, nbytes, files)
-        return Ticket(out[0], nbytes, action, files, keep, check)
+
+            def again() -> tuple[int, Any]:
+                return -lib.doff_submit(handle, operation, segments, count, flags, WAIT_SLICE_MS, out), out[0]
+
+            self._insist(-code, again, operation, nbytes, files)
+        return Ticket(out[0], nbytes, ACTIONS[operation], files, check)
+
+    def _insist(
+        self,
+        code: int,
+        again: Callable[[], tuple[int, Any]],
+        operation: int,
+        nbytes: int,
+        files: Sequence[IoFile],
+    ) -> Any:
+        """The request that ``again`` gets as soon as the queue has room; raises what else hinders it."""
+        until = time.monotonic() + self.submit_timeout_s
+        request = None
+        while code == errno.ETIMEDOUT and time.monotonic() < until:
+            code, request = again()
+        if code:
+            raise self._submit_error(ACTIONS[operation], code, nbytes, files)
+        return request
 
     def _submit_error(self, action: str, code: int, nbytes: int, files: Sequence[IoFile]) -> Exception:
         names = ", ".join(file.path for file in files)

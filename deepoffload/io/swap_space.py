@@ -8,13 +8,12 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from ..errors import BudgetError, ClosedError, ConfigError, IoFailure, IoTimeout, UsageError
-from ..native.aio import PAGE_BYTES, ffi, lib, round_up
+from ..native.aio import PAGE_BYTES, ffi, round_up
 from .checksums import ChecksumTable
-from .engine import IoEngine, IoFile
+from .engine import PADDED, READ, URGENT, WRITE, IoEngine, IoFile
 from .extents import Extent, FreeList, Piece, split_by_weight
 from .swap_files import check_paths, create_swap_file, free_bytes, reclaim_stale
 from .ticket import Ticket
@@ -154,10 +153,8 @@ class SwapSpace:
             ClosedError: The swap space or its engine is closed.
         """
         nbytes = extent.nbytes if nbytes is None else nbytes
-        segments, count = self._segments(extent, address, nbytes)
         check = self._sums.checker(extent, address, nbytes, self._locate) if self._sums is not None else None
-        flags = lib.DOFF_PADDED | (lib.DOFF_URGENT if urgent else 0)
-        ticket = self._engine.submit(lib.DOFF_READ, segments, count, nbytes, flags, self._files, check=check)
+        ticket = self._transfer(READ, extent, address, nbytes, urgent, check)
         self.bytes_read += nbytes
         return ticket
 
@@ -168,11 +165,10 @@ class SwapSpace:
             As ``read``.
         """
         nbytes = extent.nbytes if nbytes is None else nbytes
-        segments, count = self._segments(extent, address, nbytes)
         if self._sums is not None:
+            self._check_transfer(extent, address, nbytes)
             self._sums.record(extent, address, nbytes)
-        flags = lib.DOFF_PADDED | (lib.DOFF_URGENT if urgent else 0)
-        ticket = self._engine.submit(lib.DOFF_WRITE, segments, count, nbytes, flags, self._files)
+        ticket = self._transfer(WRITE, extent, address, nbytes, urgent, None)
         self.bytes_written += nbytes
         return ticket
 
@@ -191,12 +187,28 @@ class SwapSpace:
         if self._closed:
             raise ClosedError("this swap space is closed")
 
-    def _segments(self, extent: Extent, address: int, nbytes: int) -> tuple[Any, int]:
+    def _check_transfer(self, extent: Extent, address: int, nbytes: int) -> None:
         self._check_open()
         if address % PAGE_BYTES or not address:
             raise UsageError(f"address {address:#x} of a swap transfer is not a multiple of {PAGE_BYTES}")
         if not 0 <= nbytes <= extent.nbytes:
             raise UsageError(f"{nbytes} bytes of an extent of {extent.nbytes} bytes cannot be transferred")
+
+    def _transfer(
+        self,
+        operation: int,
+        extent: Extent,
+        address: int,
+        nbytes: int,
+        urgent: bool,
+        check: Callable[[], None] | None,
+    ) -> Ticket:
+        self._check_transfer(extent, address, nbytes)
+        flags = PADDED | URGENT if urgent else PADDED
+        if len(extent.pieces) == 1:
+            piece = extent.pieces[0]
+            file = self._files[piece.path_index]
+            return self._engine.submit_one(operation, file, address, nbytes, piece.offset, flags, check=check)
         segments = ffi.new("doff_segment[]", len(extent.pieces))
         count, left = 0, nbytes
         for piece in extent.pieces:
@@ -209,7 +221,7 @@ class SwapSpace:
             address += piece.nbytes
             left -= piece.nbytes
             count += 1
-        return segments, count
+        return self._engine.submit(operation, segments, count, nbytes, flags, self._files, check=check)
 
     def _locate(self, extent: Extent, position: int) -> tuple[str, int]:
         """Path and file offset of a byte of an extent."""

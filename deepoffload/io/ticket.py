@@ -12,6 +12,7 @@ from ..native.aio import ffi, lib
 
 # A wait is cut into pieces of this length, so that Ctrl-C is seen between them.
 WAIT_SLICE_MS = 100
+WAIT_SLICE_S = WAIT_SLICE_MS / 1000
 
 _REMEDIES = {
     errno.ENOSPC: "The file system is full: free space there or name another nvme_path.",
@@ -41,22 +42,18 @@ class Ticket:
 
     The memory of the request must stay until ``done()``. A ticket dropped before that does not stop the transfer.
 
-    Attributes:
-        started_s: when its first byte was handed to the kernel, on the clock of ``time.perf_counter``; 0 when none was.
-        finished_s: when its last byte was reported. Both are known once a wait has returned or raised the result.
+    Making one and waiting for it are short on purpose: between computations a processor's caches have forgotten both,
+    and every call into another library costs microseconds then.
     """
 
     __slots__ = (
         "nbytes",
-        "started_s",
-        "finished_s",
         "_action",
         "_check",
         "_error",
         "_files",
         "_finished",
         "_handle",
-        "_keep",
     )
 
     def __init__(
@@ -65,16 +62,12 @@ class Ticket:
         nbytes: int,
         action: str,
         files: Sequence[FileLike],
-        keep: object = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         self.nbytes = nbytes
-        self.started_s = 0.0
-        self.finished_s = 0.0
         self._handle = handle
         self._action = action
         self._files = files
-        self._keep = keep
         self._check = check
         self._finished = False
         self._error: Callable[[], Exception] | None = None
@@ -82,6 +75,17 @@ class Ticket:
     def done(self) -> bool:
         """Whether the transfer ended, well or badly. Cheap (no lock); never raises."""
         return self._finished or lib.doff_request_done(self._handle) == 1
+
+    @property
+    def started_s(self) -> float:
+        """When its first byte was handed to the kernel, on the clock of ``time.perf_counter``; 0 before it is done, and
+        when none was."""
+        return float(self._native_result().started_ns) * 1e-9
+
+    @property
+    def finished_s(self) -> float:
+        """When its last byte was reported; 0 before it is done."""
+        return float(self._native_result().finished_ns) * 1e-9
 
     def wait(self, timeout_s: float = 60.0) -> None:
         """Returns when all bytes arrived. Releases the GIL; Ctrl-C interrupts it.
@@ -92,7 +96,9 @@ class Ticket:
             ClosedError: In a forked child, which has no part in its parent's transfers.
         """
         if not self._finished:
-            self._wait_native(timeout_s)
+            first_ms = WAIT_SLICE_MS if timeout_s > WAIT_SLICE_S else round(timeout_s * 1000)
+            code = lib.doff_request_wait(self._handle, first_ms)
+            self._settle(code if code >= 0 else self._wait_on(code, first_ms, timeout_s))
         if self._error is not None:
             raise self._error()
 
@@ -110,28 +116,25 @@ class Ticket:
         if not self._finished:
             lib.doff_request_promote(self._handle)
 
-    def _wait_native(self, timeout_s: float) -> None:
-        result = ffi.new("doff_result *")
-        until = time.monotonic() + timeout_s
-        while True:
-            left_ms = max(0, min(WAIT_SLICE_MS, round((until - time.monotonic()) * 1000)))
-            code = lib.doff_request_wait(self._handle, left_ms, result)
-            if code == 0:
-                break
-            if code == -errno.ECHILD:
-                raise ClosedError("this transfer belongs to the parent process: a forked child cannot wait for it")
-            if time.monotonic() >= until:
+    def _wait_on(self, code: int, waited_ms: int, timeout_s: float) -> int:
+        """What ``doff_request_wait`` says once the request is done; ``code`` is what it said after ``waited_ms``."""
+        until = time.monotonic() + timeout_s - waited_ms / 1000
+        while code == -errno.ETIMEDOUT:
+            left_ms = round((until - time.monotonic()) * 1000)
+            if left_ms <= 0:
                 raise IoTimeout(
                     f"{self._action} of {self.nbytes} bytes ({self._names()}) is not done after {timeout_s:g} s; "
                     "it is still in flight and its memory in use"
                 )
-        self._settle(result)
+            code = lib.doff_request_wait(self._handle, min(WAIT_SLICE_MS, left_ms))
+        if code == -errno.ECHILD:
+            raise ClosedError("this transfer belongs to the parent process: a forked child cannot wait for it")
+        return int(code)
 
-    def _settle(self, result: Any) -> None:
-        self.started_s = result.started_ns * 1e-9
-        self.finished_s = result.finished_ns * 1e-9
-        code = int(result.error)
-        if code:
+    def _settle(self, failed: int) -> None:
+        if failed:
+            result = self._native_result()
+            code = int(result.error)
             file = next((file for file in self._files if file.file_id == result.file), None)
             path = file.path if file else self._names()
             where = (self._action, code, path, int(result.offset), int(result.nbytes), _REMEDIES.get(code, ""))
@@ -143,7 +146,13 @@ class Ticket:
                 mismatch = failure
                 self._error = lambda: mismatch
         self._finished = True
-        self._keep = self._check = None
+        self._check = None
+
+    def _native_result(self) -> Any:
+        """All zero while the request is in flight, and in a forked child."""
+        result = ffi.new("doff_result *")
+        lib.doff_request_result(self._handle, result)
+        return result
 
     def _names(self) -> str:
         return ", ".join(file.path for file in self._files)
