@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from deepoffload.config import Config, Precision, StepOverlap
+from deepoffload.config import Config, OptimizerConfig, Precision, StepOverlap
 from deepoffload.errors import DeepOffloadError, PlacementError
 from deepoffload.estimate import measure, plots, report, zero_infinity
 from deepoffload.estimate.arguments import parse
@@ -71,6 +71,7 @@ def _config(options: argparse.Namespace) -> Config:
         precision=Precision(options.precision),
         step_overlap=StepOverlap(options.step_overlap),
         gradient_accumulation_steps=options.accumulation,
+        optimizer=OptimizerConfig(options.optimizer, {"state_dtype": options.state_dtype, "momentum": 0.9}),
     )
 
 

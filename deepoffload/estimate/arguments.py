@@ -33,7 +33,9 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     work.add_argument("--accumulation", type=_count, default=1, metavar="N", help="micro-batches in a step")
     work.add_argument("--checkpointing", action="store_true", help="recompute activations")
     work.add_argument("--precision", choices=("bf16", "fp32", "fp16"), default="bf16")
-    work.add_argument("--step-overlap", choices=("deferred", "none"), default="deferred")
+    work.add_argument("--step-overlap", choices=("deferred", "in_backward", "none"), default="deferred")
+    work.add_argument("--optimizer", choices=("adam", "adamw", "lion", "adagrad", "sgd"), default="adamw")
+    work.add_argument("--state-dtype", choices=("fp32", "bf16", "8bit"), default="fp32", help="of Adam's moments")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--machine", metavar="FILE", help="JSON that describes it; see docs/estimators.md")
     machine.add_argument("--measure", metavar="DIRECTORY", help="measure this one, with a disk at DIRECTORY")
@@ -61,6 +63,9 @@ def _check(options: argparse.Namespace) -> None:
     if by_counts and len(by_counts) < 3:
         missing = [f"--{name}" for name in ("parameters", "layers", "hidden") if name not in by_counts]
         raise ConfigError(f"{' and '.join(missing)} missing: a model by numbers needs parameters, layers and hidden")
+    moments = {"adam": ("fp32", "bf16", "8bit"), "adamw": ("fp32", "bf16", "8bit"), "lion": ("fp32", "bf16")}
+    if options.state_dtype not in moments.get(options.optimizer, ("fp32",)):
+        raise ConfigError(f"--state-dtype {options.state_dtype}: {options.optimizer} has no such state")
     if options.machine and options.measure:
         raise ConfigError("--machine describes a machine and --measure measures this one; give one of them")
 

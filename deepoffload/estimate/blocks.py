@@ -28,6 +28,7 @@ class BlockPlan:
 
     ``modules``: those that have windows. ``unit_of``: ``id(parameter)`` to the number of its unit.
     ``content_bytes``: by block, what it stores (``BlockSpec.nbytes`` is what it takes in memory).
+    ``trained_by_unit``: how many trainable parameters (tensors) each unit has.
     ``registered_bytes``: parameters as the model registers them. ``largest_bytes``: the largest one, so registered.
     """
 
@@ -40,6 +41,7 @@ class BlockPlan:
     largest_bytes: int
     num_parameters: int
     trained_parameters: int
+    trained_by_unit: dict[int, int]
 
     def extent_bytes(self, block: BlockSpec) -> int:
         """What a block takes on NVMe: its content, in whole pages."""
@@ -151,4 +153,7 @@ def _block_plan(pager: Pager, plan: ModelPlan) -> BlockPlan:
         largest_bytes=max(handle.nbytes for handle in handles),
         num_parameters=sum(handle.numel for handle in handles),
         trained_parameters=sum(handle.numel for handle in handles if handle.grad_slot is not None),
+        trained_by_unit={
+            draft.unit.index: sum(handle.grad_slot is not None for handle in draft.handles) for draft in plan.drafts
+        },
     )

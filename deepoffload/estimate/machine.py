@@ -29,9 +29,13 @@ class MachineSpec:
         host_bytes_per_s: memory bandwidth of an optimizer's update: reads and writes together.
         nvme_bytes: free space on the node; 0: no NVMe.
         nvme_mixed_bytes_per_s: reads and writes together, when both are under way.
+        nvme_share_while_computing: what is left of these rates while the processor computes; 1 where it has cores to
+            spare.
         nvme_endurance_bytes: what may be written in the drives' life (TBW); 0: not known.
         process_bytes: what a process takes before there is a model.
         op_overhead_s: of one operator's call.
+        visit_overhead_s, landing_overhead_s, piece_overhead_s, plan_overhead_s: of deepoffload itself: per use of a
+            unit, per parameter's gradient, per piece of optimizer state, and per event where something moves.
     """
 
     name: str = "described machine"
@@ -47,9 +51,14 @@ class MachineSpec:
     nvme_read_bytes_per_s: float = 2e9
     nvme_write_bytes_per_s: float = 2e9
     nvme_mixed_bytes_per_s: float = 2e9
+    nvme_share_while_computing: float = 1.0
     nvme_endurance_bytes: int = 0
     process_bytes: int = PROCESS_BYTES
     op_overhead_s: float = 1e-5
+    visit_overhead_s: float = 3e-4
+    landing_overhead_s: float = 1e-4
+    piece_overhead_s: float = 2e-4
+    plan_overhead_s: float = 2e-4
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node", "host_memory_bytes"):
@@ -58,8 +67,10 @@ class MachineSpec:
             value = getattr(self, field.name)
             if field.name.endswith("_per_s"):
                 positive(field.name, value)
-            elif field.name.endswith("_bytes") or field.name == "op_overhead_s":
+            elif field.name.endswith(("_bytes", "_overhead_s")):
                 at_least(field.name, value, 0)
+        if positive("nvme_share_while_computing", self.nvme_share_while_computing) > 1:
+            raise ConfigError(f"nvme_share_while_computing must be at most 1, not {self.nvme_share_while_computing}")
 
     @property
     def ranks(self) -> int:

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+import deepoffload
 from deepoffload import machine as limits
 from deepoffload.estimate.dry_run import DryRun, Op, Shape
 from deepoffload.estimate.machine import MachineSpec
+from deepoffload.estimate.overheads import measure_overheads
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import measure_bandwidth
+from deepoffload.io.swap_space import SwapSpace
+from deepoffload.io.ticket import Ticket
 from deepoffload.native import cpu_adam
+from deepoffload.native.aio import HostMapping
 from deepoffload.native.cpu_adam import AdamHyper, DType, Segment, StateLayout
 
 STREAM_NUMEL = 1 << 24
 """Elements of the update that is timed: 470 MB are touched, more than any cache holds."""
 COLD_BYTES = 96 << 20
-"""An operator's inputs are rotated through about so much memory, because a model's are not in the cache either."""
-COPIES_MAX = 16
-REPEATS = 5
+"""An operator's inputs are not in the caches when it is called: between two of its calls others go through as much."""
+REPEATS, ROUNDS = 9, 15
+VALUES_STD = 0.02
+DISK_TIME_S = 2.0
+SHARE_REQUEST_BYTES, SHARE_BATCH = 8 << 20, 48
 
 _PROCESS = """
 import torch, torch._dynamo, deepoffload
@@ -43,7 +51,7 @@ print((int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) *
 
 
 def measure_machine(nvme_path: str | None = None, *, fresh: bool = True) -> MachineSpec:
-    """Memory, update bandwidth, matrix products and (with a path) disk of this machine; takes some seconds.
+    """Memory, rates, fixed costs and (with a path) disk of this machine; takes some seconds.
 
     Args:
         fresh: measure the disk now, instead of taking what the engine has measured in the last 30 days.
@@ -54,29 +62,93 @@ def measure_machine(nvme_path: str | None = None, *, fresh: bool = True) -> Mach
     found = limits.measure([nvme_path] if nvme_path else [])
     spec = MachineSpec(
         name=os.uname().nodename,
+        host_memory_bytes=found.memory_available_bytes,
+        nvme_bytes=sum(disk.free_bytes for disk in found.disks),
+        process_bytes=process_bytes(),
+    )
+    return measure_rates(spec, nvme_path, fresh=fresh)
+
+
+def measure_rates(spec: MachineSpec, nvme_path: str | None = None, *, fresh: bool = True) -> MachineSpec:
+    """``spec`` with what this machine's processor, memory and disk give now.
+
+    Arguments as of :func:`measure_machine`.
+    """
+    fixed = measure_overheads(nvme_path)
+    spec = replace(
+        spec,
         flops_per_s=_matmul_rate(torch.bfloat16),
         device_bytes_per_s=_copy_rate(),
-        host_memory_bytes=found.memory_available_bytes,
         host_bytes_per_s=update_rate(),
-        process_bytes=process_bytes(),
+        visit_overhead_s=fixed.visit_s,
+        landing_overhead_s=fixed.landing_s,
+        piece_overhead_s=fixed.piece_s,
+        plan_overhead_s=fixed.plan_s,
     )
     if nvme_path is None:
         return spec
     with IoEngine() as engine:
-        disk = measure_bandwidth(nvme_path, engine, use_cache=not fresh)
+        disk = measure_bandwidth(nvme_path, engine, use_cache=not fresh, time_s=DISK_TIME_S)
+        share = disk_share_while_computing(nvme_path, engine)
     return replace(
         spec,
-        nvme_bytes=sum(disk.free_bytes for disk in found.disks),
         nvme_read_bytes_per_s=disk.read_bytes_per_s,
         nvme_write_bytes_per_s=disk.write_bytes_per_s,
         nvme_mixed_bytes_per_s=disk.mixed_bytes_per_s,
+        nvme_share_while_computing=share,
     )
+
+
+def disk_share_while_computing(path: str, engine: IoEngine) -> float:
+    """What is left of the disk's rate while all cores compute: requests are handed to it by the same cores.
+
+    Raises:
+        BudgetError: no room at ``path``.
+    """
+    left, right = torch.ones(256, 1024, dtype=torch.bfloat16), torch.ones(1024, 4096, dtype=torch.bfloat16)
+
+    def compute(tickets: list[Ticket]) -> None:
+        while not tickets[-1].done():
+            torch.mm(left, right)
+
+    half = SHARE_BATCH // 2
+    with (
+        HostMapping(SHARE_REQUEST_BYTES * SHARE_BATCH) as memory,
+        SwapSpace(engine, [path], budget_bytes=SHARE_REQUEST_BYTES * SHARE_BATCH, label="measure") as swap,
+    ):
+        swap.reserve(SHARE_REQUEST_BYTES * SHARE_BATCH)
+        extents = [swap.allocate(SHARE_REQUEST_BYTES) for _ in range(SHARE_BATCH)]
+        addresses = [memory.address + number * SHARE_REQUEST_BYTES for number in range(SHARE_BATCH)]
+
+        def seconds(meanwhile: Callable[[list[Ticket]], None]) -> float:
+            begun = time.perf_counter()
+            writes = [swap.write(e, a) for e, a in zip(extents[:half], addresses[:half], strict=True)]
+            reads = [swap.read(e, a) for e, a in zip(extents[half:], addresses[half:], strict=True)]
+            meanwhile(writes)
+            meanwhile(reads)
+            for ticket in (*writes, *reads):
+                ticket.wait()
+            return time.perf_counter() - begun
+
+        for extent, address in zip(extents, addresses, strict=True):
+            swap.write(extent, address).wait()
+        idle = statistics.median(seconds(lambda tickets: None) for _ in range(REPEATS))
+        computing = statistics.median(seconds(compute) for _ in range(REPEATS))
+    return min(1.0, idle / computing)
 
 
 def process_bytes() -> int:
     """Memory (RssAnon + RssShmem) of a fresh process that has loaded torch and deepoffload and run an operator."""
     # Hooks and checkpointing are kept out of torch.compile, for which torch loads its compiler's front end.
-    done = subprocess.run([sys.executable, "-c", _PROCESS], capture_output=True, text=True, check=True)
+    root = str(Path(deepoffload.__file__).parents[1])  # however this program found it, the new one does, too
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", _PROCESS],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     return int(done.stdout)
 
 
@@ -121,44 +193,52 @@ def _copy_rate() -> float:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
+    """The median: a step pays what is usual, not what is possible."""
     call()
     times = []
     for _ in range(REPEATS):
         begun = time.perf_counter()
         call()
         times.append(time.perf_counter() - begun)
-    return min(times)
+    return statistics.median(times)
 
 
 def measure_ops(run: DryRun) -> dict[Op, float]:
     """Seconds of each kernel call of a dry run, repeated with real tensors of the same shapes, strides and types.
 
-    Calls that cannot be repeated alone (they need values, not shapes) are left out.
+    The calls take turns, as in the model: each finds the caches full of the others' data. Calls that cannot be repeated
+    alone (they need values, not shapes) are left out.
     """
-    measured: dict[Op, float] = {}
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for op, (func, args, kwargs) in run.calls.items():
+    calls = {op: _Repeated(*run.calls[op]) for op in run.calls}
+    with torch.no_grad():
+        for op in list(calls):
             try:
-                measured[op] = _op_seconds(func, args, kwargs)
+                calls[op].once()
             except (RuntimeError, TypeError, ValueError, IndexError):
-                continue
-    return measured
+                del calls[op]
+        evict = torch.zeros(max(1, COLD_BYTES - sum(call.nbytes for call in calls.values())), dtype=torch.uint8)
+        for _ in range(ROUNDS):
+            evict.fill_(1)
+            for call in calls.values():
+                call.once()
+    return {op: statistics.median(call.times[1:]) for op, call in calls.items()}
 
 
-def _op_seconds(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    shapes = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Shape)]
-    size = sum(torch.Size(shape.shape).numel() * shape.dtype.itemsize for shape in shapes)
-    copies = max(1, min(COPIES_MAX, COLD_BYTES // max(size, 1)))
-    inputs = [tree_map(_filled, (args, dict(kwargs))) for _ in range(copies)]
-    func(*inputs[0][0], **inputs[0][1])
-    times = []
-    for turn in range(max(REPEATS, copies)):
-        mine, named = inputs[turn % copies]
+class _Repeated:
+    """A kernel call with its inputs. ``times``: seconds of each."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        shapes = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Shape)]
+        self.nbytes = sum(torch.Size(shape.shape).numel() * shape.dtype.itemsize for shape in shapes)
+        self.times: list[float] = []
+        self._func = func
+        self._inputs = tree_map(_filled, (args, dict(kwargs)))
+
+    def once(self) -> None:
+        args, kwargs = self._inputs
         begun = time.perf_counter()
-        func(*mine, **named)
-        times.append(time.perf_counter() - begun)
-    return min(times)
+        self._func(*args, **kwargs)
+        self.times.append(time.perf_counter() - begun)
 
 
 def _filled(value: Any) -> Any:
@@ -167,4 +247,5 @@ def _filled(value: Any) -> Any:
     tensor = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
     if 0 in value.stride:
         return torch.zeros((), dtype=value.dtype).expand(value.shape)
-    return tensor.normal_() if value.dtype.is_floating_point else tensor.zero_()
+    # small values: what no softmax or exponential turns into denormal numbers, which are slow
+    return tensor.normal_(std=VALUES_STD) if value.dtype.is_floating_point else tensor.zero_()

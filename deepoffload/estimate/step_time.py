@@ -79,6 +79,7 @@ def estimate_step(
             static=placement.resident,
             empty=[block.id for block in placement.blocks if block.kind is Kind.GRADIENT],
             write_behind_share=WRITE_BEHIND_SHARE,
+            computing_share=machine.nvme_share_while_computing,
         )
 
     times, played = steady_step(make, uses)
@@ -120,9 +121,13 @@ class _Costs:
         self._op_times = op_times
         self._bandwidths = machine.bandwidths()
         self._again = (accumulation_steps - 1) / accumulation_steps  # landings that add to what is there
+        self._plan_s = machine.plan_overhead_s if blocks.placement.paged else 0.0
+        self._trained = blocks.trained_by_unit
 
     def visit_s(self, visit: Visit) -> float:
-        seconds = sum(count * self._op_s(op) for op, count in visit.ops.items())
+        seconds = sum(count * self._op_s(op) for op, count in visit.ops.items()) + self._plan_s
+        if not visit.backward:
+            seconds += self._machine.visit_overhead_s
         if self._machine.has_device:
             moved = sum(self._content[self.weights[unit].id] for unit in visit.units)
             return max(seconds, moved / self._machine.link_bytes_per_s)
@@ -139,9 +144,10 @@ class _Costs:
     def landing_s(self, unit: int) -> float:
         """A pass over the gradient: read what autograd made, write it to the block, or read, add and write."""
         block = self.gradients.get(unit)
-        return 0.0 if block is None else update_seconds(
-            round(self._content[block.id] * (2 + self._again)), self._bandwidths
-        )  # fmt: skip
+        if block is None:
+            return 0.0
+        touched = round(self._content[block.id] * (2 + self._again))
+        return update_seconds(touched, self._bandwidths) + self._machine.landing_overhead_s * self._trained[unit]
 
     def update_s(self, unit: int, piece: BlockSpec) -> float:
         """The piece and the weights are read and written, the gradients read."""
@@ -149,7 +155,7 @@ class _Costs:
         share = self._content[piece.id] / whole
         weights, gradients = self._content[self.weights[unit].id], self._content[self.gradients[unit].id]
         touched = 2 * self._content[piece.id] + share * (2 * weights + gradients)
-        return update_seconds(round(touched), self._bandwidths)
+        return update_seconds(round(touched), self._bandwidths) + self._machine.piece_overhead_s + self._plan_s
 
 
 def _uses(costs: _Costs, workload: Workload) -> Iterator[TimedUse]:
@@ -165,15 +171,21 @@ def _uses(costs: _Costs, workload: Workload) -> Iterator[TimedUse]:
             drops = (gradients,) if number == len(pieces) - 1 else ()
             yield TimedUse(Use(event, (weights, piece.id), drops), Phase.UPDATE, costs.update_s(unit, piece))
 
+    last_use = {unit: number for number, visit in enumerate(costs.visits) if visit.backward for unit in visit.units}
     for micro in range(workload.accumulation_steps):
         landed: set[int] = set()
-        for visit in costs.visits:
+        for number, visit in enumerate(costs.visits):
             if not visit.backward and micro == 0 and workload.step_overlap is StepOverlap.DEFERRED:
                 for unit in visit.units:
                     if unit in pending:
                         pending.discard(unit)
                         yield from update(unit)
             yield _visit_use(costs, visit, key_of, landed)
+            if micro == workload.accumulation_steps - 1 and workload.step_overlap is StepOverlap.IN_BACKWARD:
+                for unit in visit.units:
+                    if unit in pending and last_use.get(unit) == number:
+                        pending.discard(unit)
+                        yield from update(unit)
     for unit in sorted(pending):
         yield from update(unit)
 

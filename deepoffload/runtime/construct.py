@@ -20,15 +20,15 @@ from deepoffload.errors import UsageError
 from deepoffload.memory.arena import round_up
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
-from deepoffload.native.cpu_adam import StateLayout
+from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType, StateLayout
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.state import LAYOUTS, PieceView, equalise_room, make_pieces, whole_segment
-from deepoffload.params.layout import byte_offsets
+from deepoffload.params.layout import ALIGNMENT_NUMEL, byte_offsets
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter, plain_again
 from deepoffload.params.slot import dense_stride
 from deepoffload.params.torch_private import bare, get_data, set_data, version_of
-from deepoffload.params.unit import ParamHandle, Unit, WeightOwner
+from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, Unit, WeightOwner
 from deepoffload.schedule.placement import Kind
 
 
@@ -100,14 +100,23 @@ class Assembly:
     Args:
         dtype: what floating-point parameters compute in from now on; None keeps theirs.
         piece_bytes: about the most that a piece of optimizer state may take.
+        state_format: the arrays of optimizer state that pieces are planned with.
     """
 
-    def __init__(self, pager: Pager, gradients: Gradients, dtype: torch.dtype | None, piece_bytes: int) -> None:
+    def __init__(
+        self,
+        pager: Pager,
+        gradients: Gradients,
+        dtype: torch.dtype | None,
+        piece_bytes: int,
+        state_format: StateFormat = PLAIN_FORMAT,
+    ) -> None:
         self.pager = pager
         self.tiers: TierManager = pager.tiers
         self.gradients = gradients
         self.dtype = dtype
         self.piece_bytes = gradients.piece_bytes = piece_bytes
+        self.state_format = state_format
 
     def target_dtype(self, handle: ParamHandle) -> torch.dtype:
         return self.dtype if self.dtype is not None and handle.dtype.is_floating_point else handle.dtype
@@ -120,7 +129,7 @@ class Assembly:
     def declare(self, name: str, handles: list[ParamHandle]) -> UnitDraft:
         """The blocks of a unit, still without bytes."""
         draft = UnitDraft(self.pager.new_unit_index(), name, handles, [self.target_dtype(h) for h in handles])
-        self.pager.units.append(draft.make(self.pager, self.gradients, self.piece_bytes))
+        self.pager.units.append(draft.make(self.pager, self.gradients, self.piece_bytes, self.state_format))
         return draft
 
     def take_in(self, name: str, params: Iterable[tuple[str, Tensor]]) -> list[ParamHandle]:
@@ -277,7 +286,7 @@ class UnitDraft:
         largest = max(handle.nbytes for handle in self.handles)
         return round_up(self.unit.weights.room_bytes) + round_up(largest) + round_up(max(pieces, default=0))
 
-    def make(self, pager: Pager, gradients: Gradients, piece_bytes: int) -> Unit:
+    def make(self, pager: Pager, gradients: Gradients, piece_bytes: int, state_format: StateFormat) -> Unit:
         tiers = pager.tiers
         owner = WeightOwner(pager)
         weights = tiers.create(self.name, Kind.WEIGHT, self.nbytes, owner)
@@ -288,7 +297,8 @@ class UnitDraft:
             block = tiers.create(f"{self.name}.grad", Kind.GRADIENT, nbytes)
             self.unit.gradients = block
             gradients.give_block(block, [h for h, _ in trained], offsets, [d for _, d in trained])
-            self.unit.pieces = make_pieces(tiers, self.unit, trained, piece_bytes)
+            alignment = STATE_BLOCK if state_format.dtype is StateDType.EIGHT_BIT else ALIGNMENT_NUMEL
+            self.unit.pieces = make_pieces(tiers, self.unit, trained, piece_bytes, state_format, alignment)
             equalise_room([weights, block, *(piece.block for piece in self.unit.pieces)])
         return self.unit
 

@@ -15,9 +15,10 @@ from deepoffload.config import Config, Precision
 from deepoffload.device import Tier
 from deepoffload.errors import PlacementError
 from deepoffload.memory.arena import round_up
+from deepoffload.optim.checks import STATE_DTYPES
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
-from deepoffload.params.unit import ParamHandle
+from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat
 from deepoffload.runtime.construct import Assembly, UnitDraft
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import Bandwidths, Kind, StepOverlap, Workload
@@ -33,6 +34,31 @@ UNITS_PER_BUDGET = 8
 
 PLANS_MAX = 20
 """How often a plan is made again to find a budget that is enough."""
+
+
+STATE_FIELDS = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "adagrad": ("exp_avg_sq",),
+    "sgd": ("exp_avg",),
+}
+"""Arrays of each optimizer's state, by what the pieces call them."""
+
+
+def state_format(config: Config) -> StateFormat:
+    """What optimizer state is planned with: the format that the configuration's optimizer needs, or two fp32 arrays
+    where it names none. Pieces of another format are laid out anew in the first step."""
+    said = config.optimizer
+    if said is None:
+        return PLAIN_FORMAT
+    kind = "adam" if said.type == "adamw" else said.type
+    fields = STATE_FIELDS[kind]
+    if kind == "adam" and said.params.get("amsgrad"):
+        fields = (*fields, "max_exp_avg_sq")
+    if kind == "sgd" and not said.params.get("momentum"):
+        return PLAIN_FORMAT  # none; pieces that are never used take neither memory nor disk
+    in_bf16 = said.params.get("fp32_optimizer_states") is False
+    return StateFormat(fields, STATE_DTYPES["bf16" if in_bf16 else str(said.params.get("state_dtype", "fp32"))])
 
 
 @dataclass(frozen=True)
@@ -62,7 +88,9 @@ def plan_model(
     Raises:
         PlacementError: the budgets cannot run this model; the message carries the table.
     """
-    assembly = Assembly(pager, gradients, DTYPES.get(config.precision), capacity_bytes // PIECES_PER_BUDGET)
+    assembly = Assembly(
+        pager, gradients, DTYPES.get(config.precision), capacity_bytes // PIECES_PER_BUDGET, state_format(config)
+    )
     drafts, windows = _draft(pager, assembly, roots, list(handles), capacity_bytes // UNITS_PER_BUDGET)
     placement = _place(config, drafts, windows, capacity_bytes, nvme_bytes, bandwidths)
     return ModelPlan(assembly, drafts, windows, placement)

@@ -73,10 +73,15 @@ class _Transfer:
 
 
 class Disk:
-    """Reads and writes, each in the order given (urgent reads first); both at once share ``mixed_bytes_per_s``."""
+    """Reads and writes, each in the order given (urgent reads first); both at once share ``mixed_bytes_per_s``.
 
-    def __init__(self, bandwidths: Bandwidths) -> None:
+    ``computing_share``: what is left of the rates while the program computes. Where all cores compute, the thread that
+    hands requests to the kernel has to wait for its turn.
+    """
+
+    def __init__(self, bandwidths: Bandwidths, computing_share: float = 1.0) -> None:
         self._rates = bandwidths
+        self._computing_share = computing_share
         self._urgent: deque[_Transfer] = deque()
         self._reads: deque[_Transfer] = deque()
         self._writes: deque[_Transfer] = deque()
@@ -91,17 +96,17 @@ class Disk:
         self._writes.append(_Transfer(block, float(nbytes)))
 
     def advance(self, until: float) -> None:
-        """Let the disk work until the clock shows ``until``."""
+        """The program computes until the clock shows ``until``, and the disk works."""
         while self.now < until and self._next():
-            self._work(until)
+            self._work(until, self._computing_share)
         self.now = max(self.now, until)
 
     def wait_for(self, block: int) -> None:
-        """Let it work until the transfer of ``block`` is done."""
+        """The program waits until the transfer of ``block`` is done."""
         while block not in self._done:
             if not self._next():
                 raise RuntimeError(f"block {block} has no transfer in flight")
-            self._work(math.inf)
+            self._work(math.inf, 1.0)
 
     def collect(self) -> list[int]:
         """Blocks whose transfers are done, each once."""
@@ -118,8 +123,8 @@ class Disk:
             return [(reads, self._rates.read_bytes_per_s)]
         return [(self._writes, self._rates.write_bytes_per_s)] if self._writes else []
 
-    def _work(self, until: float) -> None:
-        active = self._next()
+    def _work(self, until: float, share: float) -> None:
+        active = [(queue, rate * share) for queue, rate in self._next()]
         span = min(queue[0].left_bytes / rate for queue, rate in active)
         whole = self.now + span <= until
         span = span if whole else until - self.now
@@ -139,6 +144,7 @@ class TimedRun:
         static: blocks that are in memory from the beginning and for ever. empty: blocks without content; all others
             lie on disk at the beginning.
         write_behind_share: most of the memory that may be on its way to the disk without anybody waiting for it.
+        computing_share: see ``Disk``.
     """
 
     def __init__(
@@ -153,9 +159,10 @@ class TimedRun:
         static: frozenset[int] = frozenset(),
         empty: Iterable[int] = (),
         write_behind_share: float = 0.5,
+        computing_share: float = 1.0,
     ) -> None:
         self.trace = Trace()
-        self.disk = Disk(bandwidths)
+        self.disk = Disk(bandwidths, computing_share)
         self.ever_written: set[int] = set()
         self._nbytes = nbytes
         self._disk_nbytes = disk_nbytes
