@@ -29,6 +29,8 @@ struct statx_dio {
 };
 #define STATX_DIOALIGN_BIT 0x2000u
 #define TMPFS_TYPE 0x01021994
+#define FUSE_TYPE 0x65735546
+#define V9FS_TYPE 0x01021997
 
 /* 0: alignments are filled; EOPNOTSUPP: the file says that it has no direct I/O. */
 static int ask_alignment(int fd, uint32_t* memory_align, uint32_t* offset_align) {
@@ -48,6 +50,13 @@ static int ask_alignment(int fd, uint32_t* memory_align, uint32_t* offset_align)
     *offset_align = answer.dio_offset_align;
     /* Extents and buffers are page-aligned; a file that wants more is used buffered. */
     return answer.dio_offset_align > DOFF_PAGE || answer.dio_mem_align > DOFF_PAGE ? EINVAL : 0;
+}
+
+/* Whether kernels' queues would wait for a server while they take a transfer, and keep those to other devices waiting:
+ * io_submit(2) moves the data there, io_uring asks first whether it might (poll). */
+static bool blocks_submission(int fd) {
+    struct statfs system;
+    return !fstatfs(fd, &system) && (system.f_type == FUSE_TYPE || system.f_type == V9FS_TYPE);
 }
 
 /* One real transfer; a new file gets its first page. */
@@ -93,6 +102,7 @@ static struct doff_lane* lane_for(doff_engine* engine, dev_t device) {
 
 static int adopt(doff_engine* engine, int fd_direct, int fd_buffered, const doff_file_info* info) {
     int id = -EMFILE;
+    bool aside = blocks_submission(fd_buffered);
     pthread_mutex_lock(&engine->mutex);
     for (int i = 0; i < DOFF_FILES_MAX && id < 0 && !engine->closed; i++) {
         struct doff_file* file = &engine->files[i];
@@ -102,6 +112,7 @@ static int adopt(doff_engine* engine, int fd_direct, int fd_buffered, const doff
         *file = (struct doff_file){.used = true,
                                    .fd_direct = fd_direct,
                                    .fd_buffered = fd_buffered,
+                                   .aside = aside,
                                    .mask = align - 1,
                                    .lane = lane_for(engine, (dev_t)info->device)};
         file->lane->files++;

@@ -21,6 +21,7 @@ struct doff_file {
     bool used;
     int fd_direct; /* -1: buffered only */
     int fd_buffered;
+    bool aside;     /* direct transfers go to the pool, too */
     uint32_t mask;  /* what must be clear in address, offset and length of a direct transfer */
     unsigned users; /* requests not done */
     struct doff_lane* lane;

@@ -135,7 +135,7 @@ static void op_buffered(doff_engine* engine, struct doff_op* op) {
     op->io.fd = op->seg->file->fd_buffered;
     op->io.len = op->want;
     op->io.evict = op->seg->file->fd_direct >= 0;
-    op->aside = engine->has_side_pool && (engine->all_buffered_aside || op->io.evict);
+    op->aside = engine->has_side_pool && (engine->all_buffered_aside || op->io.evict || op->seg->file->aside);
     engine->stats.chunks_buffered++;
 }
 
@@ -158,7 +158,7 @@ static struct doff_op* op_cut(doff_engine* engine, struct doff_lane* lane, struc
     op->seg = seg;
     op->want = length;
     op->again_count = 0;
-    op->aside = false;
+    op->aside = engine->has_side_pool && seg->file->aside;
     op->user = NULL;
     op->io = (struct doff_io){.fd = seg->file->fd_direct,
                               .write = seg->request->write,
