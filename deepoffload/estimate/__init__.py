@@ -11,6 +11,12 @@ from deepoffload.estimate.deepspeed import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs,
 )
+from deepoffload.estimate.deepspeed_tables import (
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from deepoffload.estimate.machine import MachineSpec, read_machine
 from deepoffload.estimate.questions import Estimate, estimate, largest_model
 from deepoffload.estimate.states import (
@@ -29,7 +35,11 @@ __all__ = [
     "estimate_model_states_mem_needs_all_live",
     "estimate_zero1_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "from_config",
     "from_counts",
     "from_module",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from deepoffload.errors import ConfigError
 from deepoffload.estimate.checks import at_least, positive_integer
 
 
@@ -31,9 +32,9 @@ class DeepSpeedRow:
 
     def options(self) -> str:
         """In the words of DeepSpeed's printed tables."""
-        words = [f"offload_optimizer={'cpu' if self.offload_optimizer else 'none'}"]
+        words = [f"offload_optimizer={'cpu ' if self.offload_optimizer else 'none'}"]
         if self.stage == 3:
-            words.insert(0, f"offload_param={'cpu' if self.offload_param else 'none'}")
+            words.insert(0, f"offload_param={'cpu ' if self.offload_param else 'none'}")
             words.append(f"zero_init={1 if self.zero_init else 0}")
         return ", ".join(words)
 
@@ -43,8 +44,15 @@ def model_to_params(model: nn.Module) -> tuple[int, int]:
 
     DeepSpeed tells shared parameters by their data pointer; here it is the parameter itself, which also works on the
     meta device, where every pointer is 0.
+
+    Raises:
+        ConfigError: no module, or one without parameters.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be an nn.Module, not {type(model).__name__}")
     total = sum(param.numel() for param in model.parameters())
+    if not total:
+        raise ConfigError(f"{type(model).__name__} has no parameters, so there is nothing to estimate")
     layers = (sum(param.numel() for param in module.parameters(recurse=False)) for module in model.modules())
     return total, max(layers, default=0)
 

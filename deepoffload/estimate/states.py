@@ -4,31 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import nn
 
-from deepoffload.config import Config, Precision
+from deepoffload.config import Config, OptimizerConfig, Precision
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import ConfigError
 from deepoffload.estimate.blocks import UNBOUNDED_BYTES, plan_blocks, smallest_capacity
 from deepoffload.estimate.checks import positive_integer
 from deepoffload.estimate.deepspeed import DeepSpeedRow, deepspeed_rows, model_to_params
+from deepoffload.estimate.deepspeed_tables import hardware_line
 from deepoffload.estimate.machine import MachineSpec
+
+STATE_LAYOUTS = ("fp32", "bf16", "8bit")
+"""What Adam's two moments are stored in."""
 
 
 @dataclass(frozen=True)
 class StatesRow:
-    """Our model states: bytes on the host and on NVMe of a node, and of the units in use on each GPU.
+    """Our model states: bytes on the host and on NVMe, and of the units in use on each GPU.
 
-    ``host_bytes`` is page-locked where the limits allow it; there are no other buffers.
+    ``state_dtype``: of the two moments. ``host_bytes`` and ``nvme_bytes`` are a node's, ``rank_host_bytes`` and
+    ``rank_nvme_bytes`` one rank's. Host memory is one block, page-locked where the limits allow it, and ``window_bytes``
+    of a rank's is what passes through: weights and gradients in use and ahead, and slots for state.
     """
 
     precision: Precision
+    state_dtype: str
     placement: str
     host_bytes: int
     nvme_bytes: int
     gpu_bytes: int
+    rank_host_bytes: int
+    rank_nvme_bytes: int
+    window_bytes: int
 
 
 def estimate_model_states_mem_needs_all_live(
@@ -81,11 +92,11 @@ class _Layers(nn.Module):
 
 
 def our_rows(model: nn.Module, num_gpus_per_node: int, num_nodes: int) -> Iterator[StatesRow]:
-    """For each precision: everything on the host, and the least memory with the rest on NVMe."""
+    """For each precision and layout of the state: everything on the host, and the least memory with the rest on NVMe."""
     ranks = num_gpus_per_node * num_nodes
     bandwidths = MachineSpec().bandwidths()
-    for precision in (Precision.BF16, Precision.FP32, Precision.FP16):
-        config = Config(precision=precision)
+    for precision, state_dtype in product((Precision.BF16, Precision.FP32, Precision.FP16), STATE_LAYOUTS):
+        config = Config(precision=precision, optimizer=OptimizerConfig("adamw", {"state_dtype": state_dtype}))
         least = smallest_capacity(model, config, nvme_bytes=UNBOUNDED_BYTES, bandwidths=bandwidths)
         for placement, capacity in (("all in host memory", UNBOUNDED_BYTES), ("least memory, rest on NVMe", least)):
             blocks = plan_blocks(
@@ -93,9 +104,19 @@ def our_rows(model: nn.Module, num_gpus_per_node: int, num_nodes: int) -> Iterat
             )
             total = sum(block.nbytes for block in blocks.placement.blocks)
             nvme = sum(blocks.extent_bytes(b) for b in blocks.placement.blocks if b.id in blocks.placement.paged)
-            host, disk = (-(-n // ranks) for n in (min(capacity, total), nvme))
-            gpu = blocks.in_use_bytes()
-            yield StatesRow(precision, placement, host * num_gpus_per_node, disk * num_gpus_per_node, gpu)
+            held = min(capacity, total)
+            host, disk, window = (-(-n // ranks) for n in (held, nvme, held - blocks.placement.resident_bytes))
+            yield StatesRow(
+                precision=precision,
+                state_dtype=state_dtype,
+                placement=placement,
+                host_bytes=host * num_gpus_per_node,
+                nvme_bytes=disk * num_gpus_per_node,
+                gpu_bytes=blocks.in_use_bytes(),
+                rank_host_bytes=host,
+                rank_nvme_bytes=disk,
+                window_bytes=window,
+            )
 
 
 def _print(
@@ -104,18 +125,17 @@ def _print(
     theirs = list(deepspeed_rows(total, largest, gpus, nodes, factor))
     ours = list(our_rows(model, gpus, nodes))
     print("Estimated memory needed for params, optim states and gradients for a:")
-    print(
-        f"HW: Setup with {nodes} {'nodes' if nodes > 1 else 'node'}, {gpus} {'GPUs' if gpus > 1 else 'GPU'} per node."
-    )
+    print(hardware_line(gpus, nodes))
     print(f"SW: Model with {total // 10**6}M total params, {largest // 10**6}M largest layer params.")
     print("\nDeepSpeed, in its formulas (it counts no NVMe, transfer buffers or activations):")
     print("  per CPU  |  per GPU |   Options")
     for row in theirs:
         near, gpu = row.cpu_bytes / 2**30, row.gpu_bytes / 2**30
         print(f" {near:7.2f}GB | {gpu:6.2f}GB | ZeRO-{row.stage}: {row.options()}")
-    print("\ndeepoffload (per node; one computing device without memory of its own needs nothing beside host memory):")
-    print("       host |       NVMe |    per GPU |   Placement")
+    print("\ndeepoffload (a computing device without memory of its own needs nothing beside host memory):")
+    print("  host/node |  NVMe/node |  host/rank |  NVMe/rank |    window |    per GPU |   Options")
     for mine in ours:
-        columns = (format_bytes(n).rjust(10) for n in (mine.host_bytes, mine.nvme_bytes, mine.gpu_bytes))
-        print(f" {' | '.join(columns)} | {mine.precision.value}, {mine.placement}")
+        sizes = (mine.host_bytes, mine.nvme_bytes, mine.rank_host_bytes, mine.rank_nvme_bytes)
+        columns = [format_bytes(n).rjust(10) for n in (*sizes, mine.window_bytes, mine.gpu_bytes)]
+        print(f" {' | '.join(columns)} | {mine.precision.value}, moments in {mine.state_dtype}, {mine.placement}")
     return theirs, ours
