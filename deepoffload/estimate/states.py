@@ -27,8 +27,8 @@ class StatesRow:
     """Our model states: bytes on the host and on NVMe, and of the units in use on each GPU.
 
     ``state_dtype``: of the two moments. ``host_bytes`` and ``nvme_bytes`` are a node's, ``rank_host_bytes`` and
-    ``rank_nvme_bytes`` one rank's. Host memory is one block, page-locked where the limits allow it, and ``window_bytes``
-    of a rank's is what passes through: weights and gradients in use and ahead, and slots for state.
+    ``rank_nvme_bytes`` one rank's. Host memory is one block, page-locked where the limits allow it; ``window_bytes`` of
+    a rank's is what passes through: weights and gradients in use and ahead, and slots for state.
     """
 
     precision: Precision
@@ -92,7 +92,7 @@ class _Layers(nn.Module):
 
 
 def our_rows(model: nn.Module, num_gpus_per_node: int, num_nodes: int) -> Iterator[StatesRow]:
-    """For each precision and layout of the state: everything on the host, and the least memory with the rest on NVMe."""
+    """For each precision and layout of the state: all on the host, and the least memory with the rest on NVMe."""
     ranks = num_gpus_per_node * num_nodes
     bandwidths = MachineSpec().bandwidths()
     for precision, state_dtype in product((Precision.BF16, Precision.FP32, Precision.FP16), STATE_LAYOUTS):

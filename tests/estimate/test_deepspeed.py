@@ -190,9 +190,9 @@ PRINTED = {
 HW: Setup with 1 node, 8 GPUs per node.
 SW: Model with 2851M total params.
   per CPU  |  per GPU |   Options
-  127.48GB |   5.31GB | offload_optimizer=cpu 
+  127.48GB |   5.31GB | offload_optimizer=cpu{}
   127.48GB |  11.29GB | offload_optimizer=none
-""",
+""".format(" "),
     2: """Estimated memory needed for params, optim states and gradients for a:
 HW: Setup with 2 nodes, 8 GPUs per node.
 SW: Model with 2851M total params, 32M largest layer params.
@@ -205,7 +205,8 @@ SW: Model with 2851M total params, 32M largest layer params.
   127.48GB |   3.11GB | offload_param=none, offload_optimizer=none, zero_init=0
 """,
 }
-"""What DeepSpeed 0.19.8 printed for some of TABLES. (From Python 3.11 on it has ``OffloadDeviceEnum.cpu`` for ``cpu ``.)"""
+"""What DeepSpeed 0.19.8 printed for some of TABLES. From Python 3.11 on it has ``OffloadDeviceEnum.cpu``
+for ``cpu ``."""
 
 
 @pytest.mark.parametrize("number", PRINTED)
