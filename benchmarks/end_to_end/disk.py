@@ -40,6 +40,7 @@ class DiskRate:
         sys.path.append(str(Path(__file__).resolve().parents[1] / "io"))
         tools: Any = importlib.import_module("contenders")
         with ExitStack() as stack:
+            self._move = tools.move
             memory = tools.huge_memory(stack, MEMORY_BYTES)
             shared, checked = (stack.enter_context(BenchFile(self._path, n, self._file_bytes)) for n in (0, 1))
             for file in (shared, checked):
@@ -58,6 +59,6 @@ class DiskRate:
     def measure(self) -> dict[str, float]:
         """Bytes per second of each tool, its better block size of this moment."""
         return {
-            tool.name: max(tool.move(Pattern.MIXED, block, depth, EFFORT).bytes_per_s for block, depth in CELLS)
+            tool.name: max(self._move(tool, Pattern.MIXED, block, depth, EFFORT).bytes_per_s for block, depth in CELLS)
             for tool in self._contenders
         }

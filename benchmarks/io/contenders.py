@@ -1,7 +1,8 @@
 """Who moves the bytes: our engine, a plain loop, fio, DeepSpeed's aio_handle, each with the best memory it can have.
 
-Every contender moves data for the same time after the same warm-up and says how many bytes that were and how much CPU
-time of its process they cost. All use the same file; ours checks its data besides, on another one and off the clock.
+Every contender prepares itself for a pattern once; then it moves data for the same time as the others whenever its turn
+comes, after the same warm-up, and says how many bytes that were and how much CPU time of its process they cost. All use
+the same file; ours checks its data besides, on another one and off the clock.
 """
 
 from __future__ import annotations
@@ -28,17 +29,22 @@ from deepoffload.io.ticket import Ticket
 from deepoffload.native.aio import HostMapping
 
 HUGE_PAGE_BYTES, MADV_COLLAPSE = 2 << 20, 25
-EXTENT_BYTES = 64 << 20
+EXTENT_BYTES = 128 << 20
 CHECK_EFFORT = Effort(0.0, 0.02)
 
 Round = Callable[[], tuple[int, int]]
 """Moves some data; says how many bytes were read and written."""
 
 
+Turn = Callable[[Effort], Sample]
+"""Moves data for so long; nothing is in flight before and after."""
+
+
 class Contender(Protocol):
     name: str
 
-    def move(self, pattern: Pattern, block_bytes: int, depth: int, effort: Effort) -> Sample: ...
+    def prepare(self, stack: ExitStack, pattern: Pattern, block_bytes: int, depth: int) -> Turn:
+        """What it needs stays until ``stack`` closes."""
 
 
 def repeat(run: Round, effort: Effort) -> Sample:
@@ -59,31 +65,42 @@ def split(pattern: Pattern, nbytes: int) -> tuple[int, int]:
     return {Pattern.READ: (nbytes, 0), Pattern.WRITE: (0, nbytes), Pattern.MIXED: (nbytes // 2, nbytes // 2)}[pattern]
 
 
-def requests_of(size_bytes: int, block_bytes: int, depth: int) -> tuple[int, int]:
-    """Bytes of a request, and how many are in flight: extents of a layer's size, which keep the queue full."""
-    request = max(block_bytes, min(EXTENT_BYTES, size_bytes // 8))
-    return request, -(-block_bytes * depth // request) + 1
+def move(one: Contender, pattern: Pattern, block_bytes: int, depth: int, effort: Effort) -> Sample:
+    """A single turn."""
+    with ExitStack() as stack:
+        return one.prepare(stack, pattern, block_bytes, depth)(effort)
+
+
+def requests_of(size_bytes: int, memory_bytes: int, block_bytes: int, depth: int) -> tuple[int, int]:
+    """Bytes of a request, and how many are in flight: large extents, as many as keep the queue full."""
+    request = max(block_bytes, min(EXTENT_BYTES, size_bytes // 4, memory_bytes // 2))
+    window = -(-block_bytes * depth // request) + 1
+    if request * window > memory_bytes:
+        raise ValueError(f"{memory_bytes} bytes of memory do not hold {window} requests of {request} bytes")
+    return request, window
 
 
 class Ours:
-    """The engine with requests of up to 64 MiB, one ticket each, and as many of them as keep its queue full.
+    """The engine with requests of up to 128 MiB, one ticket each, and as many of them as keep its queue full.
 
-    That is what a layer's optimizer state takes; fio asks for single blocks, aio_handle for the whole file at once.
+    That is what a piece of optimizer state takes in DeepSpeed's settings of benchmarks/end_to_end; fio asks for single
+    blocks, aio_handle for the whole file at once.
 
-    Like the others it does not look at the data while the clock runs; before that, every move checks data for a moment
-    on a file of its own.
+    Like the others it does not look at the data while the clock runs; before that it checks data for a moment on a file
+    of its own.
     """
 
     def __init__(self, backend: str, file: BenchFile, checked: BenchFile, memory: HostMapping) -> None:
         self.name = f"deepoffload {backend}"
         self._backend, self._file, self._checked, self._memory = backend, file, checked, memory
 
-    def move(self, pattern: Pattern, block_bytes: int, depth: int, effort: Effort) -> Sample:
+    def prepare(self, stack: ExitStack, pattern: Pattern, block_bytes: int, depth: int) -> Turn:
         setting = Setting(self._backend, block_bytes, depth, True, 1)
         with Job(setting, [[self._checked]], [self._memory], threading.Event()) as job:
             job.measure(pattern, CHECK_EFFORT)
-        request_bytes, window = requests_of(self._file.size_bytes, block_bytes, depth)
+        request_bytes, window = requests_of(self._file.size_bytes, self._memory.nbytes, block_bytes, depth)
         engine = IoEngine(backend=self._backend, queue_depth=depth, block_bytes=block_bytes)
+        stack.callback(engine.close)
         in_flight: deque[tuple[Ticket, int, int]] = deque()
         requests = itertools.cycle(self._requests(engine, pattern, request_bytes))
         end = self._memory.address + request_bytes * window
@@ -99,10 +116,13 @@ class Ours:
                     ticket.wait()
                     return read, written
 
-        try:
-            return repeat(run, effort)
-        finally:
-            engine.close()
+        def turn(effort: Effort) -> Sample:
+            sample = repeat(run, effort)
+            while in_flight:
+                in_flight.popleft()[0].wait()
+            return sample
+
+        return turn
 
     def _requests(self, engine: IoEngine, pattern: Pattern, nbytes: int) -> list[tuple[Any, IoFile, int, int, int]]:
         reads, writes = split(pattern, self._file.size_bytes)
@@ -121,9 +141,11 @@ class PlainLoop:
         self.name = "pread/pwrite, threads" if threads else "pread/pwrite, one thread"
         self._threads, self._file, self._memory = threads, file, memory
 
-    def move(self, pattern: Pattern, block_bytes: int, depth: int, effort: Effort) -> Sample:
+    def prepare(self, stack: ExitStack, pattern: Pattern, block_bytes: int, depth: int) -> Turn:
         reads, writes = split(pattern, self._file.size_bytes)
         descriptor = os.open(self._file.proc_path, os.O_RDWR | os.O_DIRECT)
+        stack.callback(os.close, descriptor)
+        pool = stack.enter_context(ThreadPoolExecutor(depth))
         view = memoryview(self._memory.buffer)
         jobs: list[tuple[Callable[..., int], int, int]] = []
         for offset in range(0, max(reads, writes), block_bytes):
@@ -137,17 +159,12 @@ class PlainLoop:
             if call(descriptor, [view[slot : slot + block_bytes]], offset) != block_bytes:
                 raise RuntimeError(f"{self.name}: a transfer at {offset} was cut short")
 
-        try:
-            with ThreadPoolExecutor(depth) as pool:
+        def run() -> tuple[int, int]:
+            for _ in pool.map(one, jobs) if self._threads else map(one, jobs):
+                pass
+            return reads, writes
 
-                def run() -> tuple[int, int]:
-                    for _ in pool.map(one, jobs) if self._threads else map(one, jobs):
-                        pass
-                    return reads, writes
-
-                return repeat(run, effort)
-        finally:
-            os.close(descriptor)
+        return lambda effort: repeat(run, effort)
 
 
 class Fio:
@@ -158,9 +175,9 @@ class Fio:
         self._backend, self._file = ioengine, file
         self._program = shutil.which("fio") or ""
 
-    def move(self, pattern: Pattern, block_bytes: int, depth: int, effort: Effort) -> Sample:
+    def prepare(self, stack: ExitStack, pattern: Pattern, block_bytes: int, depth: int) -> Turn:
         setting = Setting(self._backend, block_bytes, depth, True, 1)
-        return run_fio(self._program, setting, pattern, [self._file], 1, effort)
+        return lambda effort: run_fio(self._program, setting, pattern, [self._file], 1, effort)
 
 
 class DeepSpeed:
@@ -185,19 +202,20 @@ class DeepSpeed:
         """Without single_submit, with overlap_events: DeepSpeed's defaults in training."""
         return self._handle_class(block_bytes, depth, False, True, 1)
 
-    def move(self, pattern: Pattern, block_bytes: int, depth: int, effort: Effort) -> Sample:
+    def prepare(self, stack: ExitStack, pattern: Pattern, block_bytes: int, depth: int) -> Turn:
         reads, writes = split(pattern, self._file.size_bytes)
         path, sizes = self._file.proc_path, [size for size in (reads, writes) if size]
         handles = [self.handle(block_bytes, max(1, depth // len(sizes))) for _ in sizes]
-        # Only the handle that locked a tensor knows that it is locked; it would copy any other.
-        tensors = [
-            handle.new_cpu_locked_tensor(size, self._example) for handle, size in zip(handles, sizes, strict=True)
-        ]
-        for tensor in tensors:
+        tensors = []
+        for handle, size in zip(handles, sizes, strict=True):
+            # Only the handle that locked a tensor knows that it is locked; it would copy any other.
+            tensor = handle.new_cpu_locked_tensor(size, self._example)
+            stack.callback(handle.free_cpu_locked_tensor, tensor)
             tensor.fill_(7)
             if self._huge_pages:
                 share = collapse(tensor.data_ptr(), tensor.numel())
                 self.huge_page_share_min = min(self.huge_page_share_min, share)
+            tensors.append(tensor)
 
         def run() -> tuple[int, int]:
             if reads:
@@ -209,11 +227,7 @@ class DeepSpeed:
                     raise RuntimeError("aio_handle did not finish its operation")
             return reads, writes
 
-        try:
-            return repeat(run, effort)
-        finally:
-            for handle, tensor in zip(handles, tensors, strict=True):
-                handle.free_cpu_locked_tensor(tensor)
+        return lambda effort: repeat(run, effort)
 
 
 def collapse(address: int, nbytes: int) -> float:

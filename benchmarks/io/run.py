@@ -3,10 +3,11 @@
     python benchmarks/io/run.py --path /mnt/nvme
 
 Reads, writes, and both at once, 1 to 16 MiB per block: deepoffload's backends, a plain pread/pwrite loop (one thread,
-and as many as blocks are in flight), fio where it is installed, DeepSpeed's aio_handle where it can be imported. Every
-round runs every contender once, in rotating order; a ratio is the median over the rounds of ours by another tool
-in the same round. Small requests, requests of different sizes, and memory that nobody prepared are measured against
-aio_handle alone (small.py). The JSON with the machine goes to benchmarks/results/.
+and as many as blocks are in flight), fio where it is installed, DeepSpeed's aio_handle where it can be imported. All
+contenders prepare themselves for a pattern and a block size; then every round runs each of them once, shortly, in
+rotating order, because a disk may change its rate by a third within seconds. A ratio is the median over the rounds of
+ours by another tool in the same round. Small requests, requests of different sizes, and memory that nobody prepared
+are measured against aio_handle alone (small.py). The JSON with the machine goes to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -63,18 +64,21 @@ def make_contenders(shared: BenchFile, checked: BenchFile, memory: HostMapping) 
 def measure(
     contenders: list[Contender], patterns: list[Pattern], rounds: int, effort: Effort
 ) -> tuple[Samples, list[float]]:
-    """Samples, and the share of the processors that others took in each round."""
+    """Samples, and the share of the processors that others took while each pattern and block size was measured."""
     samples: Samples = {}
     foreign: list[float] = []
-    load = ForeignLoad()
-    for round_index in range(rounds):
-        for cell_index, (pattern, (block, depth)) in enumerate((p, c) for p in patterns for c in CELLS):
-            print(f"\rround {round_index + 1}/{rounds} {pattern.value} {block >> 20} MiB   ", end="", file=sys.stderr)
-            turn = (round_index + cell_index) % len(contenders)
-            for contender in contenders[turn:] + contenders[:turn]:
-                found = samples.setdefault((pattern, block, depth), {}).setdefault(contender.name, [])
-                found.append(contender.move(pattern, block, depth, effort))
-        foreign.append(load.share())
+    for pattern, (block, depth) in ((p, c) for p in patterns for c in CELLS):
+        with ExitStack() as stack:
+            turns = [(one.name, one.prepare(stack, pattern, block, depth)) for one in contenders]
+            found: dict[str, list[Sample]] = {one.name: [] for one in contenders}
+            load = ForeignLoad()
+            for index in range(rounds):
+                print(f"\r{pattern.value} {block >> 20} MiB, round {index + 1}/{rounds}   ", end="", file=sys.stderr)
+                first = index % len(turns)
+                for name, turn in turns[first:] + turns[:first]:
+                    found[name].append(turn(effort))
+            foreign.append(load.share())
+        samples[pattern, block, depth] = found
     print(file=sys.stderr)
     return samples, foreign
 
@@ -164,7 +168,7 @@ def show(report: dict[str, Any]) -> None:
     print("  submitting 64 MiB: " + ", ".join(f"{name} {value:.0f}" for name, value in report["submit_64_mib"].items()))
     print(
         "  others took "
-        + ", ".join(f"{share:.0%}" for share in report["foreign_cpu_share_each_round"])
+        + ", ".join(f"{share:.0%}" for share in report["foreign_cpu_share_each_cell"])
         + " of the cores"
     )
 
@@ -172,10 +176,10 @@ def show(report: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", required=True, help="directory on the disk")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--size", type=int, default=512, help="MiB of each of the two test files")
-    parser.add_argument("--seconds", type=float, default=0.6, help="of each measurement")
-    parser.add_argument("--warmup", type=float, default=0.2, help="seconds before it")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of each measurement")
+    parser.add_argument("--warmup", type=float, default=0.05, help="seconds before it")
     parser.add_argument("--patterns", nargs="+", default=[p.value for p in Pattern], choices=[p.value for p in Pattern])
     parser.add_argument("--json", type=Path, default=RESULTS / "io.json")
     given = parser.parse_args()
@@ -211,7 +215,7 @@ def main() -> None:
         "best": best_settings(samples, patterns),
         "small": small,
         "submit_64_mib": submit,
-        "foreign_cpu_share_each_round": foreign,
+        "foreign_cpu_share_each_cell": foreign,
     }
     show(report)
     given.json.parent.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,7 @@ def submit_cost(file: BenchFile) -> dict[str, float]:
     busy: list[float] = []
     cpu: list[float] = []
     nbytes = min(SUBMIT_BYTES, file.size_bytes)
-    with HostMapping(nbytes) as mapping, IoEngine(backend="libaio", queue_depth=DEPTH) as engine:
+    with HostMapping(nbytes) as mapping, IoEngine(queue_depth=DEPTH) as engine:
         Buffer(mapping.buffer, mapping.address).bytes.fill(7)
         handle = engine.open_file(file.proc_path, direct="required")
         for _ in range(SUBMITS):
