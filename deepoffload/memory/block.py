@@ -62,8 +62,8 @@ class Block:
     Attributes:
         offset: byte offset in the arena while resident, else None.
         leases: how many users need it to stay; above zero it is neither evicted nor moved.
-        room_bytes: what it takes in the arena. Blocks of about the same size take the same, so that each fits where
-            another was.
+        room_bytes: what it takes in the arena, whole pages. Blocks of about the same size take the same, so that each
+            fits where another was.
     """
 
     __slots__ = (

@@ -72,6 +72,7 @@ class TierManager:
         with self.lock:
             self._ids += 1
             block = Block(self._ids, name, kind, nbytes, owner)
+            block.room_bytes = round_up(nbytes)
             self._blocks[block.id] = block
             return block
 
@@ -112,7 +113,7 @@ class TierManager:
     def room_bytes(self, block_id: int) -> int:
         """What a block takes in the arena; 0 for one that was removed (an old trace may still name it)."""
         block = self._blocks.get(block_id)
-        return 0 if block is None else round_up(block.room_bytes)
+        return 0 if block is None else block.room_bytes
 
     def is_away(self, block_id: int) -> bool:
         """True for a block that exists and whose bytes are on NVMe only."""
@@ -248,7 +249,7 @@ class TierManager:
 
     def _make_room(self, block: Block) -> int:
         """An arena offset for ``block``; evicts, waits and moves others for it as far as that goes."""
-        nbytes = round_up(block.room_bytes)
+        nbytes = block.room_bytes
         high = block.kind is Kind.STATE
         collected = False
         while True:
@@ -292,7 +293,7 @@ class TierManager:
             if b.leases or not self._may_go(b)
         }
         capacity_bytes, has_nvme = self.arena.capacity_bytes, self.space is not None
-        return no_room(block, round_up(block.room_bytes), capacity_bytes, held, has_nvme) + self.explain()
+        return no_room(block, block.room_bytes, capacity_bytes, held, has_nvme) + self.explain()
 
     def _free_memory(self, block: Block, aliases: list[Alias] | None = None) -> None:
         offset = block.offset
@@ -374,7 +375,7 @@ class TierManager:
                 return False
             high = block.kind is Kind.STATE
             offset = self.arena.allocate(block.room_bytes, high=high)
-            nbytes = round_up(block.room_bytes)
+            nbytes = block.room_bytes
             if offset is None and compact and self._compact(nbytes, SLIDE_WORTH * nbytes):
                 offset = self.arena.allocate(block.room_bytes, high=high)
             if offset is None:

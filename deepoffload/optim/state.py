@@ -12,6 +12,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from deepoffload.memory.arena import round_up
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
@@ -93,7 +94,7 @@ def equalise_room(blocks: list[Block]) -> None:
         room = max(other for size, other in rooms.items() if size * SAME_ROOM <= nbytes)
         rooms[nbytes] = max(nbytes, room) if room * SAME_ROOM <= nbytes else nbytes
     for block in blocks:
-        block.room_bytes = rooms[block.nbytes]
+        block.room_bytes = round_up(rooms[block.nbytes])
 
 
 def make_pieces(

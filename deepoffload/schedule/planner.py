@@ -139,20 +139,20 @@ def plan_write_back(
     Left out are ``static`` blocks and those used again within the window of ``plan_prefetch``, of which the arguments
     are the same: they may change again before they go. The caller offers no block that is in use or being written.
     """
-    candidates = [block for block in dirty if block not in static]
-    if not candidates:
-        return []
+    left = {block for block in dirty if block not in static}
     near: set[int] = set()
     window_bytes = 0
     for _, block in islice(upcoming, scan_limit):
+        if not left:
+            break
         if block in near or block in static:
             continue
         window_bytes += nbytes(block)
         if window_bytes > lookahead_bytes:
             break
         near.add(block)
-    far = [(-next_use(block), block) for block in candidates if block not in near]
-    return [block for _, block in sorted(far)]
+        left.discard(block)
+    return sorted(left, key=lambda block: (-next_use(block), block))
 
 
 class _Victims:

@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,31 @@ class TraceStats:
 class _Cycle:
     """A repeating order of events, indexed by block and by key. Immutable."""
 
-    __slots__ = ("_places", "_uses", "events", "length")
+    __slots__ = ("_first", "_flat", "_places", "_uses", "events", "length")
 
     def __init__(self, events: tuple[Event, ...]) -> None:
         self.events = events
         self.length = len(events)
         self._uses: dict[int, list[int]] = {}
         self._places: dict[int, list[int]] = {}
+        self._flat = [(index, block) for index, event in enumerate(events) for block in event.blocks]
+        self._first: list[int] = []  # where an event's blocks begin in it
+        count = 0
         for index, event in enumerate(events):
+            self._first.append(count)
+            count += len(event.blocks)
             self._places.setdefault(event.key, []).append(index)
             for block in dict.fromkeys(event.blocks):
                 self._uses.setdefault(block, []).append(index)
+
+    def uses_from(self, position: int) -> Iterator[tuple[int, int]]:
+        """(steps, block) of every use, from the event at ``position`` (1 step), once round."""
+        first, flat = self._first[position], self._flat
+        before, after = 1 - position, 1 - position + self.length
+        for index, block in islice(flat, first, None):
+            yield index + before, block
+        for index, block in islice(flat, first):
+            yield index + after, block
 
     def distance(self, block: int, position: int) -> float:
         """Events from ``position`` to the next use of ``block``: 1 is the event at ``position`` itself."""
@@ -166,15 +181,9 @@ class Trace:
         A block appears once for each event that uses it. Nothing is yielded while no order is known. Observing while
         iterating does not disturb the iteration, which keeps to the place it began at.
         """
-        order, position = (self._loop, self._loop_position) if self._loop else (self._cycle, self._position)
-        if order is None:
-            return
-        events, distance = order.events, 0
-        for indices in (range(position, order.length), range(position)):
-            for index in indices:
-                distance += 1
-                for block in events[index].blocks:
-                    yield distance, block
+        if self._loop is not None:
+            return self._loop.uses_from(self._loop_position)
+        return iter(()) if self._cycle is None else self._cycle.uses_from(self._position)
 
     def stats(self) -> TraceStats:
         length = 0 if self._cycle is None else self._cycle.length
