@@ -18,6 +18,7 @@
 
 /* cdef-begin: build_aio.py hands the lines from here to cffi as they are. */
 #define DOFF_PAGE 4096
+#define DOFF_QUEUE_DEPTH_MAX 1024
 
 #define DOFF_READ 0
 #define DOFF_WRITE 1

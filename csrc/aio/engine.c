@@ -90,7 +90,7 @@ int doff_backend_probe(const char* name, uint32_t queue_depth) {
 int doff_engine_open(const char* backend, const char* fault_script, uint32_t queue_depth, uint32_t block_bytes,
                      uint32_t pending_max, doff_engine** out) {
     const struct doff_backend_table* table = doff_backend_find(backend);
-    if (!table || !queue_depth || queue_depth > 1024 || !pending_max)
+    if (!table || !queue_depth || queue_depth > DOFF_QUEUE_DEPTH_MAX || !pending_max)
         return -EINVAL;
     if (!block_bytes || block_bytes % DOFF_PAGE || block_bytes > DOFF_TRANSFER_MAX)
         return -EINVAL;

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from deepoffload.cli.bench_types import Pattern
+from deepoffload.config.own_keys import QUEUE_DEPTH_MAX, REQUEST_BYTES_MAX
 from deepoffload.config.units import parse_bytes
 from deepoffload.errors import ConfigError
 from deepoffload.io.engine import BACKENDS
 from deepoffload.native.aio import PAGE_BYTES
 
-BLOCK_MAX_BYTES = 1 << 30
-QUEUE_DEPTH_MAX = 1024
 FILES_MAX = 64
 COMPARE_TOOLS = ("fio",)
 
@@ -159,7 +158,7 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
     size = None if given.size is None else _size("--size", given.size, PAGE_BYTES)
     block_bytes = None if blocks is None else tuple(_size("--block-size", text, PAGE_BYTES) for text in blocks)
     for block in block_bytes or ():
-        if block > BLOCK_MAX_BYTES or block % PAGE_BYTES:
+        if block > REQUEST_BYTES_MAX or block % PAGE_BYTES:
             raise ConfigError(f"--block-size: {block} is not a multiple of {PAGE_BYTES} up to 1 GiB")
         if size is not None and block > size:
             raise ConfigError(f"--block-size: a block of {block} bytes is larger than --size, {size} bytes")

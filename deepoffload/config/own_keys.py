@@ -9,7 +9,8 @@ from deepoffload.device import Tier
 DIRECT_IO_ALIGNMENT_BYTES = 4096
 REQUEST_BYTES_MAX = 1 << 30
 """Below Linux's limit of 0x7ffff000 bytes per transfer (read(2), "NOTES")."""
-QUEUE_DEPTH_MAX = 4096
+QUEUE_DEPTH_MAX = 1024
+"""What the engine takes: ``DOFF_QUEUE_DEPTH_MAX`` of ``csrc/aio/doff_aio.h``."""
 
 
 def tier_limit() -> Kind:

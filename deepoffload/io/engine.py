@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..config.own_keys import QUEUE_DEPTH_MAX, REQUEST_BYTES_MAX
 from ..errors import ClosedError, ConfigError, IoFailure, IoTimeout, UnsupportedError, UsageError
 from ..native.aio import PAGE_BYTES, ffi, lib
 from .ticket import WAIT_SLICE_MS, Ticket
@@ -131,9 +132,9 @@ class IoEngine:
         submit_timeout_s: float = 60.0,
         fault_script: str | None = None,
     ) -> None:
-        if not 1 <= queue_depth <= 1024:
-            raise ConfigError(f"aio.queue_depth: {queue_depth} is not between 1 and 1024")
-        if block_bytes <= 0 or block_bytes % PAGE_BYTES or block_bytes > 1 << 30:
+        if not 1 <= queue_depth <= QUEUE_DEPTH_MAX:
+            raise ConfigError(f"aio.queue_depth: {queue_depth} is not between 1 and {QUEUE_DEPTH_MAX}")
+        if block_bytes <= 0 or block_bytes % PAGE_BYTES or block_bytes > REQUEST_BYTES_MAX:
             raise ConfigError(f"aio.block_size: {block_bytes} is not a multiple of {PAGE_BYTES} up to 1 GiB")
         if pending_max < 1:
             raise ConfigError(f"pending_max: {pending_max} is not positive")

@@ -26,6 +26,11 @@ def check_paths(paths: Sequence[str | os.PathLike[str]], key: str = "nvme_path")
         paths = [paths]
     if not paths:
         raise ConfigError(f"{key}: no directory is given; name one on a local disk")
+    for path in map(os.fspath, paths):
+        if not path:
+            raise ConfigError(f"{key}: an empty path is given; name a directory on a local disk")
+        if "\0" in path:
+            raise ConfigError(f"{key}: {path!r} has a zero byte, which no path can have")
     checked = [os.path.realpath(path) for path in paths]
     for path in checked:
         if not os.path.exists(path):
@@ -36,8 +41,14 @@ def check_paths(paths: Sequence[str | os.PathLike[str]], key: str = "nvme_path")
             raise ConfigError(
                 f"{key}: {path} is not writable for user id {os.geteuid()}; change its mode or name another"
             )
-        if os.statvfs(path).f_flag & os.ST_RDONLY:
-            raise ConfigError(f"{key}: {path} is on a file system mounted read-only")
+        status = os.statvfs(path)
+        if status.f_flag & os.ST_RDONLY:
+            raise ConfigError(f"{key}: {path} is on a file system mounted read-only; name another directory")
+        if not status.f_blocks:
+            raise ConfigError(
+                f"{key}: {path} is on a file system that keeps no files (it has 0 bytes in all, as /proc and /sys); "
+                "name a directory on a local disk"
+            )
     if len(set(checked)) != len(checked):
         raise ConfigError(f"{key}: the same directory is named twice: {', '.join(map(str, paths))}")
     return checked

@@ -13,14 +13,9 @@ import weakref
 from typing import Any
 
 from deepoffload.errors import BudgetError
-from deepoffload.native.aio import HostMapping, ffi
+from deepoffload.native.aio import PAGE_BYTES, HostMapping, ffi, round_up
 
-PAGE_BYTES = 4096
-
-
-def round_up(nbytes: int, multiple: int = PAGE_BYTES) -> int:
-    """``nbytes`` rounded up to a multiple of ``multiple`` (both in bytes)."""
-    return -(-nbytes // multiple) * multiple
+__all__ = ["PAGE_BYTES", "Arena", "round_up"]
 
 
 class Arena:

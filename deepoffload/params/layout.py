@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deepoffload.native.aio import round_up
+
 ALIGNMENT_BYTES = 64
 """Each tensor starts on a cache line, which is also the widest vector register."""
 
 ALIGNMENT_NUMEL = 64
 """Arrays of a state piece are padded to this many elements, so that each starts aligned for every element size."""
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def byte_offsets(sizes_bytes: Sequence[int], alignment_bytes: int = ALIGNMENT_BYTES) -> tuple[list[int], int]:

@@ -133,6 +133,13 @@ def test_a_path_that_will_not_do(tmp_path, capsys, where, words):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("where", "words"), [("", "an empty path"), ("/proc", "keeps no files"), ("/sys", "keeps no")])
+def test_a_path_that_is_no_place_for_files(tmp_path, monkeypatch, capsys, where, words):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--path", where, *SHORT]) == 2
+    assert capsys.readouterr().err.startswith("ds_nvme_bench: --path: ") and list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

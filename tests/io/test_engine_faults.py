@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from deepoffload.config.own_keys import QUEUE_DEPTH_MAX
+from deepoffload.config.parse import parse_config
 from deepoffload.errors import ClosedError, ConfigError, IoFailure, IoTimeout, UnsupportedError, UsageError
 from deepoffload.io.engine import IoEngine, Priority, choose_backend, probe_backend
 from deepoffload.io.ticket import WAIT_SLICE_MS, Ticket
+from deepoffload.native.aio import lib
 
 BLOCK = 64 << 10
 FATAL = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT, errno.EFBIG, errno.ENODEV, errno.EREMOTEIO]
@@ -285,7 +288,7 @@ def test_wrong_arguments_are_refused(make_engine, memory, tmp_path):
     [
         ({"backend": "nonsense"}, "aio.backend.*nonsense"),
         ({"queue_depth": 0}, "aio.queue_depth"),
-        ({"queue_depth": 5000}, "aio.queue_depth"),
+        ({"queue_depth": QUEUE_DEPTH_MAX + 1}, "aio.queue_depth"),
         ({"block_bytes": 1000}, "aio.block_size"),
         ({"block_bytes": 0}, "aio.block_size"),
         ({"pending_max": 0}, "pending_max"),
@@ -294,6 +297,14 @@ def test_wrong_arguments_are_refused(make_engine, memory, tmp_path):
 def test_wrong_options_are_refused(options, match):
     with pytest.raises(ConfigError, match=match):
         IoEngine(**options)
+
+
+def test_the_configuration_and_the_engine_have_one_limit(make_engine):
+    assert lib.DOFF_QUEUE_DEPTH_MAX == QUEUE_DEPTH_MAX
+    depth = parse_config({"aio": {"queue_depth": QUEUE_DEPTH_MAX}}).aio.queue_depth
+    assert make_engine(queue_depth=depth, backend="pool").queue_depth == QUEUE_DEPTH_MAX
+    with pytest.raises(ConfigError, match=str(QUEUE_DEPTH_MAX)):
+        parse_config({"aio": {"queue_depth": QUEUE_DEPTH_MAX + 1}})
 
 
 def test_auto_says_what_it_chose_and_why(make_engine):

@@ -226,6 +226,9 @@ def test_wrong_paths_are_refused_before_anything_is_created(engine, tmp_path):
         ([], "no directory"),
         ([good, good], "named twice"),
         ([good, tmp_path / "good" / ".." / "good"], "named twice"),
+        ([good, ""], "an empty path"),
+        ([good, "/proc"], "/proc .* keeps no files"),
+        ([good, "a\0b"], "zero byte"),
     ]:
         with pytest.raises(ConfigError, match=f"nvme_path.*{match}"):
             SwapSpace(engine, bad)
