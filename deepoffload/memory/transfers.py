@@ -131,6 +131,8 @@ class Transfers:
     def _wait(self, block: Block, reading: bool, interruptible: bool) -> None:
         if block.ticket is None:
             return
+        if reading:
+            block.ticket.promote()  # of what is still queued behind other prefetches
         begin_s = time.perf_counter()
         try:
             if interruptible:

@@ -58,3 +58,14 @@ def test_removed_block_is_refused() -> None:
     with pytest.raises(ClosedError, match=r"layer\.weight \(weight\) is gone"):
         tiers.acquire(block)
     assert block.leases == 0
+
+
+def test_a_prefetch_that_is_needed_now_overtakes_the_others(make_rig) -> None:
+    rig = make_rig(12 * PAGE_BYTES, faults="op=read delay_ms=60")  # four at a time
+    blocks = [fill(rig.tiers, f"block {number}") for number in range(12)]
+    rig.tiers.evict_all()
+    assert all(rig.tiers.prefetch(block) for block in blocks)
+    rig.tiers.acquire(blocks[-1])
+    assert blocks[-1].state is BlockState.CLEAN
+    assert not blocks[-2].ticket.done()
+    rig.tiers.release(blocks[-1])
