@@ -45,11 +45,15 @@ class Op:
 
 @dataclass
 class Visit:
-    """A stretch of the program in which one set of units is used: a forward or a backward, and its kernel calls."""
+    """A stretch of the program in which one set of units is used: a forward or a backward, and its kernel calls.
+
+    ``landed``: parameters of each unit whose gradients are complete in it.
+    """
 
     backward: bool
     units: tuple[int, ...]
     ops: Counter[Op] = field(default_factory=Counter)
+    landed: Counter[int] = field(default_factory=Counter)
 
     @property
     def flops(self) -> int:
@@ -261,6 +265,7 @@ class _Tracker(TorchDispatchMode):
         unit = self._unit_by_storage.get(param.untyped_storage()._cdata)
         if unit is not None:
             self._visit(True, (unit,))
+            self.visits[-1].landed[unit] += 1
         param.grad = None
 
     # -- what it takes ---------------------------------------------------------------------------------------------

@@ -58,11 +58,19 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    blocks: BlockPlan, run: DryRun | None, *, process_bytes: int, has_device: bool = False, ranks: int = 1
+    blocks: BlockPlan,
+    run: DryRun | None,
+    *,
+    process_bytes: int,
+    has_device: bool = False,
+    ranks: int = 1,
+    written: frozenset[int] | None = None,
 ) -> MemoryEstimate:
     """Memory of a run with this placement.
 
     Args:
+        written: blocks that a simulated run has written: a gradient that never has to leave memory takes no place on
+            NVMe. None: not known, all of them may.
         run: None where only model states are asked for.
         process_bytes: what the process takes before there is a model (Python, torch, the program's libraries).
         has_device: activations and the weights in use are in a device's own memory, and the arena is page-locked.
@@ -72,7 +80,8 @@ def estimate_memory(
     rows = []
     for kind in (Kind.WEIGHT, Kind.GRADIENT, Kind.STATE):
         near = blocks.kind_bytes(kind, placement.resident)
-        far = sum(blocks.extent_bytes(b) for b in placement.blocks if b.kind is kind and b.id in placement.paged)
+        away = placement.paged & written if kind is Kind.GRADIENT and written is not None else placement.paged
+        far = sum(blocks.extent_bytes(b) for b in placement.blocks if b.kind is kind and b.id in away)
         rows.append(_near(kind.value, near, has_device, nvme=far))
     total_bytes = sum(block.nbytes for block in placement.blocks)
     arena_bytes = min(placement.capacity_bytes, total_bytes)

@@ -114,11 +114,14 @@ def estimate(
         run = dry_run(model, subject.loss_of, windows=blocks.modules, unit_of=blocks.unit_of, dtype=dtype)
     if ranks > 1:
         blocks = _part(blocks, ranks)
-    memory = estimate_memory(blocks, run, process_bytes=process, has_device=machine.has_device, ranks=ranks)
     step = None
     if run is not None:
         workload = Workload(config.gradient_accumulation_steps, StepOverlap(config.step_overlap.value))
         step = estimate_step(blocks, run, machine, workload, tokens=subject.batch.tokens, op_times=op_times)
+    written = step.ever_written if step is not None else None
+    memory = estimate_memory(
+        blocks, run, process_bytes=process, has_device=machine.has_device, ranks=ranks, written=written
+    )
     problem = _too_much(memory, machine)
     return Estimate(subject, machine, config, capacity, _share(smallest, ranks), run, blocks, memory, step, problem)
 

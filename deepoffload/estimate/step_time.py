@@ -82,7 +82,12 @@ def estimate_step(
             computing_share=machine.nvme_share_while_computing,
         )
 
-    times, played = steady_step(make, uses)
+    first = uses
+    if workload.step_overlap is StepOverlap.DEFERRED:
+        first = [use for use in uses if use.phase is not Phase.UPDATE]
+    kept = workload.step_overlap is StepOverlap.NONE  # gradients are seen until zero_grad()
+    discards = [block.id for block in costs.gradients.values()] if kept else []
+    times, played = steady_step(make, uses, first=first, discards=discards)
     compute_s = sum(use.seconds for use in uses)
     model_s = sum(use.seconds for use in uses if use.phase is not Phase.UPDATE)
     bound = _bound(times, compute_s, model_s)
@@ -141,13 +146,13 @@ class _Costs:
         busy = max(op.flops / machine.flops_per_s, op.nbytes / machine.device_bytes_per_s)
         return busy + machine.op_overhead_s
 
-    def landing_s(self, unit: int) -> float:
-        """A pass over the gradient: read what autograd made, write it to the block, or read, add and write."""
-        block = self.gradients.get(unit)
-        if block is None:
-            return 0.0
-        touched = round(self._content[block.id] * (2 + self._again))
-        return update_seconds(touched, self._bandwidths) + self._machine.landing_overhead_s * self._trained[unit]
+    def landing_s(self, unit: int, count: int) -> float:
+        """A pass over gradients: read what autograd made, write it to the block, or read, add and write.
+
+        ``count``: of how many of the unit's parameters.
+        """
+        touched = self._content[self.gradients[unit].id] * (2 + self._again) * count / self._trained[unit]
+        return update_seconds(round(touched), self._bandwidths) + self._machine.landing_overhead_s * count
 
     def update_s(self, unit: int, piece: BlockSpec) -> float:
         """The piece and the weights are read and written, the gradients read."""
@@ -168,37 +173,37 @@ def _uses(costs: _Costs, workload: Workload) -> Iterator[TimedUse]:
         weights, gradients, pieces = costs.weights[unit].id, costs.gradients[unit].id, costs.state[unit]
         for number, piece in enumerate(pieces):
             event = Event(key_of("u", unit, number), (weights, gradients, piece.id))
-            drops = (gradients,) if number == len(pieces) - 1 else ()
+            last = number == len(pieces) - 1
+            drops = (gradients,) if last and workload.step_overlap is not StepOverlap.NONE else ()
             yield TimedUse(Use(event, (weights, piece.id), drops), Phase.UPDATE, costs.update_s(unit, piece))
 
-    last_use = {unit: number for number, visit in enumerate(costs.visits) if visit.backward for unit in visit.units}
+    last_landing = {unit: number for number, visit in enumerate(costs.visits) for unit in visit.landed}
     for micro in range(workload.accumulation_steps):
-        landed: set[int] = set()
         for number, visit in enumerate(costs.visits):
             if not visit.backward and micro == 0 and workload.step_overlap is StepOverlap.DEFERRED:
                 for unit in visit.units:
                     if unit in pending:
                         pending.discard(unit)
                         yield from update(unit)
-            yield _visit_use(costs, visit, key_of, landed)
+            yield _visit_use(costs, visit, key_of)
             if micro == workload.accumulation_steps - 1 and workload.step_overlap is StepOverlap.IN_BACKWARD:
-                for unit in visit.units:
-                    if unit in pending and last_use.get(unit) == number:
+                for unit in visit.landed:
+                    if unit in pending and last_landing[unit] == number:
                         pending.discard(unit)
                         yield from update(unit)
     for unit in sorted(pending):
         yield from update(unit)
 
 
-def _visit_use(costs: _Costs, visit: Visit, key_of: Callable[..., int], landed: set[int]) -> TimedUse:
+def _visit_use(costs: _Costs, visit: Visit, key_of: Callable[..., int]) -> TimedUse:
     seconds = costs.visit_s(visit)
     weights = tuple(costs.weights[unit].id for unit in visit.units)
     if not visit.backward:
         return TimedUse(Use(Event(key_of("f", *visit.units), weights)), Phase.FORWARD, seconds)
-    gradients = tuple(costs.gradients[unit].id for unit in visit.units if unit in costs.gradients)
-    for unit in visit.units:
-        if unit not in landed:
-            landed.add(unit)
-            seconds += costs.landing_s(unit)
-    event = Event(key_of("b", *visit.units), (*weights, *gradients))
-    return TimedUse(Use(event, writes=gradients), Phase.BACKWARD, seconds)
+    gradients = {unit: costs.gradients[unit].id for unit in visit.units if unit in costs.gradients}
+    landed = {unit: count for unit, count in visit.landed.items() if unit in gradients}
+    seconds += sum(costs.landing_s(unit, count) for unit, count in landed.items())
+    event = Event(key_of("b", *visit.units), (*weights, *gradients.values()))
+    writes = tuple(gradients[unit] for unit in landed)
+    named = tuple(block for unit, block in gradients.items() if unit not in landed)
+    return TimedUse(Use(event, writes, named=named), Phase.BACKWARD, seconds)

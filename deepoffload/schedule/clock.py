@@ -183,8 +183,11 @@ class TimedRun:
 
     # -- the program -------------------------------------------------------------------------------------------------
 
-    def step(self, uses: Sequence[TimedUse]) -> StepTimes:
-        """Play one step. Raises ``BudgetError`` when the blocks of one event do not fit."""
+    def step(self, uses: Sequence[TimedUse], discards: Iterable[int] = ()) -> StepTimes:
+        """Play one step. Raises ``BudgetError`` when the blocks of one event do not fit.
+
+        ``discards``: blocks that are worthless when it is over (gradients, for ``zero_grad()``).
+        """
         spent = dict.fromkeys(Phase, 0.0)
         waited, busy_before = 0.0, self.disk.busy_s
         self._faults = self._read_bytes = self._written_bytes = 0
@@ -196,6 +199,8 @@ class TimedRun:
             spent[timed.phase] += self.disk.now - begun
         self.trace.end_of_step()
         self._pump(())
+        for block in discards:
+            self._drop(block)
         return StepTimes(
             forward_s=spent[Phase.FORWARD],
             backward_s=spent[Phase.BACKWARD],
@@ -214,6 +219,8 @@ class TimedRun:
         self.trace.observe(use.event)
         self._pump(blocks)
         for block in dict.fromkeys(blocks):
+            if block in use.named:
+                continue
             self._uses += 1
             self._stamps[block] = self._uses
             self._bring(block, blocks)
@@ -225,10 +232,14 @@ class TimedRun:
 
     def _after(self, use: Use) -> None:
         for block in use.drops:
-            if self._state[block] is _State.WRITING:
-                self._settle(block)
-            self._state[block] = _State.EMPTY
+            self._drop(block)
+
+    def _drop(self, block: int) -> None:
+        if self._state[block] in (_State.WRITING, _State.READING):
+            self._settle(block)
+        if block in self._resident:
             self._forget(block)
+        self._state[block] = _State.EMPTY
 
     def _bring(self, block: int, in_use: Sequence[int]) -> None:
         state = self._state[block]
@@ -345,13 +356,25 @@ class TimedRun:
 
 
 def steady_step(
-    make: Callable[[], TimedRun], uses: Sequence[TimedUse], *, warm_up: int = 2, steps: int = 2
+    make: Callable[[], TimedRun],
+    uses: Sequence[TimedUse],
+    *,
+    first: Sequence[TimedUse] = (),
+    discards: Sequence[int] = (),
+    warm_up: int = 2,
+    steps: int = 2,
 ) -> tuple[StepTimes, TimedRun]:
-    """The mean of ``steps`` steps after ``warm_up`` others, in which the order was learned; and the run itself."""
+    """The mean of ``steps`` steps after ``warm_up`` others, in which the order was learned; and the run itself.
+
+    ``first``: a step before all others that is not like them (it has no update to make that was put off). ``discards``:
+    see ``TimedRun.step``.
+    """
     run = make()
+    if first:
+        run.step(first)
     for _ in range(warm_up):
-        run.step(uses)
-    played = [run.step(uses) for _ in range(steps)]
+        run.step(uses, discards)
+    played = [run.step(uses, discards) for _ in range(steps)]
 
     def mean(name: str) -> float:
         return float(sum(getattr(step, name) for step in played)) / steps

@@ -18,11 +18,13 @@ from deepoffload.schedule.trace import Event, Trace
 @dataclass(frozen=True)
 class Use:
     """An event and what it does to its blocks: ``writes`` are changed by it, ``drops`` are worthless after it (a
-    gradient once it is applied: never written back, and next time it begins empty without a read)."""
+    gradient once it is applied: never written back, and next time it begins empty without a read), ``named`` belong to
+    the event and are not touched (a gradient that does not land yet)."""
 
     event: Event
     writes: tuple[int, ...] = ()
     drops: tuple[int, ...] = ()
+    named: tuple[int, ...] = ()
 
 
 @dataclass

@@ -64,7 +64,11 @@ def train(swap: str, settings: dict[str, Any]) -> dict[str, Any]:
         model = Decoder(DecoderShape(**settings["shape"]), checkpointing=checkpointing)
     watch.look()
     built_bytes = watch.peak_bytes
-    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-4, max_grad_norm=1.0)
+    early = settings["config"].get("step_overlap") == "in_backward"  # the norm is not known while gradients still come
+    state_dtype = settings["config"].get("optimizer", {}).get("params", {}).get("state_dtype", "fp32")
+    optimizer = deepoffload.CPUAdamW(
+        model.parameters(), lr=1e-4, max_grad_norm=None if early else 1.0, state_dtype=state_dtype
+    )
     tokens = torch.randint(0, settings["shape"]["vocabulary"], (batch, length))
     steps = []
     for _ in range(settings.get("steps", 2)):
@@ -98,7 +102,7 @@ def train(swap: str, settings: dict[str, Any]) -> dict[str, Any]:
         # What was resident from the start on may have an extent, too, from while the model was built.
         found["paged_nvme_bytes"] = {
             kind.value: sum(
-                block.extent.padded_bytes
+                sum(piece.nbytes for piece in block.extent.pieces)
                 for block in engine.pager.tiers.blocks()
                 if block.kind is kind and block.extent is not None and block.id not in engine.pager.tiers.static
             )
