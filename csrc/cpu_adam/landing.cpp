@@ -7,10 +7,23 @@
 #include "dispatch.h"
 #include "threads.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace cpu_adam {
 namespace {
 
 constexpr std::size_t kBytesPerTask = std::size_t{1} << 18;
+constexpr std::size_t kChunksPerTask = 16;
+
+// Makes stores past the caches visible to the thread that waits for this one. Waiting for them to drain takes as long
+// as several KiB do, so this is not done for every chunk.
+void stream_fence() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
 
 // Calls pass(begin, count) over n items in pieces of `piece`, in parallel.
 template <class Pass> void pieces(std::size_t n, std::size_t piece, int num_threads, const Pass& pass) {
@@ -20,11 +33,18 @@ template <class Pass> void pieces(std::size_t n, std::size_t piece, int num_thre
     });
 }
 
-// Adds what pass(begin, count) returns for each chunk, in chunk order, whatever thread computed it.
-template <class Pass> double chunk_sums(std::size_t n, int num_threads, const Pass& pass) {
+// Adds what pass(begin, count) returns for each chunk, in chunk order, whatever thread computed it. done() is called
+// after several chunks, by their thread.
+template <class Pass, class Done>
+double chunk_sums(std::size_t n, int num_threads, const Pass& pass, const Done& done) {
     std::vector<double> sums((n + kSumChunk - 1) / kSumChunk);
-    pieces(n, kSumChunk, num_threads,
-           [&](std::size_t begin, std::size_t count) { sums[begin / kSumChunk] = pass(begin, count); });
+    const std::size_t share = sums.size() / (4 * static_cast<std::size_t>(num_threads));
+    const std::size_t chunks = std::min(std::max(share, std::size_t{1}), kChunksPerTask);
+    pieces(n, chunks * kSumChunk, num_threads, [&](std::size_t begin, std::size_t count) {
+        for (std::size_t i = begin; i < begin + count; i += kSumChunk)
+            sums[i / kSumChunk] = pass(i, std::min(kSumChunk, begin + count - i));
+        done();
+    });
     double total = 0.0;
     for (const double sum : sums)
         total += sum;
@@ -41,18 +61,27 @@ double land(void* dst, const void* src, std::size_t n, DType dst_dtype, DType sr
     const LandMode mode = accumulate ? LandMode::kAdd : replace;
     const LandFn kernel =
         kernels().land[static_cast<int>(mode)][static_cast<int>(dst_dtype)][static_cast<int>(src_dtype)];
-    return chunk_sums(n, num_threads, [&](std::size_t begin, std::size_t count) {
-        return kernel(static_cast<char*>(dst) + begin * dst_size, static_cast<const char*>(src) + begin * src_size,
-                      count);
-    });
+    return chunk_sums(
+        n, num_threads,
+        [&](std::size_t begin, std::size_t count) {
+            return kernel(static_cast<char*>(dst) + begin * dst_size, static_cast<const char*>(src) + begin * src_size,
+                          count);
+        },
+        [mode] {
+            if (mode == LandMode::kStream)
+                stream_fence();
+        });
 }
 
 double sum_of_squares(const void* src, std::size_t n, DType dtype, int num_threads) {
     const SumFn kernel = kernels().sum_of_squares[static_cast<int>(dtype)];
     const std::size_t size = dtype_size(dtype);
-    return chunk_sums(n, num_threads, [&](std::size_t begin, std::size_t count) {
-        return kernel(static_cast<const char*>(src) + begin * size, count);
-    });
+    return chunk_sums(
+        n, num_threads,
+        [&](std::size_t begin, std::size_t count) {
+            return kernel(static_cast<const char*>(src) + begin * size, count);
+        },
+        [] {});
 }
 
 void split_fp32(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_t n, int num_threads) {

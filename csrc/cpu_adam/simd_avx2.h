@@ -129,52 +129,48 @@ struct Avx2 {
         return y;
     }
     struct PairSum {
-        __m256d lane_[4]; // lanes 0 2 4 6, 8 10 12 14, 1 3 5 7, 9 11 13 15
+        __m256d lane_[8]; // lanes 0 2 4 6, .. 24 26 28 30, 1 3 5 7, .. 25 27 29 31
         inline PairSum() {
             for (__m256d& sum : lane_)
                 sum = _mm256_setzero_pd();
         }
-        static inline void add(__m256d* sum, F x) {
-            const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
-            const __m256d b = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
-            sum[0] = _mm256_fmadd_pd(a, a, sum[0]);
-            sum[1] = _mm256_fmadd_pd(b, b, sum[1]);
-        }
-        inline void add_squares(Pair x) {
-            add(lane_, x.even);
-            add(lane_ + 2, x.odd);
+        inline void add_squares(int part, Pair x) {
+            add_squares_of(lane_[2 * part], lane_[2 * part + 1], x.even);
+            add_squares_of(lane_[4 + 2 * part], lane_[5 + 2 * part], x.odd);
         }
         inline void lanes(double* lane) const {
             double flat[kSumLanes];
-            for (int i = 0; i < 4; ++i)
+            for (int i = 0; i < 8; ++i)
                 _mm256_storeu_pd(flat + 4 * i, lane_[i]);
-            for (int i = 0; i < 8; ++i) {
+            for (int i = 0; i < kSumLanes / 2; ++i) {
                 lane[2 * i] = flat[i];
-                lane[2 * i + 1] = flat[i + 8];
+                lane[2 * i + 1] = flat[i + kSumLanes / 2];
             }
         }
     };
 
+    static inline void add_squares_of(__m256d& low, __m256d& high, F x) {
+        const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+        const __m256d b = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+        low = _mm256_fmadd_pd(a, a, low);
+        high = _mm256_fmadd_pd(b, b, high);
+    }
+
     struct Sum {
-        __m256d lane[4];
+        __m256d lane[8];
         // Spelled out: an implicit constructor is compiled without the target pragma.
         inline Sum() {
             for (__m256d& sum : lane)
                 sum = _mm256_setzero_pd();
         }
         inline void set_lanes(const double* values) {
-            for (int i = 0; i < 4; ++i)
+            for (int i = 0; i < 8; ++i)
                 lane[i] = _mm256_loadu_pd(values + 4 * i);
         }
-        inline void add_square(int part, F x) {
-            const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
-            const __m256d b = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
-            lane[2 * part] = _mm256_fmadd_pd(a, a, lane[2 * part]);
-            lane[2 * part + 1] = _mm256_fmadd_pd(b, b, lane[2 * part + 1]);
-        }
+        inline void add_square(int part, F x) { add_squares_of(lane[2 * part], lane[2 * part + 1], x); }
         inline double total() const {
             double flat[kSumLanes];
-            for (int i = 0; i < 4; ++i)
+            for (int i = 0; i < 8; ++i)
                 _mm256_storeu_pd(flat + 4 * i, lane[i]);
             return Scalar::sum_lanes(flat);
         }

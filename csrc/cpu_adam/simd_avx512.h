@@ -128,47 +128,50 @@ struct Avx512 {
         return y;
     }
     struct PairSum {
-        __m512d even, odd; // lanes 0, 2, .. 14 and 1, 3, .. 15
-        inline PairSum() : even(_mm512_setzero_pd()), odd(_mm512_setzero_pd()) {}
-        static inline void add(__m512d& sum, F x) {
-            const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
-            const __m512d b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
-            sum = _mm512_fmadd_pd(b, b, _mm512_fmadd_pd(a, a, sum));
+        __m512d lane_[4]; // lanes 0, 2, .. 14; 16, .. 30; 1, 3, .. 15; 17, .. 31
+        inline PairSum() {
+            for (__m512d& sum : lane_)
+                sum = _mm512_setzero_pd();
         }
-        inline void add_squares(Pair x) {
-            add(even, x.even);
-            add(odd, x.odd);
+        inline void add_squares(int, Pair x) {
+            add_squares_of(lane_[0], lane_[1], x.even);
+            add_squares_of(lane_[2], lane_[3], x.odd);
         }
         inline void lanes(double* lane) const {
             double flat[kSumLanes];
-            _mm512_storeu_pd(flat, even);
-            _mm512_storeu_pd(flat + 8, odd);
-            for (int i = 0; i < 8; ++i) {
+            for (int i = 0; i < 4; ++i)
+                _mm512_storeu_pd(flat + 8 * i, lane_[i]);
+            for (int i = 0; i < kSumLanes / 2; ++i) {
                 lane[2 * i] = flat[i];
-                lane[2 * i + 1] = flat[i + 8];
+                lane[2 * i + 1] = flat[i + kSumLanes / 2];
             }
         }
     };
 
+    static inline void add_squares_of(__m512d& low, __m512d& high, F x) {
+        const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+        const __m512d b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+        low = _mm512_fmadd_pd(a, a, low);
+        high = _mm512_fmadd_pd(b, b, high);
+    }
+
     struct Sum {
-        __m512d low, high;
+        __m512d lane[4];
         // Spelled out: an implicit constructor is compiled without the target pragma.
-        inline Sum() : low(_mm512_setzero_pd()), high(_mm512_setzero_pd()) {}
-        inline void set_lanes(const double* lane) {
-            low = _mm512_loadu_pd(lane);
-            high = _mm512_loadu_pd(lane + 8);
+        inline Sum() {
+            for (__m512d& sum : lane)
+                sum = _mm512_setzero_pd();
         }
-        inline void add_square(int, F x) {
-            const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
-            const __m512d b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
-            low = _mm512_fmadd_pd(a, a, low);
-            high = _mm512_fmadd_pd(b, b, high);
+        inline void set_lanes(const double* values) {
+            for (int i = 0; i < 4; ++i)
+                lane[i] = _mm512_loadu_pd(values + 8 * i);
         }
+        inline void add_square(int part, F x) { add_squares_of(lane[2 * part], lane[2 * part + 1], x); }
         inline double total() const {
-            double lane[kSumLanes];
-            _mm512_storeu_pd(lane, low);
-            _mm512_storeu_pd(lane + 8, high);
-            return Scalar::sum_lanes(lane);
+            double flat[kSumLanes];
+            for (int i = 0; i < 4; ++i)
+                _mm512_storeu_pd(flat + 8 * i, lane[i]);
+            return Scalar::sum_lanes(flat);
         }
     };
 };

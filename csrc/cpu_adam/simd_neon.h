@@ -96,7 +96,7 @@ struct Neon {
     }
 
     struct Sum {
-        float64x2_t lane[8] = {};
+        float64x2_t lane[kSumLanes / 2] = {};
         inline void add_square(int part, F x) {
             const float64x2_t a = vcvt_f64_f32(vget_low_f32(x)), b = vcvt_high_f64_f32(x);
             lane[2 * part] = vfmaq_f64(lane[2 * part], a, a);
@@ -104,7 +104,7 @@ struct Neon {
         }
         inline double total() const {
             double flat[kSumLanes];
-            for (int i = 0; i < 8; ++i)
+            for (int i = 0; i < kSumLanes / 2; ++i)
                 vst1q_f64(flat + 2 * i, lane[i]);
             return Scalar::sum_lanes(flat);
         }

@@ -132,7 +132,7 @@ struct Scalar {
     }
 
     struct Sum {
-        double lane[16] = {};
+        double lane[cpu_adam::kSumLanes] = {};
         inline void add_square(int part, F x) {
             const double d = x;
             lane[part] = std::fma(d, d, lane[part]);
@@ -142,10 +142,10 @@ struct Scalar {
 
     // The one order in which lanes are added, shared by all policies.
     static inline double sum_lanes(const double* lane) {
-        double s[16];
-        for (int i = 0; i < 16; ++i)
+        double s[cpu_adam::kSumLanes];
+        for (int i = 0; i < cpu_adam::kSumLanes; ++i)
             s[i] = lane[i];
-        for (int half = 8; half > 0; half /= 2)
+        for (int half = cpu_adam::kSumLanes / 2; half > 0; half /= 2)
             for (int i = 0; i < half; ++i)
                 s[i] += s[i + half];
         return s[0];

@@ -226,7 +226,7 @@ def land(
     """``dst = src``, or ``dst = dst + src`` as ``Tensor.add_`` does it: in fp32, rounded to nearest even.
 
     Returns the sum of squares of what ``dst`` then holds, and whether it holds an infinity or NaN. The sum is float64
-    over chunks of 16384 elements with 16 lanes each, added in order. ``dst`` and ``src`` are equal or disjoint.
+    over chunks of 16384 elements with 32 lanes each, added in order. ``dst`` and ``src`` are equal or disjoint.
     """
     return _cpu_adam.land(dst, src, numel, dst_dtype, src_dtype, accumulate, num_threads)
 
