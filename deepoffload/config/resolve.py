@@ -14,9 +14,28 @@ from deepoffload.errors import BudgetError, ConfigError
 from deepoffload.machine import Machine
 
 HOST_SHARE = 0.7
-"""Of the available memory, when no host budget is given: activations and everything else need the rest."""
+"""Of the available memory, when no host budget is given: activations and everything else need the rest. (How much they
+need depends on what the program will do with the model, which nobody knows while it is built.)"""
 DISK_SHARE = 0.9
 """Of the free disk space, when no NVMe budget is given."""
+
+
+def unsaid_host_bytes(available_bytes: int) -> int:
+    """The host budget where the configuration says none; the estimators take the same."""
+    return int(available_bytes * HOST_SHARE)
+
+
+def unsaid_nvme_bytes(free_bytes: int) -> int:
+    """The NVMe budget where the configuration says none; the estimators take the same."""
+    return int(free_bytes * DISK_SHARE)
+
+
+def may_use_nvme(config: Config) -> bool:
+    """Whether the configuration lets anything go to NVMe."""
+    return config.nvme_budget != 0 and Tier.NVME in (
+        config.offload_param or Tier.NVME,
+        config.offload_optimizer or Tier.NVME,
+    )
 
 
 @dataclass(frozen=True)
@@ -69,7 +88,7 @@ def _device(said: int | None, device: Device, free_bytes: int) -> tuple[int, str
 def _host(said: int | None, machine: Machine) -> tuple[int, str]:
     available = machine.memory_available_bytes
     if said is None:
-        taken = int(available * HOST_SHARE)
+        taken = unsaid_host_bytes(available)
         return taken, f"host: {format_bytes(taken)}, {HOST_SHARE:.0%} of the {format_bytes(available)} available"
     if said > machine.memory_total_bytes:
         raise BudgetError(
@@ -87,7 +106,7 @@ def _nvme(config: Config, machine: Machine) -> tuple[int, str]:
         return 0, "nvme: none, nvme_path is not set"
     if config.nvme_budget == 0:
         return 0, "nvme: none, nvme_budget is 0"
-    if Tier.NVME not in (config.offload_param or Tier.NVME, config.offload_optimizer or Tier.NVME):
+    if not may_use_nvme(config):
         return 0, "nvme: none, offload_param and offload_optimizer keep everything nearer"
     measured = {disk.path: disk for disk in machine.disks}
     missing = [path for path in config.nvme_path if path not in measured]
@@ -96,7 +115,7 @@ def _nvme(config: Config, machine: Machine) -> tuple[int, str]:
     filesystems = {measured[path].filesystem_id: measured[path].free_bytes for path in config.nvme_path}
     free = sum(filesystems.values())
     if config.nvme_budget is None:
-        taken = int(free * DISK_SHARE)
+        taken = unsaid_nvme_bytes(free)
         return taken, f"nvme: {format_bytes(taken)}, {DISK_SHARE:.0%} of the {format_bytes(free)} free"
     if config.nvme_budget > free:
         raise BudgetError(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from deepoffload.config import Config
+from deepoffload.config.resolve import may_use_nvme, unsaid_host_bytes, unsaid_nvme_bytes
 from deepoffload.errors import ConfigError, PlacementError
 from deepoffload.estimate.blocks import UNBOUNDED_BYTES, BlockPlan, plan_blocks, smallest_capacity
 from deepoffload.estimate.checks import positive_integer
@@ -27,8 +28,9 @@ HEADS_OF = 128
 class Estimate:
     """Everything about one model on one machine.
 
-    capacity_bytes: the budget of the arena. problem: why it does not fit (then only ``run`` and ``smallest_bytes`` may
-    be known). smallest_bytes: the least budget with which it can be placed. nvme_written_bytes: per step, one rank.
+    capacity_bytes: the budget of the arena: as said, or what the engine would take. room_bytes: the largest budget that
+    leaves room for the activations of this batch. problem: why it does not fit (then only ``run`` and
+    ``smallest_bytes`` may be known). smallest_bytes: the least budget with which it can be placed. nvme_written_bytes: per step, one rank.
     steps_of_endurance: optimizer steps after which the node's drives are worn out; None where nothing is known of that.
     """
 
@@ -36,6 +38,7 @@ class Estimate:
     machine: MachineSpec
     config: Config
     capacity_bytes: int
+    room_bytes: int
     smallest_bytes: int | None
     run: DryRun | None
     blocks: BlockPlan | None
@@ -72,7 +75,7 @@ def estimate(
 ) -> Estimate:
     """Plan ``subject`` on ``machine``: memory by tier, and a step on the simulated clock.
 
-    Without a ``host_budget`` in ``config`` the arena takes what host memory has beside activations and processes.
+    Without budgets in ``config`` they are those that ``offload_context`` would take of this machine.
     With several ranks every rank's share of the model is what one rank would plan for a model of that part.
 
     Raises:
@@ -91,15 +94,16 @@ def estimate(
         run = dry_run(model, subject.loss_of, windows=whole.modules, unit_of=whole.unit_of, dtype=dtype)
     empty = replace(whole, placement=replace(whole.placement, capacity_bytes=0), largest_bytes=0)
     beside = estimate_memory(empty, run, process_bytes=process, has_device=machine.has_device)
+    memory_bytes = machine.host_memory_bytes // machine.devices_per_node
+    near = sum(row.pageable for row in beside.rows if row.name not in _MODEL_ROWS)
+    room = max(0, memory_bytes - near - whole.largest_bytes)
     capacity = config.host_budget
     if capacity is None:
-        room = machine.host_memory_bytes // machine.devices_per_node
-        near = sum(row.pageable for row in beside.rows if row.name not in _MODEL_ROWS)
-        capacity = max(0, room - near - whole.largest_bytes)
+        capacity = unsaid_host_bytes(max(0, memory_bytes - process))
     # One rank of several plans for its part: the same plan in a memory and on disks that are so many times larger.
     planned, nvme_planned = capacity * ranks, None if nvme is None else nvme * ranks
     try:
-        if capacity == 0:
+        if room == 0:
             raise PlacementError(
                 "activations, processes and the largest layer leave nothing of host memory for the model; use smaller "
                 "batches or activation checkpointing"
@@ -108,7 +112,9 @@ def estimate(
         blocks = plan_blocks(model, config, capacity_bytes=planned, nvme_bytes=nvme_planned, bandwidths=bandwidths)
     except PlacementError as error:
         least = _smallest(model, config, nvme_planned, machine)
-        return Estimate(subject, machine, config, capacity, _share(least, ranks), run, None, None, None, str(error))
+        return Estimate(
+            subject, machine, config, capacity, room, _share(least, ranks), run, None, None, None, str(error)
+        )
     # A block plan depends on the budget in its pieces; the windows and units of this one are what runs.
     if run is not None and subject.loss_of is not None:
         run = dry_run(model, subject.loss_of, windows=blocks.modules, unit_of=blocks.unit_of, dtype=dtype)
@@ -122,8 +128,10 @@ def estimate(
     memory = estimate_memory(
         blocks, run, process_bytes=process, has_device=machine.has_device, ranks=ranks, written=written
     )
-    problem = _too_much(memory, machine)
-    return Estimate(subject, machine, config, capacity, _share(smallest, ranks), run, blocks, memory, step, problem)
+    problem = _too_much(memory, machine, room)
+    return Estimate(
+        subject, machine, config, capacity, room, _share(smallest, ranks), run, blocks, memory, step, problem
+    )
 
 
 _MODEL_ROWS = ("weights", "gradients", "optimizer state", "slots for state", "prefetch window")
@@ -134,9 +142,10 @@ def _share(nbytes: int | None, ranks: int) -> int | None:
 
 
 def _nvme_bytes(config: Config, machine: MachineSpec) -> int | None:
-    if not machine.nvme_bytes or config.nvme_budget == 0:
+    if not machine.nvme_bytes or not may_use_nvme(config):
         return None
-    return machine.nvme_bytes // machine.devices_per_node if config.nvme_budget is None else config.nvme_budget
+    free = machine.nvme_bytes // machine.devices_per_node
+    return unsaid_nvme_bytes(free) if config.nvme_budget is None else config.nvme_budget
 
 
 def _smallest(model: object, config: Config, nvme: int | None, machine: MachineSpec) -> int | None:
@@ -176,10 +185,13 @@ def _part(blocks: BlockPlan, ranks: int) -> BlockPlan:
     )
 
 
-def _too_much(memory: MemoryEstimate, machine: MachineSpec) -> str:
+def _too_much(memory: MemoryEstimate, machine: MachineSpec, room: int) -> str:
     host = memory.host_bytes * machine.devices_per_node
     if host > machine.host_memory_bytes:
-        return f"the node's host memory must hold {host} bytes but has {machine.host_memory_bytes}"
+        return (
+            f"the node's host memory must hold {host} bytes but has {machine.host_memory_bytes}: beside activations "
+            f"and processes there is room for a host_budget of {room} bytes"
+        )
     if machine.has_device and memory.device_bytes > machine.device_memory_bytes:
         return f"a device must hold {memory.device_bytes} bytes but has {machine.device_memory_bytes}"
     return ""
@@ -199,7 +211,11 @@ def largest_model(
         hidden = heads * HEADS_OF
         layers = max(2, round(math.sqrt(hidden) * 0.7))
         shape = DecoderShape(layers, hidden, heads, vocabulary)
-        return estimate(from_shape(shape, batch, checkpointing=checkpointing), machine, config)
+        subject = from_shape(shape, batch, checkpointing=checkpointing)
+        found = estimate(subject, machine, config)
+        if config.host_budget is None and not found.fits and found.room_bytes > found.capacity_bytes:
+            return estimate(subject, machine, replace(config, host_budget=found.room_bytes))
+        return found
 
     heads = _largest(lambda number: attempt(number).fits, 512)
     if heads is None:

@@ -28,7 +28,8 @@ def text(estimate: Estimate) -> str:
         "",
         f"{'It fits.' if estimate.fits else 'It does not fit: ' + estimate.problem}",
         f"budget: {format_bytes(estimate.capacity_bytes)} per rank"
-        + (f"; the smallest is {format_bytes(estimate.smallest_bytes)}" if estimate.smallest_bytes else ""),
+        + (f"; the smallest is {format_bytes(estimate.smallest_bytes)}" if estimate.smallest_bytes else "")
+        + f", the largest that leaves room for activations {format_bytes(estimate.room_bytes)}",
     ]
     lines += ["", *_memory(estimate)] if estimate.memory is not None else []
     lines += ["", *_step(estimate)] if estimate.step is not None else []
@@ -128,6 +129,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "problem": estimate.problem,
         "budget_bytes": estimate.capacity_bytes,
         "smallest_budget_bytes": estimate.smallest_bytes,
+        "largest_budget_bytes": estimate.room_bytes,
     }
     if memory is not None:
         found["memory"] = {

@@ -71,7 +71,7 @@ def test_activations_that_leave_no_memory_for_the_model_are_named():
     machine = MachineSpec(host_memory_bytes=300 << 20, nvme_bytes=1 << 40)
     found = estimate(from_counts(20_000_000, 4, 256, Batch(64, 64), vocabulary=1000), machine, Config())
     assert "activations" in found.problem and not found.fits and found.smallest_bytes
-    assert found.capacity_bytes == 0
+    assert found.room_bytes == 0
 
 
 def test_ranks_share_the_model_and_a_device_takes_the_activations():
