@@ -10,13 +10,13 @@ from torch import Tensor
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import AdagradHyper
 from deepoffload.optim import checks
-from deepoffload.optim.base import HostOptimizer
+from deepoffload.optim.repeat import RepeatingOptimizer
 from deepoffload.optim.rule import Rule
 
 _ARRAYS = {"sum": "exp_avg_sq"}
 
 
-class CPUAdagrad(HostOptimizer):
+class CPUAdagrad(RepeatingOptimizer):
     """Adagrad on the host with ``torch.optim.Adagrad``'s arguments and defaults.
 
     Args:

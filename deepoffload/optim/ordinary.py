@@ -57,10 +57,15 @@ class OrdinaryUpdate:
 
     def run(self, jobs: list[tuple[Tensor, dict[str, Any], Job]], grad_factor: float) -> None:
         """Update each parameter from its gradient times ``grad_factor``, in one native call per layout."""
-        for layout in StateLayout:
-            chosen = [job for job in jobs if _layout(job[0], job[2]) is layout and job[0].numel()]
-            if chosen:
-                self._run_layout(layout, chosen, grad_factor)
+        by_layout: dict[StateLayout, list[tuple[Tensor, dict[str, Any], Job]]] = {}
+        for param, state, job in jobs:
+            layout = layout_of(param, job.master_weights)
+            if param.numel():
+                by_layout.setdefault(layout, []).append((param, state, job))
+            else:
+                _init_state(param, state, layout, job)  # as torch: loading expects it
+        for layout, chosen in by_layout.items():
+            self._run_layout(layout, chosen, grad_factor)
 
     def follow_weight(self, param: Tensor, state: dict[str, Any]) -> None:
         """Make the fp32 master the exact value of a weight which the program has set since the last step."""
@@ -109,9 +114,14 @@ class OrdinaryUpdate:
         self.rule.kernel(segments, hypers, layout, grad_factor=grad_factor, num_threads=num_threads())
         for param, weight in copies:
             param.copy_(weight)
-        for param, _, _ in jobs:
+        self.stepped([param for param, _, _ in jobs])
+
+    def stepped(self, params: list[Tensor]) -> None:
+        """The kernel has written these."""
+        for param in params:
             torch.autograd.graph.increment_version(param)  # graphs that saved the old values must not go on
-            self._versions[id(param)] = param._version
+            if param.dtype is torch.bfloat16:
+                self._versions[id(param)] = param._version
 
 
 def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: Job) -> None:
@@ -138,8 +148,9 @@ def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: 
         state[lead] = param.detach().to(dtype).contiguous()
 
 
-def _layout(param: Tensor, job: Job) -> StateLayout:
-    return StateLayout.BF16 if param.dtype is torch.bfloat16 and not job.master_weights else LAYOUTS[param.dtype]
+def layout_of(param: Tensor, master_weights: bool) -> StateLayout:
+    """Where the fp32 value of an ordinary parameter lives."""
+    return StateLayout.BF16 if param.dtype is torch.bfloat16 and not master_weights else LAYOUTS[param.dtype]
 
 
 def _store_as(dtype: StateDType, state: dict[str, Any], key: str, field: str, param: Tensor) -> None:
