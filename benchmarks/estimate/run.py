@@ -101,7 +101,7 @@ def predict(
 
 def real(options: argparse.Namespace, shape: DecoderShape, budget: int, more: dict[str, str], overlap: str) -> Any:
     settings = {
-        "shape": {key: value for key, value in asdict(shape).items() if value},
+        "shape": asdict(shape),
         "checkpointing": options.checkpointing,
         "batch": options.batch,
         "length": options.seq,
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--path", required=True, help="directory on the disk")
     parser.add_argument("--sizes", nargs="+", default=["125m"], choices=SHAPES)
     parser.add_argument("--cases", nargs="+", default=["host", "half", "optimizer", "all"])
-    parser.add_argument("--overlaps", nargs="+", default=["deferred"], choices=("deferred", "none"))
+    parser.add_argument("--overlaps", nargs="+", default=["deferred"], choices=("deferred", "none", "in_backward"))
     parser.add_argument("--precision", default="bf16", choices=BYTES)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=128)

@@ -30,7 +30,7 @@ class Estimate:
 
     capacity_bytes: the budget of the arena: as said, or what the engine would take. room_bytes: the largest budget that
     leaves room for the activations of this batch. problem: why it does not fit (then only ``run`` and
-    ``smallest_bytes`` may be known). smallest_bytes: the least budget with which it can be placed. nvme_written_bytes: per step, one rank.
+    ``smallest_bytes`` may be known). smallest_bytes: the least budget with which it can be placed.
     steps_of_endurance: optimizer steps after which the node's drives are worn out; None where nothing is known of that.
     """
 
