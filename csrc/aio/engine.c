@@ -235,11 +235,11 @@ static int submit(doff_engine* engine, struct doff_request* request, int64_t tim
     bool kick = false;
     engine->references++;
     engine->stats.requests_pending++;
+    doff_request_enqueue(engine, request);
     for (unsigned i = 0; i < request->seg_count; i++) {
         request->segs[i].file->users++;
-        kick |= request->segs[i].file->lane->in_flight < engine->queue_depth;
+        kick |= doff_lane_open(engine, request->segs[i].file->lane, false);
     }
-    doff_request_enqueue(engine, request);
     doff_request_settle(engine, request); /* a request of no bytes is done */
     engine->kicked |= kick;
     doff_unlock(engine);

@@ -12,6 +12,7 @@
 #define DOFF_FILES_MAX 256
 #define DOFF_SIDE_THREADS 8
 #define DOFF_SEGMENTS_INLINE 4
+#define DOFF_BUSY_BYTES (4u << 20)   /* in flight, a device is busy until the next of them is done */
 #define DOFF_AGAIN_MAX 2000          /* times a chunk is sent again after EAGAIN, one millisecond apart */
 #define DOFF_TRANSFER_MAX 0x7ffff000 /* Linux moves no more than this per call */
 
@@ -45,6 +46,7 @@ struct doff_queue {
 struct doff_lane {
     dev_t device;
     unsigned files, in_flight;
+    uint64_t bytes_in_flight;
     bool write_turn;
     struct doff_queue queue[DOFF_QUEUES];
     struct doff_op* resend; /* chunks to be sent again; they keep their place in in_flight */
@@ -55,7 +57,8 @@ struct doff_op {
     struct doff_io io; /* first: a backend's pointer to io is a pointer to the chunk */
     struct doff_op* next;
     struct doff_seg* seg;
-    size_t want; /* io.len without padding */
+    size_t want;  /* io.len without padding */
+    size_t taken; /* of the lane's bytes_in_flight */
     unsigned again_count;
     char *user, *bounce; /* bounce.c: the memory that io.buf stands for, or NULL; the slot's buffer, or NULL */
     bool aside;          /* goes to the pool beside the main backend */
@@ -98,7 +101,9 @@ void doff_request_enqueue(doff_engine* engine, struct doff_request* request);
 void doff_request_dequeue(doff_engine* engine, struct doff_request* request);
 void doff_request_settle(doff_engine* engine, struct doff_request* request);
 void doff_request_fail(doff_engine* engine, struct doff_request* request, int error, const struct doff_op* op);
-struct doff_op* doff_op_pick(doff_engine* engine, struct doff_lane* lane);
+/* Whether a chunk would go out now; top_up: whoever asks is awake anyway and fills the queue to its depth. */
+bool doff_lane_open(const doff_engine* engine, const struct doff_lane* lane, bool top_up);
+struct doff_op* doff_op_pick(doff_engine* engine, struct doff_lane* lane, bool top_up);
 void doff_op_done(doff_engine* engine, struct doff_op* op, int64_t result);
 void doff_op_delay(doff_engine* engine, struct doff_op* op);
 void doff_request_free(struct doff_request* request);

@@ -3,6 +3,9 @@
  * Whoever finds that chunks can be sent calls pump(): the submit thread after doff_submit, and the thread that reported
  * a completion (it is awake anyway, so a steady stream costs one thread switch per completion, not two). One pumps at a
  * time; the others leave, because the one inside looks again before it goes.
+ *
+ * The submit thread sends no more than keeps the device busy; the first completion tops the queue up. It often runs on
+ * the processor of the thread that submitted, which goes on the sooner: sending 16 MiB takes 150 us.
  */
 #define _GNU_SOURCE
 #include "internal.h"
@@ -31,12 +34,12 @@ static void submit_batch(doff_engine* engine, struct doff_backend* backend, stru
     }
 }
 
-static unsigned pick_batch(doff_engine* engine, struct doff_io** ios, bool* aside) {
+static unsigned pick_batch(doff_engine* engine, struct doff_io** ios, bool* aside, bool top_up) {
     unsigned count = 0;
     for (unsigned idle = 0; idle < DOFF_LANES_MAX && count < BATCH_MAX;) {
         struct doff_lane* lane = &engine->lanes[engine->lane_next];
         engine->lane_next = (engine->lane_next + 1) % DOFF_LANES_MAX;
-        struct doff_op* op = lane->files ? doff_op_pick(engine, lane) : NULL;
+        struct doff_op* op = lane->files ? doff_op_pick(engine, lane, top_up) : NULL;
         if (!op) {
             idle++;
             continue;
@@ -49,11 +52,11 @@ static unsigned pick_batch(doff_engine* engine, struct doff_io** ios, bool* asid
 }
 
 /* With the mutex held, which it releases. What the device is to do next goes out before the waiters wake. */
-static void pump(doff_engine* engine) {
+static void pump(doff_engine* engine, bool top_up) {
     struct doff_io *ios[BATCH_MAX], *group[2][BATCH_MAX];
     bool aside[BATCH_MAX], again = false;
     unsigned count;
-    while (!engine->pumping && (count = pick_batch(engine, ios, aside))) {
+    while (!engine->pumping && (count = pick_batch(engine, ios, aside, top_up))) {
         engine->pumping = true;
         if (again)
             doff_unlock(engine);
@@ -78,7 +81,7 @@ void doff_pump_complete(void* context, const struct doff_completion* done, unsig
     pthread_mutex_lock(&engine->mutex);
     for (unsigned i = 0; i < count; i++)
         doff_op_done(engine, (struct doff_op*)done[i].io, done[i].result);
-    pump(engine);
+    pump(engine, true);
 }
 
 void* doff_pump_main(void* argument) {
@@ -100,7 +103,7 @@ void* doff_pump_main(void* argument) {
             continue;
         }
         engine->kicked = false;
-        pump(engine);
+        pump(engine, false);
         pthread_mutex_lock(&engine->mutex);
     }
     pthread_mutex_unlock(&engine->mutex);

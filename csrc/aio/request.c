@@ -142,6 +142,7 @@ static void op_buffered(doff_engine* engine, struct doff_op* op) {
 static void op_release(doff_engine* engine, struct doff_op* op) {
     struct doff_request* request = op->seg->request;
     op->seg->file->lane->in_flight--;
+    op->seg->file->lane->bytes_in_flight -= op->taken;
     engine->stats.chunks_in_flight--;
     op->next = engine->ops_free;
     engine->ops_free = op;
@@ -180,13 +181,21 @@ static struct doff_op* op_cut(doff_engine* engine, struct doff_lane* lane, struc
         seg->request->segs_queued--;
     }
     lane->in_flight++;
+    lane->bytes_in_flight += op->taken = padded;
     if (++engine->stats.chunks_in_flight > engine->stats.chunks_in_flight_max)
         engine->stats.chunks_in_flight_max = engine->stats.chunks_in_flight;
     return op;
 }
 
+bool doff_lane_open(const doff_engine* engine, const struct doff_lane* lane, bool top_up) {
+    if (lane->in_flight >= engine->queue_depth)
+        return false;
+    return top_up || lane->in_flight < 2 || lane->bytes_in_flight < DOFF_BUSY_BYTES ||
+           lane->queue[DOFF_QUEUE_URGENT].head;
+}
+
 /* The next chunk for this device: what must be sent again, then urgent ones, then reads and writes in turn. */
-struct doff_op* doff_op_pick(doff_engine* engine, struct doff_lane* lane) {
+struct doff_op* doff_op_pick(doff_engine* engine, struct doff_lane* lane, bool top_up) {
     while (lane->resend) {
         struct doff_op* op = lane->resend;
         lane->resend = op->next;
@@ -194,7 +203,7 @@ struct doff_op* doff_op_pick(doff_engine* engine, struct doff_lane* lane) {
             return op;
         op_release(engine, op);
     }
-    if (lane->in_flight >= engine->queue_depth || !engine->ops_free)
+    if (!doff_lane_open(engine, lane, top_up) || !engine->ops_free)
         return NULL;
     struct doff_queue* urgent = &lane->queue[DOFF_QUEUE_URGENT];
     if (urgent->head)
