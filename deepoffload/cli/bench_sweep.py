@@ -26,6 +26,7 @@ WARMUP_SHARE = 0.25
 # Opening an engine and files, checking every byte of some transfers.
 OVERHEAD_S = 0.03
 MEMORY_SHARE_MAX = 0.5
+HUGE_PAGE_SHARE_MIN = 0.9
 VERIFY_BYTES = 8 << 20
 
 
@@ -37,6 +38,8 @@ class Findings:
     compared_bytes: int = 0
     """Read back and compared byte for byte; the stamps of all pages were compared besides."""
     fill_bytes_per_s: float = 0.0
+    huge_page_share: float = 0.0
+    """Of the buffers."""
     notes: list[str] = field(default_factory=list)
 
     def results(self) -> list[Result]:
@@ -90,6 +93,7 @@ class Bench:
             )
         try:
             self.memory = [self._stack.enter_context(_painted(memory_bytes)) for _ in self.directories]
+            self._look_at_huge_pages()
             self.files = [self._make_files(directory) for directory in self.directories]
             self.guests = [self._make_files(directory) for directory in self.directories] if guests else []
         except BaseException:
@@ -155,6 +159,17 @@ class Bench:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _look_at_huge_pages(self) -> None:
+        """The kernel gives them where it may and has them."""
+        whole = sum(mapping.nbytes for mapping in self.memory)
+        share = sum(mapping.huge_page_bytes() for mapping in self.memory) / whole
+        self.findings.huge_page_share = share
+        if share < HUGE_PAGE_SHARE_MIN:
+            self.findings.notes.append(
+                f"only {share:.0%} of the buffers lie on huge pages, which costs bandwidth and CPU time; see "
+                "/sys/kernel/mm/transparent_hugepage/enabled (madvise or always) and the free memory"
+            )
 
     def _make_files(self, directory: str) -> list[BenchFile]:
         return [

@@ -236,6 +236,7 @@ def _report(
         "results": [result_json(result) for result in findings.results()],
         "first_write_bytes_per_s": findings.fill_bytes_per_s,
         "compared_bytes": findings.compared_bytes,
+        "huge_page_share": findings.huge_page_share,
         "best": None if choice is None else {**asdict(choice.setting), "why": choice.why},
         "bandwidths": [{**asdict(measured), "overlap": measured.overlap} for measured in outcome.bandwidths],
         "duplex": [duplex_text(measured) for measured in outcome.bandwidths],

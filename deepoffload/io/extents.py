@@ -25,11 +25,6 @@ class Extent:
     nbytes: int
     pieces: tuple[Piece, ...]
 
-    @property
-    def padded_bytes(self) -> int:
-        """Bytes taken on disk."""
-        return sum(piece.nbytes for piece in self.pieces)
-
 
 class FreeList:
     """Free space of one file as sorted, coalesced holes; best fit.

@@ -81,6 +81,24 @@ def test_the_engine_then_uses_what_was_measured(disk, tmp_path, capsys):
     assert known.mixed_bytes_per_s == rates["mixed"]
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_buffers_that_are_not_on_huge_pages_are_noted(disk, tmp_path, allowed):
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not pages.exists() or "[never]" in pages.read_text():
+        pytest.skip("transparent huge pages are off")
+    program = f"""
+import ctypes, sys
+from deepoffload.cli.nvme_bench import main
+PR_SET_THP_DISABLE = 41
+assert ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, {int(not allowed)}, 0, 0, 0) == 0
+sys.exit(main({["--path", str(disk), "--json", str(tmp_path / "out.json"), "--no-store", *SHORT]!r}))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    share = json.loads((tmp_path / "out.json").read_text())["huge_page_share"]
+    assert (share > 0.9) == allowed == ("lie on huge pages" not in ran.stderr)
+
+
 def test_no_store_keeps_nothing(disk, cache, capsys):
     assert run(disk, *SHORT, "--no-store") == 0
     assert not cache.exists() and "kept" not in capsys.readouterr().out

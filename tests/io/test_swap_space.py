@@ -46,7 +46,7 @@ def test_what_is_written_is_read(make_engine, memory, directories, backend):
     with SwapSpace(make_engine(backend=backend), directories[:1]) as swap:
         for nbytes in (1, 4095, 4096, 4097, MIB, 5 * MIB + 17):
             extent = swap.allocate(nbytes)
-            assert extent.nbytes == nbytes and extent.padded_bytes == round_up(nbytes)
+            assert extent.nbytes == nbytes and sum(piece.nbytes for piece in extent.pieces) == round_up(nbytes)
             data = fill(memory, nbytes)
             assert swap.write(extent, memory.address).result() == nbytes
             memory.buffer[:nbytes] = bytes(nbytes)
