@@ -109,6 +109,7 @@ class HostUpdate:
                     self.pager.use_update(unit, left[0], tuple(b.id for b in (*blocks, *needed)))
                     if not started:
                         self._lease(leases, blocks)
+                        unit.owner.install()  # takes what the program put in the place of an evicted weight
                         unit.owner.changed()  # what the program wrote into the weights must land in the master first
                         self.tiers.will_change(unit.weights)
                         started = True

@@ -361,3 +361,24 @@ def test_sgd_without_momentum_moves_no_state(paging: Paging) -> None:
     train(model, optimizer, range(3))
     assert deepoffload.stats(model)["host_state_bytes"] == 0
     assert optimizer.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize("overlap", ["none", "deferred"])
+def test_a_weight_given_other_memory_before_the_step(paging: Paging, overlap: str) -> None:
+    """``Tensor.set_`` passes no door; what it put in the place of an evicted weight is what the step starts from."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        for seed in range(3):
+            model(rows(seed=seed)).square().mean().backward()
+            with torch.no_grad():
+                weight = model[2].weight
+                torch.Tensor.set_(weight, torch.linspace(-0.1, 0.1, weight.numel()).view(weight.shape) * (seed + 1))
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights_of(model)
+
+    torch.manual_seed(0)
+    plain = mlp()
+    expected = train(plain, deepoffload.CPUAdamW(plain.parameters(), lr=1e-2))
+    model = paging.build(mlp, replace(EVICTING, step_overlap=overlap), key="mlp")
+    assert_same_bits(expected, train(model, deepoffload.CPUAdamW(model.parameters(), lr=1e-2)))
