@@ -28,6 +28,9 @@ from deepoffload.optim.threads import num_threads
 _TAIL_FIELDS = Segment._fields[6:]
 """Of a segment: what lies beside gradient and weight."""
 
+_CHANGEABLE = (Tensor, list)
+"""Settings that may have other values though they are the same objects."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Column:
@@ -119,6 +122,8 @@ class StepPlan:
         self.jobs: list[tuple[int, int]] = []
         """Group and number of the last step."""
         self.state_dtypes: list[StateDType] = []
+        self.settings: list[list[Any]] = []
+        """Of each group, as they were checked."""
 
     def segments(self) -> list[tuple[_Batch, list[Segment]]] | None:
         """What the kernel is called with; None when something is not as it was."""
@@ -161,15 +166,29 @@ class StepPlan:
             ValueError: a setting is out of range.
         """
         optimizer, found = self.optimizer, []
+        known = [self._known(index, group) for index, group in enumerate(optimizer.param_groups)]
         for (index, step), state_dtype in zip(self.jobs, self.state_dtypes, strict=True):
             group = optimizer.param_groups[index]
-            optimizer._check_settings(group)
+            if not known[index]:
+                optimizer._check_settings(group)
             hyper = optimizer._hyper(group, step + 1, not self.groups[index].arrays)
-            checks.finite(hyper)
+            if not known[index]:
+                checks.finite(hyper)
             if getattr(hyper, "state_dtype", StateDType.FP32) is not state_dtype:
                 return None
             found.append(hyper)
+        self.settings = [list(group.values()) for group in optimizer.param_groups]
         return found
+
+    def _known(self, index: int, group: dict[str, Any]) -> bool:
+        """Whether the settings are the very values that were checked for the step before, and cannot have changed."""
+        values = list(group.values())
+        return (
+            index < len(self.settings)
+            and len(values) == len(self.settings[index])
+            and all(map(is_, values, self.settings[index]))
+            and not any(isinstance(value, _CHANGEABLE) for value in values if value is not group["params"])
+        )
 
     def count(self) -> None:
         """The step counts."""

@@ -78,6 +78,11 @@ def _settings(optimizer: Any) -> None:
     optimizer.param_groups[0]["weight_decay"] = 0.25
 
 
+def _lr_in_a_tensor(optimizer: Any) -> None:
+    lr = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.2) if isinstance(lr, float) else lr.mul_(0.5)
+
+
 def _smaller_states(optimizer: Any) -> None:
     if optimizer.param_groups[0].get("state_dtype") == "fp32":
         optimizer.param_groups[0]["state_dtype"] = "bf16"
@@ -146,6 +151,7 @@ EVENTS: tuple[Callable[[Any], None], ...] = (
     _write,
     _other_dtype,
     _settings,
+    _lr_in_a_tensor,
     _smaller_states,
     _no_masters,
     _more,
@@ -168,7 +174,7 @@ def test_what_the_program_changes_is_noticed(kind: Kind, dtype: torch.dtype, eve
     repeated, anew = kind.ours(parameters(dtype)), kind.ours(parameters(dtype))
     for optimizer in (repeated, anew):
         for seed in range(6):
-            if seed == 3:
+            if seed in (2, 4):
                 event(optimizer)
             if optimizer is anew:
                 forget(optimizer)
