@@ -71,6 +71,9 @@ def make_plan(options: Options, backends: Sequence[str], *, can_direct: bool, ro
         for values in product(backends, blocks, depths, directs, files)
         if _is_wanted(options, can_direct, *values)
     ]
+    if options.files is None and _crowded(wanted, size):
+        wanted = [setting for setting in wanted if setting.files == 1]
+        notes.append(f"several files at once are not measured: {format_bytes(size)} are too little for that")
     wanted.sort(key=lambda setting: _distance(setting, backends))
     files_max = max((setting.files for setting in wanted), default=1)
     plan = Plan(tuple(wanted), size, files_max, ())
@@ -111,6 +114,13 @@ def _is_wanted(
         return False
     blocks, depths = options.block_bytes, options.queue_depths
     return block == _nearest(REFERENCE_BLOCK_BYTES, blocks) and depth == _nearest(REFERENCE_DEPTH, depths)
+
+
+def _crowded(wanted: Sequence[Setting], size_bytes: int) -> bool:
+    """Whether dividing ``size_bytes`` among several files would leave no room for settings that a single file has."""
+    files_max = max((setting.files for setting in wanted), default=1)
+    needs = [smallest_file_bytes(setting) for setting in wanted if setting.files == 1]
+    return any(size_bytes // files_max < need <= size_bytes for need in needs)
 
 
 def _nearest(reference: int, values: Sequence[int] | None) -> int:

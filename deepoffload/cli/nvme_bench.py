@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -71,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DeepOffloadError as error:
         print(f"ds_nvme_bench: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`); the interpreter would complain again when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAULT
 
 
 def _run(options: Options) -> int:

@@ -26,7 +26,7 @@ def check_paths(paths: Sequence[str | os.PathLike[str]], key: str = "nvme_path")
         paths = [paths]
     if not paths:
         raise ConfigError(f"{key}: no directory is given; name one on a local disk")
-    for path in map(os.fspath, paths):
+    for path in [os.fspath(path) for path in paths]:
         if not path:
             raise ConfigError(f"{key}: an empty path is given; name a directory on a local disk")
         if "\0" in path:
@@ -37,10 +37,6 @@ def check_paths(paths: Sequence[str | os.PathLike[str]], key: str = "nvme_path")
             raise ConfigError(f"{key}: {path} does not exist; create the directory or name another")
         if not os.path.isdir(path):
             raise ConfigError(f"{key}: {path} is not a directory")
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"{key}: {path} is not writable for user id {os.geteuid()}; change its mode or name another"
-            )
         status = os.statvfs(path)
         if status.f_flag & os.ST_RDONLY:
             raise ConfigError(f"{key}: {path} is on a file system mounted read-only; name another directory")
@@ -48,6 +44,10 @@ def check_paths(paths: Sequence[str | os.PathLike[str]], key: str = "nvme_path")
             raise ConfigError(
                 f"{key}: {path} is on a file system that keeps no files (it has 0 bytes in all, as /proc and /sys); "
                 "name a directory on a local disk"
+            )
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{key}: {path} is not writable for user id {os.geteuid()}; change its mode or name another"
             )
     if len(set(checked)) != len(checked):
         raise ConfigError(f"{key}: the same directory is named twice: {', '.join(map(str, paths))}")
@@ -62,6 +62,9 @@ def free_bytes(path: str) -> int:
 
 def create_swap_file(engine: IoEngine, directory: str, label: str, direct: str) -> IoFile:
     """A new, empty, locked file of this process, already without a name: nothing can leave it behind.
+
+    A process killed between making it and removing its name leaves one page, unlocked, which the next run there
+    reclaims. (O_TMPFILE would not leave that, but network and overlay file systems do not have it.)
 
     Raises:
         ConfigError: Direct I/O is required and does not work there, or nothing can be created there.

@@ -74,6 +74,13 @@ def test_settings_that_do_not_fit_are_left_out_with_a_note():
     assert any("left out" in note and "--size" in note for note in found.notes)
 
 
+def test_several_files_are_left_out_where_they_would_crowd_out_a_single_one():
+    found = plan("--size 64M --block-size 1M --queue-depth 8")
+    assert found.files_max == 1 and {setting.files for setting in found.settings} == {1}
+    assert any("several files at once are not measured" in note for note in found.notes)
+    assert {setting.files for setting in plan("--size 64M --block-size 1M --queue-depth 8 --files 1 4").settings} == {4}
+
+
 def test_too_little_is_refused():
     with pytest.raises(ConfigError, match="--size: 8.00 MiB per path is too small"):
         plan("--size 8M --block-size 1M --queue-depth 16")

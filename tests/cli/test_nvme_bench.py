@@ -288,6 +288,16 @@ def test_kill_leaves_nothing(disk):
     assert list(disk.iterdir()) == []
 
 
+def test_a_reader_that_goes_away_is_no_traceback(disk):
+    program = [sys.executable, "-m", "deepoffload.cli.nvme_bench", "--path", disk, "--no-store", *SHORT]
+    with subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
+        bench.stdout.close()
+        complaints = bench.stderr.read()
+        assert bench.wait() == 1
+    assert "Traceback" not in complaints and "BrokenPipe" not in complaints
+    assert list(disk.iterdir()) == []
+
+
 def test_help_names_the_options(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out

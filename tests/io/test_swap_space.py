@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from deepoffload.errors import BudgetError, ClosedError, ConfigError, IoFailure, IoTimeout, UsageError
 from deepoffload.io.engine import IoEngine
-from deepoffload.io.swap_files import free_bytes, reclaim_stale
+from deepoffload.io.swap_files import check_paths, free_bytes, reclaim_stale
 from deepoffload.io.swap_space import SPACE_MARGIN_BYTES, SwapSpace
 from deepoffload.native.aio import HostMapping, round_up
 
@@ -251,6 +251,12 @@ def test_a_path_that_is_not_writable(tmp_path):
             parent.chmod(0o755)
     out = subprocess.run([sys.executable, "-c", program, str(closed)], capture_output=True, text=True, check=True)
     assert "not writable" in out.stdout
+
+
+def test_a_path_on_a_read_only_file_system(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(ConfigError, match="mounted read-only"):
+        check_paths([small_disk])
 
 
 @pytest.mark.parametrize(
