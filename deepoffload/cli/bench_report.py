@@ -14,6 +14,7 @@ from deepoffload.cli.bench_types import Pattern, Result, Sample, Setting
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import ConfigError
 
+TABLE_COLUMNS = 120
 COLUMNS = ("backend", "block", "depth", "kind", "files")
 
 
@@ -51,9 +52,8 @@ def print_table(head: list[str], rows: list[list[str]]) -> None:
             table.add_column(name, justify="left" if name in ("backend", "kind") else "right", no_wrap=True)
         for row in rows:
             table.add_row(*row)
-        console = Console()
-        console = console if console.is_terminal else Console(width=max(console.width, 120))
-        console.print(table)
+        # A narrow terminal wraps the lines; rich would cut names and figures short instead.
+        Console(width=max(Console().width, TABLE_COLUMNS)).print(table)
         return
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     for row in [head, *rows]:
