@@ -4,7 +4,7 @@
 
 Trains a GPT of 0.85 M parameters on the characters of Python's own library, once for each optimizer and seed, from the
 same weights on the same batches, and prints the loss of the last 50 steps and that of held-out text. Those of torchao
-and bitsandbytes take part where they are installed (pip install torchao bitsandbytes; both work without a GPU). The
+and bitsandbytes take part where they are installed (pip install -e ".[bench-peers]"; both work without a GPU). The
 JSON goes to benchmarks/results/.
 """
 
