@@ -1,7 +1,8 @@
 #!/bin/sh
-# The host kernels under the address and undefined-behaviour sanitizers.
+# The host kernels under the address, undefined-behaviour and thread sanitizers.
 #   tests/native/run_sanitizers_cpu_adam.sh [DIRECTORY]   (files go to DIRECTORY, by default a temporary one)
-# First every kernel of every instruction set of this CPU, in a C++ program without the interpreter; then, with PYTHON set
+# First every kernel of every instruction set of this CPU, then several callers at once on the own pool, in C++ programs
+# without the interpreter; then, with PYTHON set
 # or python3 having pytest, the Python tests of the kernels over a module built so, in a copy of the package.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -20,6 +21,12 @@ if [ "$(cut -d' ' -f2- "$work/digests" | sort -u | wc -l)" != 1 ]; then
     echo "the instruction sets do not agree"
     exit 1
 fi
+
+echo "== own pool, thread"
+"$cxx" -g -O1 -std=c++17 -fsanitize=thread -I "$root/csrc/cpu_adam" "$root/tests/native/cpu_adam_threads.cpp" \
+    "$root"/csrc/cpu_adam/landing.cpp "$root"/csrc/cpu_adam/threads.cpp "$root"/csrc/cpu_adam/pool.cpp \
+    "$root"/csrc/cpu_adam/dispatch.cpp "$root"/csrc/cpu_adam/kernels_*.cpp -ldl -pthread -o "$work/threads"
+TSAN_OPTIONS=halt_on_error=1 "$work/threads"
 
 if ! "$python" -c "import pytest, hypothesis, numpy, pybind11" 2>/dev/null; then
     echo "== no pytest for $python: the Python tests were not run under the sanitizers (set PYTHON)"
