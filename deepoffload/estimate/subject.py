@@ -17,6 +17,7 @@ from deepoffload.errors import ConfigError
 from deepoffload.estimate.checks import positive_integer
 from deepoffload.estimate.decoder import DEFAULT_VOCABULARY, Decoder, DecoderShape, shape_of_count
 from deepoffload.estimate.dry_run import LossOf
+from deepoffload.estimate.inputs import transformers_loss
 
 _FIELDS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -71,7 +72,7 @@ def from_module(model: nn.Module, batch: Batch | None = None, loss_of: LossOf | 
         raise ConfigError(f"model must be an nn.Module, not {type(model).__name__}")
     batch = batch or Batch()
     if loss_of is None and hasattr(getattr(model, "config", None), "to_dict"):
-        loss_of = _transformers_loss(model, batch)
+        loss_of = transformers_loss(model, batch.size, batch.length)
     return Subject(model, type(model).__name__, "a live module", batch, loss_of)
 
 
@@ -127,7 +128,11 @@ def from_config(
                 enable({"use_reentrant": False})
             model.train()
             return Subject(
-                model, type(model).__name__, f"{file}, built by transformers", batch, _transformers_loss(model, batch)
+                model,
+                type(model).__name__,
+                f"{file}, built by transformers",
+                batch,
+                transformers_loss(model, batch.size, batch.length),
             )
     shape = _shape_in(settings, file)
     return from_shape(shape, batch, checkpointing=checkpointing, source=f"{file}, by the sizes in it")
@@ -160,28 +165,16 @@ def _with_transformers(settings: Mapping[str, Any]) -> Any:
         with torch.device("meta"):
             if named and named[0] is not None:
                 return named[0](config)
-            return transformers.AutoModelForCausalLM.from_config(config)
+            kinds = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
+            for kind in [getattr(transformers, name) for name in kinds]:
+                if type(config) in kind._model_mapping:
+                    return kind.from_config(config)
+            return None
     except Exception as error:
         raise ConfigError(
             f"transformers {transformers.__version__} cannot build a {settings['model_type']} of this configuration: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _transformers_loss(model: Any, batch: Batch) -> LossOf:
-    def loss_of(call: Any) -> Any:
-        tokens = torch.zeros(batch.size, batch.length).long()
-        config = model.config
-        inputs: dict[str, Any] = {"input_ids": tokens}
-        if "ForCausalLM" in type(model).__name__ or type(model).__name__.endswith(("LMHeadModel", "ForMaskedLM")):
-            inputs["labels"] = tokens
-        if getattr(config, "is_encoder_decoder", False):
-            inputs |= {"labels": tokens}
-        out = call(**inputs)
-        loss = getattr(out, "loss", None)
-        return loss if loss is not None else out[0].float().sum()
-
-    return loss_of
 
 
 def _shape_in(settings: Mapping[str, Any], file: Path) -> DecoderShape:

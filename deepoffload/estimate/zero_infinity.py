@@ -132,7 +132,7 @@ PUBLISHED_LARGEST = {
     "ZeRO-Infinity, CPU": 70e9,
     "ZeRO-Infinity, NVMe": 1000e9,
 }
-"""Largest models on one DGX-2 node (figure 6a of the paper; the value of ZeRO-2 is from memory)."""
+"""Largest models on one DGX-2 node: the authors' SC'21 slides; the value of ZeRO-2 is from memory."""
 
 
 def compare_largest() -> list[Comparison]:

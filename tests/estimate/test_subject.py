@@ -149,3 +149,33 @@ def test_a_model_that_looks_at_values_is_refused_with_a_way_out():
 def test_what_is_no_module():
     with pytest.raises(ConfigError, match="nn.Module"):
         from_module("gpt2")  # type: ignore[arg-type]
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+OTHERS: dict[str, dict[str, Any]] = {
+    "ViTForImageClassification": {"model_type": "vit", "image_size": 32, "patch_size": 16, **SMALL},
+    "CLIPModel": {
+        "model_type": "clip",
+        "text_config": {**SMALL, "vocab_size": 64},
+        "vision_config": {**SMALL, "image_size": 32, "patch_size": 16},
+    },
+    "WhisperForConditionalGeneration": {
+        "model_type": "whisper", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+        "max_source_positions": 20, "max_target_positions": 20, "is_encoder_decoder": True,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    },
+    "ResNetForImageClassification": {
+        "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]
+    },
+    "MixtralForCausalLM": {"model_type": "mixtral", "vocab_size": 64, "num_local_experts": 4, **SMALL},
+    "BertForSequenceClassification": {"model_type": "bert", "vocab_size": 64, **SMALL},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_pictures_sound_and_experts(tmp_path, kind):
+    subject = from_config(written(tmp_path / "config.json", {**OTHERS[kind], "architectures": [kind]}), Batch(1, 16))
+    assert subject.name == kind
+    run = dry_run(subject.module, subject.loss_of, dtype=torch.bfloat16)
+    assert run.flops > 0 and run.saved_bytes > 0
