@@ -66,6 +66,8 @@ def _check(options: argparse.Namespace) -> None:
     moments = {"adam": ("fp32", "bf16", "8bit"), "adamw": ("fp32", "bf16", "8bit"), "lion": ("fp32", "bf16")}
     if options.state_dtype not in moments.get(options.optimizer, ("fp32",)):
         raise ConfigError(f"--state-dtype {options.state_dtype}: {options.optimizer} has no such state")
+    if options.precision == "fp16" and options.step_overlap == "in_backward":
+        raise ConfigError("--step-overlap in_backward: fp16 needs all gradients before an update; use deferred")
     if options.machine and options.measure:
         raise ConfigError("--machine describes a machine and --measure measures this one; give one of them")
 

@@ -168,7 +168,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "ResNetForImageClassification": {
         "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]
     },
-    "MixtralForCausalLM": {"model_type": "mixtral", "vocab_size": 64, "num_local_experts": 4, **SMALL},
+    "MixtralForCausalLM": {
+        "model_type": "mixtral", "vocab_size": 64, "num_local_experts": 4, "num_key_value_heads": 2, **SMALL
+    },
     "BertForSequenceClassification": {"model_type": "bert", "vocab_size": 64, **SMALL},
 }  # fmt: skip
 
