@@ -10,24 +10,35 @@ from __future__ import annotations
 
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+_RLock: Any = type(threading.RLock())
+
 
 class InterruptShield:
-    """Holds SIGINT back while the main thread is inside :meth:`enter` and :meth:`leave`. One per process.
+    """Holds SIGINT back while the main thread has one of the locks that it guards. One per process.
 
     In force while anybody has engaged it. It takes the place of the handler that it finds, and calls that one for every
-    interrupt, at once or when the main thread leaves. A handler that the program installs later is left alone.
+    interrupt, at once or when the main thread lets go. A handler that the program installs later is left alone.
+
+    Attributes:
+        held_back: an interrupt waits for the main thread to let go.
     """
 
     def __init__(self) -> None:
+        self.held_back = False
         self._main = threading.main_thread().ident
-        self._depth = 0
-        self._held_back = False
+        self._locks: list[weakref.ref[BooksLock]] = []
+        self._outside = False
         self._engaged = 0
         self._previous: Callable[[int, FrameType | None], Any] | None = None
+
+    def guard(self, lock: BooksLock) -> None:
+        """From now on no interrupt is delivered while the main thread has ``lock``."""
+        self._locks = [known for known in self._locks if known() is not None] + [weakref.ref(lock)]
 
     def engage(self) -> None:
         """Another engine wants protection."""
@@ -48,38 +59,39 @@ class InterruptShield:
             if signal.getsignal(signal.SIGINT) == self._on_interrupt:
                 signal.signal(signal.SIGINT, self._previous)
 
-    def enter(self) -> None:
-        if threading.get_ident() == self._main:
-            self._depth += 1
-
-    def leave(self) -> None:
-        """May raise what the interrupt's handler raises: ``KeyboardInterrupt``."""
-        if threading.get_ident() == self._main:
-            self._depth = max(0, self._depth - 1)
-            if self._held_back and self._depth == 0:
-                self._deliver(None)
+    def let_go(self) -> None:
+        """Deliver what was held back, if this is the main thread and it has none of the locks any more. May raise what
+        the interrupt's handler raises: ``KeyboardInterrupt``."""
+        if self.held_back and threading.get_ident() == self._main and not self._is_busy():
+            self._deliver(None)
 
     def outside(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """``call`` with interrupts let through, for waits at which the books are right."""
         if threading.get_ident() != self._main:
             return call(*arguments)
-        depth = self._depth
+        before = self._outside
         try:
-            self._depth = 0
-            if self._held_back:
-                self._deliver(None)
+            self._outside = True
+            self.let_go()
             return call(*arguments)
         finally:
-            self._depth = depth
+            self._outside = before
+
+    def _is_busy(self) -> bool:
+        if self._outside:
+            return False
+        locks = (known() for known in self._locks)
+        return any(lock is not None and lock.is_mine() for lock in locks)
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._depth:
-            self._held_back = True
+        # Python runs this in the main thread: `mine` is the main thread's.
+        if self._is_busy():
+            self.held_back = True
         else:
             self._deliver(frame)
 
     def _deliver(self, frame: FrameType | None) -> None:
-        self._held_back = False
+        self.held_back = False
         if self._previous is not None:
             self._previous(signal.SIGINT, frame)
 
@@ -88,39 +100,35 @@ SHIELD = InterruptShield()
 """The process's: it has one SIGINT, too."""
 
 
-class BooksLock:
-    """A re-entrant lock inside which the main thread is not interrupted by Ctrl-C."""
+class BooksLock(_RLock):  # type: ignore[misc]
+    """A re-entrant lock inside which the main thread is not interrupted by Ctrl-C.
 
-    __slots__ = ("_lock", "_depth")
+    Taking it is Python's own lock and nothing else (whoever handles an interrupt asks who has it), since every event of
+    a model takes it several times.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._depth = 0
-
-    def __enter__(self) -> BooksLock:
-        SHIELD.enter()
-        self._lock.acquire()
-        self._depth += 1
-        return self
+        super().__init__()
+        SHIELD.guard(self)
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        _release(self)
+        if SHIELD.held_back:
+            SHIELD.let_go()
+
+    def release(self) -> None:
+        self.__exit__()
+
+    def is_mine(self) -> bool:
+        """Whether this thread has the lock."""
+        return bool(self._is_owned())
 
     def acquire_idle(self) -> bool:
         """Take the lock if nobody has it, this thread included. Whoever got it calls :meth:`release`.
 
         For finalizers, which may run in the middle of anything, also of what the lock guards.
         """
-        SHIELD.enter()
-        if self._lock.acquire(blocking=False):
-            if not self._depth:
-                self._depth = 1
-                return True
-            self._lock.release()
-        SHIELD.leave()
-        return False
+        return not self._is_owned() and bool(self.acquire(blocking=False))
 
-    def release(self) -> None:
-        self._depth -= 1
-        self._lock.release()
-        SHIELD.leave()
+
+_release: Callable[[Any], None] = _RLock.release
