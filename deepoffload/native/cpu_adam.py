@@ -39,6 +39,9 @@ class StateDType(enum.IntEnum):
     """One byte per element, blocks of :data:`STATE_BLOCK` with a scale: see :func:`quantize`. Adam without amsgrad."""
 
 
+CHUNK = 16384
+"""Elements that one thread takes at a time: fewer than that are one thread's."""
+
 STATE_BLOCK = 256
 """Elements of 8-bit state that share a scale, counted from the start of the parameter."""
 

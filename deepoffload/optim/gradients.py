@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import sys
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepoffload.errors import UsageError
-from deepoffload.memory.block import Block
+from deepoffload.memory.block import Block, BlockState
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
 from deepoffload.optim.in_backward import EarlyUpdates
@@ -25,7 +26,7 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedGradient, show_stand_in
 from deepoffload.params.slot import make_stand_in
 from deepoffload.params.torch_private import bare, get_data, get_grad, set_data, set_grad
-from deepoffload.params.unit import IN_BLOCK, GradientOwner, GradientSlot, GradientState, ParamHandle, SlotOwner
+from deepoffload.params.unit import IN_BLOCK, GradientOwner, GradientSlot, GradientState, ParamHandle
 from deepoffload.schedule.placement import Kind
 from deepoffload.timeline import Lane
 
@@ -98,44 +99,47 @@ class Gradients:
     def land(self, param: Tensor, handle: ParamHandle) -> None:
         """Take over what autograd has just put into ``param.grad``."""
         grad = get_grad(param)
-        slot = handle.grad_slot
+        slot, unit = handle.grad_slot, handle.unit
         self.changes += 1
         if self.early is not None:
             self.early.refuse_more(handle)
-        self.pager.catch_up(handle.unit)
+        if unit is not None and unit.pending is not None:
+            self.pager.catch_up(unit)
         if grad is None or slot is None or handle.grad_state is GradientState.USER:
             return  # the user's own tensor: autograd has accumulated into it, it is the truth
-        if grad.grad_fn is not None or grad.layout is not torch.strided or grad.dtype not in NATIVE_DTYPES:
+        dtype = NATIVE_DTYPES.get(grad.dtype)
+        if dtype is None or grad.grad_fn is not None or grad.layout is not torch.strided:
             self._leave_with_autograd(param, handle, grad)
             return
         with self.pager.lock:
-            if handle.unit is not None:
-                self.pager.use_backward(handle.unit)
+            if unit is not None:
+                self.pager.use_backward(unit)
             block = self._block(slot)
-            owner = block.owner
-            if handle.grad_state is GradientState.EMPTY and isinstance(owner, SlotOwner) and owner.looked_at():
+            owner: Any = block.owner
+            first = handle.grad_state is GradientState.EMPTY
+            if first and owner.retired and owner.looked_at():
                 handle.grad_state = GradientState.USER  # the program has a view of the last one: it stays as it is
                 return
-            self.tiers.acquire(block, load=self._any_landed(block))
-            try:
+            if not block.resident:
+                self.tiers.acquire(block, load=self._any_landed(block))
+                self.tiers.release(block)  # as long as we have the lock it stays
+            if block.state is not BlockState.DIRTY:
                 self.tiers.will_change(block)
-                accumulate = handle.grad_state is GradientState.LANDED
-                begin_s = time.perf_counter()
-                source = grad if grad.stride() == slot.stride and not grad.is_neg() else _with_stride(grad, slot)
-                handle.grad_sum_sq, handle.grad_non_finite = cpu_adam.land(
-                    slot.address(),
-                    source.data_ptr(),
-                    slot.numel,
-                    dst_dtype=NATIVE_DTYPES[slot.dtype],
-                    src_dtype=NATIVE_DTYPES[source.dtype],
-                    accumulate=accumulate,
-                    num_threads=num_threads(),
-                )
-                handle.grad_state = GradientState.LANDED
-                if self.tiers.timeline is not None:
-                    self.tiers.timeline.add(Lane.LANDING, slot.name, begin_s, time.perf_counter(), slot.nbytes)
-            finally:
-                self.tiers.release(block)
+            timeline = self.tiers.timeline
+            begin_s = time.perf_counter() if timeline is not None else 0.0
+            source = grad if grad.stride() == slot.stride and not grad.is_neg() else _with_stride(grad, slot)
+            handle.grad_sum_sq, handle.grad_non_finite = cpu_adam.land(
+                slot.address(),
+                source.data_ptr(),
+                slot.numel,
+                dst_dtype=dtype if slot.dtype is grad.dtype else NATIVE_DTYPES[slot.dtype],
+                src_dtype=dtype,
+                accumulate=handle.grad_state is GradientState.LANDED,
+                num_threads=1 if slot.numel <= cpu_adam.CHUNK else num_threads(),
+            )
+            handle.grad_state = GradientState.LANDED
+            if timeline is not None:
+                timeline.add(Lane.LANDING, slot.name, begin_s, time.perf_counter(), slot.nbytes)
             set_grad(param, None)
             if self.early is not None:
                 self.early.landed(handle)
@@ -152,7 +156,10 @@ class Gradients:
         handle.grad_state = GradientState.USER
 
     def _any_landed(self, block: Block) -> bool:
-        return any(h.grad_state in IN_BLOCK for h in self._in_block[block.id])
+        for handle in reversed(self._in_block[block.id]):  # gradients are dropped from the first on: the last is there
+            if handle.grad_state in IN_BLOCK:
+                return True
+        return False
 
     def _block(self, slot: GradientSlot) -> Block:
         if slot.block is None:
@@ -195,20 +202,20 @@ class Gradients:
         param = handle.tensor
         if param is None:
             return
-        slot = handle.grad_slot
-        if value is not None and slot is not None and value is slot.shown:
-            return
-        if type(value) is OffloadedGradient:
-            value = self._as_ordinary(value)
+        if value is not None:
+            if handle.grad_slot is not None and value is handle.grad_slot.shown:
+                return
+            if type(value) is OffloadedGradient:
+                value = self._as_ordinary(value)
         set_grad(param, value)  # torch checks shape, dtype and device before anything else changes
         self.changes += 1
         with self.pager.lock:
             if value is not None:
                 self.pager.catch_up(handle.unit)
-            self._drop(handle)
-            if handle.grad_state is GradientState.HANDED_OVER:
-                return
-            handle.grad_state = GradientState.EMPTY if value is None else GradientState.USER
+            if handle.grad_state is GradientState.LANDED:
+                self._drop(handle)
+            if handle.grad_state is not GradientState.HANDED_OVER:
+                handle.grad_state = GradientState.EMPTY if value is None else GradientState.USER
 
     def _as_ordinary(self, shown: Tensor) -> Tensor:
         """Another parameter's landed gradient becomes autograd's own tensor, so that the two can share it."""
@@ -222,7 +229,8 @@ class Gradients:
     def _drop(self, handle: ParamHandle) -> None:
         if handle.grad_state is not GradientState.LANDED or handle.grad_slot is None:
             return
-        self._forget_shown(handle.grad_slot)
+        if handle.grad_slot.shown is not None:
+            self._forget_shown(handle.grad_slot)
         pending = handle.unit.pending if handle.unit is not None else None
         if pending is not None and pending.needs(handle):
             handle.grad_state = GradientState.HANDED_OVER
@@ -313,8 +321,11 @@ class Gradients:
 def _landed(param: Tensor) -> None:
     """Post-accumulate hook of every tracked parameter."""
     handle: ParamHandle | None = param.__dict__.get("_slot")
-    if handle is not None and isinstance(handle.pager.gradients, Gradients) and handle.pager.closed_because is None:
-        handle.pager.gradients.land(param, handle)
+    if handle is not None:
+        pager = handle.pager
+        gradients = pager.gradients
+        if isinstance(gradients, Gradients) and pager.closed_because is None:
+            gradients.land(param, handle)
 
 
 def _with_stride(grad: Tensor, slot: GradientSlot) -> Tensor:

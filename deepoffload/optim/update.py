@@ -57,6 +57,8 @@ class HostUpdate:
                 raise RuntimeError(f"{unit.name} still has another update to make")
         for unit in self._units:
             unit.pending = self
+        for handle in self.jobs:
+            handle.count_update()
 
     def run(self, *, defer: bool) -> None:
         """Update every parameter in ``jobs`` from its gradient times ``grad_factor``: now, or when its unit is used

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -21,6 +21,7 @@ _TELLING_NAMES = frozenset(
     "data grad zero_grad numpy data_ptr untyped_storage storage _typed_storage set_ __array__ asarray dlpack "
     "__dlpack__ to_dlpack from_dlpack _unsafe_preserve_version_counter all_reduce broadcast".split()
 )
+_CASTING_NAMES = frozenset({"autocast", "custom_fwd"})
 _NOT_IN_FORWARD = ("__init__", "_init", "init_", "reset_parameters", "extra_repr", "_load_from_state_dict")
 _LEFT_ALONE = frozenset({"torch", "deepoffload", "numpy", *sys.stdlib_module_names})
 """Top-level packages whose functions leave the values of weights alone unless their name tells."""
@@ -31,8 +32,12 @@ CODES_MAX = 1000
 
 def needs_doors(module: nn.Module) -> bool:
     """True when what a call of ``module`` may run could change weights without a trace."""
-    reader = _Reader()
-    return any(reader.telling(thing) for thing in _run_by(module))
+    return _Reader(_TELLING_NAMES).any_of(_run_by(module))
+
+
+def may_cast(module: nn.Module) -> bool:
+    """True when what a call of ``module`` may run could enter autocast."""
+    return _Reader(_CASTING_NAMES).any_of(_run_by(module))
 
 
 def hooks_of(module: nn.Module) -> tuple[int, ...]:
@@ -59,14 +64,19 @@ def _run_by(module: nn.Module) -> Iterator[Any]:
 
 
 class _Reader:
-    """Reads code once, following the names in it."""
+    """Reads code once, following the names in it, and looks out for some."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
         self._seen: set[int] = set()
         self._read = 0
 
-    def telling(self, thing: Any) -> bool:
-        """True when ``thing`` (a function, a class, an object that can be called) or what it names tells."""
+    def any_of(self, things: Iterable[Any]) -> bool:
+        """True when the code of one of them has one of the names, or is more than what is read."""
+        return any(self._telling(thing) for thing in things)
+
+    def _telling(self, thing: Any) -> bool:
+        """The same of one (a function, a class, an object that can be called) and what it names."""
         todo = [thing]
         while todo:
             thing = _function_of(todo.pop())
@@ -78,10 +88,14 @@ class _Reader:
                 continue
             for code in _codes(thing.__code__):
                 self._read += 1
-                if self._read > CODES_MAX or _tells(code):
+                if self._read > CODES_MAX or self._tells(code):
                     return True
                 todo += _named(thing, code)
         return False
+
+    def _tells(self, code: CodeType) -> bool:
+        texts = (constant for constant in code.co_consts if type(constant) is str)  # getattr(weight, "data")
+        return not (self._names.isdisjoint(code.co_names) and self._names.isdisjoint(texts))
 
 
 def _function_of(thing: Any) -> FunctionType | type | None:
@@ -110,11 +124,6 @@ def _methods(kind: type) -> Iterator[FunctionType]:
             function = method.fget if isinstance(method, property) else function
             if isinstance(function, FunctionType) and not name.startswith(_NOT_IN_FORWARD):
                 yield function
-
-
-def _tells(code: CodeType) -> bool:
-    texts = (constant for constant in code.co_consts if type(constant) is str)  # getattr(weight, "data")
-    return not (_TELLING_NAMES.isdisjoint(code.co_names) and _TELLING_NAMES.isdisjoint(texts))
 
 
 def _named(function: FunctionType, code: CodeType) -> Iterator[Callable[..., Any]]:

@@ -107,7 +107,7 @@ class _MappedCopy:
 
     def __init__(self, handle: ParamHandle, directory: str) -> None:
         self._handle = handle
-        self._state: tuple[int, int] | None = None
+        self._version: int | None = None
         with tempfile.TemporaryFile(dir=directory, prefix="deepoffload-") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, handle.nbytes)  # a full disk shows here, not as SIGBUS
@@ -125,15 +125,15 @@ class _MappedCopy:
         """The copy, brought up to date."""
         handle = self._handle
         handle.pager.catch_up(handle.unit)
-        state = (handle.generation, version_of(weight))
-        if state != self._state or handle.escape_crc is not None:
+        version = version_of(weight)
+        if version != self._version or handle.escape_crc is not None:
             handle.pager.pin(handle)
             try:
                 with bare():
                     self.tensor.copy_(get_data(weight))
             finally:
                 handle.pager.unpin(handle)
-            self._state = state
+            self._version = version
         return self.tensor
 
 

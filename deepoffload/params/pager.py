@@ -11,8 +11,9 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from deepoffload.errors import ClosedError
@@ -38,16 +39,10 @@ WRITE_BEHIND_SHARE = 0.5
 EXTRA_VICTIMS_MAX = 3
 """How many blocks leave for a prefetch beyond those that make room enough, when that room is in pieces."""
 
+CPU = "cpu"
+"""torch's name for where autocast is asked about."""
+
 _PHASES = {"f": "forward", "b": "backward", "u": "update"}
-
-
-class OpenWindow(Protocol):
-    """One running call of a window's module (see :mod:`deepoffload.params.window`)."""
-
-    window: Any
-    pushed: bool | None
-    frame_id: int
-    over: bool
 
 
 class _ThreadState(threading.local):
@@ -213,7 +208,10 @@ class Pager:
     def use_forward(self, units: list[Unit]) -> None:
         """The program enters the forward of ``units``."""
         for unit in units:
-            self.catch_up(unit)
+            if unit.pending is not None:
+                self.catch_up(unit)
+        if self._rests():
+            return
         self._event(("f", *(u.index for u in units)), tuple(u.weights.id for u in units))
 
     def note_use(self, slot: TensorSlot) -> None:
@@ -229,7 +227,10 @@ class Pager:
         self.pin(handle)
 
     def use_backward(self, unit: Unit) -> None:
-        self.cast_by.clear()
+        if self.cast_by:
+            self.cast_by.clear()
+        if self._rests():
+            return
         gradients = () if unit.gradients is None else (unit.gradients.id,)
         self._event(("b", unit.index), (unit.weights.id, *gradients))
 
@@ -248,6 +249,10 @@ class Pager:
             SHIELD.refresh()
             if self.closed_because is None:
                 self.pump()
+
+    def _rests(self) -> bool:
+        """True when nothing is to be learnt from an event, because nothing will ever be moved."""
+        return self.tiers.all_stay() and self.tiers.timeline is None and not self._deaths and not self.evict_always
 
     def _event(self, key: tuple[object, ...], blocks: tuple[int, ...]) -> None:
         if key == self._last_key:
@@ -346,11 +351,20 @@ class Pager:
 
     # -- saved-tensor hooks ----------------------------------------------------------------------------------------
 
-    def push_hooks(self) -> bool | None:
+    def push_hooks(self, *, always: bool = False) -> bool | None:
         """Push our saved-tensor hooks unless they are on top.
 
-        Returns True when pushed, False when they are there already, None when the program has disabled such hooks.
+        Nor where nothing will ever be moved: what autograd keeps of a weight then stays right without us, and an update
+        moves the weight's version, by which autograd sees that it no longer is. Not so under autocast, whose narrower
+        copies of weights are a second copy of the model.
+
+        Args:
+            always: also there: more than weights may be saved.
+
+        Returns True when pushed, False when that is not needed, None when the program has disabled such hooks.
         """
+        if not always and self.tiers.all_stay() and not torch.is_autocast_enabled(CPU):
+            return False
         if not saved_tensors_hooks_enabled():
             return None
         top = top_saved_tensors_hooks(True)
@@ -369,6 +383,12 @@ class Pager:
         """Undo one :meth:`push_hooks` that returned True."""
         pop_saved_tensors_hooks()
         self._local.pushed.pop()
+
+    def refuse_open_graphs(self) -> None:
+        """From now on backward through what autograd has kept of the weights is an error: their bytes go."""
+        for unit in self.units:
+            for handle in unit.handles:
+                handle.count_update()
 
     def opened(self) -> list[Any]:
         """The windows that this thread is in, innermost last."""
@@ -430,10 +450,3 @@ class Pager:
 
     def refuse_closed(self, name: str) -> None:
         raise ClosedError(f"{name or 'the model'} belongs to a closed engine: {self.closed_because}")
-
-
-def pager_of(slot: TensorSlot) -> Pager:
-    """The pager of a slot, for those above who need more of it than slots do."""
-    if not isinstance(slot.pager, Pager):
-        raise RuntimeError(f"{slot.name} has no pager")
-    return slot.pager

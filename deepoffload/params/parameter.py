@@ -22,6 +22,8 @@ from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import bare, get_data, no_torch_function, refuse_tracing, set_data, version_of
 from deepoffload.params.unit import ParamHandle, SlotOwner
 
+_RAW_GRAD: Any = Tensor.grad
+
 _ESCAPES = frozenset(
     (
         "detach numpy data_ptr untyped_storage storage _typed_storage __dlpack__ __array__ __cuda_array_interface__ "
@@ -44,6 +46,20 @@ class OffloadedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return through_the_door(func, types, args, kwargs or {})
+
+    # The door below sees these, too. Going through it costs as much as the rest of a gradient's way.
+
+    @property
+    def grad(self) -> Tensor | None:
+        return _get_grad(_RAW_GRAD.__get__, (self,), {})
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _assign_grad(_RAW_GRAD.__set__, (self, value), {})
+
+    @grad.deleter
+    def grad(self) -> None:
+        _assign_grad(_RAW_GRAD.__delete__, (self,), {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -117,7 +133,9 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
             pinned.append(slot)
         _before_mutation(name, args, kwargs)
         pager = paged[0]._slot.pager if paged else None
-        pushed = pager.push_hooks() if pager is not None and torch.is_grad_enabled() else False
+        pushed: bool | None = False
+        if pager is not None and torch.is_grad_enabled():
+            pushed = pager.push_hooks(always=any(type(tensor) is OffloadedGradient for tensor in paged))
         if pushed is None:
             for slot in pinned:
                 slot.pager.hold_until_step(slot)

@@ -25,7 +25,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 class SavedWeight:
     """A weight, or a view of one, saved for backward."""
 
-    __slots__ = ("handle", "size", "stride", "offset", "version", "generation")
+    __slots__ = ("handle", "size", "stride", "offset", "version")
 
     def __init__(self, handle: ParamHandle, tensor: Tensor) -> None:
         self.handle = handle
@@ -33,7 +33,6 @@ class SavedWeight:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
         self.version = tensor._version
-        self.generation = handle.generation
 
 
 class SavedCast(SavedWeight):
@@ -135,7 +134,7 @@ def restore(saved: SavedWeight) -> Tensor:
             param = handle.tensor
             if param is None:
                 raise ClosedError(f"{handle.name} was deleted between forward and backward")
-            if version_of(param) != saved.version or handle.generation != saved.generation:
+            if version_of(param) != saved.version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"parameter {handle.name} {list(saved.size)} was changed (an optimizer step counts) after the "

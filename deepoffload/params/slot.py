@@ -45,6 +45,10 @@ def make_stand_in(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Te
         return scalar.expand(shape)
 
 
+def _nothing() -> None:
+    return None
+
+
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The strides to keep: the tensor's own when they cover its memory without holes, else contiguous ones."""
     if tensor.is_contiguous():
@@ -69,6 +73,10 @@ class TensorSlot:
     """A paged tensor's place. ``block`` and ``byte_offset`` say where, ``dtype``, ``shape`` and ``stride`` how.
 
     The tensor object is held weakly: whoever owns it (the module, the user) decides how long it lives.
+
+    Attributes:
+        storage: what the tensor object shows the bytes by, None while it shows the stand-in.
+        data_ptr: ``data_ptr()`` of the tensor object then, for those who ask often whether it still shows them.
     """
 
     __slots__ = (
@@ -81,6 +89,7 @@ class TensorSlot:
         "stride",
         "numel",
         "storage",
+        "data_ptr",
         "_tensor_ref",
         "_stand_in",
         "_stand_in_storage",
@@ -105,6 +114,7 @@ class TensorSlot:
         self.stride = stride
         self.numel = shape.numel()
         self.storage: torch.UntypedStorage | None = None
+        self.data_ptr = 0
         self._tensor_ref: weakref.ref[Tensor] | None = None
         self._stand_in = make_stand_in(shape, dtype)
         self._stand_in_storage = self._stand_in.untyped_storage()._cdata
@@ -127,6 +137,11 @@ class TensorSlot:
     @property
     def tensor(self) -> Tensor | None:
         return None if self._tensor_ref is None else self._tensor_ref()
+
+    @property
+    def reference(self) -> Callable[[], Tensor | None]:
+        """Gives the tensor object while it exists."""
+        return _nothing if self._tensor_ref is None else self._tensor_ref
 
     @property
     def stand_in(self) -> Tensor:
@@ -171,18 +186,23 @@ class TensorSlot:
         if tensor is None or self.storage is not None:
             return
         given = get_data(tensor)
-        shown = self.view()
-        self.storage = shown.untyped_storage()
-        set_data(tensor, shown)
+        self._show(tensor)
         if given.untyped_storage()._cdata != self._stand_in_storage:
             self._take(given)  # Tensor.set_ has no door: the program has put this in the place of the stand-in
+
+    def _show(self, tensor: Tensor) -> None:
+        shown = self.view()
+        self.storage = shown.untyped_storage()
+        self.data_ptr = shown.data_ptr()
+        set_data(tensor, shown)
 
     def displaced(self) -> bool:
         """True when the program gave the tensor object other memory (``.data =``, ``set_``) where no door saw it."""
         tensor, storage = self.tensor, self.storage
         if tensor is None or storage is None:
             return False
-        return get_data(tensor).untyped_storage()._cdata != storage._cdata
+        data = get_data(tensor)
+        return data.untyped_storage()._cdata != storage._cdata or data.data_ptr() != self.data_ptr
 
     def take_back(self) -> None:
         """Copy what the tensor object shows instead of our memory into our memory, and show that again.
@@ -196,9 +216,7 @@ class TensorSlot:
         with bare():
             given = get_data(tensor)
             self.pager.forget_storage(self)
-            shown = self.view()
-            self.storage = shown.untyped_storage()
-            set_data(tensor, shown)
+            self._show(tensor)
             self.pager.remember_storage(self)
             self._take(given)
 

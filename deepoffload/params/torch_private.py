@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils import _python_dispatch
 
 from deepoffload.errors import UnsupportedError
@@ -82,6 +83,12 @@ def version_of(tensor: Tensor) -> int:
     """The in-place counter of a tensor."""
     with no_torch_function():
         return int(_raw_version(tensor))
+
+
+def count_change(tensor: Tensor) -> None:
+    """Move the in-place counter, as torch's own in-place operations do: a graph that has kept the tensor refuses to go
+    backward then."""
+    increment_version(tensor)
 
 
 def leave_to_python(function: Callable[..., Any]) -> None:

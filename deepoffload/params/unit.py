@@ -16,7 +16,7 @@ from deepoffload.native.cpu_adam import StateDType, StateLayout
 from deepoffload.params.layout import PieceLayout
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.slot import TensorSlot
-from deepoffload.params.torch_private import bare, version_of
+from deepoffload.params.torch_private import bare, count_change, version_of
 
 if TYPE_CHECKING:
     import torch
@@ -56,9 +56,7 @@ class ParamHandle(TensorSlot):
     """Everything deepoffload knows of one parameter.
 
     Attributes:
-        generation: counts our own updates, which move no ``_version``; saved tensors compare it.
         master_stale: the program changed the weight; its 16-bit remainder no longer belongs to it and counts as zero.
-        in_window: depth of unit windows in which the parameter's class is plain ``nn.Parameter``.
         mapped_copy: a copy with an address, while a state dict's value has one.
         windows: of which modules' calls it is part.
         version: torch's in-place counter when deepoffload last looked.
@@ -68,10 +66,8 @@ class ParamHandle(TensorSlot):
     __slots__ = (
         "unit",
         "state_owner",
-        "in_window",
         "master_stale",
         "version",
-        "generation",
         "escape_crc",
         "grad_state",
         "grad_slot",
@@ -89,10 +85,8 @@ class ParamHandle(TensorSlot):
         pager.tensor_born()
         self.unit: Unit | None = None
         self.state_owner: object | None = None
-        self.in_window = 0
         self.master_stale = False
         self.version = 0
-        self.generation = 0
         self.escape_crc: int | None = None
         self.grad_state = GradientState.EMPTY
         self.grad_slot: GradientSlot | None = None
@@ -136,9 +130,16 @@ class ParamHandle(TensorSlot):
     def taken(self) -> None:
         self.master_stale = True
 
+    def count_update(self) -> None:
+        """An update of ours is decided on: graphs that have kept the weight no longer hold, as with torch's optimizers.
+        That is no edit by the program."""
+        tensor = self.tensor
+        if tensor is not None:
+            count_change(tensor)
+            self.version += 1
+
     def updated(self) -> None:
-        """Our own update has changed the resident bytes: saved tensors of an older graph no longer hold."""
-        self.generation += 1
+        """Our own update has changed the resident bytes."""
         self.master_stale = False
         self.rewritten()
 

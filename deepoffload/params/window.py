@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
-from deepoffload.params.careful import hooks_of, needs_doors
+from deepoffload.params.careful import hooks_of, may_cast, needs_doors
 from deepoffload.params.membership import Membership
-from deepoffload.params.pager import Pager
+from deepoffload.params.pager import CPU, Pager
 from deepoffload.params.parameter import OffloadedParameter
 from deepoffload.params.torch_private import (
     get_unwrapped,
@@ -35,14 +35,20 @@ from deepoffload.params.torch_private import (
 )
 from deepoffload.params.unit import ParamHandle, Unit
 
-_DEVICE = "cpu"
+_Shown = list[tuple[ParamHandle, Callable[[], Tensor | None]]]
+"""Parameters of a window, each with a weak reference to its tensor object."""
 
 
 class _Entry:
     """One running call of a window's module. Empty until :meth:`Window.enter` is through, and when that has failed:
-    torch calls the post hook then, too, which must not end the call around this one."""
+    torch calls the post hook then, too, which must not end the call around this one.
 
-    __slots__ = ("window", "handles", "blocks", "pushed", "frame_id", "frame_end", "thread", "over")
+    Attributes:
+        shown: the parameters of the call.
+        plain: whether they are without their doors.
+    """
+
+    __slots__ = ("window", "shown", "plain", "blocks", "pushed", "frame_id", "frame_end", "thread", "over")
 
     def __init__(self, window: Window, frame: FrameType) -> None:
         self.window = window
@@ -50,7 +56,8 @@ class _Entry:
         self.frame_end: weakref.ref[_FrameEnd] | None = None
         self.thread = threading.get_ident()
         self.over = False
-        self.handles: list[ParamHandle] = []
+        self.shown: _Shown = []
+        self.plain = False
         self.blocks: list[Block] = []
         self.pushed: bool | None = False
 
@@ -85,16 +92,19 @@ class Window:
         self._module = weakref.ref(module, pager.tensor_died)
         pager.tensor_born()  # parameters may all be replaced while their modules live on
         self._members: Membership
+        self._watch: RootWatch | None = None
+        self._checks = self._changes = 0
         self._waiting = False
-        self._careful = False
+        self._careful = self._casts = False
         self._hooks: tuple[int, ...] = ()
         self._hooks_before = 0
-        self._handles: list[ParamHandle] = []
+        self._shown: _Shown = []
+        self._untracked: list[ParamHandle] = []
         self._units: list[Unit] = []
         self._scan(module)
         self._removable = (
-            module.register_forward_pre_hook(_Hook(self, "enter"), prepend=True),
-            module.register_forward_hook(_Hook(self, "leave"), always_call=True),
+            module.register_forward_pre_hook(_Hook(self.enter), prepend=True),
+            module.register_forward_hook(_Hook(self.leave), always_call=True),
         )
         self._read(module)
 
@@ -130,8 +140,24 @@ class Window:
                 units[handle.unit.index] = handle.unit
         self._members = Membership(module)
         self._waiting = any(is_lazy(param) for param in module.parameters())
-        self._handles = list(handles.values())
+        self._shown = [(handle, handle.reference) for handle in handles.values()]
+        self._untracked = [handle for handle in handles.values() if handle.grad_hook is None]
         self._units = list(units.values())
+
+    def watched_by(self, watch: RootWatch) -> None:
+        """Let the module be compared together with the whole model that it is part of."""
+        self._watch = watch
+        self._checks, self._changes = watch.checks, watch.changes
+
+    def _has_changed(self) -> bool:
+        """Whether something came to the module or went. Not asked again where the model's own call has just asked."""
+        watch = self._watch
+        if watch is not None:
+            asked = watch.checks != self._checks and watch.changes == self._changes
+            self._checks, self._changes = watch.checks, watch.changes
+            if asked:
+                return False
+        return self._members.changed()
 
     def _read(self, module: nn.Module) -> None:
         """Find out whether the doors must stay, unless no hook was put on anything since the last time."""
@@ -139,7 +165,7 @@ class Window:
         hooks = hooks_of(module)
         if hooks != self._hooks:
             self._hooks = hooks
-            self._careful = needs_doors(module)
+            self._careful, self._casts = needs_doors(module), may_cast(module)
 
     def _handle_of(self, param: Tensor, name: str) -> ParamHandle | None:
         slot = param.__dict__.get("_slot")
@@ -160,12 +186,13 @@ class Window:
         refuse_tracing()
         _refuse_wrappers()
         with pager.lock:
-            if pager.opened():
+            opened = pager.opened()
+            if opened:
                 pager.close_stale()
             frame = sys._getframe(2)  # the module's call
             entry = _Entry(self, frame)
-            pager.opened().append(entry)
-            if self._waiting or self._members.changed():
+            opened.append(entry)
+            if self._waiting or self._has_changed():
                 self._scan(module)
                 self._hooks_before, self._hooks = 0, ()
             if self._hooks_before != RemovableHandle.next_id:
@@ -178,13 +205,13 @@ class Window:
                     pager.tiers.release(block)
                 entry.blocks = []
                 raise
-            doors = self._careful or pager.shared_by_threads()
-            entry.handles = self._handles
-            for handle in entry.handles:
-                handle.in_window += 1
-                param = handle.tensor
-                if param is not None and not doors:
-                    param.__class__ = nn.Parameter
+            entry.shown = self._shown
+            if not (pager.shared_by_threads() or self._careful):
+                entry.plain = True
+                for _, reference in entry.shown:
+                    param = reference()
+                    if param is not None:
+                        param.__class__ = nn.Parameter
             frame_end = _FrameEnd()
             entry.frame_end = weakref.ref(frame_end, partial(_frame_ended, entry))
             frame.f_locals["_deepoffload_window"] = frame_end
@@ -195,21 +222,24 @@ class Window:
         for unit in self._units:
             pager.tiers.acquire(unit.weights)
             entry.blocks.append(unit.weights)
-            unit.owner.install()
+            if not unit.owner.installed:
+                unit.owner.install()
         if in_functorch():
             self._hold_wrapped(module)
-        pushed = pager.push_hooks() if torch.is_grad_enabled() else False
+        pushed = pager.push_hooks(always=self._casts) if torch.is_grad_enabled() else False
         if pushed is None:
-            for handle in self._handles:
+            for handle, _ in self._shown:
                 pager.hold_until_step(handle)
         entry.pushed = pushed
 
     def show_doors(self, entry: _Entry) -> None:
         """Give the parameters their doors back in the middle of a call (another thread uses them, too)."""
-        for handle in entry.handles:
-            param = handle.tensor
-            if param is not None:
-                param.__class__ = OffloadedParameter
+        if entry.plain:
+            entry.plain = False
+            for _, reference in entry.shown:
+                param = reference()
+                if param is not None:
+                    param.__class__ = OffloadedParameter
 
     def _hold_wrapped(self, module: nn.Module) -> None:
         """Under ``torch.func`` transforms a module holds wrappers of our parameters: keep what is inside resident."""
@@ -226,7 +256,7 @@ class Window:
             if not opened or opened[-1].window is not self or module is not self._module():
                 return  # enter() raised, or this is a copy of the module
             self.close(opened.pop())
-            if torch.is_autocast_enabled(_DEVICE) and torch.is_autocast_cache_enabled():
+            if torch.is_autocast_enabled(CPU) and torch.is_autocast_cache_enabled():
                 self._drop_casts()
 
     def _drop_casts(self) -> None:
@@ -244,38 +274,75 @@ class Window:
             torch.clear_autocast_cache()
 
     def close(self, entry: _Entry) -> None:
-        """End one call: hooks off, classes back, leases released."""
+        """End one call, which is none of its thread's open ones any more: hooks off, doors back, leases released. To be
+        called under the lock."""
         pager = self.pager
-        with pager.lock:
-            entry.frame_end = None
-            if entry.pushed:
-                pager.pop_hooks()
-            for handle in entry.handles:
-                handle.in_window -= 1
-                param = handle.tensor
-                if param is None:
-                    continue
-                # First what costs a door once the class is ours again.
-                if handle.grad_hook is None and param.requires_grad and pager.gradients is not None:
-                    pager.gradients.track(handle)  # unfrozen inside the window, where no door sees it
-                if handle.in_window == 0:
-                    param.__class__ = OffloadedParameter  # also where a careful window had left it as it was
-                if (handle.displaced() or version_of(param) != handle.version) and handle.changed():
-                    pager.will_change(handle)
-            for block in entry.blocks:
-                pager.tiers.release(block)
-            if pager.evict_always:
-                pager.pump()
+        entry.frame_end = None
+        if entry.pushed:
+            pager.pop_hooks()
+        if self._untracked:
+            self._track_unfrozen()
+        for handle in self._give_doors_back(entry) if entry.plain else self._look_through_doors(entry):
+            if handle.changed():
+                pager.will_change(handle)
+        for block in entry.blocks:
+            pager.tiers.release(block)
+        if pager.evict_always:
+            pager.pump()
+
+    def _track_unfrozen(self) -> None:
+        """Parameters that were unfrozen inside the window, where no door sees it."""
+        gradients = self.pager.gradients
+        for handle in self._untracked:
+            param = handle.tensor
+            if handle.grad_hook is None and param is not None and param.requires_grad and gradients is not None:
+                gradients.track(handle)
+
+    def _give_doors_back(self, entry: _Entry) -> list[ParamHandle]:
+        """End the time without doors. Returns the parameters that were written to, or given other memory, meanwhile:
+        each is asked while its class is plain, which costs nearly nothing."""
+        edited = []
+        plain_still = {handle for other in self.pager.opened() if other.plain for handle, _ in other.shown}
+        for handle, reference in entry.shown:
+            param = reference()
+            if param is None:
+                continue
+            try:
+                if param._version != handle.version or param.data_ptr() != handle.data_ptr:
+                    edited.append(handle)
+            except RuntimeError:  # memory without an address
+                edited.append(handle)
+            if not plain_still or handle not in plain_still:
+                param.__class__ = OffloadedParameter
+        return edited
+
+    def _look_through_doors(self, entry: _Entry) -> list[ParamHandle]:
+        """The same of a call in which the doors were there all the time."""
+        present = [(handle, reference()) for handle, reference in entry.shown]
+        return [h for h, p in present if p is not None and (version_of(p) != h.version or h.displaced())]
 
 
 class RootWatch:
-    """Pre-forward hook of a whole model: calls ``refresh`` when modules or parameters came or went."""
+    """Pre-forward hook of a whole model: calls ``refresh`` when modules or parameters came or went.
 
-    def __init__(self, root: nn.Module, refresh: Callable[[nn.Module], None]) -> None:
+    Args:
+        windows: those of them that lie below ``root`` need not ask again in a call of it.
+
+    Attributes:
+        checks: how often it has asked and found nothing new.
+        changes: how often it has found something.
+    """
+
+    def __init__(self, root: nn.Module, refresh: Callable[[nn.Module], None], windows: Iterable[Window]) -> None:
+        self.checks = self.changes = 0
         self._refresh = refresh
         self._members = Membership(root)
+        below = set(root.modules())
+        for window in windows:
+            if window.module() in below:
+                window.watched_by(self)
         self._module = weakref.ref(root)
-        self._removable = root.register_forward_pre_hook(_Hook(self, "enter"), prepend=True)
+        self._removable = root.register_forward_pre_hook(_Hook(self.enter), prepend=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RootWatch:
         return self
@@ -284,9 +351,14 @@ class RootWatch:
         return (_NoWindow, ())
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        if module is self._module() and self._members.changed():
-            self._refresh(module)
-            self._members = Membership(module)
+        if module is not self._module():
+            return
+        if not self._members.changed():
+            self.checks += 1
+            return
+        self.changes += 1
+        self._refresh(module)
+        self._members = Membership(module)
 
     def remove(self) -> None:
         self._removable.remove()
@@ -305,12 +377,11 @@ class _NoWindow:
 class _Hook:
     """A bound hook that Dynamo leaves alone when it compiles the module around it."""
 
-    def __init__(self, window: Window | RootWatch, method: str) -> None:
-        self._window = window
+    def __init__(self, method: Callable[..., None]) -> None:
         self._method = method
 
     def __call__(self, *args: Any) -> None:
-        getattr(self._window, self._method)(*args)
+        self._method(*args)
 
     @property
     def __name__(self) -> str:
@@ -318,7 +389,7 @@ class _Hook:
             raise UnsupportedError(
                 "torch.jit.script cannot compile a paged model; script a plain copy (copy.deepcopy(model))"
             )
-        return self._method
+        return self._method.__name__
 
     __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 

@@ -143,7 +143,7 @@ class Engine:
             for handle in unit.handles:
                 self.gradients.track(handle)
         self._windows = [Window(self.pager, module, name) for name, module in plan.windows]
-        self._watches = [RootWatch(root, self.refresh) for root in roots]
+        self._watches = [RootWatch(root, self.refresh, self._windows) for root in roots]
         machine.return_free_memory()  # what construction used and freed
         log.info("placement\n%s", plan.placement.table())
 
@@ -279,6 +279,7 @@ class Engine:
         with self.pager.lock:
             self.pager.close_leaked()
             self.pager.closed_because = because
+            self.pager.refuse_open_graphs()
             for window in self._windows:
                 window.remove()
             for watch in self._watches:
