@@ -104,10 +104,12 @@ class _GroupShape:
 
 
 class StepPlan:
-    """All parameters of an optimizer, each either in a batch, or empty, or without a gradient."""
+    """All parameters of an optimizer, each either in a batch, or empty, or without a gradient.
+
+    It belongs to that optimizer, which it does not hold: a deleted optimizer is gone at once.
+    """
 
     def __init__(self, optimizer: RepeatingOptimizer, groups: list[_GroupShape]) -> None:
-        self.optimizer = optimizer
         self.groups = groups
         self.batches: dict[StateLayout, _Batch] = {}
         self.idle: list[Tensor] = []
@@ -125,9 +127,9 @@ class StepPlan:
         self.settings: list[list[Any]] = []
         """Of each group, as they were checked."""
 
-    def segments(self) -> list[tuple[_Batch, list[Segment]]] | None:
+    def segments(self, optimizer: RepeatingOptimizer) -> list[tuple[_Batch, list[Segment]]] | None:
         """What the kernel is called with; None when something is not as it was."""
-        if not self._holds():
+        if not self._holds(optimizer):
             return None
         found = []
         for batch in self.batches.values():
@@ -137,8 +139,7 @@ class StepPlan:
             found.append((batch, segments))
         return found
 
-    def _holds(self) -> bool:
-        optimizer = self.optimizer
+    def _holds(self, optimizer: RepeatingOptimizer) -> bool:
         groups, state = optimizer.param_groups, optimizer.state
         if len(groups) != len(self.groups) or len(state) != len(self.params):
             return False
@@ -159,13 +160,13 @@ class StepPlan:
             and all(param.grad is not None and param.numel() == 0 for param in self.empty)
         )
 
-    def hypers(self) -> list[Hyper] | None:
+    def hypers(self, optimizer: RepeatingOptimizer) -> list[Hyper] | None:
         """The settings of the next step; None when one changes what states are stored in.
 
         Raises:
             ValueError: a setting is out of range.
         """
-        optimizer, found = self.optimizer, []
+        found = []
         known = [self._known(index, group) for index, group in enumerate(optimizer.param_groups)]
         for (index, step), state_dtype in zip(self.jobs, self.state_dtypes, strict=True):
             group = optimizer.param_groups[index]
@@ -211,8 +212,8 @@ class RepeatingOptimizer(HostOptimizer):
     def apply_step(self, *, unscale: float, skip_non_finite: bool, overflow: bool = False) -> bool:
         """As :meth:`HostOptimizer.apply_step`."""
         plan, self._plan = self._plan, None
-        segments = plan.segments() if plan is not None else None
-        hypers = plan.hypers() if plan is not None and segments is not None else None
+        segments = plan.segments(self) if plan is not None else None
+        hypers = plan.hypers(self) if plan is not None and segments is not None else None
         if plan is None or segments is None or hypers is None:
             applied = super().apply_step(unscale=unscale, skip_non_finite=skip_non_finite, overflow=overflow)
             self._plan = make_plan(self) if applied else None
