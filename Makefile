@@ -3,13 +3,13 @@
 #
 # PYTHON=python3.12       the Python that the environment is made from (3.10 or newer)
 # TORCH_INDEX_URL=...     also look for torch here; https://download.pytorch.org/whl/cpu has the smaller CPU build
-# DEMO_ARGS="..."         arguments of examples/train_gpt.py;  PYTEST_ARGS="..."  arguments of pytest
+# DEMO_ARGS="..."         arguments of examples/train_gpt.py;  PYTEST_ARGS="..."  arguments of pytest, else two processes
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX_URL ?=
 DEMO_ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
