@@ -44,7 +44,10 @@ def _parse_text(text: str) -> int:
     unit = match["unit"].upper()
     if unit and unit not in _FACTORS:
         guess = f'; write "{match["number"]}{unit}iB" (1024) or "{match["number"]}{unit}B" (1000)'
-        raise ValueError(f'unknown unit "{match["unit"]}"{guess if len(unit) == 1 and unit in "KMGTP" else ""}')
+        known = "B, KB to PB, KiB to PiB"
+        raise ValueError(
+            f'unknown unit "{match["unit"]}"{guess if len(unit) == 1 and unit in "KMGTP" else f"; known are {known}"}'
+        )
     mantissa, _, exponent = match["number"].lower().partition("e")
     if exponent and int(exponent) > _NUMBER_MAX_DIGITS:
         raise ValueError(f'"{text}" is more bytes than any machine has')

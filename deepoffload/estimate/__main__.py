@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from deepoffload.config import Config, OptimizerConfig, Precision, StepOverlap
-from deepoffload.errors import DeepOffloadError, PlacementError
+from deepoffload.errors import DeepOffloadError, PlacementError, UsageError
 from deepoffload.estimate import measure, plots, report, zero_infinity
 from deepoffload.estimate.arguments import parse
 from deepoffload.estimate.machine import MachineSpec, read_machine
@@ -35,6 +35,9 @@ def _run(options: argparse.Namespace) -> int:
     for name in ("plot_efficiency", "plot_budget"):
         if getattr(options, name):
             plots.check_plot(f"--{name.replace('_', '-')}", getattr(options, name))
+    if options.json and (options.deepspeed or options.zero_infinity):
+        which = "--deepspeed" if options.deepspeed else "--zero-infinity"
+        raise UsageError(f"{which} prints tables, which --json has no place for: ask for them in two runs")
     if options.plot_efficiency:
         plots.plot_efficiency(options.plot_efficiency)
     if options.zero_infinity:

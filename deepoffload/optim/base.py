@@ -222,6 +222,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         for pager in pagers:
             mine = {handle: job for handle, (_, job) in work.paged.items() if handle.pager is pager}
             updates.append(HostUpdate(pager, _gradients(pager), self.rule, mine, grad_factor))
+            updates[-1].take_edits()
         with ExitStack() as locks:
             for pager in pagers:
                 locks.enter_context(pager.lock)  # a Ctrl-C comes before all of this or after it
@@ -255,8 +256,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def _goes_on(self) -> bool:
         """Whether this call of ``step`` repeats one that failed half-way: the gradients are still the same ones. Its
         rest has been made then."""
-        begun, self._interrupted = self._interrupted, None
+        begun = self._interrupted
         if not begun or any(gradients.changes != changes for gradients, changes in begun.items()):
+            self._interrupted = None
             return False
         self._finish_step(gradients.pager for gradients in begun)
         return True

@@ -49,6 +49,18 @@ class HostUpdate:
             ensure_pieces(self.tiers, handle)
         self._units = [unit for unit in pager.units if any(handle in jobs for handle in unit.handles)]
 
+    def take_edits(self) -> None:
+        """Let what the program has written into the weights land in the masters first, where no door has seen it. To
+        be called before the step counts: it may have to fetch weights, and raises what that raises."""
+        with self.pager.lock:
+            for unit in self._units:
+                if not unit.owner.installed and any(handle.given() for handle in unit.handles):
+                    with ExitStack() as lease:
+                        self._lease(lease, [unit.weights])
+                        unit.owner.install()
+                if unit.owner.changed():
+                    self.tiers.will_change(unit.weights)
+
     def hand_over(self) -> None:
         """From here on every unit of a parameter in ``jobs`` has this update to make. To be called under the pager's
         lock, when none has another one to make. Moves nothing."""
@@ -65,9 +77,11 @@ class HostUpdate:
         next.
 
         A unit whose weights or gradients the program has views of is never deferred: it would see old values through
-        them. Raises what the transfers raise; :meth:`Pager.catch_up_all` goes on with the rest then.
+        them. Nor is any where everything stays in memory: there is nothing to overlap with then. Raises what the
+        transfers raise; :meth:`Pager.catch_up_all` goes on with the rest then.
         """
         with self.pager.lock:
+            defer = defer and not self.tiers.all_stay()
             for unit in self._units:
                 if unit.pending is self and (not defer or self._is_watched(unit)):
                     self.pager.catch_up(unit)
@@ -111,8 +125,6 @@ class HostUpdate:
                     self.pager.use_update(unit, left[0], tuple(b.id for b in (*blocks, *needed)))
                     if not started:
                         self._lease(leases, blocks)
-                        unit.owner.install()  # takes what the program put in the place of an evicted weight
-                        unit.owner.changed()  # what the program wrote into the weights must land in the master first
                         self.tiers.will_change(unit.weights)
                         started = True
                     with ExitStack() as piece_lease:

@@ -163,9 +163,12 @@ class Pager:
     def hold_until_step(self, slot: TensorSlot) -> None:
         """Keep a tensor resident until the step ends, where autograd saves it by reference and no door sees it."""
         with self.lock:
+            self.catch_up(slot.unit)
             block = self._block_of(slot)
             self.tiers.acquire(block)
             self._held.append(block)
+            if isinstance(block.owner, SlotOwner):
+                block.owner.install()
 
     def release_held(self) -> None:
         with self.lock:

@@ -19,7 +19,15 @@ from deepoffload.errors import UnsupportedError
 from deepoffload.params.lazy import lazy_weight
 from deepoffload.params.metadata import METADATA
 from deepoffload.params.slot import TensorSlot
-from deepoffload.params.torch_private import bare, get_data, no_torch_function, refuse_tracing, set_data, version_of
+from deepoffload.params.torch_private import (
+    bare,
+    count_change,
+    get_data,
+    no_torch_function,
+    refuse_tracing,
+    set_data,
+    version_of,
+)
 from deepoffload.params.unit import ParamHandle, SlotOwner
 
 _RAW_GRAD: Any = Tensor.grad
@@ -342,6 +350,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
                 value._slot.pager.unpin(value._slot)
         if type(tensor) is OffloadedParameter:
             slot.master_stale = True
+            count_change(tensor)  # torch gives it other memory, and graphs keep the old; ours is written over
         else:
             slot.touched()
     finally:
@@ -418,6 +427,13 @@ def _dlpack(func: Any, args: Any, kwargs: Any) -> Any:
     return func(_get_data(None, args[:1], {}), *args[1:], **kwargs)
 
 
+def _detach_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """``grad.detach_()``: a landed gradient has no graph. (torch takes what we show for a view, which it refuses.)"""
+    if type(args[0]) is OffloadedGradient:
+        return args[0]
+    return _paged_call(func, "detach_", (), args, kwargs)
+
+
 def _share_memory(func: Any, args: Any, kwargs: Any) -> Any:
     raise UnsupportedError(
         f"{args[0]._slot.name}.share_memory_(): a paged parameter's bytes come and go, other processes cannot share "
@@ -461,6 +477,7 @@ def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
         tensor.requires_grad.__set__: _requires_grad,
         Tensor.requires_grad_: _requires_grad,
         Tensor.detach: _detach,
+        Tensor.detach_: _detach_in_place,
         Tensor.share_memory_: _share_memory,
         Tensor.__dlpack__: _dlpack,
         Tensor.stride: _stride,

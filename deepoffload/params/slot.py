@@ -204,6 +204,13 @@ class TensorSlot:
         data = get_data(tensor)
         return data.untyped_storage()._cdata != storage._cdata or data.data_ptr() != self.data_ptr
 
+    def given(self) -> bool:
+        """The same while the bytes are not shown: True when it shows something else than the stand-in."""
+        tensor = self.tensor
+        if tensor is None or self.storage is not None:
+            return False
+        return get_data(tensor).untyped_storage()._cdata != self._stand_in_storage
+
     def take_back(self) -> None:
         """Copy what the tensor object shows instead of our memory into our memory, and show that again.
 

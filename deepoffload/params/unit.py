@@ -112,8 +112,8 @@ class ParamHandle(TensorSlot):
     def changed(self) -> bool:
         """True when the program wrote to the resident bytes since the last look; then the master follows the weight."""
         tensor = self.tensor
-        if tensor is None:
-            return False
+        if tensor is None or self.is_to_be_updated():
+            return False  # other memory given since the step (a change that passes no door) comes after its update
         version = version_of(tensor)
         changed = version != self.version
         if self.displaced():
@@ -126,6 +126,9 @@ class ParamHandle(TensorSlot):
             self.escape_crc = crc if self.aliased() else None
         self.master_stale |= changed
         return changed
+
+    def is_to_be_updated(self) -> bool:
+        return self.unit is not None and self.unit.pending is not None
 
     def taken(self) -> None:
         self.master_stale = True
@@ -317,6 +320,11 @@ class WeightOwner(SlotOwner):
             return False
         changed = [slot.changed() for slot in self.slots if isinstance(slot, ParamHandle)]  # each has to look
         return any(changed)
+
+    def can_release(self) -> bool:
+        return super().can_release() and not any(
+            slot.displaced() for slot in self.slots if isinstance(slot, ParamHandle) and slot.is_to_be_updated()
+        )
 
 
 class Unit:

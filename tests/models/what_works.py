@@ -40,6 +40,23 @@ Each raises the error named, before anything is changed.
 | --- | --- | --- |
 """
 
+_OTHERWISE = """
+## Otherwise than in plain PyTorch
+
+- `param.data = new` between a forward and its backward: torch goes backward with the old memory; ours has been
+  written over, so backward raises "modified by an inplace operation". `torch.utils.swap_tensors` on a paged parameter
+  raises.
+- `torch.func` and `torch.vmap` over paged parameters work through modules (`functional_call`, a module inside a
+  transform). Given a raw parameter outside of any module they see no bytes (NaN): torch shows it to nobody. Pass
+  `param.detach()`.
+- Under one `torch.autocast` block, torch uses the cast of a weight again in a second forward, and adds the two
+  gradients in 16 bits; ours casts again and adds in 32, and a step inside the block is seen by the next forward. One
+  forward per block, or `cache_enabled=False`, is the same bit for bit.
+- Only Ctrl-C (SIGINT) is held back while books are being changed. A handler of another signal that raises
+  (`signal.alarm`, SIGTERM) may break the engine; let it set a flag. A Ctrl-C in the instant in which `step()` returns
+  comes after the step.
+"""
+
 
 def markdown() -> str:
     """The whole page."""
@@ -51,7 +68,7 @@ def markdown() -> str:
         numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
         parts.append("\n## Notes\n\n" + "\n".join(numbered) + "\n")
     rows = [f'| {r.what} | `{r.error.__name__}`: "{r.message}" | {r.instead} |' for r in REFUSALS]
-    return "".join([*parts, _REFUSED, "\n".join(rows), "\n"])
+    return "".join([*parts, _REFUSED, "\n".join(rows), "\n", _OTHERWISE])
 
 
 def _table(families: Sequence[Family], notes: list[str]) -> str:

@@ -21,7 +21,7 @@ from deepoffload.runtime.context import engine_of
 from tests.optim.deferred import ADAMW, Start, backward, finish, sorted_state, units_pending
 from tests.support.loops import assert_same_bits, relative_difference, weights_of
 from tests.support.models import TinyGPT, batch, mlp, next_token_loss, rows
-from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging
+from tests.support.paging import EVICTING, RESIDENT, ROOMY, TIGHT, Paging, Setting
 
 BUDGETS = (RESIDENT, TIGHT, EVICTING)
 WAYS = {
@@ -114,15 +114,18 @@ def test_only_deferred_steps_are_to_come(paging: Paging) -> None:
         del model, optimizer
 
 
-def test_dropped_gradients_give_their_memory_back(paging: Paging) -> None:
-    """After zero_grad nothing of a gradient is kept longer than the step that still needs it."""
-    model = paging.build(partial(mlp, depth=4), RESIDENT)
+@pytest.mark.parametrize("setting", [RESIDENT, ROOMY], ids=str)
+def test_dropped_gradients_give_their_memory_back(paging: Paging, setting: Setting) -> None:
+    """After zero_grad nothing of a gradient is kept longer than the step that still needs it: none at all where
+    everything stays, since nothing is put off there."""
+    model = paging.build(partial(mlp, depth=4), setting)
     optimizer = deepoffload.CPUAdamW(model.parameters(), **ADAMW)
     assert deepoffload.stats(model)["host_gradient_bytes"] == 0
     backward(model, 1)
     optimizer.step()
     optimizer.zero_grad()
-    assert deepoffload.stats(model)["host_gradient_bytes"] == sum(p.nbytes for p in model.parameters())
+    left = deepoffload.stats(model)["host_gradient_bytes"]
+    assert left == 0 if setting is RESIDENT else 0 < left <= sum(p.nbytes for p in model.parameters())
     with torch.no_grad():
         model(rows())
     assert deepoffload.stats(model)["host_gradient_bytes"] == 0

@@ -363,22 +363,31 @@ def test_sgd_without_momentum_moves_no_state(paging: Paging) -> None:
     assert optimizer.state_dict()["state"] == {}
 
 
+@pytest.mark.parametrize("when", ["before", "after", "itself"])
+@pytest.mark.parametrize("setting", [RESIDENT, TIGHT, EVICTING], ids=str)
 @pytest.mark.parametrize("overlap", ["none", "deferred"])
-def test_a_weight_given_other_memory_before_the_step(paging: Paging, overlap: str) -> None:
-    """``Tensor.set_`` passes no door; what it put in the place of an evicted weight is what the step starts from."""
+def test_a_weight_given_other_memory_around_the_step(paging: Paging, overlap: str, setting: Setting, when: str) -> None:
+    """``Tensor.set_`` passes no door: what it put in the place of a weight, evicted or not, is what the step starts
+    from, or what it is after the step."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        weight = model[2].weight
         for seed in range(3):
             model(rows(seed=seed)).square().mean().backward()
+            given = torch.linspace(-0.1, 0.1, weight.numel()).view(weight.shape) * (seed + 1)
             with torch.no_grad():
-                weight = model[2].weight
-                torch.Tensor.set_(weight, torch.linspace(-0.1, 0.1, weight.numel()).view(weight.shape) * (seed + 1))
-            optimizer.step()
+                if when == "before":
+                    torch.Tensor.set_(weight, given)
+                optimizer.step()
+                if when == "after":
+                    torch.Tensor.set_(weight, given)
+                if when == "itself":
+                    torch.Tensor.set_(weight, weight)
             optimizer.zero_grad()
         return weights_of(model)
 
     torch.manual_seed(0)
-    plain = mlp()
-    expected = train(plain, deepoffload.CPUAdamW(plain.parameters(), lr=1e-2))
-    model = paging.build(mlp, replace(EVICTING, step_overlap=overlap), key="mlp")
+    twin = mlp()
+    expected = train(twin, deepoffload.CPUAdamW(twin.parameters(), lr=1e-2))
+    model = paging.build(mlp, replace(setting, step_overlap=overlap), key="mlp")
     assert_same_bits(expected, train(model, deepoffload.CPUAdamW(model.parameters(), lr=1e-2)))

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import errno
 import math
+import os
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -142,3 +145,60 @@ def test_the_other_engine_makes_its_step_too(paging: Paging, monkeypatch: pytest
         raised += repeated
         assert_same_bits(expected, got)
     assert raised, "nothing has failed: this tested nothing"
+
+
+class Interrupting:
+    """Sends a real SIGINT at the ``line``-th line of deepoffload's Python that runs inside; none for 0."""
+
+    def __init__(self, line: int) -> None:
+        self.lines, self._line = 0, line
+
+    def __enter__(self) -> Interrupting:
+        sys.settrace(self._enter_call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter_call(self, frame: Any, event: str, argument: Any) -> Any:
+        return self._see_line if "/deepoffload/" in frame.f_code.co_filename else None
+
+    def _see_line(self, frame: Any, event: str, argument: Any) -> Any:
+        self.lines += event == "line"
+        if self.lines == self._line:
+            sys.settrace(None)
+            os.kill(os.getpid(), signal.SIGINT)
+        return self._see_line
+
+
+@pytest.mark.parametrize("overlap", ["none", "deferred"])
+def test_interrupted_again_and_again(paging: Paging, overlap: str) -> None:
+    """A step that is gone on with, and interrupted once more anywhere in that, still is one step."""
+
+    def begin() -> tuple[nn.Module, Any]:
+        model = paging.build(mlp, replace(SERIAL, step_overlap=overlap), key="mlp")
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+        model(rows()).square().mean().backward()
+        return model, optimizer
+
+    def step(optimizer: Any, line: int) -> int:
+        with Interrupting(line) as interrupting:
+            optimizer.step()
+        return interrupting.lines
+
+    model, optimizer = begin()
+    lines = step(optimizer, 0)
+    expected = weights_of(model)
+    caught = 0
+    for place in range(1, 20):
+        model, optimizer = begin()
+        for line in (lines * 9 // 10, place * lines // 20 if place < 16 else 5 * place, 0):
+            try:
+                step(optimizer, line)
+                break
+            except KeyboardInterrupt:
+                caught += 1
+                if line and optimizer.state and optimizer._interrupted is None:
+                    break  # it came between the end of the step and the return of the call
+        assert_same_bits(expected, weights_of(model))
+    assert caught > 20, "hardly anything was interrupted twice: this tested nothing"

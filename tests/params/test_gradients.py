@@ -411,3 +411,17 @@ def test_sparse_gradients_are_refused_by_our_optimizer(paging: Paging) -> None:
     with pytest.raises(RuntimeError, match=r"table.weight has a sparse gradient.*sparse=False"):
         optimizer.step()
     assert_same_bits(before, weights_of(model))
+
+
+def test_detach_in_place(same: Same) -> None:
+    """The old ``zero_grad``."""
+
+    def program(model: nn.Module) -> Any:
+        backward(model)
+        for param in model.parameters():
+            param.grad.detach_()
+            param.grad.zero_()
+        backward(model, seed=2)
+        return gradients_of(model)
+
+    same(mlp, program)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import deepoffload
 from deepoffload.errors import UnsupportedError
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
@@ -84,9 +85,18 @@ def test_vmap_over_inputs(same: Same) -> None:
     same(mlp, program, room=4.0)
 
 
-def test_gradients_of_raw_parameters_by_torch_func(same: Same) -> None:
+@pytest.mark.parametrize("detached", [True, False], ids=["detached", "raw"])
+@pytest.mark.parametrize("trained", [0, 2])
+def test_gradients_by_torch_func(same: Same, detached: bool, trained: int) -> None:
+    """Raw parameters pass no door: the windows of the modules that are called with them find them."""
+
     def program(model: nn.Module) -> Any:
-        params = {name: param.detach() for name, param in model.named_parameters()}
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+        for seed in range(trained):
+            model(rows(seed=seed)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        params = {name: param.detach() if detached else param for name, param in model.named_parameters()}
 
         def loss(params: dict[str, Tensor]) -> Tensor:
             return torch.func.functional_call(model, params, (rows(),)).square().mean()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 
 from tests.support.loops import gradients_of
 from tests.support.models import TinyGPT, batch, mlp, next_token_loss, rows
-from tests.support.paging import Same
+from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging, Same, Setting
 
 HOLDING = 4.0
 """Room for programs that keep most weights alive themselves, as attributes or in graphs that see no hooks."""
@@ -333,3 +333,14 @@ def test_anomaly_detection(same: Same) -> None:
 
     with pytest.warns(UserWarning, match="Anomaly Detection"):
         same(mlp, program)
+
+
+@pytest.mark.parametrize("setting", [RESIDENT, TIGHT, EVICTING], ids=str)
+def test_new_data_between_forward_and_backward(paging: Paging, setting: Setting) -> None:
+    """torch keeps the old memory for backward; ours has been written over, so backward refuses."""
+    model = paging.build(mlp, setting, key="mlp")
+    loss = model(rows()).square().mean()
+    model[2].weight.data = model[2].weight.data * 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model(rows()).square().mean().backward()
