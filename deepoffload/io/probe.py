@@ -6,6 +6,7 @@ of this disk instead of guesses.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -147,9 +148,18 @@ def store_bandwidth(measured: Bandwidth) -> Path | None:
         with tempfile.NamedTemporaryFile("w", dir=cache.parent, suffix=".tmp", delete=False) as file:
             json.dump(asdict(measured), file, indent=1)
         os.replace(file.name, cache)
+        _forget_old(cache.parent)
     except OSError:
         return None
     return cache
+
+
+def _forget_old(directory: Path) -> None:
+    """Remove what is too old to be used: every path that was ever trained on has left a file."""
+    for file in directory.glob("bandwidth-*.json"):
+        with contextlib.suppress(FileNotFoundError):  # another process does the same
+            if time.time() - file.stat().st_mtime > CACHE_MAX_AGE_S:
+                file.unlink()
 
 
 def stripe_weights(measured: Sequence[Bandwidth]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 
@@ -81,6 +82,16 @@ def test_an_old_measurement_is_taken_again(make_engine, disk, cache):
     (file,) = cache.iterdir()
     file.write_text(json.dumps({**json.loads(file.read_text()), "measured_at_unix_s": time.time() - 100 * 86400}))
     assert measure_bandwidth(disk, engine, time_s=0.05).measured_at_unix_s > first.measured_at_unix_s
+
+
+def test_files_too_old_to_be_used_are_removed(disk, cache):
+    cache.mkdir(parents=True)
+    old, recent, other = cache / "bandwidth-old.json", cache / "bandwidth-recent.json", cache / "somebody's.json"
+    for file, days in ((old, 31), (recent, 29), (other, 31)):
+        file.touch()
+        os.utime(file, (time.time() - days * 86400,) * 2)
+    kept = store_bandwidth(Bandwidth(str(disk), "pool", True, 1e9, 2e9, 1.5e9, time.time()))
+    assert sorted(cache.iterdir()) == sorted([kept, recent, other])
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(make_engine, disk, tmp_path, monkeypatch):
