@@ -1,11 +1,14 @@
-"""Functions that need no bytes of the tensors they are called with: they pass every door."""
+"""Functions that need no bytes of what they are called with: they pass every door, or are answered from the slot."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from deepoffload.params.torch_private import bare
 
 _ATTRIBUTES = (
     "shape dtype device requires_grad is_leaf grad_fn layout ndim names itemsize nbytes output_nr retains_grad name "
@@ -33,3 +36,28 @@ def _metadata() -> frozenset[Any]:
 
 
 METADATA = _metadata()
+
+
+def _stride(func: Any, args: Any, kwargs: Any) -> Any:
+    slot = args[0]._slot
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return tuple(slot.stride) if dim is None else slot.stride[dim]
+
+
+def _storage_offset(func: Any, args: Any, kwargs: Any) -> int:
+    return 0
+
+
+def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
+    slot = args[0]._slot
+    with bare():
+        like = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="meta")
+        return like.is_contiguous(*args[1:], **kwargs)
+
+
+LAYOUT: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    Tensor.stride: _stride,
+    Tensor.storage_offset: _storage_offset,
+    Tensor.is_contiguous: _is_contiguous,
+}
+"""Questions that a stand-in would answer wrongly: how the elements will lie."""

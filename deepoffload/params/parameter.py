@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.params.lazy import lazy_weight
-from deepoffload.params.metadata import METADATA
+from deepoffload.params.metadata import LAYOUT, METADATA
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import (
     bare,
@@ -441,23 +441,6 @@ def _share_memory(func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _stride(func: Any, args: Any, kwargs: Any) -> Any:
-    slot = args[0]._slot
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return tuple(slot.stride) if dim is None else slot.stride[dim]
-
-
-def _storage_offset(func: Any, args: Any, kwargs: Any) -> int:
-    return 0
-
-
-def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
-    slot = args[0]._slot
-    with bare():
-        like = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="meta")
-        return like.is_contiguous(*args[1:], **kwargs)
-
-
 def _repr(func: Any, args: Any, kwargs: Any) -> str:
     tensor = args[0]
     slot = tensor._slot
@@ -480,9 +463,7 @@ def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
         Tensor.detach_: _detach_in_place,
         Tensor.share_memory_: _share_memory,
         Tensor.__dlpack__: _dlpack,
-        Tensor.stride: _stride,
-        Tensor.storage_offset: _storage_offset,
-        Tensor.is_contiguous: _is_contiguous,
+        **LAYOUT,
         Tensor.__repr__: _repr,
     }
     return table
