@@ -43,11 +43,10 @@ def _parse_text(text: str) -> int:
         raise ValueError(f'expected bytes, such as 2147483648, "2GiB" or "500MB", not "{text}"')
     unit = match["unit"].upper()
     if unit and unit not in _FACTORS:
-        guess = f'; write "{match["number"]}{unit}iB" (1024) or "{match["number"]}{unit}B" (1000)'
-        known = "B, KB to PB, KiB to PiB"
-        raise ValueError(
-            f'unknown unit "{match["unit"]}"{guess if len(unit) == 1 and unit in "KMGTP" else f"; known are {known}"}'
-        )
+        hint = "known are B, KB to PB, KiB to PiB"
+        if len(unit) == 1 and unit in "KMGTP":
+            hint = f'write "{match["number"]}{unit}iB" (1024) or "{match["number"]}{unit}B" (1000)'
+        raise ValueError(f'unknown unit "{match["unit"]}"; {hint}')
     mantissa, _, exponent = match["number"].lower().partition("e")
     if exponent and int(exponent) > _NUMBER_MAX_DIGITS:
         raise ValueError(f'"{text}" is more bytes than any machine has')

@@ -9,8 +9,9 @@ from torch import nn
 
 from deepoffload.config import Config
 from deepoffload.errors import PlacementError, UsageError
-from deepoffload.memory.arena import PAGE_BYTES, Arena, round_up
+from deepoffload.memory.arena import Arena
 from deepoffload.memory.tier_manager import TierManager
+from deepoffload.native.aio import PAGE_BYTES, round_up
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
 from deepoffload.params.slot import dense_stride

@@ -15,8 +15,6 @@ from typing import Any
 from deepoffload.errors import BudgetError
 from deepoffload.native.aio import PAGE_BYTES, HostMapping, ffi, round_up
 
-__all__ = ["PAGE_BYTES", "Arena", "round_up"]
-
 
 class Arena:
     """A page-granular allocator over one :class:`HostMapping`.

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterable
 
 from deepoffload.errors import BudgetError, ClosedError, IoFailure
 from deepoffload.io.swap_space import SwapSpace
-from deepoffload.memory.arena import Arena, round_up
+from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState
 from deepoffload.memory.compaction import cheapest_run
 from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.no_room import no_room
 from deepoffload.memory.transfers import TierCounters, Transfers
+from deepoffload.native.aio import round_up
 from deepoffload.schedule.placement import Kind
 from deepoffload.timeline import Timeline
 

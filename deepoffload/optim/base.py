@@ -211,13 +211,16 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             for pager in pagers:
                 pager.end_of_step()
             return False
-        for update in self._enter_step(work, pagers, grad_factor):
+        for update in self._enter_step(work, pagers, grad_factor, whole=True):
             update.run(defer=update.pager.defer_updates)
         self._finish_step(pagers)
         return True
 
-    def _enter_step(self, work: _Work, pagers: list[Pager], grad_factor: float) -> list[HostUpdate]:
-        """From here on the step happens: it counts, ordinary parameters make it, and every unit has it to make."""
+    def _enter_step(self, work: _Work, pagers: list[Pager], grad_factor: float, *, whole: bool) -> list[HostUpdate]:
+        """From here on the step happens: it counts, ordinary parameters make it, and every unit has it to make.
+
+        ``whole``: of all gradients, so that a failure is gone on with by the next :meth:`step`.
+        """
         updates = []
         for pager in pagers:
             mine = {handle: job for handle, (_, job) in work.paged.items() if handle.pager is pager}
@@ -230,7 +233,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             self._ordinary.run([(param, self.state[param], job) for param, job in work.ordinary], grad_factor)
             for update in updates:
                 update.hand_over()
-            self._interrupted = {update.gradients: update.gradients.changes for update in updates}
+            if whole:
+                self._interrupted = {update.gradients: update.gradients.changes for update in updates}
         return updates
 
     def _finish_step(self, pagers: Iterable[Pager]) -> None:
@@ -247,8 +251,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         work = self._work(set(handles))
         self._in_backward.used(self.param_groups)
         pagers = [handles[0].pager] if isinstance(handles[0].pager, Pager) else []
-        for update in self._enter_step(work, pagers, 1.0):
-            self._interrupted = None  # what fails here goes on with the backward's next gradient, or in step()
+        for update in self._enter_step(work, pagers, 1.0, whole=False):
             update.run(defer=False)
             for handle in update.jobs:
                 update.gradients.assign(handle, None)

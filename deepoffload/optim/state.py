@@ -12,10 +12,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from deepoffload.memory.arena import round_up
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
+from deepoffload.native.aio import round_up
 from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType, StateLayout
 from deepoffload.optim.eight_bit import SIGNED_FIELDS, num_blocks
 from deepoffload.optim.rule import SCALE_SUFFIX

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.errors import UsageError
-from deepoffload.memory.arena import round_up
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
+from deepoffload.native.aio import round_up
 from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType, StateLayout
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.state import LAYOUTS, PieceView, equalise_room, make_pieces, whole_segment

@@ -14,7 +14,7 @@ from torch import nn
 from deepoffload.config import Config, Precision
 from deepoffload.device import Tier
 from deepoffload.errors import PlacementError
-from deepoffload.memory.arena import round_up
+from deepoffload.native.aio import round_up
 from deepoffload.optim.checks import STATE_DTYPES
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager

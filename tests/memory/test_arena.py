@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepoffload.errors import BudgetError
-from deepoffload.memory.arena import PAGE_BYTES, Arena, round_up
+from deepoffload.memory.arena import Arena
+from deepoffload.native.aio import PAGE_BYTES, round_up
 
 PAGES = 16
 

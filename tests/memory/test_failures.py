@@ -10,9 +10,10 @@ import pytest
 from deepoffload.errors import ClosedError, IoFailure
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.swap_space import SwapSpace
-from deepoffload.memory.arena import PAGE_BYTES, Arena
+from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Block, BlockState
 from deepoffload.memory.tier_manager import TierManager
+from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.schedule.placement import Kind
 
 

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from deepoffload.errors import BudgetError, IoFailure
-from deepoffload.memory.arena import PAGE_BYTES
 from deepoffload.memory.block import Block, BlockState
+from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.schedule.placement import Kind
 from tests.memory.conftest import Owner, Rig
 
