@@ -44,14 +44,15 @@ template <class V, bool kSigned> struct EightBit {
         return !finite ? float_of(0x7FC00000u) : largest < kSmallestAbsmax ? 0.0f : largest;
     }
 
-    // All of one block; `values` has kStateBlock elements.
+    // All of one block; `values` has kStateBlock elements. `absmax` need not be aligned, as no address need be.
     static inline void store_block(std::uint8_t* codes, float* absmax, const float* values, F lanes) {
-        *absmax = scale(lanes);
-        if (!(*absmax > 0.0f)) { // zeros, or a NaN, which the scale alone carries
+        const float largest = scale(lanes);
+        Scalar::store(absmax, largest);
+        if (!(largest > 0.0f)) { // zeros, or a NaN, which the scale alone carries
             std::memset(codes, 0, kStateBlock);
             return;
         }
-        const F inverse = V::set1(1.0f / *absmax);
+        const F inverse = V::set1(1.0f / largest);
         for (std::size_t i = 0; i < kStateBlock; i += V::kWidth)
             store(codes + i, V::load(values + i), inverse);
     }
@@ -72,7 +73,7 @@ template <class V, class R, WeightForm kForm, DType kGrad> struct EightBitUpdate
         std::uint8_t* const codes2 = static_cast<std::uint8_t*>(a.state[1]) + i;
         float* const absmax1 = a.absmax[0] + i / kStateBlock;
         float* const absmax2 = a.absmax[1] + i / kStateBlock;
-        const F scale1 = V::set1(*absmax1), scale2 = V::set1(*absmax2);
+        const F scale1 = V::set1(Scalar::load(absmax1)), scale2 = V::set1(Scalar::load(absmax2));
         alignas(64) float first[kStateBlock], second[kStateBlock];
         F largest1 = V::set1(0.0f), largest2 = largest1;
         for (std::size_t j = 0; j < kStateBlock; j += V::kWidth) {
@@ -155,7 +156,7 @@ void dequantize_run(const void* codes, const float* absmax, float* dst, std::siz
         float values[kStateBlock];
         std::uint8_t block[kStateBlock] = {};
         std::memcpy(block, static_cast<const std::uint8_t*>(codes) + i, count);
-        const typename V::F scale = V::set1(absmax[i / kStateBlock]);
+        const typename V::F scale = V::set1(Scalar::load(absmax + i / kStateBlock));
         for (std::size_t j = 0; j < kStateBlock; j += V::kWidth)
             V::store(values + j, E::load(block + j, scale));
         std::memcpy(dst + i, values, count * sizeof(float));

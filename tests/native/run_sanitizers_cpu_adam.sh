@@ -2,8 +2,8 @@
 # The host kernels under the address, undefined-behaviour and thread sanitizers.
 #   tests/native/run_sanitizers_cpu_adam.sh [DIRECTORY]   (files go to DIRECTORY, by default a temporary one)
 # First every kernel of every instruction set of this CPU, then several callers at once on the own pool, in C++ programs
-# without the interpreter; then, with PYTHON set
-# or python3 having pytest, the Python tests of the kernels over a module built so, in a copy of the package.
+# without the interpreter; then, with PYTHON set or python3 having pytest, the Python tests of the kernels over a module
+# built so, in a copy of the package.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$(mktemp -d "${1:-${TMPDIR:-/tmp}}/doff-sanitize.XXXXXX")
@@ -37,9 +37,9 @@ mkdir "$work/tree"
 cp -r "$root/deepoffload" "$root/csrc" "$root/tests" "$root/pyproject.toml" "$work/tree/"
 cd "$work/tree"
 CXX="$cxx" CPU_ADAM_OBJECTS="$work/objects" CXXFLAGS="$flags" "$python" csrc/cpu_adam/build.py
-# The interpreter itself leaks by design; children of the tests inherit all this.
+# The interpreter itself leaks by design; children of the tests inherit all this. What a sanitizer says goes past pytest.
 LD_PRELOAD="$("$cxx" -print-file-name=libasan.so) $("$cxx" -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH="$work/tree" \
-    "$python" -m pytest -q -p no:cacheprovider --confcutdir tests/native \
+    "$python" -m pytest -q --capture=sys -p no:cacheprovider --confcutdir tests/native \
     tests/native/test_cpu_adam.py tests/native/test_cpu_adam_states.py tests/native/test_cpu_adam_sisters.py \
     tests/native/test_cpu_adam_arguments.py tests/native/test_landing.py
