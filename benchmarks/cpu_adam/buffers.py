@@ -38,7 +38,8 @@ class Buffers:
         self.weight16, self.grad16, self.exp_avg16, self.exp_avg_sq16 = (
             make(n, torch.bfloat16).copy_(array) for array in fp32
         )
-        self.landed16, self.remainder = make(n, torch.bfloat16).zero_(), make(n, torch.int16).zero_()
+        self.landed16, self.bucket16 = (make(n, torch.bfloat16).zero_() for _ in range(2))
+        self.remainder = make(n, torch.int16).zero_()
         self.codes = [make(n, torch.int8).zero_(), make(n, torch.uint8).zero_()]
         self.scales = [torch.zeros(-(-n // STATE_BLOCK)) for _ in range(2)]
 

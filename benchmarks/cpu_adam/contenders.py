@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from buffers import Buffers
 from torch import Tensor
+from zero_parts import CLIP_NORM, LANDING, STEP, zero3_parts
 
 import deepoffload
 from deepoffload.native import cpu_adam
@@ -23,20 +24,19 @@ from deepoffload.native.cpu_adam import STATE_BLOCK, AdamHyper, DType, StateDTyp
 HERE = Path(__file__).resolve().parent
 HYPER = AdamHyper(lr=1e-6, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, step=100)
 STREAMS = ("stream", "stream_prefetch")
-CLIP_NORM = 1.0
 PARAMETER_NUMEL = 1 << 22
 """Elements per parameter where a contender works parameter by parameter: a 2048 x 2048 matrix."""
 
-FP32, MASTER, SPLIT = "ours fp32", "ours whole update, factor known", "ours split state, factor known"
-WITH_LANDING = "ours whole update with landing"
+FP32 = "ours fp32"
+MASTER, SPLIT = "ours, what follows the norm", "ours, what follows the norm, split state"
+WITH_LANDING = "ours, the whole update"
 ALL16 = "ours all bf16"
 LANDINGS = ("ours landing, bf16 += bf16", "ours landing, bf16 = bf16", "ours landing, fp32 += bf16")
 COPY32 = "ours landing, fp32 = bf16"
 OPTIMIZER = "ours CPUAdamW.step() fp32"
 TORCH, TORCH16 = "torch fused fp32", "torch fused, all bf16"
 DEEPSPEED, DEEPSPEED16 = "DeepSpeed fp32", "DeepSpeed all bf16"
-ZERO3, ZERO3_KNOWN = "DeepSpeed ZeRO-3 update", "DeepSpeed ZeRO-3 update, factor known"
-THREE_PASSES = "DeepSpeed cast, step, cast"
+ZERO3, ZERO3_STEP = "DeepSpeed ZeRO-3, its whole update", "DeepSpeed ZeRO-3, what follows the norm"
 
 
 @dataclass(frozen=True)
@@ -129,43 +129,30 @@ def of_torch(b: Buffers, slow: bool) -> dict[str, Contender]:
 
 
 def deepspeed(b: Buffers) -> dict[str, Contender]:
-    """DeepSpeedCPUAdam, and what ZeRO-3 does around it with the optimizer on the CPU (0.19.8, runtime/zero/stage3.py).
-
-    For each parameter ``_offload_grad_partition_at_boundary``: its norm in double (``_constant_buffered_norm2``), and
-    its gradient to fp32, copied into the flat fp32 gradient. Then ``step``: ``unscale_and_clip_grads`` multiplies that
-    one, ``_optimizer_step`` runs Adam on the flat master, and ``_reassign_or_swap_out_partitioned_parameters`` copies
-    it to the bf16 weights. Left out, though it does that too: the copies of autograd's gradients that come before.
-    """
+    """DeepSpeedCPUAdam, and what ZeRO-3 does around it with the optimizer on the CPU (zero_parts.py)."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     def adam(*state: Tensor, fp32_states: bool = True) -> Callable[[], Any]:
         return optimizer_step(DeepSpeedCPUAdam, state, 99, fp32_optimizer_states=fp32_states)
 
     step = adam(b.weight, b.grad, b.exp_avg, b.exp_avg_sq)
-    parts = list(zip(b.grad16.split(PARAMETER_NUMEL), b.grad.split(PARAMETER_NUMEL), strict=True))
+    parts = zero3_parts(b, PARAMETER_NUMEL, step)
 
-    def update(with_norm: bool, clip_known: float | None) -> None:
-        total = torch.zeros((), dtype=torch.double)
-        for grad16, grad in parts:
-            if with_norm:
-                norm = (grad16.data.to(torch.double).norm(2) ** 2.0) ** 0.5
-                total += norm**2
-            grad.copy_(grad16.to(dtype=torch.float32))
-        if clip_known is not None:
-            b.grad.mul_(clip_known)
-        elif with_norm:
-            clip = torch.clamp((total.sqrt() + 1e-6) / CLIP_NORM, min=1.0)
-            b.grad.mul_(1.0 / clip)
-        step()
-        b.weight16.data.copy_(b.weight.data)
+    def run(names: tuple[str, ...]) -> Callable[[], None]:
+        calls = [parts[name] for name in names]
+
+        def run_all() -> None:
+            for call in calls:
+                call()
+
+        return run_all
 
     mixed = (b.weight16, b.grad16, b.exp_avg, b.exp_avg_sq)
     all16 = (b.weight16, b.grad16, b.exp_avg16, b.exp_avg_sq16)
     return {
         DEEPSPEED: Contender(28, step),
-        ZERO3: Contender(32, lambda: update(True, None)),
-        ZERO3_KNOWN: Contender(28, lambda: update(False, 0.5)),
-        THREE_PASSES: Contender(28, lambda: update(False, None)),
+        ZERO3: Contender(32, run((*LANDING, *STEP))),
+        ZERO3_STEP: Contender(28, run(STEP)),
         "DeepSpeed bf16 weight and gradient, fp32 moments": Contender(22, adam(*mixed)),
         DEEPSPEED16: Contender(14, adam(*all16, fp32_states=False)),
     }

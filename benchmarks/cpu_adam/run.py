@@ -6,7 +6,8 @@
 Every round runs every contender once, in rotating order. A ratio is the median over the rounds of "bytes that the
 algorithm must move, over time", divided by the better of two Adam-shaped streams in C (4 reads, 3 in-place writes) of
 the same round. "The whole update" begins with a bf16 gradient from autograd and ends with the bf16 weight: global norm,
-unscale, clip, step on the fp32 master. "factor known": without the norm, on both sides. The JSON goes to
+unscale, clip, step on the fp32 master; DeepSpeed's is written after its code (zero_parts.py; whole.py runs its own
+engine). "What follows the norm" is that without the landing, for 28 bytes per parameter. The JSON goes to
 benchmarks/results/; --add keeps the runs that it has. Peers that are installed take part. Many small parameters are
 another question: many.py.
 """
@@ -45,8 +46,7 @@ TIMES_AS_FAST = (
     (c.ALL16, c.TORCH16, 1.0),
     (c.ALL16, c.DEEPSPEED16, 1.0),
     (c.WITH_LANDING, c.ZERO3, 3.5),
-    (c.MASTER, c.ZERO3_KNOWN, None),
-    (c.MASTER, c.THREE_PASSES, None),
+    (c.MASTER, c.ZERO3_STEP, None),
 )
 """Ours, the peer that does the same work, and how many times as fast we want to be; None: for information."""
 
@@ -141,7 +141,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
     threads = max(run["threads"] for run in runs)
     chosen = {run["parameters"]: run["rows"] for run in runs if run["threads"] == threads and run["huge_pages"]}
-    drawn = (c.FP32, c.OPTIMIZER, c.TORCH, c.DEEPSPEED, c.MASTER, c.ZERO3_KNOWN, c.WITH_LANDING, c.ZERO3)
+    drawn = (c.FP32, c.OPTIMIZER, c.TORCH, c.DEEPSPEED, c.MASTER, c.ZERO3_STEP, c.WITH_LANDING, c.ZERO3)
     figure, axes = pyplot.subplots(figsize=(8, 5.5))
     for name in ("stream", *drawn):
         rows = [(n, rows[name]["ns_per_param"]) for n, rows in sorted(chosen.items()) if name in rows]
