@@ -1,6 +1,6 @@
 """What DeepSpeed's ZeRO-3 does between autograd's gradients and the new weights, part by part.
 
-Written after DeepSpeed 0.19.8, runtime/zero/stage3.py, for one rank, bf16, one backward per step and the optimizer on the
+Written after DeepSpeed 0.19.8, runtime/zero/stage3.py, for one rank, bf16, one backward per step, the optimizer on the
 CPU; every part names the function that does it there. Memory that DeepSpeed keeps from step to step is kept here,
 temporary tensors are temporary. The reduce-scatter of the only rank with itself is left out. All parts are always made:
 the norm also where nothing is clipped, the pass that unscales also where the factor is one. ``whole.py`` measures
