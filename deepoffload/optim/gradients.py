@@ -32,6 +32,11 @@ from deepoffload.timeline import Lane
 
 NATIVE_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 
+LIGHT_NUMEL = 1 << 14
+LIGHT_BYTES = 2 << 20
+"""Gradients of at most so many elements, and so many bytes in all, may stay outside of their blocks where nothing is
+moved: to let one land costs more than its memory."""
+
 _SHOWN_REFERENCES = 3
 """References to a gradient object that nobody but its slot holds, as ``_forget_shown`` counts them."""
 
@@ -52,6 +57,8 @@ class Gradients:
         self.changes = 0
         self.early: EarlyUpdates | None = None
         self._in_block: dict[int, list[ParamHandle]] = {}
+        self._light: set[ParamHandle] = set()
+        self._light_bytes = 0
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -82,6 +89,9 @@ class Gradients:
             return  # complex, float64: autograd keeps such gradients itself
         if handle.grad_slot is None:
             self._late(handle)
+        if handle.numel <= LIGHT_NUMEL and self._light_bytes + handle.nbytes <= LIGHT_BYTES:
+            self._light_bytes += handle.nbytes
+            self._light.add(handle)
         with bare():
             handle.grad_hook = Tensor.register_post_accumulate_grad_hook(param, _landed)
 
@@ -97,10 +107,18 @@ class Gradients:
     # -- landing ---------------------------------------------------------------------------------------------------
 
     def land(self, param: Tensor, handle: ParamHandle) -> None:
-        """Take over what autograd has just put into ``param.grad``."""
+        """Take over what autograd has just put into ``param.grad``.
+
+        A small gradient stays autograd's own where nothing is ever moved.
+        """
+        self.changes += 1
+        if handle in self._light and handle.grad_state is GradientState.EMPTY and self.early is None:
+            if self.pager.rests():
+                self.pager.forget_casts()
+                handle.grad_state = GradientState.USER
+                return
         grad = get_grad(param)
         slot, unit = handle.grad_slot, handle.unit
-        self.changes += 1
         if self.early is not None:
             self.early.refuse_more(handle)
         if unit is not None and unit.pending is not None:
@@ -207,8 +225,13 @@ class Gradients:
                 return
             if type(value) is OffloadedGradient:
                 value = self._as_ordinary(value)
+        if handle.grad_state is GradientState.USER:
+            self.pager.catch_up(handle.unit)  # an update that failed half-way still needs it
         set_grad(param, value)  # torch checks shape, dtype and device before anything else changes
         self.changes += 1
+        if value is None and handle.grad_state is GradientState.USER:
+            handle.grad_state = GradientState.EMPTY
+            return
         with self.pager.lock:
             if value is not None:
                 self.pager.catch_up(handle.unit)
@@ -300,10 +323,12 @@ class Gradients:
         raw = get_grad(param) if param is not None else None
         if raw is None:
             return 0.0, False
-        with bare():
-            total = (
-                float(raw.to_dense().double().square().sum()) if raw.is_sparse else float(raw.double().square().sum())
+        if raw.dtype in NATIVE_DTYPES and raw.layout is torch.strided and raw.stride() == handle.stride:
+            return cpu_adam.sum_of_squares(
+                raw.data_ptr(), handle.numel, dtype=NATIVE_DTYPES[raw.dtype], num_threads=num_threads()
             )
+        with bare():
+            total = float((raw.to_dense() if raw.is_sparse else raw).double().square().sum())
         return total, not math.isfinite(total)
 
     def user_gradient(self, handle: ParamHandle, keep: list[Tensor]) -> tuple[int, DType]:

@@ -213,7 +213,7 @@ class Pager:
         for unit in units:
             if unit.pending is not None:
                 self.catch_up(unit)
-        if self._rests():
+        if self.rests():
             return
         self._event(("f", *(u.index for u in units)), tuple(u.weights.id for u in units))
 
@@ -229,10 +229,14 @@ class Pager:
             self.use_backward(handle.unit)
         self.pin(handle)
 
-    def use_backward(self, unit: Unit) -> None:
+    def forget_casts(self) -> None:
+        """A backward is running: what casts weights from now on is another forward."""
         if self.cast_by:
             self.cast_by.clear()
-        if self._rests():
+
+    def use_backward(self, unit: Unit) -> None:
+        self.forget_casts()
+        if self.rests():
             return
         gradients = () if unit.gradients is None else (unit.gradients.id,)
         self._event(("b", unit.index), (unit.weights.id, *gradients))
@@ -253,7 +257,7 @@ class Pager:
             if self.closed_because is None:
                 self.pump()
 
-    def _rests(self) -> bool:
+    def rests(self) -> bool:
         """True when nothing is to be learnt from an event, because nothing will ever be moved."""
         return self.tiers.all_stay() and self.tiers.timeline is None and not self._deaths and not self.evict_always
 

@@ -26,6 +26,7 @@ from deepoffload.params.torch_private import (
     no_torch_function,
     refuse_tracing,
     set_data,
+    set_grad,
     version_of,
 )
 from deepoffload.params.unit import ParamHandle, SlotOwner
@@ -63,7 +64,11 @@ class OffloadedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        _assign_grad(_RAW_GRAD.__set__, (self, value), {})
+        gradients = self._slot.pager.gradients
+        if gradients is None:
+            set_grad(self, value)
+        else:
+            gradients.assign(self._slot, value)
 
     @grad.deleter
     def grad(self) -> None:
