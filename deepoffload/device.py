@@ -6,6 +6,7 @@ Nothing here touches torch: the pure layers (``config``, ``schedule``) name tier
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 
 from deepoffload.errors import ConfigError
@@ -27,18 +28,12 @@ class Tier(enum.Enum):
         return list(Tier).index(self)
 
 
-class DeviceKind(enum.Enum):
-    """What computes. Algorithms never ask for it; only the objects that stand for streams and events differ."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
 @dataclass(frozen=True)
 class Device:
-    """The device a model computes on, by name only."""
+    """The device a model computes on, by name only: ``kind`` is torch's name for its sort. Whether torch has such a
+    device, :class:`deepoffload.memory.accelerator.Accelerator` finds out."""
 
-    kind: DeviceKind
+    kind: str
     index: int | None = None
 
     @classmethod
@@ -46,18 +41,18 @@ class Device:
         """Read torch's spelling of a device, such as ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
 
         Raises:
-            ConfigError: the name is of no device that deepoffload can drive.
+            ConfigError: this is no name of a device, or one that cannot be computed on piece by piece.
         """
-        kind_name, _, index = name.partition(":")
-        known = {kind.value: kind for kind in DeviceKind}
-        if kind_name not in known or (":" in name and not index.isdecimal()):
-            raise ConfigError(f'device "{name}" is not known; expected one of {", ".join(known)}, or such as "cuda:1"')
-        return cls(known[kind_name], int(index) if index else None)
+        kind, _, index = name.partition(":")
+        malformed = re.fullmatch("[a-z][a-z0-9_]*", kind) is None or (":" in name and not index.isdecimal())
+        if malformed or kind in ("meta", "mps") or (kind == "cpu" and index not in ("", "0")):
+            raise ConfigError(f'device "{name}" cannot be used; expected "cpu", "cuda", or such as "cuda:1"')
+        return cls(kind, int(index) if index and kind != "cpu" else None)
 
     @property
     def shares_host_memory(self) -> bool:
         """Whether DEVICE and HOST are the same memory, so that the two budgets are one pool."""
-        return self.kind is DeviceKind.CPU
+        return self.kind == "cpu"
 
     def __str__(self) -> str:
-        return self.kind.value if self.index is None else f"{self.kind.value}:{self.index}"
+        return self.kind if self.index is None else f"{self.kind}:{self.index}"

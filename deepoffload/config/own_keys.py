@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from deepoffload.config.keys import Key, Kind, Treatment, boolean, choice, integer, paths, size
+from deepoffload.config.keys import Key, Kind, Mismatch, Treatment, boolean, choice, integer, paths, size
 from deepoffload.config.schema import AioBackend, Precision, StepOverlap
-from deepoffload.device import Tier
+from deepoffload.device import Device, Tier
+from deepoffload.errors import ConfigError
 
 DIRECT_IO_ALIGNMENT_BYTES = 4096
 REQUEST_BYTES_MAX = 1 << 30
@@ -20,12 +21,29 @@ def tier_limit() -> Kind:
     )
 
 
+def device() -> Kind:
+    """torch's name of a device."""
+
+    def normalise(value: object) -> object:
+        try:
+            return str(Device.parse(str(value)))
+        except ConfigError as error:
+            raise Mismatch(str(error)) from None
+
+    return Kind('a device, such as "cuda:0" or "cpu"', normalise)
+
+
 def _own(path: str, kind: Kind, text: str, default: object = None) -> Key:
     return Key(path, kind, Treatment.HONOURED, text, default, field=path)
 
 
 OWN_KEYS = (
-    _own("device_budget", size(1), "Bytes of device memory. On a CPU device one pool with `host_budget`."),
+    _own("device", device(), "What computes, such as `cuda:1` or `cpu`; not said: a GPU where there is one."),
+    _own(
+        "device_budget",
+        size(1),
+        "Bytes of device memory for weights; activations are beside it. On a CPU device one pool with `host_budget`.",
+    ),
     _own("host_budget", size(1), "Bytes of host memory for weights, gradients, optimizer state and transfer buffers."),
     _own("nvme_budget", size(), "Bytes of disk. 0 keeps everything off the disk."),
     _own("nvme_path", paths(), "Directory for the swap file, or a list of them on different disks.", ()),

@@ -63,6 +63,7 @@ def _merge(base: dict[str, object], top: dict[str, object]) -> dict[str, Any]:
 
 def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str) -> Config:
     simple = (
+        "device",
         "device_budget",
         "host_budget",
         "nvme_budget",

@@ -16,6 +16,9 @@ from deepoffload.machine import Machine
 HOST_SHARE = 0.7
 """Of the available memory, when no host budget is given: activations and everything else need the rest. (How much they
 need depends on what the program will do with the model, which nobody knows while it is built.)"""
+DEVICE_SHARE = 0.5
+"""Of the free device memory, when no device budget is given: the rest is for activations. No more is taken than the
+weights need."""
 DISK_SHARE = 0.9
 """Of the free disk space, when no NVMe budget is given."""
 
@@ -77,7 +80,9 @@ def resolve_budgets(config: Config, machine: Machine, device: Device, device_fre
 
 def _device(said: int | None, device: Device, free_bytes: int) -> tuple[int, str]:
     if said is None:
-        return free_bytes, f"device: all {format_bytes(free_bytes)} that are free on {device}"
+        taken = int(free_bytes * DEVICE_SHARE)
+        share = f"{DEVICE_SHARE:.0%} of the {format_bytes(free_bytes)} free"
+        return taken, f"device: up to {format_bytes(taken)} for weights on {device}, {share}"
     if said > free_bytes:
         raise BudgetError(
             f"device_budget is {format_bytes(said)}, but {device} has {format_bytes(free_bytes)} free; lower it"

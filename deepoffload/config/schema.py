@@ -119,6 +119,8 @@ class Config:
     Budgets are bytes. ``offload_param`` and ``offload_optimizer`` are the farthest tier those bytes may go to.
     """
 
+    device: str | None = None
+    """torch's name of what computes; ``None``: a GPU where torch sees one, else the CPU."""
     device_budget: int | None = None
     host_budget: int | None = None
     nvme_budget: int | None = None

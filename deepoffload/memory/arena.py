@@ -1,9 +1,9 @@
 """One mapping of exactly the budgeted bytes, and the allocator over it.
 
-Everything that deepoffload manages lives in this mapping, so the budget cannot be exceeded: there is no other memory to
-take. Blocks of two lifetimes share it (unit weights and gradients, and the pieces of optimizer state), so the
-allocator is two-ended: one kind grows from the low end, the other from the high end, which keeps holes of like sizes
-together.
+Everything that deepoffload manages in host memory lives in this mapping, so the budget cannot be exceeded: there is no
+other memory to take. Blocks of two lifetimes share it (unit weights and gradients, and the pieces of optimizer state),
+so the allocator is two-ended: one kind grows from the low end, the other from the high end, which keeps holes of like
+sizes together. The memory of a device has the same allocator.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ from deepoffload.errors import BudgetError
 from deepoffload.native.aio import PAGE_BYTES, HostMapping, ffi, round_up
 
 
-class Arena:
-    """A page-granular allocator over one :class:`HostMapping`.
+class Ranges:
+    """A page-granular, two-ended allocator: it hands out offsets and knows nothing of what lies there.
 
     Args:
-        capacity_bytes: size of the mapping; rounded *down* to whole pages, so that the budget holds.
+        capacity_bytes: rounded *down* to whole pages, so that the budget holds.
+        key: of the configuration, for the error.
+
+    Raises:
+        BudgetError: less than a page.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, key: str) -> None:
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
         if not self.capacity_bytes:
             raise BudgetError(
                 f"a budget of {capacity_bytes} bytes is less than a page of memory ({PAGE_BYTES} bytes): raise "
-                "host_budget (was a unit forgotten, as in '2GiB'?)"
+                f"{key} (was a unit forgotten, as in '2GiB'?)"
             )
-        mapping = HostMapping(self.capacity_bytes)
-        self.address = mapping.address
-        # Tensors and views over it keep the buffer; when the last of them goes, so does the mapping.
-        self.buffer: Any = ffi.buffer(ffi.cast("char *", self.address), self.capacity_bytes)
-        weakref.finalize(self.buffer, mapping.close).atexit = False
         self._hole_starts: list[int] = [0]
         self._hole_sizes: dict[int, int] = {0: self.capacity_bytes}
         self._used: dict[int, int] = {}
@@ -118,14 +117,6 @@ class Arena:
         """Bytes of the used range at ``offset`` (whole pages)."""
         return self._used[offset]
 
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """Writable bytes of a range; whoever holds the view keeps the mapping alive."""
-        return memoryview(self.buffer)[offset : offset + nbytes]
-
-    def close(self) -> None:
-        """Drop the mapping; its memory goes when the last tensor that still shows a part of it goes. Idempotent."""
-        self.buffer = None
-
     def _add_hole(self, start: int, size: int) -> None:
         bisect.insort(self._hole_starts, start)
         self._hole_sizes[start] = size
@@ -133,3 +124,23 @@ class Arena:
     def _remove_hole(self, start: int) -> None:
         self._hole_starts.pop(bisect.bisect_left(self._hole_starts, start))
         del self._hole_sizes[start]
+
+
+class Arena(Ranges):
+    """Host memory: the allocator over one :class:`HostMapping` of ``capacity_bytes``."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes, "host_budget")
+        mapping = HostMapping(self.capacity_bytes)
+        self.address = mapping.address
+        # Tensors and views over it keep the buffer; when the last of them goes, so does the mapping.
+        self.buffer: Any = ffi.buffer(ffi.cast("char *", self.address), self.capacity_bytes)
+        weakref.finalize(self.buffer, mapping.close).atexit = False
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Writable bytes of a range; whoever holds the view keeps the mapping alive."""
+        return memoryview(self.buffer)[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Drop the mapping; its memory goes when the last tensor that still shows a part of it goes. Idempotent."""
+        self.buffer = None

@@ -37,10 +37,20 @@ Alias = Callable[[], bool]
 
 
 class BlockOwner(Protocol):
-    """What shows the bytes of a block to the program (the tensors of a unit)."""
+    """What shows the bytes of a block to the program (the tensors of a unit).
+
+    ``on_host``: it shows the arena's bytes. Else it shows a device's copy, and the arena may do as it likes with its
+    own.
+    """
+
+    @property
+    def on_host(self) -> bool: ...
 
     def can_release(self) -> bool:
         """True when nobody outside refers to the memory any more. Called for every candidate of an eviction: cheap."""
+
+    def update_to_come(self) -> bool:
+        """True while an optimizer step is still to change the bytes before anybody uses them."""
 
     def changed(self) -> bool:
         """True when the program wrote to the memory since the last call; the block is then dirty."""
@@ -64,6 +74,8 @@ class Block:
         leases: how many users need it to stay; above zero it is neither evicted nor moved.
         room_bytes: what it takes in the arena, whole pages. Blocks of about the same size take the same, so that each
             fits where another was.
+        copying: how many copies between host memory and a device's are in flight from or to it; until they have ended
+            the bytes neither move nor change.
     """
 
     __slots__ = (
@@ -76,6 +88,7 @@ class Block:
         "offset",
         "extent",
         "leases",
+        "copying",
         "ticket",
         "owner",
     )
@@ -90,6 +103,7 @@ class Block:
         self.offset: int | None = None
         self.extent: Extent | None = None
         self.leases = 0
+        self.copying = 0
         self.ticket: Ticket | None = None
         self.owner = owner
 

@@ -16,6 +16,7 @@ import gc
 import math
 import threading
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from deepoffload.errors import BudgetError, ClosedError, IoFailure
 from deepoffload.io.swap_space import SwapSpace
@@ -33,6 +34,16 @@ SLIDE_WORTH = 3
 """Sliding this many bytes in memory costs about as much as reading one from NVMe (10 GB/s on one core, some 3 GB/s)."""
 
 
+class DeviceCopies(Protocol):
+    """What a device holds of the blocks (implemented by :class:`deepoffload.memory.device_memory.DeviceMemory`)."""
+
+    def end_copies(self, block: Block | None = None) -> bool:
+        """Wait for the copies in flight from or to a block's host memory, or to all; True when there were any."""
+
+    def forget(self, block: Block) -> None:
+        """Drop the device's copy: the block's bytes are lost."""
+
+
 class TierManager:
     """Owner of arena, swap space and blocks.
 
@@ -44,6 +55,7 @@ class TierManager:
 
     Attributes:
         static: ids of the blocks that placement keeps in memory for good: never evicted, hence never written.
+        copies: what a device holds of the blocks; None where the CPU computes.
     """
 
     def __init__(
@@ -65,6 +77,7 @@ class TierManager:
         self._threads: set[int] = set()
         self._limbo: list[tuple[int, list[Alias]]] = []
         self._ids = 0
+        self.copies: DeviceCopies | None = None
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
@@ -164,6 +177,8 @@ class TierManager:
         """Call before the bytes of a resident block change: a write in flight ends first, then memory alone is
         right."""
         with self.lock:
+            if block.copying and self.copies is not None:
+                self.copies.end_copies(block)
             if block.state is BlockState.WRITING:
                 self.transfers.settle(block)
             if block.state is BlockState.CLEAN:
@@ -204,8 +219,9 @@ class TierManager:
                 self.transfers.start_write(block, self.address(block))
             if block.state in (BlockState.WRITING, BlockState.READING):
                 self.transfers.settle(block)
-            if block.owner is not None:
-                block.owner.release()
+            owner = _shower(block)
+            if owner is not None:
+                owner.release()
             block.to(BlockState.ON_NVME)
             self._free_memory(block)
             self.counters.evictions += 1
@@ -214,15 +230,18 @@ class TierManager:
     def discard(self, block: Block) -> None:
         """Forget a block's bytes on every tier; its extent stays reserved for it."""
         with self.lock:
+            if self.copies is not None:
+                self.copies.forget(block)
             if block.state in (BlockState.WRITING, BlockState.READING):
                 with contextlib.suppress(IoFailure):  # of bytes that nobody wants any more
                     self.transfers.settle(block, interruptible=False)
             if block.state is BlockState.EMPTY:
                 return
             if block.offset is not None:
-                aliases = block.owner.aliases() if block.owner is not None else []
-                if block.owner is not None:
-                    block.owner.release()
+                owner = _shower(block)
+                aliases = owner.aliases() if owner is not None else []
+                if owner is not None:
+                    owner.release()
                 self._free_memory(block, aliases)
             block.to(BlockState.EMPTY)
 
@@ -234,7 +253,8 @@ class TierManager:
         return block.state is BlockState.CLEAN
 
     def _note_changes(self, block: Block) -> None:
-        if block.owner is not None and block.offset is not None and block.owner.changed():
+        owner = _shower(block)
+        if owner is not None and block.offset is not None and owner.changed():
             self.will_change(block)
 
     def evict_all(self) -> None:
@@ -246,7 +266,8 @@ class TierManager:
     def _may_go(self, block: Block) -> bool:
         if block.offset is None or block.leases or block.id in self.static:
             return False
-        return block.owner is None or block.owner.can_release()
+        owner = _shower(block)
+        return owner is None or owner.can_release()
 
     def _make_room(self, block: Block) -> int:
         """An arena offset for ``block``; evicts, waits and moves others for it as far as that goes."""
@@ -263,6 +284,8 @@ class TierManager:
                 continue
             if self.transfers.in_flight():
                 self.drain()
+                continue
+            if self.copies is not None and self.copies.end_copies():
                 continue
             if not collected:
                 # Aliases in reference cycles, or in the traceback of a caught exception, hold memory until collected.
@@ -341,7 +364,8 @@ class TierManager:
         since whoever leases takes addresses only when all its blocks are there."""
         if block.state not in (BlockState.CLEAN, BlockState.DIRTY) or (block.leases and len(self._threads) > 1):
             return False
-        return block.owner is None or block.owner.can_release()
+        owner = _shower(block)
+        return not block.copying and (owner is None or owner.can_release())
 
     def _slide(self, block: Block) -> None:
         self._note_changes(block)
@@ -351,8 +375,9 @@ class TierManager:
             raise RuntimeError(f"block {block.name} has nothing below it to slide into")
         ctypes.memmove(self.arena.address + new, self.arena.address + old, block.nbytes)
         block.offset = new
-        if block.owner is not None:
-            block.owner.relocate(new)
+        owner = _shower(block)
+        if owner is not None:
+            owner.relocate(new)
         if self.poison:
             size = self.arena.size_of(new)
             start = max(old, new + size)
@@ -422,8 +447,9 @@ class TierManager:
                 with contextlib.suppress(IoFailure):  # the bytes are being dropped anyway
                     self.transfers.settle(block, interruptible=False)
             for block in list(self._resident.values()):
-                if block.owner is not None:
-                    block.owner.release()
+                owner = _shower(block)
+                if owner is not None:
+                    owner.release()
                 block.offset = None
             for block in self._blocks.values():
                 block.state = BlockState.EMPTY  # from whatever it was: nobody holds any bytes now
@@ -431,3 +457,9 @@ class TierManager:
             self._blocks.clear()
             self.static.clear()
             self.arena.close()
+
+
+def _shower(block: Block) -> BlockOwner | None:
+    """What shows the arena's bytes of a block to the program, if anything does."""
+    owner = block.owner
+    return owner if owner is not None and owner.on_host else None

@@ -126,12 +126,12 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def _check_group(self, group: Mapping[str, Any]) -> None:
         self._check_settings(group)
         for param in group["params"]:
-            if param.device.type != "cpu":
-                raise UsageError(
-                    f"{self.rule.name} updates parameters on the CPU; one of shape {tuple(param.shape)} is on "
-                    f"{param.device}"
-                )
             handle = _handle_of(param)
+            if handle is None and param.device.type != "cpu":
+                raise UsageError(
+                    f"{self.rule.name} updates paged parameters and ordinary ones on the CPU; one of shape "
+                    f"{tuple(param.shape)} is an ordinary one on {param.device}"
+                )
             if handle is not None and not group.get("master_weights", True):
                 raise UnsupportedError(f"{handle.name} is paged: its fp32 master is kept; use master_weights=True")
 

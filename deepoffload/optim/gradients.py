@@ -19,6 +19,8 @@ from deepoffload.errors import UsageError
 from deepoffload.memory.block import Block, BlockState
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
+from deepoffload.optim.device_landing import DeviceLandings
+from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.optim.state import PIECE_BYTES, make_pieces
 from deepoffload.optim.threads import num_threads
@@ -29,8 +31,6 @@ from deepoffload.params.torch_private import bare, get_data, get_grad, set_data,
 from deepoffload.params.unit import IN_BLOCK, GradientOwner, GradientSlot, GradientState, ParamHandle
 from deepoffload.schedule.placement import Kind
 from deepoffload.timeline import Lane
-
-NATIVE_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 
 LIGHT_NUMEL = 1 << 14
 LIGHT_BYTES = 2 << 20
@@ -47,6 +47,7 @@ class Gradients:
     Attributes:
         piece_bytes: about the most that a piece of optimizer state may take (set when the units are made).
         early: set where units make their step inside backward.
+        from_device: brings gradients to host memory; None where the CPU computes them.
         changes: counts landings and assignments, so that one can see whether anything happened in between.
     """
 
@@ -56,6 +57,7 @@ class Gradients:
         self.piece_bytes = PIECE_BYTES
         self.changes = 0
         self.early: EarlyUpdates | None = None
+        self.from_device: DeviceLandings | None = None
         self._in_block: dict[int, list[ParamHandle]] = {}
         self._light: set[ParamHandle] = set()
         self._light_bytes = 0
@@ -143,26 +145,33 @@ class Gradients:
                 self.tiers.release(block)  # as long as we have the lock it stays
             if block.state is not BlockState.DIRTY:
                 self.tiers.will_change(block)
-            timeline = self.tiers.timeline
-            begin_s = time.perf_counter() if timeline is not None else 0.0
             source = grad if grad.stride() == slot.stride and not grad.is_neg() else _with_stride(grad, slot)
-            handle.grad_sum_sq, handle.grad_non_finite = cpu_adam.land(
-                slot.address(),
-                source.data_ptr(),
-                slot.numel,
-                dst_dtype=dtype if slot.dtype is grad.dtype else NATIVE_DTYPES[slot.dtype],
-                src_dtype=dtype,
-                accumulate=handle.grad_state is GradientState.LANDED,
-                num_threads=1 if slot.numel <= cpu_adam.CHUNK else num_threads(),
-            )
+            accumulate = handle.grad_state is GradientState.LANDED
+            if self.from_device is None:
+                self._land_here(slot, source, dtype, accumulate)
+            else:
+                self.from_device.take(slot, source, dtype, accumulate=accumulate)
             handle.grad_state = GradientState.LANDED
-            if timeline is not None:
-                timeline.add(Lane.LANDING, slot.name, begin_s, time.perf_counter(), slot.nbytes)
             set_grad(param, None)
             if self.early is not None:
                 self.early.landed(handle)
             if self.pager.evict_always:
                 self.pager.pump()
+
+    def _land_here(self, slot: GradientSlot, source: Tensor, dtype: DType, accumulate: bool) -> None:
+        timeline, handle = self.tiers.timeline, slot.handle
+        begin_s = time.perf_counter() if timeline is not None else 0.0
+        handle.grad_sum_sq, handle.grad_non_finite = cpu_adam.land(
+            slot.address(),
+            source.data_ptr(),
+            slot.numel,
+            dst_dtype=dtype if slot.dtype is source.dtype else NATIVE_DTYPES[slot.dtype],
+            src_dtype=dtype,
+            accumulate=accumulate,
+            num_threads=1 if slot.numel <= cpu_adam.CHUNK else num_threads(),
+        )
+        if timeline is not None:
+            timeline.add(Lane.LANDING, slot.name, begin_s, time.perf_counter(), slot.nbytes)
 
     def _leave_with_autograd(self, param: Tensor, handle: ParamHandle, grad: Tensor) -> None:
         """A sparse gradient, or one with a graph of its own: autograd's tensor stays the truth, with what had
@@ -209,7 +218,7 @@ class Gradients:
         with self.pager.lock:
             if slot.shown is None:
                 with bare():
-                    shown = make_stand_in(slot.shape, slot.dtype).as_subclass(OffloadedGradient)
+                    shown = make_stand_in(slot.shape, slot.dtype, slot.device).as_subclass(OffloadedGradient)
                 show_stand_in(shown, slot, OffloadedGradient)
                 slot.show(shown)
                 return shown
@@ -308,14 +317,17 @@ class Gradients:
         if handle.grad_slot is not None:
             handle.grad_slot.written()
         if handle.grad_sum_sq is None and handle.grad_slot is not None:
+            self.pager.memory.settle(self._block(handle.grad_slot))  # what is still on its way knows its sum then
+        if handle.grad_sum_sq is None and handle.grad_slot is not None:
             slot = handle.grad_slot
-            self.pager.pin(slot)
+            block = self._block(slot)
+            self.tiers.acquire(block)
             try:
                 handle.grad_sum_sq, handle.grad_non_finite = cpu_adam.sum_of_squares(
                     slot.address(), slot.numel, dtype=NATIVE_DTYPES[slot.dtype], num_threads=num_threads()
                 )
             finally:
-                self.pager.unpin(slot)
+                self.tiers.release(block)
         return handle.grad_sum_sq or 0.0, handle.grad_non_finite
 
     def _user_sum_of_squares(self, handle: ParamHandle) -> tuple[float, bool]:
@@ -339,6 +351,7 @@ class Gradients:
             raise RuntimeError(f"{handle.name} has no gradient")
         if raw.dtype not in NATIVE_DTYPES or raw.stride() != handle.stride or raw.is_neg():
             raw = _with_stride(raw if raw.dtype in NATIVE_DTYPES else raw.to(handle.dtype), handle.grad_slot)
+        raw = raw.to("cpu")  # a copy where a device computes
         keep.append(raw)
         return raw.data_ptr(), NATIVE_DTYPES[raw.dtype]
 
@@ -355,5 +368,5 @@ def _landed(param: Tensor) -> None:
 
 def _with_stride(grad: Tensor, slot: GradientSlot) -> Tensor:
     with bare():
-        copy = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype)
+        copy = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device)
         return copy.copy_(grad)

@@ -100,7 +100,8 @@ def _pieces_of(pager: Pager, handles: Set[ParamHandle]) -> Iterator[tuple[StateP
     """Pieces that hold any of ``handles``, with their segments, in the order of the units."""
     for unit in list(pager.units):
         if any(handle in handles for handle in unit.handles):
-            unit.owner.changed()  # a weight that the program wrote has another master
+            if unit.owner.changed():  # a weight that the program wrote has another master
+                pager.memory.will_change(unit.weights)
             for piece in unit.pieces:
                 parts = [part for part in piece.layout.segments if piece.handles[part.tensor] in handles]
                 if parts:

@@ -40,6 +40,7 @@ class HostUpdate:
     ) -> None:
         self.pager = pager
         self.tiers = pager.tiers
+        self.memory = pager.memory
         self.gradients = gradients
         self.rule = rule
         self.jobs = jobs
@@ -55,11 +56,13 @@ class HostUpdate:
         with self.pager.lock:
             for unit in self._units:
                 if not unit.owner.installed and any(handle.given() for handle in unit.handles):
-                    with ExitStack() as lease:
-                        self._lease(lease, [unit.weights])
+                    self.memory.acquire(unit.weights)
+                    try:
                         unit.owner.install()
+                    finally:
+                        self.memory.release(unit.weights)
                 if unit.owner.changed():
-                    self.tiers.will_change(unit.weights)
+                    self.memory.will_change(unit.weights)
 
     def hand_over(self) -> None:
         """From here on every unit of a parameter in ``jobs`` has this update to make. To be called under the pager's
@@ -81,7 +84,7 @@ class HostUpdate:
         transfers raise; :meth:`Pager.catch_up_all` goes on with the rest then.
         """
         with self.pager.lock:
-            defer = defer and not self.tiers.all_stay()
+            defer = defer and not self.memory.all_stay()
             for unit in self._units:
                 if unit.pending is self and (not defer or self._is_watched(unit)):
                     self.pager.catch_up(unit)
@@ -124,6 +127,8 @@ class HostUpdate:
                     needed = [piece.block] if stateful else []
                     self.pager.use_update(unit, left[0], tuple(b.id for b in (*blocks, *needed)))
                     if not started:
+                        for block in blocks:
+                            self.memory.settle(block)
                         self._lease(leases, blocks)
                         self.tiers.will_change(unit.weights)
                         started = True
@@ -139,6 +144,7 @@ class HostUpdate:
                         handle.rewritten()  # the pieces before this one were no edit by the program
                 raise
         unit.pending = None
+        self.memory.refresh(unit.weights)
         for handle in unit.handles:
             if handle in self.jobs:
                 handle.updated()

@@ -19,6 +19,7 @@ from torch import Tensor
 from deepoffload.errors import ClosedError
 from deepoffload.memory.block import Block, BlockState
 from deepoffload.memory.lock import SHIELD
+from deepoffload.memory.shown import HostMemory, ShownMemory
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.params.ports import GradientDoor
 from deepoffload.params.saved import SavedTensorHooks
@@ -38,9 +39,6 @@ WRITE_BEHIND_SHARE = 0.5
 
 EXTRA_VICTIMS_MAX = 3
 """How many blocks leave for a prefetch beyond those that make room enough, when that room is in pieces."""
-
-CPU = "cpu"
-"""torch's name for where autocast is asked about."""
 
 _PHASES = {"f": "forward", "b": "backward", "u": "update"}
 
@@ -66,6 +64,8 @@ class Pager:
     ) -> None:
         self.tiers = tiers
         self.lock = tiers.lock
+        self._arena = HostMemory(tiers)
+        self.memory: ShownMemory = self._arena
         self.prefetch = prefetch
         self.evict_always = evict_always
         self.defer_updates = defer_updates
@@ -132,6 +132,16 @@ class Pager:
 
     # -- bytes -----------------------------------------------------------------------------------------------------
 
+    def memory_of(self, block: Block | None) -> ShownMemory:
+        """In which memory a block's tensors show its bytes: the pager's, except while a model is built on the CPU that
+        is to compute elsewhere."""
+        owner = block.owner if block is not None else None
+        return owner.memory if isinstance(owner, SlotOwner) else self.memory
+
+    def memory_on(self, device: torch.device) -> ShownMemory:
+        """The memory in which a tensor on ``device`` is shown."""
+        return self._arena if device == self._arena.device else self.memory
+
     def pin(self, slot: TensorSlot) -> None:
         """Make a tensor's bytes resident, visible and immovable until :meth:`unpin`."""
         pinned = False
@@ -140,7 +150,7 @@ class Pager:
                 self.catch_up(slot.unit)
                 block = self._block_of(slot)
                 self._stamp(block)
-                self.tiers.acquire(block)
+                self.memory_of(block).acquire(block)
                 pinned = True
                 owner = block.owner
                 if isinstance(owner, SlotOwner):
@@ -153,19 +163,20 @@ class Pager:
     def unpin(self, slot: TensorSlot) -> None:
         with self.lock:
             if slot.block is not None and self.closed_because is None:
-                self.tiers.release(slot.block)
+                self.memory_of(slot.block).release(slot.block)
 
     def will_change(self, slot: TensorSlot) -> None:
         """Call before the resident bytes of a slot change."""
         with self.lock:
-            self.tiers.will_change(self._block_of(slot))
+            block = self._block_of(slot)
+            self.memory_of(block).will_change(block)
 
     def hold_until_step(self, slot: TensorSlot) -> None:
         """Keep a tensor resident until the step ends, where autograd saves it by reference and no door sees it."""
         with self.lock:
             self.catch_up(slot.unit)
             block = self._block_of(slot)
-            self.tiers.acquire(block)
+            self.memory_of(block).acquire(block)
             self._held.append(block)
             if isinstance(block.owner, SlotOwner):
                 block.owner.install()
@@ -173,7 +184,7 @@ class Pager:
     def release_held(self) -> None:
         with self.lock:
             for block in self._held:
-                self.tiers.release(block)
+                self.memory_of(block).release(block)
             self._held.clear()
 
     def _block_of(self, slot: TensorSlot) -> Block:
@@ -259,7 +270,7 @@ class Pager:
 
     def rests(self) -> bool:
         """True when nothing is to be learnt from an event, because nothing will ever be moved."""
-        return self.tiers.all_stay() and self.tiers.timeline is None and not self._deaths and not self.evict_always
+        return self.memory.all_stay() and self.tiers.timeline is None and not self._deaths and not self.evict_always
 
     def _event(self, key: tuple[object, ...], blocks: tuple[int, ...]) -> None:
         if key == self._last_key:
@@ -296,12 +307,19 @@ class Pager:
         """Collect what completed, write behind, fetch ahead. Called at every event; costs microseconds."""
         tiers = self.tiers
         if self.evict_always:
+            self.memory.evict_all(in_use)
             for block in list(tiers.blocks()):
                 if block.id not in in_use:
                     tiers.evict(block)
             return
-        if not self.prefetch or (tiers.all_stay() and not tiers.transfers.in_flight()):
+        if not self.prefetch or (self.memory.all_stay() and not tiers.transfers.in_flight()):
             return  # the serial reference; or everything stays in memory
+        self._fetch_upcoming(in_use)
+        self.memory.pump(self.trace.upcoming(), in_use)
+
+    def _fetch_upcoming(self, in_use: set[int] | frozenset[int]) -> None:
+        """The same between NVMe and host memory."""
+        tiers = self.tiers
         tiers.poll()
         self.write_behind(in_use)
         moves = plan_prefetch(
@@ -370,7 +388,7 @@ class Pager:
 
         Returns True when pushed, False when that is not needed, None when the program has disabled such hooks.
         """
-        if not always and self.tiers.all_stay() and not torch.is_autocast_enabled(CPU):
+        if not always and self.memory.all_stay() and not torch.is_autocast_enabled(self.memory.device.type):
             return False
         if not saved_tensors_hooks_enabled():
             return None

@@ -367,7 +367,7 @@ def _may_become(slot: TensorSlot, value: Any) -> bool:
     context)."""
     building = isinstance(slot, ParamHandle) and slot.unit is None and slot.pager.closed_because is None
     plain = type(value) is Tensor or type(value) is nn.Parameter
-    return building and plain and value.device.type == "cpu" and value.numel() > 0 and not value.is_complex()
+    return building and plain and value.device == slot.device and value.numel() > 0 and not value.is_complex()
 
 
 def _become(tensor: Any, slot: ParamHandle, value: Tensor) -> None:
@@ -378,7 +378,8 @@ def _become(tensor: Any, slot: ParamHandle, value: Tensor) -> None:
         if old is None:
             raise RuntimeError(f"{slot.name} has no block")
         new = tiers.create(slot.name, old.kind, value.numel() * value.element_size(), old.owner)
-        tiers.acquire(new, load=False)
+        memory = slot.pager.memory_of(new)
+        memory.acquire(new, load=False)
         try:
             tiers.remove(old)  # its owner hides the bytes: the tensor shows a stand-in now
             slot.become(value)
@@ -389,7 +390,7 @@ def _become(tensor: Any, slot: ParamHandle, value: Tensor) -> None:
                 new.owner.install()
             slot.version = version_of(tensor)
         finally:
-            tiers.release(new)
+            memory.release(new)
 
 
 def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:

@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from deepoffload.memory.block import Block
 from deepoffload.memory.lock import BooksLock
+from deepoffload.memory.shown import ShownMemory
 from deepoffload.memory.tier_manager import TierManager
 
 
@@ -31,6 +33,7 @@ class PagerPort(Protocol):
     """The pager as its slots see it (implemented by :class:`deepoffload.params.pager.Pager`)."""
 
     tiers: TierManager
+    memory: ShownMemory
     lock: BooksLock
     storages: dict[int, Any]
     gradients: GradientDoor | None
@@ -38,6 +41,8 @@ class PagerPort(Protocol):
     closed_because: str | None
     evict_always: bool
     engine: Any
+
+    def memory_of(self, block: Block | None) -> ShownMemory: ...
 
     def tensor_born(self) -> None: ...
 

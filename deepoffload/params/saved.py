@@ -143,7 +143,9 @@ def restore(saved: SavedWeight) -> Tensor:
             shown = get_data(param)
             if type(saved) is SavedCast:
                 with bare():
-                    shown = torch.empty_strided(shown.size(), saved.base_stride, dtype=saved.dtype).copy_(shown)
+                    shown = torch.empty_strided(
+                        shown.size(), saved.base_stride, dtype=saved.dtype, device=shown.device
+                    ).copy_(shown)
             if saved.offset == 0 and saved.size == shown.size() and saved.stride == shown.stride():
                 return shown
             if not modes_active():

@@ -23,6 +23,7 @@ from deepoffload.params.torch_private import (
     get_data,
     no_torch_function,
     set_data,
+    set_data_elsewhere,
     storage_use_count,
     tensor_use_count,
     throw_on_mutable_data_ptr,
@@ -30,17 +31,18 @@ from deepoffload.params.torch_private import (
 
 if TYPE_CHECKING:
     from deepoffload.memory.block import Block
+    from deepoffload.memory.shown import ShownMemory
 
 
-def make_stand_in(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def make_stand_in(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of ``shape`` backed by one scalar of its own: NaN for floating types, the largest value for others."""
     with bare():
         if dtype.is_floating_point or dtype.is_complex:
-            scalar = torch.full((), float("nan"), dtype=dtype, device="cpu")
+            scalar = torch.full((), float("nan"), dtype=dtype, device=device)
         elif dtype is torch.bool:
-            scalar = torch.ones((), dtype=dtype, device="cpu")
+            scalar = torch.ones((), dtype=dtype, device=device)
         else:
-            scalar = torch.full((), torch.iinfo(dtype).max, dtype=dtype, device="cpu")
+            scalar = torch.full((), torch.iinfo(dtype).max, dtype=dtype, device=device)
         throw_on_mutable_data_ptr(scalar)
         return scalar.expand(shape)
 
@@ -70,7 +72,8 @@ def _held_by_others(tensor: Tensor) -> bool:
 
 
 class TensorSlot:
-    """A paged tensor's place. ``block`` and ``byte_offset`` say where, ``dtype``, ``shape`` and ``stride`` how.
+    """A paged tensor's place. ``block`` and ``byte_offset`` say where, ``dtype``, ``shape`` and ``stride`` how; the
+    tensor is on ``device``.
 
     The tensor object is held weakly: whoever owns it (the module, the user) decides how long it lives.
 
@@ -85,6 +88,7 @@ class TensorSlot:
         "block",
         "byte_offset",
         "dtype",
+        "device",
         "shape",
         "stride",
         "numel",
@@ -104,9 +108,11 @@ class TensorSlot:
         shape: torch.Size,
         dtype: torch.dtype,
         stride: tuple[int, ...],
+        device: torch.device,
     ) -> None:
         self.pager = pager
         self.name = name
+        self.device = device
         self.block: Block | None = None
         self.byte_offset = 0
         self.dtype = dtype
@@ -116,7 +122,7 @@ class TensorSlot:
         self.storage: torch.UntypedStorage | None = None
         self.data_ptr = 0
         self._tensor_ref: weakref.ref[Tensor] | None = None
-        self._stand_in = make_stand_in(shape, dtype)
+        self._stand_in = make_stand_in(shape, dtype, device)
         self._stand_in_storage = self._stand_in.untyped_storage()._cdata
         if tensor is not None:
             self.attach(tensor, pager.tensor_died)
@@ -162,21 +168,31 @@ class TensorSlot:
         self.byte_offset = byte_offset
 
     def address(self) -> int:
-        """Memory address of the first element; the block must be resident."""
+        """Host memory address of the first element; the block must be resident."""
         if self.block is None:
             raise RuntimeError(f"{self.name} has no block")
         return self.pager.tiers.address(self.block) + self.byte_offset
 
-    def view(self) -> Tensor:
-        """A new tensor over the resident bytes, with a storage of its own. Call inside :func:`bare`."""
+    def host_view(self) -> Tensor:
+        """A new tensor over the bytes in host memory, where the block must be resident. Call inside :func:`bare`."""
         if self.block is None or self.block.offset is None:
             raise RuntimeError(f"{self.name} is not resident")
-        flat = torch.frombuffer(
-            self.pager.tiers.arena.buffer,
-            dtype=self.dtype,
-            count=self.numel,
-            offset=self.block.offset + self.byte_offset,
+        buffer, offset = self.pager.tiers.arena.buffer, self.block.offset + self.byte_offset
+        return torch.frombuffer(buffer, dtype=self.dtype, count=self.numel, offset=offset).as_strided(
+            self.shape, self.stride
         )
+
+    @property
+    def memory(self) -> ShownMemory:
+        """The memory that the tensor object shows the bytes in."""
+        return self.pager.memory_of(self.block)
+
+    def view(self) -> Tensor:
+        """A new tensor over the bytes that are shown, with a storage of its own. Call inside :func:`bare`, with the
+        block acquired."""
+        if self.block is None:
+            raise RuntimeError(f"{self.name} has no block")
+        flat = self.memory.flat(self.block, self.byte_offset, self.dtype, self.numel)
         return flat.as_strided(self.shape, self.stride)
 
     def install(self) -> None:
@@ -244,8 +260,7 @@ class TensorSlot:
         tensor = self.tensor
         if tensor is None:
             return
-        arena = self.pager.tiers.arena
-        if 0 <= values.untyped_storage().data_ptr() - arena.address < arena.capacity_bytes:
+        if self.memory.holds(values):
             values = values.clone()
         get_data(tensor).copy_(values)
 
@@ -307,6 +322,18 @@ class TensorSlot:
     def retype(self, dtype: torch.dtype) -> None:
         """Change the element type (once, when construction ends). The tensor must show its stand-in."""
         self.dtype = dtype
-        self._stand_in = make_stand_in(self.shape, dtype)
+        self._renew_stand_in()
+
+    def move_to(self, device: torch.device) -> None:
+        """The tensor is on ``device`` from now on (once, when construction ends). It must show its stand-in, and no
+        graph may know it yet."""
+        self.device = device
+        self._renew_stand_in(set_data_elsewhere)
+
+    def _renew_stand_in(self, show: Callable[[Tensor, Tensor], None] = set_data) -> None:
+        self._stand_in = make_stand_in(self.shape, self.dtype, self.device)
         self._stand_in_storage = self._stand_in.untyped_storage()._cdata
-        self.uninstall()
+        self.storage = None
+        tensor = self.tensor
+        if tensor is not None:
+            show(tensor, self._stand_in)

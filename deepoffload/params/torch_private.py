@@ -41,6 +41,7 @@ no_torch_function = torch._C.DisableTorchFunctionSubclass
 is_functorch_wrapped: Callable[[Tensor], bool] = _need(torch._C._functorch, "is_functorch_wrapped_tensor")
 get_unwrapped: Callable[[Tensor], Tensor] = _need(torch._C._functorch, "get_unwrapped")
 _peek_interpreter_stack = _need(torch._C._functorch, "peek_interpreter_stack")
+_swap_implementation = _need(torch._C, "_swap_tensor_impl")
 _disable_current_modes = _need(_python_dispatch, "_disable_current_modes")
 _len_dispatch_stack = _need(torch._C, "_len_torch_dispatch_stack")
 _len_function_stack = _need(torch._C, "_len_torch_function_stack")
@@ -59,6 +60,26 @@ def set_data(tensor: Tensor, value: Tensor) -> None:
     """``tensor.data = value`` without any door."""
     with no_torch_function():
         _set_raw_data(tensor, value)
+
+
+def set_data_elsewhere(tensor: Tensor, value: Tensor) -> None:
+    """``tensor.data = value`` where ``value`` may be on another device. The object stays the same.
+
+    torch refuses the assignment between the CPU and devices that are no part of it (``Module.to`` then makes new
+    parameters); for these the object gets another implementation.
+
+    Raises:
+        UnsupportedError: hooks are registered on the tensor, which would be lost with the old one.
+    """
+    with no_torch_function():
+        if torch._has_compatible_shallow_copy_type(tensor, value):
+            _set_raw_data(tensor, value)
+            return
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedError(
+                f"hooks on a parameter cannot follow it to {value.device}: register them when offload_context has ended"
+            )
+        _swap_implementation(tensor, value.detach().requires_grad_(tensor.requires_grad))
 
 
 def get_data(tensor: Tensor) -> Tensor:

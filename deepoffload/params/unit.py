@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import weakref
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +19,8 @@ from deepoffload.params.torch_private import bare, count_change, version_of
 
 if TYPE_CHECKING:
     import torch
+
+    from deepoffload.memory.shown import ShownMemory
 
 
 class UnitState(enum.Enum):
@@ -81,7 +82,7 @@ class ParamHandle(TensorSlot):
     def __init__(
         self, pager: PagerPort, name: str, tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...]
     ) -> None:
-        super().__init__(pager, name, tensor, tensor.shape, dtype, stride)
+        super().__init__(pager, name, tensor, tensor.shape, dtype, stride, tensor.device)
         pager.tensor_born()
         self.unit: Unit | None = None
         self.state_owner: object | None = None
@@ -152,11 +153,10 @@ class ParamHandle(TensorSlot):
             self.escape_crc = self.crc() if self.aliased() else None
 
     def crc(self) -> int:
-        """Checksum of the resident bytes, to see whether an alias that was handed out has been written through."""
-        block = self.block
-        if block is None or block.offset is None:
-            raise RuntimeError(f"{self.name} is not resident")
-        return zlib.crc32(self.pager.tiers.arena.view(block.offset + self.byte_offset, self.nbytes))
+        """Checksum of the shown bytes, to see whether an alias that was handed out has been written through."""
+        if self.block is None:
+            raise RuntimeError(f"{self.name} has no block")
+        return self.memory.checksum(self.block, self.byte_offset, self.nbytes)
 
 
 class GradientSlot(TensorSlot):
@@ -168,7 +168,8 @@ class GradientSlot(TensorSlot):
     __slots__ = ("handle", "version", "shown", "escaped")
 
     def __init__(self, handle: ParamHandle, dtype: torch.dtype) -> None:
-        super().__init__(handle.pager, f"{handle.name}.grad", None, handle.shape, dtype, handle.stride)
+        device = handle.pager.memory.device
+        super().__init__(handle.pager, f"{handle.name}.grad", None, handle.shape, dtype, handle.stride, device)
         self.handle = handle
         self.version = 0
         self.shown: Tensor | None = None
@@ -250,13 +251,22 @@ class StatePiece:
 
 
 class SlotOwner:
-    """Owner of a block whose bytes are shown by tensor slots."""
+    """Owner of a block whose bytes are shown by tensor slots.
 
-    def __init__(self, pager: PagerPort) -> None:
+    Args:
+        memory: in which they are shown; the pager's when not said.
+    """
+
+    def __init__(self, pager: PagerPort, memory: ShownMemory | None = None) -> None:
         self.pager = pager
+        self.memory = memory if memory is not None else pager.memory
+        self.on_host = self.memory.on_host
         self.slots: list[TensorSlot] = []
         self.installed = False
         self.retired: list[Alias] = []
+
+    def update_to_come(self) -> bool:
+        return False
 
     def changed(self) -> bool:
         return False
@@ -314,6 +324,9 @@ class GradientOwner(SlotOwner):
 
 class WeightOwner(SlotOwner):
     """Owner of a unit's weights: knows when the program wrote to them behind the doors."""
+
+    def update_to_come(self) -> bool:
+        return any(slot.is_to_be_updated() for slot in self.slots[:1] if isinstance(slot, ParamHandle))
 
     def changed(self) -> bool:
         if not self.installed:

@@ -23,7 +23,7 @@ from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
 from deepoffload.params.careful import hooks_of, may_cast, needs_doors
 from deepoffload.params.membership import Membership
-from deepoffload.params.pager import CPU, Pager
+from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter
 from deepoffload.params.torch_private import (
     get_unwrapped,
@@ -202,7 +202,7 @@ class Window:
                 self._take(entry, module)
             except BaseException:
                 for block in entry.blocks:
-                    pager.tiers.release(block)
+                    pager.memory.release(block)
                 entry.blocks = []
                 raise
             entry.shown = self._shown
@@ -220,7 +220,7 @@ class Window:
         """Bring and lease the bytes, and put our saved-tensor hooks on."""
         pager = self.pager
         for unit in self._units:
-            pager.tiers.acquire(unit.weights)
+            pager.memory.acquire(unit.weights)
             entry.blocks.append(unit.weights)
             if not unit.owner.installed:
                 unit.owner.install()
@@ -256,7 +256,7 @@ class Window:
             if not opened or opened[-1].window is not self or module is not self._module():
                 return  # enter() raised, or this is a copy of the module
             self.close(opened.pop())
-            if torch.is_autocast_enabled(CPU) and torch.is_autocast_cache_enabled():
+            if torch.is_autocast_enabled(self.pager.memory.device.type) and torch.is_autocast_cache_enabled():
                 self._drop_casts()
 
     def _drop_casts(self) -> None:
@@ -286,7 +286,7 @@ class Window:
             if handle.changed():
                 pager.will_change(handle)
         for block in entry.blocks:
-            pager.tiers.release(block)
+            pager.memory.release(block)
         if pager.evict_always:
             pager.pump()
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.errors import UsageError
+from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
 from deepoffload.native.aio import round_up
@@ -27,17 +28,18 @@ from deepoffload.params.layout import ALIGNMENT_NUMEL, byte_offsets
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter, plain_again
 from deepoffload.params.slot import dense_stride
-from deepoffload.params.torch_private import bare, get_data, set_data, version_of
+from deepoffload.params.torch_private import bare, get_data, set_data_elsewhere, version_of
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, Unit, WeightOwner
 from deepoffload.schedule.placement import Kind
 
 
-def adoptable(param: Any) -> bool:
-    """True for what paging takes: exactly ``nn.Parameter``, real bytes on the CPU, dense, not complex."""
+def adoptable(pager: Pager, param: Any) -> bool:
+    """True for what paging takes: exactly ``nn.Parameter``, real bytes on the CPU or on the device that computes, dense,
+    not complex."""
     return (
         type(param) is nn.Parameter
         and "_slot" not in param.__dict__
-        and param.device.type == "cpu"
+        and (param.device.type == "cpu" or param.device == pager.memory.device)
         and param.layout is torch.strided
         and not param.is_complex()
         and not param.is_quantized
@@ -48,12 +50,13 @@ def adoptable(param: Any) -> bool:
 def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
     """Make ``param`` a paged parameter in place: same object, its bytes copied into a block of its own."""
     handle = ParamHandle(pager, name, param, param.dtype, dense_stride(param))
-    owner = WeightOwner(pager)
+    memory = pager.memory_on(param.device)
+    owner = WeightOwner(pager, memory)
     owner.slots.append(handle)
     block = pager.tiers.create(name, Kind.WEIGHT, handle.nbytes, owner)
     handle.bind(block, 0)
     try:
-        pager.tiers.acquire(block, load=False)
+        memory.acquire(block, load=False)
     except BaseException:
         _forget(handle)
         raise
@@ -64,7 +67,7 @@ def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
         handle.uninstall()
     owner.install()
     handle.version = version_of(param)
-    pager.tiers.release(block)
+    memory.release(block)
     return handle
 
 
@@ -182,11 +185,9 @@ class Assembly:
         old = handle.block
         if old is None:
             raise RuntimeError(f"{handle.name} has no block")
+        self._take_edits(handle, old)
         self.tiers.acquire(old)
         try:
-            if isinstance(old.owner, WeightOwner):
-                old.owner.install()  # Tensor.set_ has no door: what stands in the place of the bytes comes in first
-            handle.changed()  # and what was put there while the bytes were shown
             if dtype is handle.dtype:
                 ctypes.memmove(self.tiers.address(unit.weights) + offset, handle.address(), handle.nbytes)
             elif handle.dtype is torch.float32 and dtype is torch.bfloat16:
@@ -197,7 +198,6 @@ class Assembly:
                     self._fill_master(unit, handle)
         finally:
             self.tiers.release(old)
-        handle.changed()
         # The state holds the fp32 value now. The master of a weight that came in fp16 is made at the first step.
         handle.master_stale = dtype is torch.float16 and handle.dtype is torch.float16
         self.tiers.remove(old)
@@ -205,7 +205,25 @@ class Assembly:
         handle.unit = unit
         if dtype is not handle.dtype:
             handle.retype(dtype)
+        if handle.device != self.pager.memory.device:
+            with bare():
+                handle.move_to(self.pager.memory.device)
+            tensor = handle.tensor
+            handle.version = version_of(tensor) if tensor is not None else 0
         unit.owner.slots.append(handle)
+
+    def _take_edits(self, handle: ParamHandle, block: Block) -> None:
+        """Let what the program has done to a parameter since it was registered reach the host's bytes."""
+        memory = self.pager.memory_of(block)
+        memory.acquire(block)
+        try:
+            if isinstance(block.owner, WeightOwner):
+                block.owner.install()  # Tensor.set_ has no door: what stands in the place of the bytes comes in first
+            if handle.changed():  # and what was put there while the bytes were shown
+                memory.will_change(block)
+        finally:
+            memory.release(block)
+        memory.settle(block)
 
     def _split(self, unit: Unit, handle: ParamHandle, offset: int) -> None:
         """fp32 to bf16; what rounding leaves over goes into the optimizer state, so that the fp32 value stays the
@@ -261,7 +279,7 @@ class Assembly:
             converted = torch.frombuffer(
                 self.tiers.arena.buffer, dtype=dtype, count=handle.numel, offset=(block.offset or 0) + offset
             )
-            converted.as_strided(handle.shape, handle.stride).copy_(handle.view())
+            converted.as_strided(handle.shape, handle.stride).copy_(handle.host_view())
 
 
 class UnitDraft:
@@ -337,7 +355,7 @@ class ConstructionHooks:
         self._adopt(param, f"{type(module).__name__}.{name}")
 
     def _adopt(self, param: Any, name: str) -> ParamHandle | None:
-        if not adoptable(param):
+        if not adoptable(self.pager, param):
             return None
         handle = adopt(self.pager, param, name)
         self.handles.append(handle)
@@ -367,9 +385,10 @@ def refuse_meta(root: nn.Module) -> None:
         )
 
 
-def convert_buffers(root: nn.Module, dtype: torch.dtype) -> None:
-    """Floating-point buffers follow the compute dtype, as ``module.to(dtype)`` has them."""
+def convert_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Buffers follow the device, and floating-point ones the compute dtype, as ``module.to(device, dtype)`` has them."""
     with bare():
         for buffer in root.buffers():
-            if buffer.is_floating_point() and not buffer.is_meta and buffer.dtype is not dtype:
-                set_data(buffer, get_data(buffer).to(dtype))
+            wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+            if not buffer.is_meta and (buffer.dtype is not wanted or buffer.device != device):
+                set_data_elsewhere(buffer, get_data(buffer).to(device, wanted))

@@ -22,7 +22,9 @@ from deepoffload.errors import ConfigError, PlacementError, UsageError
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
 from deepoffload.io.swap_space import SwapSpace
+from deepoffload.memory.accelerator import Accelerator
 from deepoffload.memory.arena import Arena
+from deepoffload.memory.device_memory import DeviceMemory
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim.gradients import Gradients
@@ -31,6 +33,7 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.window import RootWatch, Window
 from deepoffload.runtime.construct import Assembly, adopt, adoptable, convert_buffers, refuse_meta
+from deepoffload.runtime.device import compute_on, find_accelerator, fit_device
 from deepoffload.runtime.plan import DTYPES, PIECES_PER_BUDGET, UNITS_PER_BUDGET, ModelPlan, enough_capacity, plan_model
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import Bandwidths, Kind
@@ -56,7 +59,10 @@ class Engine:
         self.config = config
         paths = [str(Path(path)) for path in config.nvme_path]
         self._check_paths(paths)
-        self.budgets: Budgets = resolve_budgets(config, machine.measure(paths), Device.parse("cpu"))
+        accelerator = find_accelerator(config)
+        device = Device.parse("cpu" if accelerator is None else str(accelerator.device))
+        free_bytes = 0 if accelerator is None else accelerator.free_bytes()
+        self.budgets: Budgets = resolve_budgets(config, machine.measure(paths), device, free_bytes)
         self.placement: Placement | None = None
         self._windows: list[Window] = []
         self._watches: list[RootWatch] = []
@@ -79,6 +85,8 @@ class Engine:
         )
         self.pager.engine = self
         self.gradients = Gradients(self.pager)
+        if accelerator is not None:
+            self._compute_on(accelerator)
         if config.step_overlap is StepOverlap.IN_BACKWARD:
             self.gradients.early = EarlyUpdates()
         self._exit = weakref.finalize(self, _close_at_exit, self._io, self._space, os.getpid())
@@ -113,6 +121,19 @@ class Engine:
             verify=aio.verify,
         )
 
+    def _compute_on(self, accelerator: Accelerator) -> None:
+        try:
+            device_bytes = self.budgets.device_bytes
+            compute_on(self.pager, self.gradients, accelerator, device_bytes, poison=self.config.debug.poison)
+        except BaseException:
+            self._close_disk()
+            raise
+
+    def _capacity_bytes(self) -> int:
+        """Of the arena, for blocks."""
+        landings = self.gradients.from_device
+        return self.pager.tiers.arena.capacity_bytes - (0 if landings is None else landings.ring_bytes)
+
     def assemble(self, roots: Sequence[nn.Module], handles: Iterable[ParamHandle]) -> None:
         """End of construction: find units, place them, move every parameter's bytes into its unit, put hooks on.
 
@@ -125,17 +146,19 @@ class Engine:
         dtype = DTYPES.get(self.config.precision)
         registered = list(handles)
         try:
-            plan = self._plan(roots, registered, self.pager.tiers.arena.capacity_bytes)
+            plan = self._plan(roots, registered, self._capacity_bytes())
         except PlacementError as error:
             raise self._with_enough(error, roots, registered) from None
+        memory = self.pager.memory
+        if isinstance(memory, DeviceMemory):
+            fit_device(memory, plan)
         self._reserve(plan.placement)
         for draft in plan.drafts:
             plan.assembly.fill(draft)
         if not self.pager.evict_always:
             self._pin_residents(plan.placement)
         for root in roots:
-            if dtype is not None:
-                convert_buffers(root, dtype)
+            convert_buffers(root, memory.device, dtype)
         self.pager.gradients = self.gradients
         self.pager.adopt_late = self.adopt_late
         self.pager.on_all_dead = lambda: self.close("its model was deleted")
@@ -193,16 +216,17 @@ class Engine:
         """Take a model that was built before: its parameters move into the arena one by one."""
         handles = []
         for name, param in model.named_parameters():
-            if adoptable(param):
+            if adoptable(self.pager, param):
                 handles.append(adopt(self.pager, param, name))
         if not handles:
-            raise UsageError(f"{type(model).__name__} has no parameters on the CPU that could be offloaded")
+            where = "the CPU" if self.pager.memory.on_host else f"the CPU or {self.pager.memory.device}"
+            raise UsageError(f"{type(model).__name__} has no parameters on {where} that could be offloaded")
         self.assemble([model], handles)
 
     def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:
         """A parameter that arrived after the context ended becomes a unit of its own; None for what is not
         adoptable."""
-        if not adoptable(param):
+        if not adoptable(self.pager, param):
             return None
         with self.pager.lock:
             piece_bytes = self.pager.tiers.arena.capacity_bytes // PIECES_PER_BUDGET
@@ -215,7 +239,7 @@ class Engine:
         plan = find_units(root, capacity // UNITS_PER_BUDGET, assembly.target_nbytes)
         with self.pager.lock:
             for unit in plan.units:
-                assembly.take_in(unit.name, [(name, param) for name, param in unit.params if adoptable(param)])
+                assembly.take_in(unit.name, [(name, param) for name, param in unit.params if adoptable(self.pager, param)])
         watched = {id(window.module()) for window in self._windows}
         fresh = [(name, module) for name, module in plan.windows if id(module) not in watched]
         self._windows += [Window(self.pager, module, name) for name, module in fresh]
@@ -230,6 +254,7 @@ class Engine:
         trace = self.pager.trace.stats()
         counters = tiers.counters
         return {
+            **self.pager.memory.stats(),
             "host_budget_bytes": tiers.arena.capacity_bytes,
             "host_bytes": tiers.arena.used_bytes,
             "host_peak_bytes": tiers.arena.peak_bytes,
@@ -290,7 +315,9 @@ class Engine:
                 last.callback(SHIELD.disengage)
                 last.callback(self._exit.detach)
                 last.callback(self._close_disk)
-                self.pager.tiers.close()
+                last.callback(self.pager.tiers.close)
+                if isinstance(self.pager.memory, DeviceMemory):
+                    self.pager.memory.close()
 
     def _close_disk(self) -> None:
         with ExitStack() as last:

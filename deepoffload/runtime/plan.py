@@ -5,7 +5,7 @@ The engine plans with this before it moves anything, and the estimators predict 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,25 +133,15 @@ def _place(
     bandwidths: Bandwidths,
 ) -> Placement:
     specs: list[BlockSpec] = []
-    unit_of: dict[int, UnitDraft] = {}
     trained = 0
     for draft in drafts:
         unit = draft.unit
         blocks = [unit.weights, *([unit.gradients] if unit.gradients else []), *(p.block for p in unit.pieces)]
         specs += [BlockSpec(b.id, b.name, b.kind, round_up(b.room_bytes), unit.index) for b in blocks]
-        for handle in draft.handles:
-            unit_of[id(handle.tensor)] = draft
-            trained += handle.numel if handle.grad_slot is not None else 0
+        trained += sum(handle.numel for handle in draft.handles if handle.grad_slot is not None)
     limits = {Kind.WEIGHT: config.offload_param, Kind.STATE: config.offload_optimizer}
     kept_kinds = {kind for kind, tier in limits.items() if tier is not None and tier is not Tier.NVME}
-    event_bytes = 0
-    for _, module in windows:
-        used = {
-            unit_of[id(p)].index: unit_of[id(p)].unit.weights.room_bytes
-            for p in module.parameters()
-            if id(p) in unit_of
-        }
-        event_bytes = max(event_bytes, sum(round_up(nbytes) for nbytes in used.values()))
+    event_bytes = max((nbytes for _, nbytes in window_bytes(drafts, windows)), default=0)
     return plan_placement(
         specs,
         capacity_bytes=capacity_bytes,
@@ -163,6 +153,14 @@ def _place(
         keep=frozenset(spec.id for spec in specs if spec.kind in kept_kinds),
         set_up_bytes=max((draft.set_up_bytes() for draft in drafts), default=0),
     )
+
+
+def window_bytes(drafts: Sequence[UnitDraft], windows: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, int]]:
+    """Each window's name, and the memory that the weights of one call of its module take."""
+    unit_of = {id(handle.tensor): draft.unit for draft in drafts for handle in draft.handles}
+    for name, module in windows:
+        units = {unit_of[id(p)].index: unit_of[id(p)] for p in module.parameters() if id(p) in unit_of}
+        yield name, sum(round_up(unit.weights.room_bytes) for unit in units.values())
 
 
 def enough_capacity(attempt: Callable[[int], object], capacity_bytes: int) -> int | None:

@@ -30,6 +30,11 @@ class Owner:
         self.released = 0
         self.offset: int | None = None
 
+    on_host = True
+
+    def update_to_come(self) -> bool:
+        return False
+
     def can_release(self) -> bool:
         return self.references == 0
 

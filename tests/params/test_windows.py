@@ -55,7 +55,7 @@ class Recursive(nn.Module):
 def test_failing_inner_call_leaves_the_outer_window_open(paging: Paging, monkeypatch: pytest.MonkeyPatch) -> None:
     model = paging.build(lambda: nn.Sequential(*[Recursive() for _ in range(4)]), EVICTING)
     engine = engine_of(model)
-    acquire = engine.pager.tiers.acquire
+    acquire = engine.pager.memory.acquire
     calls = []
 
     def fails_once(block: Any, **options: Any) -> None:
@@ -64,7 +64,7 @@ def test_failing_inner_call_leaves_the_outer_window_open(paging: Paging, monkeyp
             raise Stops
         acquire(block, **options)
 
-    monkeypatch.setattr(engine.pager.tiers, "acquire", fails_once)
+    monkeypatch.setattr(engine.pager.memory, "acquire", fails_once)
     with torch.no_grad():
         model[0](rows())
     assert model[0].caught and leases(model) == 0 and open_windows(model) == 0

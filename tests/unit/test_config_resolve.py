@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from deepoffload.config import Config
-from deepoffload.config.resolve import DISK_SHARE, HOST_SHARE, resolve_budgets
+from deepoffload.config.resolve import DEVICE_SHARE, DISK_SHARE, HOST_SHARE, resolve_budgets
 from deepoffload.device import Device, Tier
 from deepoffload.errors import BudgetError, ConfigError
 from deepoffload.machine import DiskSpace, Machine
@@ -50,7 +50,7 @@ def test_on_the_cpu_both_budgets_are_one_pool():
 
 def test_on_a_device_with_its_own_memory():
     budgets = resolve_budgets(Config(host_budget=3 * GIB), MACHINE, GPU, device_free_bytes=8 * GIB)
-    assert (budgets.device_bytes, budgets.host_bytes) == (8 * GIB, 3 * GIB)
+    assert (budgets.device_bytes, budgets.host_bytes) == (8 * GIB * DEVICE_SHARE, 3 * GIB)
     assert resolve_budgets(Config(device_budget=GIB), MACHINE, GPU, 8 * GIB).device_bytes == GIB
 
 
@@ -76,9 +76,9 @@ def test_an_unmeasured_path():
         resolve_budgets(Config(nvme_path=("/c",)), MACHINE, CPU)
 
 
-@pytest.mark.parametrize("name", ["tpu", "cuda:", "cuda:x", "", "cpu:-1"])
+@pytest.mark.parametrize("name", ["Cuda", "cuda:", "cuda:x", "", "cpu:-1", "cpu:1", "meta"])
 def test_unknown_devices(name):
-    with pytest.raises(ConfigError, match="is not known"):
+    with pytest.raises(ConfigError, match="cannot be used"):
         Device.parse(name)
 
 

@@ -1,0 +1,103 @@
+"""A device with memory and streams of its own, as torch's module for it offers them (``torch.cuda`` and its like).
+
+Three streams: the program's current one computes, ``copy_in`` brings bytes from host memory, ``copy_out`` takes them
+there; both directions of the bus are in use at once, beside computing (CUDA C++ Programming Guide, "Overlap of Data
+Transfer and Kernel Execution").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepoffload.errors import ConfigError
+
+
+class Accelerator:
+    """One device.
+
+    Args:
+        device: with or without an index; without one it is the current one of its kind.
+
+    Attributes:
+        copy_in, copy_out: streams, made once.
+
+    Raises:
+        ConfigError: torch cannot use such a device here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = _module_of(device)
+        index = device.index if device.index is not None else self._module.current_device()
+        if index >= self._module.device_count():
+            raise ConfigError(f"device {device} does not exist: torch sees {self._module.device_count()} of this kind")
+        self.device = torch.device(device.type, index)
+        self.copy_in: Any = self._module.Stream(device=self.device)
+        self.copy_out: Any = self._module.Stream(device=self.device)
+        self._registered: tuple[int, int] | None = None
+
+    # -- streams and events ----------------------------------------------------------------------------------------
+
+    def current(self) -> Any:
+        """The stream on which this thread launches what the program computes now."""
+        return self._module.current_stream(self.device)
+
+    def on(self, stream: Any) -> Any:
+        """A context in which operations are launched on ``stream``."""
+        return self._module.stream(stream)
+
+    def event(self, stream: Any) -> Any:
+        """An event that has happened when everything launched on ``stream`` until now is done."""
+        event = self._module.Event()
+        event.record(stream)
+        return event
+
+    def synchronize(self) -> None:
+        """Wait until everything launched on the device is done."""
+        self._module.synchronize(self.device)
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def free_bytes(self) -> int:
+        """Memory that this process may still take: what is free, and no more than its share
+        (``torch.cuda.set_per_process_memory_fraction``)."""
+        free, total = self._module.mem_get_info(self.device)
+        share = getattr(self._module, "get_per_process_memory_fraction", None)
+        if share is None:
+            return int(free)
+        return max(0, min(int(free), int(total * share(self.device)) - int(self._module.memory_reserved(self.device))))
+
+    def register(self, address: int, nbytes: int) -> str:
+        """Page-lock host memory so that copies run beside everything else (``cudaHostRegister``). Best effort.
+
+        Returns what became of it, in words. Memory that is not registered is copied through a buffer of the driver's:
+        right, and slower.
+        """
+        cudart = getattr(self._module, "cudart", None)
+        if cudart is None:
+            return f"host memory: not page-locked ({self.device.type} has no way to register memory)"
+        code = int(cudart().cudaHostRegister(address, nbytes, 0))
+        if code:
+            return f"host memory: not page-locked (cudaHostRegister gave error {code}); copies will be slower"
+        self._registered = (address, nbytes)
+        return f"host memory: {nbytes} bytes page-locked for {self.device}"
+
+    def unregister(self) -> None:
+        """Undo :meth:`register`. Idempotent."""
+        if self._registered is not None:
+            address, self._registered = self._registered[0], None
+            self._module.cudart().cudaHostUnregister(address)
+
+
+def _module_of(device: torch.device) -> Any:
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device {device} is not known to this torch: {error}") from error
+    if not module.is_available():
+        raise ConfigError(
+            f"device {device} is not available: torch {torch.__version__} finds none here. Say device = 'cpu', or "
+            "install a torch that is built for it"
+        )
+    return module

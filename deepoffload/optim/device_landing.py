@@ -1,0 +1,133 @@
+"""Gradients on their way from a device to their blocks in host memory.
+
+A gradient leaves in pieces, through a ring of staging slots in the arena: copied out on a stream of its own beside the
+backward that goes on, then landed by the same native pass as on a CPU device. The pass runs where the end of a copy is
+noticed: at a later landing, at a use of the block, or when the ring is full. Until then the gradient tensor is kept, so
+that its memory is not used for anything else.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from deepoffload.errors import BudgetError
+from deepoffload.memory.device_memory import DeviceMemory
+from deepoffload.native import cpu_adam
+from deepoffload.native.cpu_adam import DType
+from deepoffload.optim.dtypes import NATIVE_DTYPES
+from deepoffload.optim.threads import num_threads
+from deepoffload.params.unit import GradientSlot
+from deepoffload.timeline import Lane
+
+SLOTS = 4
+"""Pieces on their way at once: one is copied, one is landed, and two make up for differences between the two."""
+
+SLOT_BYTES_MAX = 16 << 20
+SLOT_BYTES_MIN = cpu_adam.CHUNK * 4
+"""The pass adds sums of squares in chunks; whole chunks of any type fit in a slot, so pieces do not change the sums."""
+
+RING_SHARE = 32
+"""The ring takes at most this part of the host budget, where the least that works is not more."""
+
+
+@dataclass
+class _Landing:
+    """One gradient: what is known of it so far, and how many pieces are still to come."""
+
+    slot: GradientSlot
+    source: Tensor
+    dtype: DType
+    accumulate: bool
+    pieces_left: int
+    sum_sq: float = 0.0
+    non_finite: bool = False
+
+
+class DeviceLandings:
+    """The ring. Guarded by the tier manager's lock.
+
+    Raises:
+        BudgetError: the host budget has no room for it.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._tiers = memory.tiers
+        arena = memory.tiers.arena
+        share_bytes = arena.capacity_bytes // RING_SHARE // SLOTS // SLOT_BYTES_MIN * SLOT_BYTES_MIN
+        self._slot_bytes = min(max(share_bytes, SLOT_BYTES_MIN), SLOT_BYTES_MAX)
+        self.ring_bytes = SLOTS * self._slot_bytes
+        start = arena.allocate(self.ring_bytes)
+        if start is None:
+            raise BudgetError(
+                f"host_budget is {arena.capacity_bytes} bytes; {self.ring_bytes} are needed for gradients on their way "
+                f"from {memory.device} alone. Raise host_budget"
+            )
+        self._free = [start + index * self._slot_bytes for index in range(SLOTS)]
+
+    def take(self, slot: GradientSlot, grad: Tensor, dtype: DType, *, accumulate: bool) -> None:
+        """Start bringing ``grad`` (dense, in the slot's order of elements) to its resident block.
+
+        ``grad`` is complete on the current stream. The block is leased meanwhile; its sum of squares is unknown until
+        the last piece has landed.
+        """
+        with self._tiers.lock:
+            block = slot.block
+            if block is None:
+                raise RuntimeError(f"{slot.name} has no block")
+            shown = self._memory.shows(block)
+            if shown:
+                self._memory.settle(block)  # what the program has written into what it was shown of the gradients
+            slot.handle.grad_sum_sq = None
+            flat = grad.as_strided((slot.numel,), (1,))
+            step = self._slot_bytes // flat.element_size()
+            landing = _Landing(slot, flat, dtype, accumulate, -(-slot.numel // step))
+            accelerator = self._memory.accelerator
+            stream = accelerator.copy_out
+            stream.wait_event(accelerator.event(accelerator.current()))
+            for start in range(0, slot.numel, step):
+                numel = min(step, slot.numel - start)
+                offset = self._take_slot()
+                staged = torch.frombuffer(self._tiers.arena.buffer, dtype=flat.dtype, count=numel, offset=offset)
+                with accelerator.on(stream):
+                    staged.copy_(flat[start : start + numel], non_blocking=True)
+                self._tiers.acquire(block)
+                then = partial(self._land, landing, offset, start, numel)
+                self._memory.launched(accelerator.event(stream), block, then)
+                self._memory.counters.out_bytes += numel * flat.element_size()
+            if shown:
+                self._memory.end_copies(block)
+                self._memory.refresh(block)
+
+    def _take_slot(self) -> int:
+        self._memory.poll()
+        while not self._free:
+            if not self._memory.end_oldest():
+                raise RuntimeError("the staging ring is full, and nothing is on its way")
+        return self._free.pop()
+
+    def _land(self, landing: _Landing, offset: int, start: int, numel: int) -> None:
+        slot, timeline = landing.slot, self._tiers.timeline
+        begin_s = time.perf_counter()
+        sum_sq, non_finite = cpu_adam.land(
+            slot.address() + start * slot.itemsize,
+            self._tiers.arena.address + offset,
+            numel,
+            dst_dtype=NATIVE_DTYPES[slot.dtype],
+            src_dtype=landing.dtype,
+            accumulate=landing.accumulate,
+            num_threads=1 if numel <= cpu_adam.CHUNK else num_threads(),
+        )
+        self._free.append(offset)
+        if timeline is not None:
+            timeline.add(Lane.LANDING, slot.name, begin_s, time.perf_counter(), numel * slot.itemsize)
+        landing.sum_sq += sum_sq
+        landing.non_finite |= non_finite
+        landing.pieces_left -= 1
+        if landing.pieces_left == 0:
+            slot.handle.grad_sum_sq, slot.handle.grad_non_finite = landing.sum_sq, landing.non_finite

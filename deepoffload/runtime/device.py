@@ -1,0 +1,64 @@
+"""From the name of a device to the memory that tensors show on it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from deepoffload.config import Config
+from deepoffload.config.units import format_bytes
+from deepoffload.device import Device
+from deepoffload.errors import PlacementError
+from deepoffload.memory.accelerator import Accelerator
+from deepoffload.memory.device_memory import DeviceMemory
+from deepoffload.optim.device_landing import DeviceLandings
+from deepoffload.optim.gradients import Gradients
+from deepoffload.params.pager import Pager
+from deepoffload.runtime.plan import ModelPlan, window_bytes
+
+log = logging.getLogger("deepoffload")
+
+
+def find_accelerator(config: Config) -> Accelerator | None:
+    """What ``config.device`` names, or None for the CPU. Not said: a GPU where torch sees one.
+
+    Raises:
+        ConfigError: torch has no such device here.
+    """
+    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if Device.parse(name).shares_host_memory:
+        return None
+    return Accelerator(torch.device(name))
+
+
+def compute_on(pager: Pager, gradients: Gradients, accelerator: Accelerator, device_bytes: int, *, poison: bool) -> None:
+    """Have tensors show the device's memory, and gradients come from there.
+
+    Raises:
+        BudgetError: a budget is too small for it.
+    """
+    arena = pager.tiers.arena
+    memory = DeviceMemory(pager.tiers, accelerator, device_bytes, poison=poison)
+    gradients.from_device = DeviceLandings(memory)
+    pager.memory = memory
+    log.info(accelerator.register(arena.address, arena.capacity_bytes))
+
+
+def fit_device(memory: DeviceMemory, plan: ModelPlan) -> None:
+    """Take what the model can use of the device budget, and refuse one that cannot run it.
+
+    Raises:
+        PlacementError: a module's call takes more weights at once than the budget holds.
+    """
+    capacity_bytes = memory.ranges.capacity_bytes
+    for name, nbytes in window_bytes(plan.drafts, plan.windows):
+        if nbytes > capacity_bytes:
+            raise PlacementError(
+                f"device_budget is {format_bytes(capacity_bytes)} ({capacity_bytes} bytes), but a call of "
+                f"{name or 'the model'} needs {nbytes} bytes of weights on {memory.device} at once; raise it to at "
+                f"least {nbytes} bytes",
+                nbytes,
+            )
+    blocks = [block for draft in plan.drafts for block in (draft.unit.weights, draft.unit.gradients) if block]
+    memory.trim(sum(block.room_bytes for block in blocks))
