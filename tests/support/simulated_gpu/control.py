@@ -52,8 +52,8 @@ def settings(
     """Choose the schedule. What is queued is done first.
 
     Args:
-        mode: ``late``: a queued copy is done when something waits for it; ``random``: a thread does one after the other,
-            each after a delay; ``eager``: at once.
+        mode: ``late``: a queued copy is done when something waits for it; ``random``: a thread does one after the
+            other, each after a delay; ``eager``: at once.
         seed: of the delays and of the order between streams.
         check: report accesses that no wait puts in order.
         delay_max_s: the longest delay.

@@ -71,6 +71,7 @@ def _devices(native: ModuleType) -> dict[str, Any]:
         "device": device,
         "device_of": device_of,
         "is_available": lambda: native.device_count() > 0,
+        "_initialized": True,  # torch.utils.checkpoint asks, before it keeps the state of the generators
         "is_initialized": lambda: True,
         "init": lambda: None,
         "_lazy_init": lambda: None,

@@ -29,12 +29,18 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar_dense);
   m.impl("record_stream", &record_stream);
+  m.impl("_has_compatible_shallow_copy_type", &may_become);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("_thnn_fused_lstm_cell", &lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", &gru_cell);
   m.impl("_thnn_fused_gru_cell_backward", &gru_cell_backward);
+  // Composite elsewhere, with kernels of their own on the CPU: the same ones here, for the same bits.
+  for (const char* name : {"native_layer_norm", "native_group_norm", "_stack", "_stack.out", "addr", "addr.out",
+                           "any.dims", "any.dims_out", "all.dims", "all.dims_out", "linalg__powsum", "silu_backward",
+                           "mish_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
@@ -43,6 +49,29 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 
 TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// A sparse tensor is a pair of dense ones: what only puts them together or takes them apart works on any device.
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+  m.impl("_sparse_coo_tensor_with_dims_and_tensors", &at::native::new_with_dims_and_tensor_sparse_symint);
+  m.impl("_sparse_coo_tensor_with_dims", &at::native::new_with_dims_sparse);
+  m.impl("empty.memory_format", &at::native::empty_sparse);
+  m.impl("_indices", &at::native::_indices_sparse);
+  m.impl("_values", &at::native::_values_sparse);
+  m.impl("indices", &at::native::indices_sparse);
+  m.impl("values", &at::native::values_sparse);
+  m.impl("_nnz", &at::native::_nnz_sparse);
+  m.impl("is_coalesced", &at::native::is_coalesced_sparse);
+  m.impl("_coalesced_", &at::native::_coalesced_sparse_);
+  m.impl("sparse_dim", &at::native::sparse_dim_sparse);
+  m.impl("dense_dim", &at::native::dense_dim_sparse);
+  m.impl("sparse_resize_", &at::native::sparse_resize_);
+  m.impl("sparse_resize_and_clear_", &at::native::sparse_resize_and_clear_);
+  m.impl("clone", &at::native::clone_sparse);
+  m.impl("copy_", &at::native::copy_sparse_wrapper_);
+  m.impl("copy_sparse_to_sparse_", &at::native::copy_sparse_);
+  m.impl("zero_", &at::native::zero_sparse_);
+  m.impl("_has_compatible_shallow_copy_type", &may_become);
 }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {

@@ -100,6 +100,13 @@ inline void record_stream(at::Tensor& self, at::Stream stream) {
   Simulator::get().record_stream(const_cast<void*>(self.storage().data()), index);
 }
 
+// Whether `tensor.data = other` may be: between the CPU and the device too, as with CUDA, so that a module that moves to
+// the device keeps its parameters.
+inline bool may_become(const at::Tensor& self, const at::Tensor& other) {
+  const auto known = [](const at::Tensor& tensor) { return tensor.is_cpu() || tensor.device().type() == kDevice; };
+  return known(self) && known(other) && self.layout() == other.layout();
+}
+
 // ---- convolution: torch asks backends that it does not know for these two
 
 // A kernel that is written with CPU tensors: notes what it reads, and brings the results to the device.
