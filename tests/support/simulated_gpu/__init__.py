@@ -9,7 +9,7 @@ a thread of its own, asynchronous copies happen as late as they may, and a missi
     torch.ones(3, device="simgpu")
 
 It stays for the whole process and changes what torch takes for the accelerator: only processes made for it install it
-(see ``process.py``).
+(see ``isolation.py``).
 """
 
 from __future__ import annotations

@@ -118,6 +118,10 @@ def _memory(native: ModuleType) -> dict[str, Any]:
         now = native.memory(index_of(which))
         return now["size_bytes"] - now["reserved_bytes"], now["size_bytes"]
 
+    def empty_cache() -> None:
+        for index in range(native.device_count()):
+            native.empty_cache(index)
+
     def reader(name: str) -> Any:
         return lambda which=None: native.memory(index_of(which))[name]
 
@@ -132,7 +136,7 @@ def _memory(native: ModuleType) -> dict[str, Any]:
         "set_per_process_memory_fraction": lambda fraction, which=None: native.set_memory_fraction(
             fraction, index_of(which)
         ),
-        "empty_cache": lambda: [native.empty_cache(index) for index in range(native.device_count())] and None,
+        "empty_cache": empty_cache,
         "OutOfMemoryError": torch.OutOfMemoryError,
     }
 

@@ -104,9 +104,9 @@ class Call {
     for (size_t i = 0; i < arguments.size(); ++i)
       take(i, draws, took_generator);
     Simulator& simulator = Simulator::get();
-    const int stream = current_stream(device_.index());
-    const std::string* name = simulator.intern(schema_.name());
-    simulator.launch(stream, name, uses_);
+    stream_ = current_stream(device_.index());
+    name_ = simulator.intern(schema_.name());
+    simulator.launch(stream_, name_, uses_);
     {
       const KernelGuard guard;
       std::optional<BorrowedState> state;
@@ -117,14 +117,11 @@ class Call {
     for (const Entry& entry : entries_)
       if (entry.write)
         write_back(entry);
-    uses_.clear();
     bool host_result = false;
     for (size_t i = stack_.size() - schema_.returns().size(); i < stack_.size(); ++i)
       host_result = give(stack_[i]) || host_result;
-    if (!uses_.empty())
-      simulator.launch(stream, name, uses_);
     if (host_result)
-      simulator.synchronize_stream(stream);
+      simulator.synchronize_stream(stream_);
   }
 
  private:
@@ -240,6 +237,7 @@ class Call {
 
   // An out= argument that the kernel has resized.
   void write_back(const Entry& entry) {
+    const KernelGuard guard;
     const at::Tensor &original = entry.original, &alias = entry.alias;
     if (original.is_sparse()) {
       const at::Tensor indices = to_device(alias._indices()), values = to_device(alias._values());
@@ -257,9 +255,17 @@ class Call {
     if (!moved)
       return;
     resize_storage_for(original);
-    at::Tensor bytes = simgpu::alias(original, true);
-    if (alias.numel() > 0)
-      copy_now(bytes, alias);
+    write(original, alias);
+  }
+
+  void write(const at::Tensor& result, const at::Tensor& host) {
+    if (host.numel() == 0)
+      return;
+    std::vector<Use> uses;
+    add_uses(uses, result, true);
+    Simulator::get().launch(stream_, name_, uses);
+    at::Tensor bytes = simgpu::alias(result, true);
+    copy_now(bytes, host);
   }
 
   at::Tensor to_device(const at::Tensor& tensor) {
@@ -279,11 +285,7 @@ class Call {
         return tensor_on(original, c10::DispatchKey::PrivateUse1, tensor);
     const at::Tensor dense = tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
     at::Tensor result = at::empty_strided(dense.sizes(), dense.strides(), dense.options().device(device_));
-    if (dense.numel() > 0) {
-      at::Tensor bytes = simgpu::alias(result, true);
-      copy_now(bytes, dense);
-      add_uses(uses_, result, true);
-    }
+    write(result, dense);
     return result;
   }
 
@@ -308,6 +310,8 @@ class Call {
   torch::jit::Stack& stack_;
   size_t first_;
   c10::Device device_{kDevice, 0};
+  int stream_ = 0;
+  const std::string* name_ = nullptr;
   std::vector<Use> uses_;
   std::vector<Entry> entries_;
   std::vector<std::pair<c10::Storage, c10::Storage>> storages_;  // of the device, and its alias

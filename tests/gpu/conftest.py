@@ -1,0 +1,7 @@
+"""Tests that need a device: the simulated one, in processes of its own."""
+
+from __future__ import annotations
+
+from tests.support.simulated_gpu.isolation import pytest_runtest_protocol, pytest_runtestloop, simulated_gpu
+
+__all__ = ["pytest_runtest_protocol", "pytest_runtestloop", "simulated_gpu"]

@@ -1,0 +1,136 @@
+"""Tests that use the simulated GPU run in a process of their own, one for each test module, and are reported as others.
+
+A ``conftest.py`` takes both hooks of this module and the fixture ``simulated_gpu``. Tests that ask for the fixture are
+then handed to a child, which is an ordinary pytest over the same module: fixtures, parameters and failures look as
+always. What kills the child fails the test with all that the child had said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+FIXTURE = "simulated_gpu"
+CHILD = "SIMULATED_GPU_CHILD"
+"""Environment: the two file descriptors of a child, to read requests from and to write reports to."""
+
+SERVED = pytest.StashKey["Child | None"]()
+
+
+class Child:
+    """A pytest over one module that waits for tests to run."""
+
+    def __init__(self, module: Path, config: pytest.Config) -> None:
+        self.module = module
+        self._said: IO[bytes] = tempfile.TemporaryFile()
+        to_child, requests = os.pipe()
+        reports, from_child = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(module)],
+            cwd=config.rootpath,
+            env=os.environ | {CHILD: f"{to_child},{from_child}"},
+            pass_fds=(to_child, from_child),
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=subprocess.STDOUT,
+        )
+        os.close(to_child)
+        os.close(from_child)
+        self._requests = os.fdopen(requests, "w")
+        self._reports = os.fdopen(reports)
+
+    def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[dict[str, Any]] | str:
+        """The reports of a test, or why there are none."""
+        try:
+            self._requests.write(json.dumps([item.nodeid, nextitem.nodeid if nextitem else None]) + "\n")
+            self._requests.flush()
+            answer = self._reports.readline()
+        except BrokenPipeError:
+            answer = ""
+        except pytest.fail.Exception as failure:
+            # The time limit of this process.
+            self._process.kill()
+            return f"{failure}\n{self.end()}"
+        return json.loads(answer) if answer else self.end()
+
+    def end(self) -> str:
+        """Wait for the child to leave; how it left, and what it said."""
+        for pipe in (self._requests, self._reports):
+            pipe.close()
+        status = self._process.wait()
+        self._said.seek(0)
+        said = self._said.read().decode(errors="replace")
+        self._said.close()
+        return f"the process with the simulated GPU ended with status {status}:\n{said}"
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """In the process that was started: hand tests with the fixture to the child of their module."""
+    if CHILD in os.environ or FIXTURE not in getattr(item, "fixturenames", ()):
+        return None
+    child = item.session.stash.get(SERVED, None)
+    if child is None or child.module != item.path:
+        close(item.session)
+        child = item.session.stash[SERVED] = Child(item.path, item.config)
+    same_child = (
+        nextitem is not None and nextitem.path == item.path and FIXTURE in getattr(nextitem, "fixturenames", ())
+    )
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    answer = child.run(item, nextitem if same_child else None)
+    if isinstance(answer, str):
+        item.session.stash[SERVED] = None
+        reports = [pytest.TestReport(item.nodeid, item.location, {}, "failed", answer, "call")]
+    else:
+        load = item.config.hook.pytest_report_from_serializable
+        reports = [load(config=item.config, data=data) for data in answer]
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    if not same_child:
+        close(item.session)
+    # Collectors that earlier tests had set up here and that later ones do not have.
+    item.session._setupstate.teardown_exact(nextitem)
+    return True
+
+
+def close(session: pytest.Session) -> None:
+    child = session.stash.get(SERVED, None)
+    if child is not None:
+        child.end()
+        session.stash[SERVED] = None
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """In the child: run what is asked for, until nothing is any more."""
+    if CHILD not in os.environ:
+        return None
+    to_child, from_child = map(int, os.environ[CHILD].split(","))
+    items = {item.nodeid: item for item in session.items}
+    with os.fdopen(to_child) as requests, os.fdopen(from_child, "w") as answers:
+        for line in requests:
+            wanted, following = json.loads(line)
+            reports = runtestprotocol(items[wanted], nextitem=items.get(following), log=False)
+            dump = session.config.hook.pytest_report_to_serializable
+            answers.write(json.dumps([dump(config=session.config, report=report) for report in reports]) + "\n")
+            answers.flush()
+    return True
+
+
+@pytest.fixture
+def simulated_gpu() -> Iterator[str]:
+    """The name of the simulated device, in late mode, with nothing queued."""
+    from tests.support.simulated_gpu import install, reset
+
+    install()
+    reset()
+    yield "simgpu"
+    reset()
