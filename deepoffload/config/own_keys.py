@@ -38,7 +38,7 @@ def _own(path: str, kind: Kind, text: str, default: object = None) -> Key:
 
 
 OWN_KEYS = (
-    _own("device", device(), "What computes, such as `cuda:1` or `cpu`; not said: a GPU where there is one."),
+    _own("device", device(), "What computes, such as `cuda:1` or `cpu`; not said: the GPU, where there is one."),
     _own(
         "device_budget",
         size(1),

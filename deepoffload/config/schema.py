@@ -120,7 +120,7 @@ class Config:
     """
 
     device: str | None = None
-    """torch's name of what computes; ``None``: a GPU where torch sees one, else the CPU."""
+    """torch's name of what computes; ``None``: the accelerator that torch sees, else the CPU."""
     device_budget: int | None = None
     host_budget: int | None = None
     nvme_budget: int | None = None

@@ -1,7 +1,7 @@
 """The device tier: copies of blocks in the memory of a device, within its budget.
 
-A copy is either like the host's bytes or, after the program wrote to it, the only right one (``dirty``); it goes back to
-the host before it leaves, and before the host's bytes are used (:meth:`DeviceMemory.settle`). Nothing is allocated
+A copy is either like the host's bytes or, after the program wrote to it, the only right one (``dirty``); it goes back
+to the host before it leaves, and before the host's bytes are used (:meth:`DeviceMemory.settle`). Nothing is allocated
 while training: one tensor of exactly the budget, and the arena's allocator over it.
 
 Order on the device: a copy that comes in is waited for by the streams that use it. A range is used again when what was
@@ -427,14 +427,14 @@ class DeviceMemory:
 
     def _no_room(self, block: Block) -> str:
         held = [
-            f"  {copy.block.name}: {copy.block.room_bytes} bytes, {'in use' if copy.leases else 'the program has views'}"
+            f"  {copy.block.name}: {copy.block.room_bytes} bytes, {'in use' if copy.leases else 'views of it are held'}"
             for copy in self._copies.values()
             if copy.leases or not self._may_go(copy)
         ]
         return (
             f"{block.name} needs {block.room_bytes} bytes on {self.device}, whose device_budget of "
             f"{self.ranges.capacity_bytes} bytes is held by\n" + "\n".join(held[:20]) + "\nRaise device_budget, or let "
-            "go of views of weights and gradients (clip_grad_norm_(foreach=False), CPUAdam instead of torch's optimizers)"
+            "go of views of weights and gradients (CPUAdam instead of torch's optimizers)"
         )
 
     # -- report and end --------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ from deepoffload.schedule.placement import Kind
 
 
 def adoptable(pager: Pager, param: Any) -> bool:
-    """True for what paging takes: exactly ``nn.Parameter``, real bytes on the CPU or on the device that computes, dense,
-    not complex."""
+    """True for what paging takes: exactly ``nn.Parameter``, real bytes on the CPU or on the device that computes,
+    dense, not complex."""
     return (
         type(param) is nn.Parameter
         and "_slot" not in param.__dict__
@@ -386,7 +386,7 @@ def refuse_meta(root: nn.Module) -> None:
 
 
 def convert_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Buffers follow the device, and floating-point ones the compute dtype, as ``module.to(device, dtype)`` has them."""
+    """Buffers follow the device, and floating-point ones the dtype, as ``module.to(device, dtype)`` has them."""
     with bare():
         for buffer in root.buffers():
             wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype

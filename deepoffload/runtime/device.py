@@ -21,18 +21,20 @@ log = logging.getLogger("deepoffload")
 
 
 def find_accelerator(config: Config) -> Accelerator | None:
-    """What ``config.device`` names, or None for the CPU. Not said: a GPU where torch sees one.
+    """What ``config.device`` names, or None for the CPU. Not said: the accelerator that torch sees, if any.
 
     Raises:
         ConfigError: torch has no such device here.
     """
-    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if Device.parse(name).shares_host_memory:
-        return None
-    return Accelerator(torch.device(name))
+    if config.device is not None:
+        return None if Device.parse(config.device).shares_host_memory else Accelerator(torch.device(config.device))
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None else Accelerator(found)
 
 
-def compute_on(pager: Pager, gradients: Gradients, accelerator: Accelerator, device_bytes: int, *, poison: bool) -> None:
+def compute_on(
+    pager: Pager, gradients: Gradients, accelerator: Accelerator, device_bytes: int, *, poison: bool
+) -> None:
     """Have tensors show the device's memory, and gradients come from there.
 
     Raises:

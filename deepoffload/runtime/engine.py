@@ -239,7 +239,9 @@ class Engine:
         plan = find_units(root, capacity // UNITS_PER_BUDGET, assembly.target_nbytes)
         with self.pager.lock:
             for unit in plan.units:
-                assembly.take_in(unit.name, [(name, param) for name, param in unit.params if adoptable(self.pager, param)])
+                assembly.take_in(
+                    unit.name, [(name, param) for name, param in unit.params if adoptable(self.pager, param)]
+                )
         watched = {id(window.module()) for window in self._windows}
         fresh = [(name, module) for name, module in plan.windows if id(module) not in watched]
         self._windows += [Window(self.pager, module, name) for name, module in fresh]

@@ -13,6 +13,7 @@ from torch import nn
 
 from deepoffload import offload_context, stats
 from deepoffload.errors import BudgetError
+from deepoffload.optim.device_landing import SLOT_BYTES_MIN, SLOTS
 from tests.support.loops import assert_same_bits, to_bf16
 
 PLENTY_BYTES = 64 << 20
@@ -79,9 +80,10 @@ class Paging:
         """The least budget, to within a seventh, that is accepted for this model."""
         key = (key or build, setting.precision)
         if key not in self._least:
-            budget, enough = 16 << 10, self._enough_bytes(build, replace(setting, evict_always=False), 16 << 10, seed)
+            budget = _ring_bytes() + (16 << 10)
+            enough = self._enough_bytes(build, replace(setting, evict_always=False), budget, seed)
             while enough is not None:
-                budget = max(enough, budget + max(4096, budget // 7))
+                budget = max(enough, budget + max(4096, (budget - _ring_bytes()) // 7))
                 enough = self._enough_bytes(build, replace(setting, evict_always=False), budget, seed)
             self._least[key] = budget
         return self._least[key]
@@ -89,7 +91,8 @@ class Paging:
     def _budget_bytes(self, build: Callable[[], Any], setting: Setting, seed: int, key: object) -> int:
         if setting.room is None:
             return PLENTY_BYTES
-        return int(setting.room * self.least_bytes(build, setting, seed=seed, key=key))
+        least, ring = self.least_bytes(build, setting, seed=seed, key=key), _ring_bytes()
+        return int(setting.room * (least - ring)) + ring
 
     def _enough_bytes(self, build: Callable[[], Any], setting: Setting, budget: int, seed: int) -> int | None:
         """None when the budget is accepted; else what the refusal says would be enough, 0 when it does not know."""
@@ -101,6 +104,11 @@ class Paging:
             return getattr(error, "enough_bytes", None) or 0
         del model
         return None
+
+
+def _ring_bytes() -> int:
+    """What of a small budget gradients from a device take on their way."""
+    return SLOTS * SLOT_BYTES_MIN if torch.accelerator.is_available() else 0
 
 
 def plain(build: Callable[[], Any], *, precision: str = "keep", seed: int = 0) -> Any:

@@ -1,0 +1,32 @@
+"""A pytest plugin that runs any test of the suite on the simulated GPU: ``pytest -p tests.support.on_simulated_gpu``.
+
+Tensors and models are made on the device, and the engines find it by themselves. What a test says of the host's budget
+holds as ever; the device has room for a few of the models' weights.
+"""
+
+from __future__ import annotations
+
+import os
+
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+from tests.support.simulated_gpu import install, settings
+
+install(devices=1, memory_bytes=int(os.environ.get("SIMULATED_GPU_BYTES", 256 << 20)))
+settings(mode=os.environ.get("SIMULATED_GPU_MODE", "late"))
+
+
+class _OnDevice(DeviceContext):
+    """``with torch.device("simgpu")``, where values that come from a generator of the CPU's are those of the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        generator = (kwargs or {}).get("generator")
+        if generator is not None and generator.device.type == "cpu" and "device" not in kwargs:
+            return func(*args, **kwargs).to(self.device)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_OnDevice(torch.device("simgpu")).__enter__()
