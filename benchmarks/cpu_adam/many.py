@@ -23,7 +23,7 @@ from run import RESULTS, machine
 
 import deepoffload
 
-CASES = ((1000, 64), (400, 1024), (1000, 1024), (4000, 16), (100, 65536), (20, 1 << 20))
+CASES = ((1, 1024), (10, 1024), (1000, 64), (400, 1024), (1000, 1024), (4000, 16), (100, 65536), (20, 1 << 20))
 """Parameters, and elements of each."""
 
 OURS = "CPUAdamW"

@@ -1,4 +1,5 @@
 // Binding of the optimizer steps: reads segments and groups, checks all of them, then runs with the GIL released.
+#include <array>
 #include <cmath>
 #include <vector>
 
@@ -34,19 +35,19 @@ const char* const kSegmentFieldNames[] = {
 
 class SegmentReader {
   public:
-    SegmentReader(const py::handle& object, std::size_t index) : prefix_("segments[" + std::to_string(index) + "]") {
-        if (!PyTuple_Check(object.ptr()) || PyTuple_GET_SIZE(object.ptr()) != kNumSegmentFields)
-            refuse(prefix_ + " is not a Segment (" + std::to_string(kNumSegmentFields) + " fields)");
-        tuple_ = object.ptr();
+    SegmentReader(const py::handle& object, std::size_t index) : index_(index), tuple_(object.ptr()) {
+        if (!PyTuple_Check(tuple_) || PyTuple_GET_SIZE(tuple_) != kNumSegmentFields)
+            refuse("segments[" + std::to_string(index) + "] is not a Segment (" + std::to_string(kNumSegmentFields) +
+                   " fields)");
     }
     py::handle operator[](SegmentField field) const { return PyTuple_GET_ITEM(tuple_, field); }
-    std::string name(SegmentField field) const { return prefix_ + "." + kSegmentFieldNames[field]; }
+    Name name(SegmentField field) const { return {"segments", index_, kSegmentFieldNames[field]}; }
     template <class T> T* address(SegmentField field) const { return address_of<T>((*this)[field], name(field)); }
     bool absent(SegmentField field) const { return unsigned_of((*this)[field].ptr(), name(field)) == 0; }
     DType dtype(SegmentField field) const { return dtype_of((*this)[field], name(field)); }
 
   private:
-    std::string prefix_;
+    std::size_t index_;
     PyObject* tuple_;
 };
 
@@ -64,15 +65,15 @@ WeightForm read_weight(const SegmentReader& in, Layout layout, UpdateArgs& a) {
         a.weight = in.address<void>(kWeight);
         const DType copy = in.dtype(kWeightDtype);
         if (copy == DType::kFp32)
-            refuse(in.name(kWeightDtype) +
+            refuse(in.name(kWeightDtype).text() +
                    " = FP32: a compute copy beside the master is BF16 or FP16; pass weight = 0 for none");
         return copy == DType::kBf16 ? WeightForm::kMasterBf16 : WeightForm::kMasterFp16;
     }
     a.weight = in.address<void>(kWeight);
     if (in.dtype(kWeightDtype) != (layout == Layout::kFp32 ? DType::kFp32 : DType::kBf16))
-        refuse(in.name(kWeightDtype) + (layout == Layout::kFp32        ? " must be FP32 in the layout FP32"
-                                        : layout == Layout::kSplitBf16 ? " must be BF16 in the layout SPLIT_BF16"
-                                                                       : " must be BF16 in the layout BF16"));
+        refuse(in.name(kWeightDtype).text() + (layout == Layout::kFp32        ? " must be FP32 in the layout FP32"
+                                               : layout == Layout::kSplitBf16 ? " must be BF16 in the layout SPLIT_BF16"
+                                                                              : " must be BF16 in the layout BF16"));
     if (layout == Layout::kSplitBf16)
         a.remainder = in.address<std::int16_t>(kRemainder);
     return layout == Layout::kFp32        ? WeightForm::kFp32
@@ -86,23 +87,23 @@ struct Group {
     StateDType state_dtype = StateDType::kFp32;
 };
 
-// Which fields of a segment hold the states of a rule.
-std::vector<SegmentField> state_fields(Rule rule) {
+// Which fields of a segment hold the states of a rule; kNumel stands for none.
+using StateFields = std::array<SegmentField, kMaxStates>;
+StateFields state_fields(Rule rule) {
     switch (rule) {
     case Rule::kAdam:
-        return {kExpAvg, kExpAvgSq};
+        return {kExpAvg, kExpAvgSq, kNumel};
     case Rule::kAdamAmsgrad:
         return {kExpAvg, kExpAvgSq, kMaxExpAvgSq};
     case Rule::kLion:
-        return {kExpAvg};
-    case Rule::kAdagrad:
-        return {kExpAvgSq};
     case Rule::kSgdMomentum:
-        return {kExpAvg};
+        return {kExpAvg, kNumel, kNumel};
+    case Rule::kAdagrad:
+        return {kExpAvgSq, kNumel, kNumel};
     case Rule::kSgd:
         break;
     }
-    return {};
+    return {kNumel, kNumel, kNumel};
 }
 
 Segment read_segment(const SegmentReader& in, Layout layout, const std::vector<Group>& groups) {
@@ -111,7 +112,7 @@ Segment read_segment(const SegmentReader& in, Layout layout, const std::vector<G
     a.n = count_of(in[kNumel], in.name(kNumel));
     segment.group = static_cast<std::size_t>(unsigned_of(in[kHyperIndex].ptr(), in.name(kHyperIndex)));
     if (segment.group >= groups.size())
-        refuse(in.name(kHyperIndex) + " = " + std::to_string(segment.group) + ", but there are " +
+        refuse(in.name(kHyperIndex).text() + " = " + std::to_string(segment.group) + ", but there are " +
                std::to_string(groups.size()) + " hypers");
     a.grad = in.address<void>(kGrad);
     const DType grad_dtype = in.dtype(kGradDtype);
@@ -120,6 +121,8 @@ Segment read_segment(const SegmentReader& in, Layout layout, const std::vector<G
     int slot = 0;
     const StateDType state_dtype = groups[segment.group].state_dtype;
     for (const SegmentField field : state_fields(rule)) {
+        if (field == kNumel)
+            break;
         if (state_dtype == StateDType::kEightBit)
             a.absmax[slot] = in.address<float>(field == kExpAvg ? kExpAvgAbsmax : kExpAvgSqAbsmax);
         a.state[slot++] = in.address<void>(field);
@@ -137,28 +140,32 @@ constexpr double kNoLimit = INFINITY, kStepLimit = 9007199254740992.0;
 // The fields of one hyper object, all checked.
 class HyperReader {
   public:
-    HyperReader(const py::handle& object, std::size_t index)
-        : object_(object), prefix_("hypers[" + std::to_string(index) + "].") {}
+    HyperReader(const py::handle& object, std::size_t index) : object_(object), index_(index) {}
     double number(const char* field, double least = 0.0, double limit = kNoLimit) const {
-        return number_of(object_, field, prefix_, least, limit);
+        return number_of(object_.attr(field), name(field), least, limit);
     }
     bool flag(const char* field) const { return object_.attr(field).cast<bool>(); }
     // 8-bit states exist for Adam without amsgrad, bf16 ones for Lion as well.
     StateDType state_dtype(bool eight_bit) const {
-        const unsigned long long value = unsigned_of(object_.attr("state_dtype").ptr(), prefix_ + "state_dtype");
+        const py::object object = object_.attr("state_dtype");
+        const unsigned long long value = unsigned_of(object.ptr(), name("state_dtype"));
         if (value >= static_cast<unsigned long long>(kNumStateDTypes))
-            refuse(prefix_ + "state_dtype = " + std::to_string(value) +
-                   " is not a StateDType (FP32 = 0, BF16 = 1, EIGHT_BIT = 2)");
+            refuse("state_dtype",
+                   " = " + std::to_string(value) + " is not a StateDType (FP32 = 0, BF16 = 1, EIGHT_BIT = 2)");
         const auto dtype = static_cast<StateDType>(value);
         if (dtype == StateDType::kEightBit && !eight_bit)
-            refuse(prefix_ + "state_dtype = EIGHT_BIT is for Adam without amsgrad");
+            refuse("state_dtype", " = EIGHT_BIT is for Adam without amsgrad");
         return dtype;
     }
-    const std::string& prefix() const { return prefix_; }
+    [[noreturn]] void refuse(const char* field, const std::string& message) const {
+        cpu_adam::refuse(name(field).text() + message);
+    }
 
   private:
+    Name name(const char* field) const { return {"hypers", index_, field}; }
+
     py::handle object_;
-    std::string prefix_;
+    std::size_t index_;
 };
 
 Group read_adam(const HyperReader& in, double grad_factor) {
@@ -174,7 +181,7 @@ Group read_adam(const HyperReader& in, double grad_factor) {
     const bool amsgrad = in.flag("amsgrad");
     const StateDType state_dtype = in.state_dtype(!amsgrad);
     if (amsgrad && state_dtype != StateDType::kFp32)
-        refuse(in.prefix() + "state_dtype = BF16 is for Adam without amsgrad");
+        in.refuse("state_dtype", " = BF16 is for Adam without amsgrad");
     return {amsgrad ? Rule::kAdamAmsgrad : Rule::kAdam, coefficients_of(hyper, grad_factor), state_dtype};
 }
 
@@ -199,7 +206,7 @@ Group read_sgd(const HyperReader& in, double grad_factor) {
                          in.number("weight_decay"), in.flag("nesterov"),   in.flag("first"),
                          in.flag("maximize")};
     if (hyper.nesterov && (hyper.momentum == 0.0 || hyper.dampening != 0.0))
-        refuse(in.prefix() + "nesterov needs a momentum above 0 and no dampening");
+        in.refuse("nesterov", " needs a momentum above 0 and no dampening");
     return {hyper.momentum == 0.0 ? Rule::kSgd : Rule::kSgdMomentum, coefficients_of(hyper, grad_factor)};
 }
 

@@ -162,7 +162,6 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             else:
                 handle.pager.gradients.assign(handle, None)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient. Returns what ``closure`` returned.
 

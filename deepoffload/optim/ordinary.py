@@ -117,11 +117,10 @@ class OrdinaryUpdate:
         self.stepped([param for param, _, _ in jobs])
 
     def stepped(self, params: list[Tensor]) -> None:
-        """The kernel has written these."""
-        for param in params:
-            torch.autograd.graph.increment_version(param)  # graphs that saved the old values must not go on
-            if param.dtype is torch.bfloat16:
-                self._versions[id(param)] = param._version
+        """The kernel has written these, which are of one dtype."""
+        torch.autograd.graph.increment_version(params)  # graphs that saved the old values must not go on
+        if params[0].dtype is torch.bfloat16:
+            self._versions.update((id(param), param._version) for param in params)
 
 
 def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: Job) -> None:

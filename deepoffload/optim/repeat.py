@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import is_, is_not
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import Segment, StateDType, StateLayout
 from deepoffload.optim import checks
 from deepoffload.optim.base import HostOptimizer
@@ -31,30 +33,15 @@ _TAIL_FIELDS = Segment._fields[6:]
 _CHANGEABLE = (Tensor, list)
 """Settings that may have other values though they are the same objects."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """One array of the state of each parameter in a batch."""
-
-    key: str
-    tensors: list[Tensor]
-    addresses: list[int]
-    numels: list[int]
-
-    def holds(self, states: list[dict[str, Any]]) -> bool:
-        key = self.key
-        return (
-            all(map(is_, [state.get(key) for state in states], self.tensors))
-            and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
-            and list(map(Tensor.numel, self.tensors)) == self.numels
-        )
+_layout, _dtype, _version = attrgetter("layout"), attrgetter("dtype"), attrgetter("_version")
 
 
 @dataclass(slots=True)
 class _Batch:
     """Parameters of one layout that had gradients: lists of the same length, for one native call.
 
-    ``columns`` are the arrays of the state, ``tail`` what each segment has behind the weight, field by field."""
+    ``tail`` is what each segment has behind the weight, field by field; ``dtypes`` are those of the weights, then those
+    of the last gradients, and ``grad_dtypes`` the latter as the kernels call them."""
 
     layout: StateLayout
     params: list[Tensor] = field(default_factory=list)
@@ -63,35 +50,40 @@ class _Batch:
     addresses: list[int] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
     jobs: list[int] = field(default_factory=list)
-    columns: list[_Column] = field(default_factory=list)
     tail: list[list[int]] = field(default_factory=list)
     weight_dtypes: list[int] = field(default_factory=list)
+    grad_dtypes: list[int] = field(default_factory=list)
 
-    def segments(self) -> list[Segment] | None:
-        """The segments with the gradients of now; None when something else is not where it was."""
-        params = self.params
+    def segments(self) -> list[tuple[int, ...]] | None:
+        """The segments (the fields of :class:`Segment`) with the gradients of now; None when a weight is not where and
+        what it was, or a gradient is of a form that the kernels do not take."""
+        params, count = self.params, len(self.params)
+        grads = [param.grad for param in params]
+        if not all(map(is_not, grads, repeat(None))) or any(map(is_not, map(_layout, grads), repeat(torch.strided))):
+            return None
+        both: list[Tensor] = params + grads  # type: ignore[operator]
+        addresses = list(map(Tensor.data_ptr, both))
         if not (
-            list(map(Tensor.data_ptr, params)) == self.addresses
-            and list(map(Tensor.numel, params)) == self.numels
-            and [param.dtype for param in params] == self.dtypes
-            and all(map(Tensor.is_contiguous, params))
-            and all(column.holds(self.states) for column in self.columns)
+            addresses[:count] == self.addresses
+            and list(map(Tensor.numel, both)) == self.numels * 2
+            and all(map(Tensor.is_contiguous, both))
+            and not any(map(Tensor.is_neg, both[count:]))
+            and self._same_dtypes(list(map(_dtype, both)))
         ):
             return None
-        grads = [param.grad for param in params]
-        if not all(grad is not None and grad.layout is torch.strided for grad in grads):
-            return None
-        present: list[Tensor] = grads  # type: ignore[assignment]
-        dtypes = [NATIVE_DTYPES.get(grad.dtype) for grad in present]
-        if None in dtypes or not all(map(Tensor.is_contiguous, present)) or any(map(Tensor.is_neg, present)):
-            return None
-        if list(map(Tensor.numel, present)) != self.numels:
-            return None
-        addresses = map(Tensor.data_ptr, present)
-        rows = zip(
-            self.numels, self.jobs, addresses, dtypes, self.addresses, self.weight_dtypes, *self.tail, strict=True
-        )
-        return list(map(Segment._make, rows))
+        weights = (self.addresses, self.weight_dtypes)
+        return list(zip(self.numels, self.jobs, addresses[count:], self.grad_dtypes, *weights, *self.tail, strict=True))
+
+    def _same_dtypes(self, dtypes: list[torch.dtype]) -> bool:
+        """Whether the kernels take these, of weights as before."""
+        if dtypes == self.dtypes:
+            return True
+        count = len(self.params)
+        found = [NATIVE_DTYPES.get(dtype) for dtype in dtypes[count:]]
+        if dtypes[:count] != self.dtypes[:count] or None in found:
+            return False
+        self.dtypes, self.grad_dtypes = dtypes, found  # type: ignore[assignment]
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +109,23 @@ class StepPlan:
         """Those without elements that have a gradient."""
         self.params = list(optimizer.state)
         self.states = list(optimizer.state.values())
-        self.counted: list[dict[str, Any]] = []
+        self.entries = list(chain.from_iterable(map(dict.values, self.states)))
+        self.used: list[Tensor] = []
+        """Of the entries, those whose memory is written."""
+        self.addresses: list[int] = []
+        """Of ``used``."""
         self.steps: list[Tensor] = []
         self.versions: list[int] = []
-        """Of ``steps``, as the plan has left them."""
+        """Of ``steps``; our own writing does not move them."""
         self.jobs: list[tuple[int, int]] = []
         """Group and number of the last step."""
+        self.step_addresses: list[list[int]] = []
+        """Of each job: where its parameters' steps are written."""
         self.state_dtypes: list[StateDType] = []
         self.settings: list[list[Any]] = []
-        """Of each group, as they were checked."""
+        """Of each group, as they were checked; empty where they can change unseen."""
 
-    def segments(self, optimizer: RepeatingOptimizer) -> list[tuple[_Batch, list[Segment]]] | None:
+    def segments(self, optimizer: RepeatingOptimizer) -> list[tuple[_Batch, list[tuple[int, ...]]]] | None:
         """What the kernel is called with; None when something is not as it was."""
         if not self._holds(optimizer):
             return None
@@ -151,11 +149,14 @@ class StepPlan:
                 return False
             if any("_slot" in param.__dict__ for param in params) or optimizer._arrays(group) != shape.arrays:
                 return False
+        entries = list(chain.from_iterable(map(dict.values, state.values())))
         return (
             all(map(is_, state, self.params))
             and all(map(is_, state.values(), self.states))
-            and all(map(is_, [state.get("step") for state in self.counted], self.steps))
-            and [step._version for step in self.steps] == self.versions
+            and len(entries) == len(self.entries)
+            and all(map(is_, entries, self.entries))
+            and list(map(Tensor.data_ptr, self.used)) == self.addresses
+            and list(map(_version, self.steps)) == self.versions
             and all(param.grad is None for param in self.idle)
             and all(param.grad is not None and param.numel() == 0 for param in self.empty)
         )
@@ -167,7 +168,8 @@ class StepPlan:
             ValueError: a setting is out of range.
         """
         found = []
-        known = [self._known(index, group) for index, group in enumerate(optimizer.param_groups)]
+        settings = [list(group.values()) for group in optimizer.param_groups]
+        known = [self._known(index, values) for index, values in enumerate(settings)]
         for (index, step), state_dtype in zip(self.jobs, self.state_dtypes, strict=True):
             group = optimizer.param_groups[index]
             if not known[index]:
@@ -178,24 +180,24 @@ class StepPlan:
             if getattr(hyper, "state_dtype", StateDType.FP32) is not state_dtype:
                 return None
             found.append(hyper)
-        self.settings = [list(group.values()) for group in optimizer.param_groups]
+        if not all(known):
+            self.settings = [
+                [] if any(isinstance(group[key], _CHANGEABLE) for key in group if key != "params") else values
+                for group, values in zip(optimizer.param_groups, settings, strict=True)
+            ]
         return found
 
-    def _known(self, index: int, group: dict[str, Any]) -> bool:
+    def _known(self, index: int, values: list[Any]) -> bool:
         """Whether the settings are the very values that were checked for the step before, and cannot have changed."""
-        values = list(group.values())
-        return (
-            index < len(self.settings)
-            and len(values) == len(self.settings[index])
-            and all(map(is_, values, self.settings[index]))
-            and not any(isinstance(value, _CHANGEABLE) for value in values if value is not group["params"])
-        )
+        if index >= len(self.settings):
+            return False
+        return len(values) == len(self.settings[index]) and all(map(is_, values, self.settings[index]))
 
     def count(self) -> None:
         """The step counts."""
         if self.steps:
-            torch._foreach_add_(self.steps, 1.0)
-            self.versions = [step._version for step in self.steps]
+            for (_, step), addresses in zip(self.jobs, self.step_addresses, strict=True):
+                cpu_adam.write_floats(addresses, step + 1)
             self.jobs = [(index, step + 1) for index, step in self.jobs]
 
 
@@ -208,7 +210,6 @@ class RepeatingOptimizer(HostOptimizer):
         super()._start()
         self._plan = None
 
-    @torch.no_grad()
     def apply_step(self, *, unscale: float, skip_non_finite: bool, overflow: bool = False) -> bool:
         """As :meth:`HostOptimizer.apply_step`."""
         plan, self._plan = self._plan, None
@@ -221,15 +222,18 @@ class RepeatingOptimizer(HostOptimizer):
         self._plan = plan
         grad_factor, finite, self.grad_norm = unscale, True, None
         if self.max_grad_norm is not None or skip_non_finite:
-            grad_factor, finite = self._grad_factor(self._work(), unscale, skip_non_finite)
+            with torch.no_grad():
+                grad_factor, finite = self._grad_factor(self._work(), unscale, skip_non_finite)
         if overflow or (skip_non_finite and not finite):
             return False
         plan.count()
+        threads = num_threads()
         for batch, batch_segments in segments:
             if batch.layout in LEAD_KEYS:
-                for param, state in zip(batch.params, batch.states, strict=True):
-                    self._ordinary.follow_weight(param, state)
-            self.rule.kernel(batch_segments, hypers, batch.layout, grad_factor=grad_factor, num_threads=num_threads())
+                with torch.no_grad():
+                    for param, state in zip(batch.params, batch.states, strict=True):
+                        self._ordinary.follow_weight(param, state)
+            self.rule.kernel(batch_segments, hypers, batch.layout, grad_factor=grad_factor, num_threads=threads)
             self._ordinary.stepped(batch.params)
         return True
 
@@ -254,28 +258,40 @@ def make_plan(optimizer: RepeatingOptimizer) -> StepPlan | None:
             if state is None:
                 return None
             step = state.get("step") if optimizer.rule.counts_steps else None
-            if step is not None:
-                plan.counted.append(state)
-                plan.steps.append(step)
-            if not param.numel():
-                plan.empty.append(param)
             key = (index, int(step) if step is not None else 0)
             if key not in jobs:
                 jobs[key] = len(plan.jobs)
                 plan.jobs.append(key)
+                plan.step_addresses.append([])
                 hyper = optimizer._hyper(optimizer.param_groups[index], max(key[1], 1), not shape.arrays)
                 plan.state_dtypes.append(getattr(hyper, "state_dtype", StateDType.FP32))
+            if step is not None:
+                if not _is_plain_number(step):
+                    return None
+                plan.steps.append(step)
+                plan.step_addresses[jobs[key]].append(step.data_ptr())
             if not param.numel():
+                plan.empty.append(param)
                 continue
             layout = layout_of(param, shape.master_weights)
             names = _names(layout, shape, plan.state_dtypes[jobs[key]])
             if fields.setdefault(layout, names) != names:
                 return None  # groups that keep different arrays
             _add(plan.batches.setdefault(layout, _Batch(layout)), param, state, jobs[key])
-    plan.versions = [step._version for step in plan.steps]
     for layout, batch in plan.batches.items():
-        _add_columns(batch, fields[layout])
+        plan.used += _add_tail(batch, fields[layout])
+        batch.grad_dtypes = [NATIVE_DTYPES[param.grad.dtype] for param in batch.params]  # type: ignore[union-attr]
+        batch.dtypes += [param.grad.dtype for param in batch.params]  # type: ignore[union-attr]
+    plan.used += plan.steps
+    plan.addresses = list(map(Tensor.data_ptr, plan.used))
+    plan.versions = list(map(_version, plan.steps))
     return plan
+
+
+def _is_plain_number(step: Any) -> bool:
+    """Whether this is a tensor that a plan can count in."""
+    plain = isinstance(step, Tensor) and step.dtype is torch.float32 and step.numel() == 1
+    return plain and step.device.type == "cpu" and not step.is_inference()
 
 
 def _names(layout: StateLayout, shape: _GroupShape, state_dtype: StateDType) -> Mapping[str, str]:
@@ -299,12 +315,14 @@ def _add(batch: _Batch, param: Tensor, state: dict[str, Any], job: int) -> None:
     batch.jobs.append(job)
 
 
-def _add_columns(batch: _Batch, fields: Mapping[str, str]) -> None:
+def _add_tail(batch: _Batch, fields: Mapping[str, str]) -> list[Tensor]:
+    """Fill ``tail``; gives the arrays that it has the addresses of."""
     nothing = [0] * len(batch.params)
     by_field: defaultdict[str, list[int]] = defaultdict(lambda: nothing)
+    arrays: list[Tensor] = []
     for key, name in fields.items():
         tensors = [state[key] for state in batch.states]
-        column = _Column(key, tensors, list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors)))
-        batch.columns.append(column)
-        by_field[name] = column.addresses
+        by_field[name] = list(map(Tensor.data_ptr, tensors))
+        arrays += tensors
     batch.tail = [by_field[name] for name in _TAIL_FIELDS]
+    return arrays
