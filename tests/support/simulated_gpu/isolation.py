@@ -75,7 +75,7 @@ class Child:
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """In the process that was started: hand tests with the fixture to the child of their module."""
-    if CHILD in os.environ or FIXTURE not in getattr(item, "fixturenames", ()):
+    if CHILD in os.environ or not wanted(item):
         return None
     child = item.session.stash.get(SERVED, None)
     if child is None or child.module != item.path:
@@ -102,6 +102,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
+def wanted(item: pytest.Item) -> bool:
+    return FIXTURE in getattr(item, "fixturenames", ())
+
+
 def close(session: pytest.Session) -> None:
     child = session.stash.get(SERVED, None)
     if child is not None:
@@ -117,8 +121,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     items = {item.nodeid: item for item in session.items}
     with os.fdopen(to_child) as requests, os.fdopen(from_child, "w") as answers:
         for line in requests:
-            wanted, following = json.loads(line)
-            reports = runtestprotocol(items[wanted], nextitem=items.get(following), log=False)
+            nodeid, following = json.loads(line)
+            reports = runtestprotocol(items[nodeid], nextitem=items.get(following), log=False)
             dump = session.config.hook.pytest_report_to_serializable
             answers.write(json.dumps([dump(config=session.config, report=report) for report in reports]) + "\n")
             answers.flush()
