@@ -44,7 +44,7 @@ def main() -> None:
     engine, _, loader, _ = deepoffload.initialize(args=said, model=model, training_data=Stretches(80))
 
     for tokens, targets in loader:
-        loss = engine(tokens, targets)
+        loss = engine(tokens.to(engine.device), targets.to(engine.device))
         engine.backward(loss)
         engine.step()
         if engine.was_step_applied():

@@ -45,7 +45,7 @@ def main() -> None:
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0)
     for step in range(said.steps):
         starts = torch.randint(len(tokens) - 128, (4,)).tolist()
-        batch = torch.stack([tokens[start : start + 128] for start in starts])
+        batch = torch.stack([tokens[start : start + 128] for start in starts]).to(model.device)
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()

@@ -166,6 +166,8 @@ def train_plain(options: Options, text: bytes) -> Outcome:
     with MemorySampler() as memory:
         torch.manual_seed(options.seed)
         model = GPT(options.shape, options.seq, checkpointing=options.checkpointing)
+        if torch.accelerator.is_available():
+            model.to(torch.accelerator.current_accelerator())
         bf16 = options.precision == "bf16"
         optimizer = PlainAdamW(model.parameters(), options.lr, bf16=bf16, max_grad_norm=options.clip)
         outcome = Outcome(start_bytes=memory.start_bytes)

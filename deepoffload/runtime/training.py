@@ -63,6 +63,16 @@ class TrainingEngine:
         self._grad_norm: float | None = None
         self._seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes, and its inputs have to be."""
+        return self.core.pager.memory.device
+
+    @property
+    def local_rank(self) -> int:
+        """Which of the node's processes this is; the index of its device for scripts that move batches to it."""
+        return self.device.index or 0
+
     # -- the step --------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -41,12 +41,13 @@ def train(
 ) -> Iterator[Step]:
     """Train for ``steps`` steps of ``accumulate`` batches each."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))
+    device = next(model.parameters()).device
     for number in range(steps):
         started = time.perf_counter()
         total = 0.0
         for micro in range(accumulate):
             tokens, targets = batches[number * accumulate + micro]
-            loss = model(tokens, targets) / accumulate
+            loss = model(tokens.to(device), targets.to(device)) / accumulate
             loss.backward()
             total += loss.item()
         optimizer.step()
