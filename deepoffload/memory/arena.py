@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from deepoffload.errors import BudgetError
@@ -135,7 +136,12 @@ class Arena(Ranges):
         self.address = mapping.address
         # Tensors and views over it keep the buffer; when the last of them goes, so does the mapping.
         self.buffer: Any = ffi.buffer(ffi.cast("char *", self.address), self.capacity_bytes)
-        weakref.finalize(self.buffer, mapping.close).atexit = False
+        self._before_release: list[Callable[[], None]] = []
+        weakref.finalize(self.buffer, _release, mapping, self._before_release).atexit = False
+
+    def before_release(self, call: Callable[[], None]) -> None:
+        """Have ``call`` made before the mapping goes, whenever that is."""
+        self._before_release.append(call)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Writable bytes of a range; whoever holds the view keeps the mapping alive."""
@@ -144,3 +150,9 @@ class Arena(Ranges):
     def close(self) -> None:
         """Drop the mapping; its memory goes when the last tensor that still shows a part of it goes. Idempotent."""
         self.buffer = None
+
+
+def _release(mapping: HostMapping, before: list[Callable[[], None]]) -> None:
+    for call in before:
+        call()
+    mapping.close()

@@ -45,6 +45,7 @@ def compute_on(
     gradients.from_device = DeviceLandings(memory)
     pager.memory = memory
     log.info(accelerator.register(arena.address, arena.capacity_bytes))
+    arena.before_release(accelerator.unregister)
 
 
 def fit_device(memory: DeviceMemory, plan: ModelPlan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,6 +82,10 @@ def _devices(native: ModuleType) -> dict[str, Any]:
         "get_device_name": get_device_name,
         "host_register": native.pin,
         "host_unregister": native.unpin,
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=lambda address, nbytes, flags: 0 if native.pin(address, nbytes) else 712,
+            cudaHostUnregister=lambda address: 0 if native.unpin(address) else 713,
+        ),
     }
 
 

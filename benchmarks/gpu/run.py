@@ -1,0 +1,156 @@
+"""Training with a GPU: step time, tokens per second and utilisation beside plain PyTorch and peers, transfers, and what
+fits.
+
+python benchmarks/gpu/run.py --path /mnt/nvme            # after the build; benchmarks/gpu/run.sh does everything
+python benchmarks/gpu/run.py --simulate                  # checks the script on the tests' simulated GPU
+
+Every case runs in a process of its own. Peers that are not installed are left out, and said so. The figures go to
+benchmarks/results/gpu_<device>.json with the machine's description.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from cases import LARGE, LIMITED, SMOKE, STEPS, Case
+
+from deepoffload.cli.bench_machine import describe_machine
+
+HERE = Path(__file__).resolve().parent
+
+NEEDS = {"torchao": "torchao", "deepspeed": "deepspeed"}
+"""Packages of the peers."""
+
+DENSE_BF16_FLOPS_PER_S = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+    "3090": 71e12,
+    "V100": 125e12,
+}
+"""Of the makers' data sheets, without sparsity (V100: fp16)."""
+
+CASE_SECONDS_MAX = 150.0
+
+
+def main() -> int:
+    said = arguments()
+    device = describe_device(said.simulate)
+    report: dict[str, Any] = {
+        "question": "training with a GPU",
+        "machine": describe_machine([said.path]),
+        "device": device,
+        "transfers": run("transfers.py", [str((1 << 20) if said.simulate else (1 << 30))], said.simulate, 60.0),
+        "cases": [],
+    }
+    show_transfers(report["transfers"])
+    started, settled = time.monotonic(), set[int]()
+    for case in SMOKE if said.simulate else (*STEPS, *LARGE, *LIMITED):
+        left_s = said.seconds - (time.monotonic() - started)
+        row = {"case": case.as_json(), **measure(case, said, left_s, settled)}
+        report["cases"].append(row)
+        show(case, row, device)
+    name = device["name"].lower().replace(" ", "_")
+    out = said.json or HERE.parents[1] / "benchmarks" / "results" / f"gpu_{name}.json"
+    if not said.simulate or said.json:
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {out}")
+    return 0 if all("error" not in row or case_may_fail(row) for row in report["cases"]) else 1
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", default=tempfile.gettempdir(), help="directory on the NVMe disk")
+    parser.add_argument("--seconds", type=float, default=480.0, help="stop starting cases after so long")
+    parser.add_argument("--simulate", action="store_true", help="tiny cases on the tests' simulated GPU")
+    parser.add_argument("--json", type=Path, help="where the results go")
+    return parser.parse_args()
+
+
+def measure(case: Case, said: argparse.Namespace, left_s: float, settled: set[int]) -> dict[str, Any]:
+    """The figures of a case, or ``left_out`` with the reason, or ``error``."""
+    package = NEEDS.get(case.side)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return {"left_out": f"{package} is not installed"}
+    if case.device_bytes in settled:
+        return {"left_out": "a larger model fits"}
+    if left_s < 20:
+        return {"left_out": f"the time of {said.seconds:.0f} s is over"}
+    result = run("child.py", [json.dumps(case.as_json()), said.path], said.simulate, min(left_s, CASE_SECONDS_MAX))
+    if case.device_bytes is not None and "error" not in result:
+        settled.add(case.device_bytes)
+    return result
+
+
+def case_may_fail(row: dict[str, Any]) -> bool:
+    """Peers may fail, and models that are tried for size; what is ours may not."""
+    return row["case"]["side"] != "ours" or row["case"]["device_bytes"] is not None
+
+
+def run(script: str, words: list[str], simulate: bool, limit_s: float) -> dict[str, Any]:
+    """What a script of this folder prints last."""
+    command = [sys.executable, str(HERE / script), *words, *(["--simulate"] if simulate else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done in {limit_s:.0f} s"}
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+        return {"error": "\n".join(lines[-8:]) or f"ended with status {done.returncode}"}
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def describe_device(simulate: bool) -> dict[str, Any]:
+    if simulate:
+        return {"name": "simulated", "peak_flops_per_s": None}
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    peak = next((flops for key, flops in DENSE_BF16_FLOPS_PER_S.items() if key in properties.name), None)
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "peak_flops_per_s": peak,
+    }
+
+
+def show_transfers(found: dict[str, Any]) -> None:
+    if "error" in found:
+        print(f"transfers: {found['error']}")
+        return
+    print(found["registration"])
+    for direction in ("in", "out", "both"):
+        ours, plain = (found[f"{side}_{direction}_bytes_per_s"] / 1e9 for side in ("ours", "pinned"))
+        print(f"copies {direction:4}: {ours:6.1f} GB/s, plain pinned {plain:6.1f} GB/s, {ours / plain:.2f}")
+
+
+def show(case: Case, row: dict[str, Any], device: dict[str, Any]) -> None:
+    if "left_out" in row:
+        print(f"{case.name:44} left out: {row['left_out']}", flush=True)
+    elif "error" in row:
+        print(f"{case.name:44} failed: {row['error'].splitlines()[-1]}", flush=True)
+    else:
+        peak = device["peak_flops_per_s"]
+        share = f"{row['flops_per_step'] / row['step_s'] / peak:5.1%} of peak" if peak else ""
+        print(
+            f"{case.name:44} {row['step_s']:7.3f} s  {row['tokens_per_s']:9.0f} tokens/s  {share}  "
+            f"device {row['device_peak_bytes'] / 2**30:5.1f} GiB  host {row['host_peak_bytes'] / 2**30:5.1f} GiB",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Builds, runs tests/gpu, and measures, in one command, on a machine with a CUDA device:
+#
+#     benchmarks/gpu/run.sh [DIRECTORY ON AN NVME DISK]
+#
+# It uses the Python that has torch ($PYTHON, else python3) and installs nothing over it: what is missing beside torch goes
+# into an environment of its own that sees it. Results: benchmarks/results/gpu_<device>.json, and a table on the screen.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+DISK=${1:-${TMPDIR:-/tmp}}
+PYTHON=${PYTHON:-python3}
+MINUTES=${MINUTES:-9}
+
+"$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA device"'
+VENV=.venv-gpu
+if [ ! -x "$VENV/bin/python" ]; then
+    "$PYTHON" -m venv --system-site-packages "$VENV"
+fi
+PY="$PWD/$VENV/bin/python"
+for package in cffi pybind11 psutil pytest numpy; do
+    "$PY" -c "import $package" 2>/dev/null || "$PY" -m pip install --quiet "$package"
+done
+"$PY" csrc/aio/build_aio.py
+"$PY" csrc/cpu_adam/build.py
+
+started=$SECONDS
+status=0
+PYTHONPATH="$PWD" "$PY" -m pytest -q -m gpu tests/gpu || status=$?
+[ "$status" -eq 5 ] && status=0 # no test was collected: pytest's own tests need packages that are not there
+left=$((MINUTES * 60 - (SECONDS - started)))
+PYTHONPATH="$PWD" "$PY" benchmarks/gpu/run.py --path "$DISK" --seconds "$left" || status=$?
+exit "$status"

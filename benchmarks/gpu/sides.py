@@ -1,0 +1,161 @@
+"""Who trains: each side builds the model its own way and makes whole steps, clipped to a norm of 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common.gpt import fill
+from torch import Tensor, nn
+
+LR, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.01, 1.0
+
+Build = Callable[[], nn.Module]
+
+
+class Side:
+    """Makes steps of one optimizer."""
+
+    model: nn.Module
+    optimizer: Any
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        loss = self.model(tokens, targets)
+        loss.backward()
+        self.update()
+        return float(loss.detach())
+
+    def update(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+
+class Plain(Side):
+    """bf16 weights over fp32 masters, torch's fused AdamW, all on the device: 18 bytes per parameter."""
+
+    def __init__(self, build: Build, device: torch.device, settings: dict[str, Any], path: str) -> None:
+        self.model = build()
+        fill(self.model)  # type: ignore[arg-type]
+        self.model.to(device)
+        self.masters = [param.detach().clone() for param in self.model.parameters()]
+        self.model.to(torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.masters, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        weights = list(self.model.parameters())
+        norm = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])
+        factor = torch.clamp(CLIP / (norm + 1e-6), max=1.0)
+        for master, weight in zip(self.masters, weights, strict=True):
+            master.grad = weight.grad.float().mul_(factor)  # type: ignore[union-attr]
+            weight.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        torch._foreach_copy_(weights, self.masters)
+
+
+class Ours(Side):
+    def __init__(self, build: Build, device: torch.device, settings: dict[str, Any], path: str) -> None:
+        import deepoffload
+
+        settings = dict(settings)
+        if settings.pop("disk", False):
+            settings["nvme_path"] = path
+        with deepoffload.offload_context(settings, precision="bf16", device=str(device)) as context:
+            self.model = build()
+            fill(self.model)  # type: ignore[arg-type]
+        self.engine: Any = context.engine
+        self.optimizer = deepoffload.CPUAdamW(
+            self.model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, max_grad_norm=CLIP
+        )
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def stats(self) -> dict[str, Any]:
+        return {"stats": self.engine.stats(), "placement": self.engine.placement.table()}
+
+
+class Fsdp2(Side):
+    """``fully_shard`` over one process with ``CPUOffloadPolicy``, fp32 masters on the CPU, bf16 on the device."""
+
+    def __init__(self, build: Build, device: torch.device, settings: dict[str, Any], path: str) -> None:
+        from torch.distributed import TCPStore, init_process_group
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        init_process_group(backend, store=TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
+        self.model = build()
+        fill(self.model)  # type: ignore[arg-type]
+        policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16), "offload_policy": CPUOffloadPolicy()}
+        for block in self.model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, **policy)
+        fully_shard(self.model, **policy)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+        )
+
+
+class TorchAo(Side):
+    """torchao's ``CPUOffloadOptimizer`` with gradients offloaded: weights stay on the device, in bf16, without masters.
+    It cannot clip to a norm."""
+
+    def __init__(self, build: Build, device: torch.device, settings: dict[str, Any], path: str) -> None:
+        from torchao.optim import CPUOffloadOptimizer
+
+        self.model = build()
+        fill(self.model)  # type: ignore[arg-type]
+        self.model.to(device, torch.bfloat16)
+        self.optimizer = CPUOffloadOptimizer(
+            self.model.parameters(),
+            torch.optim.AdamW,
+            offload_gradients=True,
+            lr=LR,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
+            fused=True,
+        )
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class DeepSpeed(Side):
+    """ZeRO-3 with optimizer state and gradients in pinned host memory."""
+
+    def __init__(self, build: Build, device: torch.device, settings: dict[str, Any], path: str) -> None:
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "gradient_clipping": CLIP,
+            "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": BETAS, "weight_decay": WEIGHT_DECAY}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+            },
+        }
+        model = build()
+        fill(model)  # type: ignore[arg-type]
+        self.model, self.optimizer, _, _ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        loss = self.model(tokens, targets)
+        self.model.backward(loss)
+        self.model.step()
+        return float(loss.detach())
+
+
+SIDES: dict[str, Any] = {"plain": Plain, "ours": Ours, "fsdp2": Fsdp2, "torchao": TorchAo, "deepspeed": DeepSpeed}

@@ -1,0 +1,84 @@
+"""Host memory to the device and back: our copies beside plain ones from memory that torch has pinned."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+if "--simulate" in sys.argv:
+    from tests.support.simulated_gpu import install
+
+    install(devices=1)
+
+from deepoffload.memory.accelerator import Accelerator
+from deepoffload.memory.arena import Arena
+
+ROUNDS = 7
+
+
+def rate(accelerator: Accelerator, copy: Callable[[], None], nbytes: int) -> float:
+    """Bytes per second of ``copy``, the median of several rounds."""
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        accelerator.synchronize()
+        started = time.perf_counter()
+        copy()
+        accelerator.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return nbytes / statistics.median(seconds[1:])
+
+
+def copies(accelerator: Accelerator, host: torch.Tensor, there: list[torch.Tensor]) -> dict[str, Callable[[], None]]:
+    half = host.numel() // 2
+
+    def bring() -> None:
+        with accelerator.on(accelerator.copy_in):
+            there[0].copy_(host, non_blocking=True)
+
+    def take() -> None:
+        with accelerator.on(accelerator.copy_out):
+            host.copy_(there[0], non_blocking=True)
+
+    def both() -> None:
+        with accelerator.on(accelerator.copy_in):
+            there[0][:half].copy_(host[:half], non_blocking=True)
+        with accelerator.on(accelerator.copy_out):
+            host[half:].copy_(there[1][half:], non_blocking=True)
+
+    return {"in": bring, "out": take, "both": both}
+
+
+def main() -> None:
+    nbytes = int(sys.argv[1])
+    accelerator = Accelerator(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
+    arena = Arena(nbytes)
+    report: dict[str, Any] = {
+        "bytes": nbytes,
+        "registration": accelerator.register(arena.address, arena.capacity_bytes),
+    }
+    ours = torch.frombuffer(arena.buffer, dtype=torch.uint8)
+    pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory="--simulate" not in sys.argv)
+    there = [torch.empty(nbytes, dtype=torch.uint8, device=accelerator.device) for _ in range(2)]
+    for name, host in (("ours", ours), ("pinned", pinned)):
+        for direction, copy in copies(accelerator, host, there).items():
+            report[f"{name}_{direction}_bytes_per_s"] = rate(accelerator, copy, nbytes)
+    for direction in ("in", "out", "both"):
+        report[f"{direction}_ratio"] = (
+            report[f"ours_{direction}_bytes_per_s"] / report[f"pinned_{direction}_bytes_per_s"]
+        )
+    del ours
+    accelerator.unregister()
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
