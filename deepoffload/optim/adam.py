@@ -104,6 +104,14 @@ class CPUAdam(RepeatingOptimizer):
             state_dtype=checks.STATE_DTYPES[group["state_dtype"]],
         )
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; a group may say ``adamw_mode`` or, as torch does, ``decoupled_weight_decay``."""
+        if isinstance(param_group, dict) and "decoupled_weight_decay" in param_group:
+            param_group = dict(param_group)
+            decoupled = param_group.pop("decoupled_weight_decay")
+            param_group.setdefault("adamw_mode", decoupled)
+        super().add_param_group(param_group)
+
     def _import_group(self, saved: dict[str, Any]) -> dict[str, Any]:
         group = super()._import_group(saved)
         if "adamw_mode" not in saved and "decoupled_weight_decay" in saved:

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +31,8 @@ from deepoffload.optim.update import HostUpdate, check_paged
 from deepoffload.params.pager import Pager
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.unit import ParamHandle
+
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         scale = getattr(self, "grad_scale", None)
         overflow = bool(getattr(self, "found_inf", 0.0))
         unscale = 1.0 if scale is None else 1.0 / float(scale)
-        self.applied = self.apply_step(unscale=unscale, skip_non_finite=self.skip_non_finite, overflow=overflow)
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:  # states are ordinary
+            self.applied = self.apply_step(unscale=unscale, skip_non_finite=self.skip_non_finite, overflow=overflow)
         return loss
 
     @torch.no_grad()
@@ -281,7 +284,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
                         self._refuse_lost(handle)
                         work.paged[handle] = (param, self._job(param, group, handle not in self._held, jobs))
                 elif param.grad is not None:
-                    check_ordinary(param, self.rule.name)
+                    check_ordinary(param, self.rule.name, group.get("state_dtype", "fp32"))
                     state = self.state.get(param)
                     first = not state or not any(key in state for key in arrays)
                     work.ordinary.append((param, self._job(param, group, first, jobs)))
@@ -310,7 +313,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """The step counts, and the pieces hold this optimizer's state."""
         if self.rule.counts_steps:
             for param, job in (*work.paged.values(), *work.ordinary):
-                self.state[param]["step"] = torch.tensor(float(job.step))
+                self.state[param]["step"] = torch.tensor(float(job.step), device="cpu")
         for handle, (_, job) in work.paged.items():
             if job.arrays:
                 self._held.add(handle)
@@ -398,8 +401,10 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             return {}
         group = next(group for known, group in self._each() if known is param)
         initial = self._initial(group)
-        arrays = {key: torch.tensor(initial.get(key, 0.0)).expand(param.shape) for key in self._arrays(group)}
-        return {"step": torch.tensor(0.0), **arrays}
+        arrays = {
+            key: torch.tensor(initial.get(key, 0.0), device="cpu").expand(param.shape) for key in self._arrays(group)
+        }
+        return {"step": torch.tensor(0.0, device="cpu"), **arrays}
 
     def _move_into_pieces(self) -> None:
         """Arrays that ``self.state`` has for paged parameters (loaded, or kept from before they were paged) go where

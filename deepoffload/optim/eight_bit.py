@@ -30,8 +30,8 @@ def num_blocks(numel: int) -> int:
 
 def encode(values: Tensor, field: str) -> tuple[Tensor, Tensor]:
     """8-bit codes (the shape of ``values``) and scales (fp32, one per block) of a dense fp32 array."""
-    codes = torch.empty(values.shape, dtype=torch_dtype(StateDType.EIGHT_BIT, field))
-    scales = torch.zeros(num_blocks(values.numel()), dtype=torch.float32)
+    codes = torch.empty(values.shape, dtype=torch_dtype(StateDType.EIGHT_BIT, field), device="cpu")
+    scales = torch.zeros(num_blocks(values.numel()), dtype=torch.float32, device="cpu")
     if values.numel():
         cpu_adam.quantize(
             values.data_ptr(),
@@ -46,7 +46,7 @@ def encode(values: Tensor, field: str) -> tuple[Tensor, Tensor]:
 
 def decode(codes: Tensor, scales: Tensor, field: str) -> Tensor:
     """The fp32 values of what :func:`encode` gave."""
-    values = torch.empty(codes.shape, dtype=torch.float32)
+    values = torch.empty(codes.shape, dtype=torch.float32, device="cpu")
     if codes.numel():
         cpu_adam.dequantize(
             codes.data_ptr(),

@@ -18,21 +18,36 @@ from deepoffload.optim.state import LAYOUTS, LEAD_KEYS
 from deepoffload.optim.threads import num_threads
 
 
-def check_ordinary(param: Tensor, name: str) -> None:
+def check_ordinary(param: Tensor, name: str, state_dtype: str = "fp32") -> None:
     """Raise ``UnsupportedError`` for a gradient or parameter that the kernels do not take."""
     grad = param.grad
-    if grad is not None and (grad.is_sparse or grad.dtype not in NATIVE_DTYPES or param.dtype not in NATIVE_DTYPES):
+    if grad is None:
+        return
+    if param.dtype is grad.dtype is torch.complex64 and not grad.is_sparse:
+        if state_dtype != "fp32":
+            raise UnsupportedError(
+                f"{name} keeps the states of complex parameters in fp32; one of shape {tuple(param.shape)} is "
+                f"torch.complex64: give it a parameter group with state_dtype='fp32'"
+            )
+    elif grad.is_sparse or grad.dtype not in NATIVE_DTYPES or param.dtype not in NATIVE_DTYPES:
         raise UnsupportedError(
-            f"{name} updates dense float32, bfloat16 and float16 parameters; one of shape {tuple(param.shape)} is "
-            f"{param.dtype} with a {'sparse ' if grad.is_sparse else ''}{grad.dtype} gradient"
+            f"{name} updates dense float32, bfloat16, float16 and complex64 parameters; one of shape "
+            f"{tuple(param.shape)} is {param.dtype} with a {'sparse ' if grad.is_sparse else ''}{grad.dtype} gradient: "
+            "convert it, or give it to one of torch's optimizers"
         )
+
+
+def real(tensor: Tensor) -> Tensor:
+    """A complex tensor as its real and imaginary parts, which are updated as numbers of their own, as by torch's
+    optimizers; any other as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def sum_of_squares(grad: Tensor) -> tuple[float, bool]:
     """Sum of squares (float64) of a gradient, and whether it holds a non-finite value."""
     if not grad.numel():
         return 0.0, False
-    grad = grad.contiguous()
+    grad = real(grad).contiguous()
     return cpu_adam.sum_of_squares(
         grad.data_ptr(), grad.numel(), dtype=NATIVE_DTYPES[grad.dtype], num_threads=num_threads()
     )
@@ -91,10 +106,10 @@ class OrdinaryUpdate:
             self.follow_weight(param, state)
             _init_state(param, state, layout, job)
             weight = param.detach()
-            if not weight.is_contiguous():
-                weight = weight.contiguous()
+            if not weight.is_contiguous() or weight.is_conj():
+                weight = weight.resolve_conj().contiguous()
                 copies.append((param, weight))
-            grad = param.grad.resolve_neg().contiguous()  # type: ignore[union-attr]
+            weight, grad = real(weight), real(param.grad.resolve_neg()).contiguous()  # type: ignore[union-attr]
             keep += [weight, grad]
             arrays = {field: state[key].data_ptr() for key, field in job.addressed.items()}
             lead = LEAD_KEYS.get(layout)
@@ -102,12 +117,12 @@ class OrdinaryUpdate:
                 arrays[lead] = state[lead].data_ptr()
             segments.append(
                 Segment(
-                    numel=param.numel(),
+                    numel=weight.numel(),
                     hyper_index=len(hypers) - 1,
                     grad=grad.data_ptr(),
                     grad_dtype=NATIVE_DTYPES[grad.dtype],
                     weight=weight.data_ptr(),
-                    weight_dtype=NATIVE_DTYPES[param.dtype],
+                    weight_dtype=NATIVE_DTYPES[weight.dtype],
                     **arrays,
                 )
             )
@@ -126,11 +141,12 @@ class OrdinaryUpdate:
 def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: Job) -> None:
     """Make the arrays that do not exist yet, and dense fp32 ones of those that a program has put there."""
     for key, field in job.arrays.items():
-        dtype = torch_dtype(job.state_dtype, field)
+        dtype = param.dtype if param.is_complex() else torch_dtype(job.state_dtype, field)
         if key not in state:
-            state[key] = torch.full(param.shape, job.initial.get(key, 0.0), dtype=dtype)
+            state[key] = torch.empty(param.shape, dtype=dtype, device="cpu")
+            real(state[key]).fill_(job.initial.get(key, 0.0))
             if job.state_dtype is StateDType.EIGHT_BIT:
-                state[key + SCALE_SUFFIX] = torch.zeros(num_blocks(param.numel()))
+                state[key + SCALE_SUFFIX] = torch.zeros(num_blocks(param.numel()), device="cpu")
         elif state[key].dtype is not dtype:
             _store_as(job.state_dtype, state, key, field, param)
         else:
@@ -142,13 +158,15 @@ def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: 
     if lead in state:
         state[lead] = _dense(state[lead], dtype, param, lead)
     elif lead == "remainder":
-        state[lead] = torch.zeros(param.shape, dtype=dtype)
+        state[lead] = torch.zeros(param.shape, dtype=dtype, device="cpu")
     else:
         state[lead] = param.detach().to(dtype).contiguous()
 
 
 def layout_of(param: Tensor, master_weights: bool) -> StateLayout:
     """Where the fp32 value of an ordinary parameter lives."""
+    if param.is_complex():
+        return StateLayout.FP32
     return StateLayout.BF16 if param.dtype is torch.bfloat16 and not master_weights else LAYOUTS[param.dtype]
 
 
@@ -183,22 +201,22 @@ def _dense(array: Tensor, dtype: torch.dtype, param: Tensor, key: str) -> Tensor
 
 
 def import_state(
-    entry: Mapping[str, Any], shape: torch.Size, arrays: Mapping[str, str], *, copy: bool
+    entry: Mapping[str, Any], shape: torch.Size, arrays: Mapping[str, str], *, copy: bool, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """A parameter's part of a loaded ``state_dict``: arrays as dense fp32 on the CPU, ``step`` as a tensor."""
+    """A parameter's part of a loaded ``state_dict``: arrays as dense ones of ``dtype`` on the CPU, ``step`` as a
+    tensor."""
     state: dict[str, Any] = {}
     for key, value in entry.items():
         if value is None:
             continue  # torch's SGD writes a momentum buffer that does not exist yet as None
         if key == "step":
-            state[key] = torch.tensor(float(value))
+            state[key] = torch.tensor(float(value), device="cpu")
             continue
         known = key in arrays or key in LEAD_KEYS.values() or key == "max_exp_avg_sq"
         if known and isinstance(value, Tensor):
             if value.shape != shape:
                 raise ValueError(f"{key} has shape {tuple(value.shape)}, the parameter {tuple(shape)}")
-            dtype = torch.int16 if key == "remainder" else torch.float32
-            value = value.detach().to(device="cpu", dtype=dtype)
+            value = value.detach().to(device="cpu", dtype=torch.int16 if key == "remainder" else dtype)
             state[key] = value.clone(memory_format=torch.contiguous_format) if copy else value
         else:
             state[key] = value

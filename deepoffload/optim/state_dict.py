@@ -96,7 +96,8 @@ def _groups(own: list[Group], saved: list[Group], import_group: Callable[[Group]
 def _entry(number: Any, entry: Mapping[str, Any], param: Tensor, arrays: Mapping[str, str]) -> dict[str, Any]:
     paged = isinstance(param.__dict__.get("_slot"), ParamHandle)
     try:
-        state = import_state(entry, param.shape, arrays, copy=not paged)
+        dtype = param.dtype if param.is_complex() else torch.float32
+        state = import_state(entry, param.shape, arrays, copy=not paged, dtype=dtype)
     except ValueError as error:
         raise ValueError(f"state[{number}]: {error}") from None
     missing = [key for key in arrays if not isinstance(state.get(key), Tensor)]

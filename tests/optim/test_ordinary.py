@@ -346,3 +346,19 @@ def test_what_the_kernels_do_not_take_is_refused_before_anything_changes(kind: K
         assert not optimizer.state
     with pytest.raises(UsageError, match="meta"):
         kind.ours([nn.Parameter(torch.empty(3, device="meta"))])
+
+
+def test_torchs_name_for_decoupled_decay_counts_in_groups() -> None:
+    params = [parameter(20, seed=i) for i in range(2)]
+    alone = [nn.Parameter(p.detach().clone()) for p in params]
+    groups = [{"params": [p], "decoupled_weight_decay": d} for p, d in zip(params, (False, True), strict=True)]
+    optimizer = deepoffload.CPUAdam(groups[:1], weight_decay=0.5)
+    optimizer.add_param_group(groups[1])
+    run(optimizer, params, range(2))
+    for index, (param, decoupled) in enumerate(zip(alone, (False, True), strict=True)):
+        each = deepoffload.CPUAdam([param], weight_decay=0.5, adamw_mode=decoupled)
+        for step in range(2):
+            param.grad = gradient(param, 100 * step + index)
+            each.step()
+    assert_same_bits([p.detach() for p in alone], [p.detach() for p in params])
+    assert [g["decoupled_weight_decay"] for g in optimizer.state_dict()["param_groups"]] == [False, True]
