@@ -32,6 +32,7 @@ MASTER, SPLIT = "ours, what follows the norm", "ours, what follows the norm, spl
 WITH_LANDING = "ours, the whole update"
 ALL16 = "ours all bf16"
 LANDINGS = ("ours landing, bf16 += bf16", "ours landing, bf16 = bf16", "ours landing, fp32 += bf16")
+COPY = "copy past the caches"
 COPY32 = "ours landing, fp32 = bf16"
 OPTIMIZER = "ours CPUAdamW.step() fp32"
 TORCH, TORCH16 = "torch fused fp32", "torch fused, all bf16"
@@ -56,10 +57,14 @@ def load_stream() -> ctypes.CDLL:
 def streams(b: Buffers, threads: int, library: ctypes.CDLL) -> dict[str, Contender]:
     arrays = (b.weight, b.exp_avg, b.exp_avg_sq, b.grad)
     arguments = [*(ctypes.c_void_p(t.data_ptr()) for t in arrays), ctypes.c_size_t(b.n), threads]
-    return {
+    found = {
         "stream": Contender(28, lambda: library.adam_stream(*arguments)),
         "stream_prefetch": Contender(28, lambda: library.adam_stream_prefetch(*arguments)),
     }
+    if b.n % 2048 == 0 and b.landed16.data_ptr() % 64 == b.grad16.data_ptr() % 64 == 0:
+        copied = [ctypes.c_void_p(b.landed16.data_ptr()), ctypes.c_void_p(b.grad16.data_ptr())]
+        found[COPY] = Contender(4, lambda: library.copy_stream(*copied, ctypes.c_size_t(b.n * 2), threads))
+    return found
 
 
 def optimizer_step(make: Any, state: tuple[Tensor, ...], step: Any, **settings: Any) -> Callable[[], Any]:

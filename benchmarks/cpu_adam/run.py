@@ -3,7 +3,7 @@
     pip install -e ".[bench-peers]"
     python benchmarks/cpu_adam/run.py
 
-Every round runs every contender once, in rotating order. A ratio is the median over the rounds of "bytes that the
+Every round runs every contender once, in random order. A ratio is the median over the rounds of "bytes that the
 algorithm must move, over time", divided by the better of two Adam-shaped streams in C (4 reads, 3 in-place writes) of
 the same round. "The whole update" begins with a bf16 gradient from autograd and ends with the bf16 weight: global norm,
 unscale, clip, step on the fp32 master; DeepSpeed's is written after its code (zero_parts.py; whole.py runs its own
@@ -20,6 +20,7 @@ import importlib.util
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -47,6 +48,7 @@ TIMES_AS_FAST = (
     (c.ALL16, c.DEEPSPEED16, 1.0),
     (c.WITH_LANDING, c.ZERO3, 3.5),
     (c.MASTER, c.ZERO3_STEP, None),
+    (c.LANDINGS[1], c.COPY, None),
 )
 """Ours, the peer that does the same work, and how many times as fast we want to be; None: for information."""
 
@@ -61,8 +63,10 @@ def measure(entries: dict[str, Contender], n: int, rounds: int) -> dict[str, lis
     names = list(entries)
     repeats = max(1, (1 << 22) // n)  # small sizes: enough calls to be above the clock's grain
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    order = random.Random(0)
     for round_index in range(rounds + 1):
-        for name in names[round_index % len(names) :] + names[: round_index % len(names)]:
+        order.shuffle(names)  # so that none always follows the same other one
+        for name in names:
             run = entries[name].run
             started = time.perf_counter()
             for _ in range(repeats):
