@@ -36,6 +36,10 @@ class Lane(enum.Enum):
     """A transfer from NVMe, from the first byte handed to the kernel to the last byte reported."""
     WRITE = "write"
     """A transfer to NVMe, likewise."""
+    TO_DEVICE = "to device"
+    """A copy to a device's memory, from when it was asked for to when its end was noticed."""
+    FROM_DEVICE = "from device"
+    """A copy from a device's memory, likewise."""
 
 
 TRANSFERS = (Lane.READ, Lane.WRITE)

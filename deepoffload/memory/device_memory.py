@@ -12,6 +12,7 @@ waits on the device. Python's last reference says only when the *host* is done w
 from __future__ import annotations
 
 import gc
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -28,6 +29,7 @@ from deepoffload.memory.block import Alias, Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.schedule.placement import Kind
 from deepoffload.schedule.planner import MoveKind, plan_prefetch
+from deepoffload.timeline import Lane
 
 
 @dataclass
@@ -72,6 +74,9 @@ class _Launched:
     event: Any
     block: Block
     then: Callable[[], None] | None
+    lane: Lane
+    nbytes: int
+    begin_s: float
 
 
 class DeviceMemory:
@@ -273,8 +278,7 @@ class DeviceMemory:
         with torch.no_grad(), self.accelerator.on(stream):
             self._shown(copy).copy_(self._host(block), non_blocking=True)
         copy.ready = self.accelerator.event(stream)
-        self.launched(copy.ready, block)
-        self.counters.in_bytes += block.nbytes
+        self.launched(Lane.TO_DEVICE, copy.ready, block, block.nbytes)
 
     def _copy_out(self, copy: _Copy) -> None:
         """Start taking what the program wrote to the host. Whoever then uses the host's bytes waits for it."""
@@ -286,15 +290,20 @@ class DeviceMemory:
         with torch.no_grad(), self.accelerator.on(stream):
             self._host(block).copy_(self._shown(copy), non_blocking=True)
         copy.streams[stream.stream_id] = stream
-        self.launched(self.accelerator.event(stream), block)
-        self.counters.out_bytes += block.nbytes
+        self.launched(Lane.FROM_DEVICE, self.accelerator.event(stream), block, block.nbytes)
         copy.dirty = False
 
-    def launched(self, event: Any, block: Block, then: Callable[[], None] | None = None) -> None:
+    def launched(
+        self, lane: Lane, event: Any, block: Block, nbytes: int, then: Callable[[], None] | None = None
+    ) -> None:
         """A copy into the host's bytes of a leased ``block``, or from them, is under way until ``event``. Whoever comes
         to use them waits; the lease ends with ``then``, which runs where the end of the copy is noticed."""
         block.copying += 1
-        self._in_flight.append(_Launched(event, block, then))
+        self._in_flight.append(_Launched(event, block, then, lane, nbytes, time.perf_counter()))
+        if lane is Lane.TO_DEVICE:
+            self.counters.in_bytes += nbytes
+        else:
+            self.counters.out_bytes += nbytes
 
     def _events(self, copy: _Copy) -> list[Any]:
         """When these have happened, nothing that was launched until now uses the copy."""
@@ -333,7 +342,7 @@ class DeviceMemory:
             return True
 
     def _end(self, copy: _Launched) -> None:
-        copy.event.synchronize()
+        self._wait(copy)
         self._in_flight.remove(copy)
         copy.block.copying -= 1
         try:
@@ -341,6 +350,16 @@ class DeviceMemory:
                 copy.then()
         finally:
             self.tiers.release(copy.block)
+
+    def _wait(self, copy: _Launched) -> None:
+        timeline, begin_s = self.tiers.timeline, time.perf_counter()
+        if not copy.event.query():
+            copy.event.synchronize()
+            if timeline is not None:
+                what = f"copy {copy.lane.value} {copy.block.kind.name.lower()}: {copy.block.name}"
+                timeline.add(Lane.WAIT, what, begin_s, time.perf_counter())
+        if timeline is not None:
+            timeline.add(copy.lane, copy.block.name, copy.begin_s, time.perf_counter(), copy.nbytes)
 
     # -- room ------------------------------------------------------------------------------------------------------
 

@@ -98,8 +98,8 @@ class DeviceLandings:
                     staged.copy_(flat[start : start + numel], non_blocking=True)
                 self._tiers.acquire(block)
                 then = partial(self._land, landing, offset, start, numel)
-                self._memory.launched(accelerator.event(stream), block, then)
-                self._memory.counters.out_bytes += numel * flat.element_size()
+                nbytes = numel * flat.element_size()
+                self._memory.launched(Lane.FROM_DEVICE, accelerator.event(stream), block, nbytes, then)
             if shown:
                 self._memory.end_copies(block)
                 self._memory.refresh(block)
