@@ -99,15 +99,15 @@ class DeviceLandings:
                 self._tiers.acquire(block)
                 then = partial(self._land, landing, offset, start, numel)
                 nbytes = numel * flat.element_size()
-                self._memory.launched(Lane.FROM_DEVICE, accelerator.event(stream), block, nbytes, then)
+                self._memory.transfers.launched(Lane.FROM_DEVICE, accelerator.event(stream), block, nbytes, then)
             if shown:
-                self._memory.end_copies(block)
+                self._memory.transfers.end(block)
                 self._memory.refresh(block)
 
     def _take_slot(self) -> int:
-        self._memory.poll()
+        self._memory.transfers.poll()
         while not self._free:
-            if not self._memory.end_oldest():
+            if not self._memory.transfers.end_oldest():
                 raise RuntimeError("the staging ring is full, and nothing is on its way")
         return self._free.pop()
 

@@ -54,7 +54,7 @@ def fit_device(memory: DeviceMemory, plan: ModelPlan) -> None:
     Raises:
         PlacementError: a module's call takes more weights at once than the budget holds.
     """
-    capacity_bytes = memory.ranges.capacity_bytes
+    capacity_bytes = memory.arena.capacity_bytes
     for name, nbytes in window_bytes(plan.drafts, plan.windows):
         if nbytes > capacity_bytes:
             raise PlacementError(
@@ -63,5 +63,6 @@ def fit_device(memory: DeviceMemory, plan: ModelPlan) -> None:
                 f"least {nbytes} bytes",
                 nbytes,
             )
-    blocks = [block for draft in plan.drafts for block in (draft.unit.weights, draft.unit.gradients) if block]
-    memory.trim(sum(block.room_bytes for block in blocks))
+    weights = sum(draft.unit.weights.room_bytes for draft in plan.drafts)
+    gradients = [draft.unit.gradients.room_bytes for draft in plan.drafts if draft.unit.gradients is not None]
+    memory.arena.trim(weights + max(gradients, default=0))  # gradients are there one block at a time, when looked at

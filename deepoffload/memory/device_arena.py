@@ -1,0 +1,123 @@
+"""The memory of a device that deepoffload manages: one tensor of exactly the budget, and who may write where and when.
+
+A range is given back by the host while the device may still be reading it. What was launched until then is told by
+events; whoever gets the range next has the device wait for these, never the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepoffload.memory.accelerator import Accelerator
+from deepoffload.memory.arena import Ranges
+from deepoffload.memory.block import Alias
+from deepoffload.native.aio import PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class _Fence:
+    """A range that was given back, and the event after which it may be written."""
+
+    start: int
+    end: int
+    event: Any
+
+
+class DeviceArena:
+    """Ranges of the device's memory.
+
+    Args:
+        capacity_bytes: the device budget.
+        poison: fill what is taken back with 0xFF.
+
+    Raises:
+        BudgetError: the budget is less than a page.
+    """
+
+    def __init__(self, accelerator: Accelerator, capacity_bytes: int, *, poison: bool) -> None:
+        self._accelerator = accelerator
+        self._poison = poison
+        self._ranges = Ranges(capacity_bytes, "device_budget")
+        self._bytes: Tensor | None = None
+        self._fences: list[_Fence] = []
+        self._limbo: list[tuple[int, list[Any], list[Alias]]] = []
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._ranges.capacity_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return self._ranges.free_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._ranges.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._ranges.peak_bytes
+
+    def trim(self, needed_bytes: int) -> None:
+        """Take no more than ``needed_bytes`` of the budget, where nothing was taken yet."""
+        if self._bytes is None and needed_bytes < self.capacity_bytes:
+            self._ranges = Ranges(max(needed_bytes, PAGE_BYTES), "device_budget")
+
+    def bytes(self) -> Tensor:
+        """All of it, ``(capacity_bytes,)`` uint8; allocated when first asked for."""
+        if self._bytes is None:
+            self._bytes = torch.empty(self.capacity_bytes, dtype=torch.uint8, device=self._accelerator.device)
+        return self._bytes
+
+    def holds(self, address: int) -> bool:
+        """Whether an address of the device lies in it."""
+        return self._bytes is not None and 0 <= address - self._bytes.data_ptr() < self.capacity_bytes
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Offset of a range; None when no hole is large enough."""
+        return self._ranges.allocate(nbytes)
+
+    def events_before(self, offset: int) -> list[Any]:
+        """What has to happen before the range at ``offset`` is written. Fences that hold nobody up are dropped."""
+        start, end = offset, offset + self._ranges.size_of(offset)
+        self._fences = [fence for fence in self._fences if not fence.event.query()]
+        return [fence.event for fence in self._fences if fence.start < end and start < fence.end]
+
+    def free(self, offset: int, events: list[Any], aliases: list[Alias] | None = None) -> None:
+        """Give a range back.
+
+        Args:
+            events: when these have happened, nothing that was launched on the device until now uses it.
+            aliases: who in the program still refers to it; it is not used again before they have gone.
+        """
+        if aliases:
+            self._limbo.append((offset, events, aliases))
+            return
+        start, end = offset, offset + self._ranges.size_of(offset)
+        if self._poison and self._bytes is not None:
+            current = self._accelerator.current()
+            for event in events:
+                current.wait_event(event)
+            self._bytes[start:end].fill_(0xFF)
+            events = [self._accelerator.event(current)]
+        self._ranges.free(offset)
+        self._fences += [_Fence(start, end, event) for event in events]
+
+    def empty_limbo(self) -> bool:
+        """Take back ranges whose last alias has gone; True when some came back."""
+        gone = [entry for entry in self._limbo if not any(alias() for alias in entry[2])]
+        for entry in gone:
+            self._limbo.remove(entry)
+            # Whatever the last view was used for has been launched on the stream that is current now.
+            self.free(entry[0], [*entry[1], self._accelerator.event(self._accelerator.current())])
+        return bool(gone)
+
+    def close(self) -> None:
+        """Let go of the memory; it lives as long as views of it."""
+        self._fences.clear()
+        self._limbo.clear()
+        self._bytes = None
