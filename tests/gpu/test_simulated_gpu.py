@@ -77,11 +77,12 @@ def test_out_of_memory(simulated_gpu: str) -> None:
 
 
 def test_new_and_freed_memory_hold_nothing_useful(simulated_gpu: str) -> None:
-    fresh = torch.empty(1000, device=simulated_gpu)
-    assert fresh.isnan().all()
-    fresh.fill_(1)
-    address = fresh.data_ptr()
-    del fresh
+    never_used = torch.empty(1 << 24, device=simulated_gpu)
+    assert never_used.isnan().all()
+    del never_used
+    used = torch.ones(1000, device=simulated_gpu)
+    address = used.data_ptr()
+    del used
     again = torch.empty(1000, device=simulated_gpu)
     assert again.data_ptr() == address
     assert again.isnan().all()
@@ -198,6 +199,18 @@ def test_an_event_that_is_asked_again_and_again_is_over_in_the_end(simulated_gpu
         answers.append(event.query())
     assert len(answers) > 1
     assert to.item() == 1.0
+
+
+def test_time_between_events(simulated_gpu: str) -> None:
+    first, second = (torch.simgpu.Event(enable_timing=True) for _ in range(2))
+    to = torch.zeros(1, device=simulated_gpu)
+    first.record()
+    to.copy_(host(1.0), non_blocking=True)
+    second.record()
+    with pytest.raises(RuntimeError, match="completed"):
+        first.elapsed_time(second)
+    second.synchronize()
+    assert first.elapsed_time(second) >= 0
 
 
 def test_waits_between_streams_reach_through(simulated_gpu: str) -> None:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 NAME = "simgpu"
+
+
+class Properties(NamedTuple):
+    """Of a device."""
+
+    name: str
+    total_memory: int
+    """In bytes."""
 
 
 class Stream(torch.Stream):
@@ -17,11 +25,9 @@ class Stream(torch.Stream):
         return super().__new__(cls, device=torch.device(NAME, index_of(device)), priority=priority, **identity)
 
 
-class Event(torch.Event):
-    """An event; not recorded yet, it is over."""
-
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        return super().__new__(cls, NAME, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+    """An event; not recorded yet, it is over. No class, since torch measures time between its own events only."""
+    return torch.Event(NAME, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
 
 def index_of(device: Any) -> int:
@@ -67,6 +73,9 @@ def _devices(native: ModuleType) -> dict[str, Any]:
     def get_device_name(which: Any = None) -> str:
         return f"simulated GPU {index_of(which)}"
 
+    def get_device_properties(which: Any = None) -> Properties:
+        return Properties(get_device_name(which), native.memory(index_of(which))["size_bytes"])
+
     return {
         "device": device,
         "device_of": device_of,
@@ -80,6 +89,7 @@ def _devices(native: ModuleType) -> dict[str, Any]:
         "current_device": torch.accelerator.current_device_index,
         "set_device": lambda which: torch.accelerator.set_device_index(index_of(which)),
         "get_device_name": get_device_name,
+        "get_device_properties": get_device_properties,
         "host_register": native.pin,
         "host_unregister": native.unpin,
         "cudart": lambda: SimpleNamespace(

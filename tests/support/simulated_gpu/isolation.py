@@ -7,8 +7,10 @@ always. What kills the child fails the test with all that the child had said.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -46,26 +48,26 @@ class Child:
         os.close(to_child)
         os.close(from_child)
         self._requests = os.fdopen(requests, "w")
-        self._reports = os.fdopen(reports)
+        self._reports = os.fdopen(reports, "rb")
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[dict[str, Any]] | str:
         """The reports of a test, or why there are none."""
         try:
             self._requests.write(json.dumps([item.nodeid, nextitem.nodeid if nextitem else None]) + "\n")
             self._requests.flush()
-            answer = self._reports.readline()
-        except BrokenPipeError:
-            answer = ""
+            return pickle.load(self._reports)
+        except (BrokenPipeError, EOFError):
+            return self.end()
         except pytest.fail.Exception as failure:
             # The time limit of this process.
             self._process.kill()
             return f"{failure}\n{self.end()}"
-        return json.loads(answer) if answer else self.end()
 
     def end(self) -> str:
         """Wait for the child to leave; how it left, and what it said."""
-        for pipe in (self._requests, self._reports):
-            pipe.close()
+        self._reports.close()
+        with contextlib.suppress(BrokenPipeError):  # a request that a dead child has not read
+            self._requests.close()
         status = self._process.wait()
         self._said.seek(0)
         said = self._said.read().decode(errors="replace")
@@ -119,12 +121,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     to_child, from_child = map(int, os.environ[CHILD].split(","))
     items = {item.nodeid: item for item in session.items}
-    with os.fdopen(to_child) as requests, os.fdopen(from_child, "w") as answers:
+    with os.fdopen(to_child) as requests, os.fdopen(from_child, "wb") as answers:
         for line in requests:
             nodeid, following = json.loads(line)
             reports = runtestprotocol(items[nodeid], nextitem=items.get(following), log=False)
             dump = session.config.hook.pytest_report_to_serializable
-            answers.write(json.dumps([dump(config=session.config, report=report) for report in reports]) + "\n")
+            pickle.dump([dump(config=session.config, report=report) for report in reports], answers)
             answers.flush()
     return True
 
