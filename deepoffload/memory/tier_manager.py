@@ -70,6 +70,7 @@ class TierManager:
         self.next_use: Callable[[int], float] = lambda block_id: math.inf
         self.foreseen: frozenset[int] = frozenset()
         self.explain: Callable[[], str] = lambda: ""
+        self.before_leaving: Callable[[Block], None] = lambda block: None
         self._blocks: dict[int, Block] = {}
         self._resident: dict[int, Block] = {}
         self.static: set[int] = set()
@@ -292,6 +293,8 @@ class TierManager:
                 collected = True
                 gc.collect()
                 continue
+            if self._let_one_go(block):
+                continue
             raise BudgetError(self._no_room(block))
 
     def _evict_farthest(self, wanted: Block) -> bool:
@@ -309,6 +312,19 @@ class TierManager:
         if failure is not None:
             raise failure
         return False
+
+    def _let_one_go(self, wanted: Block) -> bool:
+        """The plan is no longer right (parameters were unfrozen, say): a block that was to stay may leave now."""
+        if self.space is None:
+            return False
+        static = [b for b in self._resident.values() if b.id in self.static and b is not wanted and not b.leases]
+        going = [b for b in static if (owner := _shower(b)) is None or owner.can_release()]
+        if not going:
+            return False
+        block = max(going, key=lambda b: (b.kind is Kind.STATE, self.next_use(b.id), b.id))
+        self.before_leaving(block)
+        self.static.discard(block.id)
+        return True
 
     def _no_room(self, block: Block) -> str:
         held = {

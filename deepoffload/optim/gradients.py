@@ -114,8 +114,8 @@ class Gradients:
         A small gradient stays autograd's own where nothing is ever moved.
         """
         self.changes += 1
-        if handle in self._light and handle.grad_state is GradientState.EMPTY and self.early is None:
-            if self.pager.rests():
+        if handle in self._light and handle.grad_state is GradientState.EMPTY:
+            if self.early is None and self.from_device is None and self.pager.rests():
                 self.pager.forget_casts()
                 handle.grad_state = GradientState.USER
                 return
@@ -335,7 +335,8 @@ class Gradients:
         raw = get_grad(param) if param is not None else None
         if raw is None:
             return 0.0, False
-        if raw.dtype in NATIVE_DTYPES and raw.layout is torch.strided and raw.stride() == handle.stride:
+        plain = raw.layout is torch.strided and raw.dtype in NATIVE_DTYPES and raw.device.type == "cpu"
+        if plain and raw.stride() == handle.stride:
             return cpu_adam.sum_of_squares(
                 raw.data_ptr(), handle.numel, dtype=NATIVE_DTYPES[raw.dtype], num_threads=num_threads()
             )

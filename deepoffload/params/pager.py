@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -29,6 +30,7 @@ from deepoffload.params.torch_private import (
     push_saved_tensors_hooks,
     saved_tensors_hooks_enabled,
     top_saved_tensors_hooks,
+    version_of,
 )
 from deepoffload.params.unit import ParamHandle, SlotOwner, Unit
 from deepoffload.schedule.planner import MoveKind, choose_victim, plan_prefetch, plan_write_back
@@ -85,6 +87,7 @@ class Pager:
         self._shared = False
         self.cast_by: set[int] = set()
         self.casts_are_shared = False
+        self.casts_of: int | None = None
         self._hooks_alone = SavedTensorHooks(self, None)
         self._clock = 0
         self._stamps: dict[int, int] = {}
@@ -93,7 +96,10 @@ class Pager:
         self._alive = 0
         self._deaths = 0
         self._unit_count = 0
+        self._unhooked = False
+        self._recounted: weakref.WeakKeyDictionary[ParamHandle, tuple[int, int]] = weakref.WeakKeyDictionary()
         tiers.next_use = self._next_use
+        tiers.before_leaving = self._refuse_unhooked_graphs
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -389,6 +395,7 @@ class Pager:
         Returns True when pushed, False when that is not needed, None when the program has disabled such hooks.
         """
         if not always and self.memory.all_stay() and not torch.is_autocast_enabled(self.memory.device.type):
+            self._unhooked = True
             return False
         if not saved_tensors_hooks_enabled():
             return None
@@ -414,6 +421,21 @@ class Pager:
         for unit in self.units:
             for handle in unit.handles:
                 handle.count_update()
+
+    def _refuse_unhooked_graphs(self, block: Block) -> None:
+        """A block that was to stay leaves: graphs that autograd made without us, while everything stayed, would go
+        backward with what the tensor shows then. By another version they see that they must not."""
+        if not self._unhooked or not isinstance(block.owner, SlotOwner) or not block.owner.on_host:
+            return
+        for slot in block.owner.slots:
+            tensor = slot.tensor
+            if isinstance(slot, ParamHandle) and tensor is not None and version_of(tensor) == slot.version:
+                slot.count_update()
+                self._recounted[slot] = slot.version - 1, slot.version
+
+    def is_version(self, handle: ParamHandle, saved: int, now: int) -> bool:
+        """Whether a weight has been the same since its version was ``saved``."""
+        return saved == now or self._recounted.get(handle) == (saved, now)
 
     def opened(self) -> list[Any]:
         """The windows that this thread is in, innermost last."""

@@ -15,8 +15,20 @@ from torch import Tensor
 
 from deepoffload.errors import ClosedError
 from deepoffload.params.ports import PagerPort
-from deepoffload.params.torch_private import bare, get_data, in_functorch, modes_active, version_of
+from deepoffload.params.torch_private import (
+    bare,
+    get_data,
+    in_backward,
+    in_functorch,
+    modes_active,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks_enabled,
+    top_saved_tensors_hooks,
+    version_of,
+)
 from deepoffload.params.unit import ParamHandle
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 _NARROW = (torch.bfloat16, torch.float16)
 """What autocast casts weights to."""
@@ -27,12 +39,12 @@ class SavedWeight:
 
     __slots__ = ("handle", "size", "stride", "offset", "version")
 
-    def __init__(self, handle: ParamHandle, tensor: Tensor) -> None:
+    def __init__(self, handle: ParamHandle, tensor: Tensor, version: int) -> None:
         self.handle = handle
         self.size = tensor.size()
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
-        self.version = tensor._version
+        self.version = version
 
 
 class SavedCast(SavedWeight):
@@ -44,8 +56,7 @@ class SavedCast(SavedWeight):
     __slots__ = ("dtype", "base_stride")
 
     def __init__(self, handle: ParamHandle, weight: Tensor, tensor: Tensor, base: Tensor) -> None:
-        super().__init__(handle, tensor)
-        self.version = version_of(weight)
+        super().__init__(handle, tensor, version_of(weight))
         self.dtype = tensor.dtype
         self.base_stride = base.stride()
 
@@ -61,14 +72,18 @@ class SavedBelow:
 
 
 class SavedTensorHooks:
-    """One pair of hooks: packs the weights of ``pager``, gives all else to the pair ``below`` (or keeps it as it
-    is)."""
+    """One pair of hooks: packs the weights of ``pager``, gives all else to the pair ``below`` (or keeps it as it is).
 
-    __slots__ = ("pager", "below")
+    Args:
+        again: for what is saved of weights that :func:`restore` gave, which have version counters of their own.
+    """
 
-    def __init__(self, pager: PagerPort, below: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None) -> None:
+    __slots__ = ("pager", "below", "again")
+
+    def __init__(self, pager: PagerPort, below: Hooks | None, *, again: bool = False) -> None:
         self.pager = pager
         self.below = below
+        self.again = again
 
     def pack(self, tensor: Tensor) -> Any:
         try:
@@ -76,7 +91,8 @@ class SavedTensorHooks:
         except (RuntimeError, NotImplementedError):  # sparse, or wrapped by functorch: never one of ours
             slot = None
         if isinstance(slot, ParamHandle) and tensor.dtype is slot.dtype and not (tensor.is_conj() or tensor.is_neg()):
-            return SavedWeight(slot, tensor)
+            weight = slot.tensor if self.again else None
+            return SavedWeight(slot, tensor, tensor._version if weight is None else version_of(weight))
         if slot is None and tensor.dtype in _NARROW and tensor.requires_grad:
             cast = self._cast_of_weight(tensor)
             if cast is not None:
@@ -117,6 +133,17 @@ def _without_graph(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def _describe_again(pager: PagerPort) -> None:
+    """A backward that records a graph (``create_graph=True``) saves what it computes with: have it save descriptions of
+    weights, too. Autograd sets back the stack of hooks after each node, so nobody has to pop these."""
+    if saved_tensors_hooks_enabled():
+        top = top_saved_tensors_hooks(True)
+        mine = None if top is None else getattr(top[0], "__self__", None)
+        if type(mine) is not SavedTensorHooks or mine.pager is not pager or not mine.again:
+            hooks = SavedTensorHooks(pager, top, again=True)
+            push_saved_tensors_hooks(hooks.pack, hooks.unpack)
+
+
 def restore(saved: SavedWeight) -> Tensor:
     """The weight that was saved, fetched if need be.
 
@@ -126,6 +153,8 @@ def restore(saved: SavedWeight) -> Tensor:
     """
     handle = saved.handle
     pager = handle.pager
+    if torch.is_grad_enabled() and in_backward():
+        _describe_again(pager)
     with pager.lock:
         if handle.tensor is None:
             raise ClosedError(f"{handle.name} was deleted between forward and backward")
@@ -134,7 +163,7 @@ def restore(saved: SavedWeight) -> Tensor:
             param = handle.tensor
             if param is None:
                 raise ClosedError(f"{handle.name} was deleted between forward and backward")
-            if version_of(param) != saved.version:
+            if not pager.is_version(handle, saved.version, version_of(param)):
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"parameter {handle.name} {list(saved.size)} was changed (an optimizer step counts) after the "

@@ -21,6 +21,7 @@ from deepoffload.params.torch_private import (
     BASE_USE_COUNT,
     bare,
     get_data,
+    held_by_graphs,
     no_torch_function,
     set_data,
     set_data_elsewhere,
@@ -66,9 +67,10 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 def _held_by_others(tensor: Tensor) -> bool:
     """True when native code (``torch.utils.dlpack.to_dlpack``) holds a frozen tensor itself, whose data we would change
-    under it. What holds trainable ones cannot be told from autograd, which does so all the time."""
+    under it. It takes no trainable ones; and graphs from before a tensor was frozen, which hold it too, are known."""
     with no_torch_function():
-        return not tensor.requires_grad and tensor_use_count(tensor) > 1
+        others = 0 if tensor.requires_grad else tensor_use_count(tensor) - 1
+    return others > 0 and others > held_by_graphs(tensor)
 
 
 class TensorSlot:

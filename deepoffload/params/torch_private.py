@@ -43,6 +43,9 @@ get_unwrapped: Callable[[Tensor], Tensor] = _need(torch._C._functorch, "get_unwr
 _peek_interpreter_stack = _need(torch._C._functorch, "peek_interpreter_stack")
 _swap_implementation = _need(torch._C, "_swap_tensor_impl")
 _disable_current_modes = _need(_python_dispatch, "_disable_current_modes")
+_dispatch_mode = _need(torch._C, "_get_dispatch_mode")
+_PROXY = _need(_need(torch._C, "_TorchDispatchModeKey"), "PROXY")
+_current_node = _need(torch._C, "_current_autograd_node")
 _len_dispatch_stack = _need(torch._C, "_len_torch_dispatch_stack")
 _len_function_stack = _need(torch._C, "_len_torch_function_stack")
 
@@ -106,6 +109,22 @@ def version_of(tensor: Tensor) -> int:
         return int(_raw_version(tensor))
 
 
+def held_by_graphs(tensor: Tensor) -> int:
+    """How many references to a frozen leaf are those of graphs, made while it was trainable: 1 or 0, since all of them
+    share one node. If there is none yet, this makes one, which counts beside those that were there before."""
+    with bare():
+        before = tensor_use_count(tensor)
+        tensor.requires_grad_(True)
+        try:
+            with torch.enable_grad():
+                node = tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            found = tensor_use_count(tensor) == before
+            del node
+        finally:
+            tensor.requires_grad_(False)
+    return int(found)
+
+
 def count_change(tensor: Tensor) -> None:
     """Move the in-place counter, as torch's own in-place operations do: a graph that has kept the tensor refuses to go
     backward then."""
@@ -122,14 +141,22 @@ def leave_to_python(function: Callable[..., Any]) -> None:
 
 
 def refuse_tracing() -> None:
-    """``torch.jit.trace`` would store stand-ins as constants: a model that is silently wrong."""
+    """``torch.jit.trace`` would store stand-ins as constants: a model that is silently wrong. ``make_fx`` would record
+    what we do with bytes."""
     if torch._C._is_tracing():
         raise UnsupportedError("torch.jit.trace cannot record a paged model; trace a plain copy (copy.deepcopy(model))")
+    if _len_dispatch_stack() and _dispatch_mode(_PROXY) is not None:
+        raise UnsupportedError("make_fx cannot record a paged model; trace a plain copy (copy.deepcopy(model))")
 
 
 def in_functorch() -> bool:
     """True inside a ``torch.func`` transform."""
     return _peek_interpreter_stack() is not None
+
+
+def in_backward() -> bool:
+    """True while autograd evaluates a node."""
+    return _current_node() is not None
 
 
 def modes_active() -> bool:

@@ -27,6 +27,7 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter
 from deepoffload.params.torch_private import (
     get_unwrapped,
+    in_backward,
     in_functorch,
     is_functorch_wrapped,
     leave_to_python,
@@ -94,6 +95,7 @@ class Window:
         self._members: Membership
         self._watch: RootWatch | None = None
         self._checks = self._changes = 0
+        self._call = 0
         self._waiting = False
         self._careful = self._casts = False
         self._hooks: tuple[int, ...] = ()
@@ -197,6 +199,9 @@ class Window:
                 self._hooks_before, self._hooks = 0, ()
             if self._hooks_before != RemovableHandle.next_id:
                 self._read(module)
+            if pager.casts_of is not None and pager.casts_of != id(self):
+                pager.casts_of = None
+                torch.clear_autocast_cache()
             pager.use_forward(self._units)
             try:
                 self._take(entry, module)
@@ -256,11 +261,22 @@ class Window:
             if not opened or opened[-1].window is not self or module is not self._module():
                 return  # enter() raised, or this is a copy of the module
             self.close(opened.pop())
+            self._note_call()
             if torch.is_autocast_enabled(self.pager.memory.device.type) and torch.is_autocast_cache_enabled():
-                self._drop_casts()
+                self._note_casts()
 
-    def _drop_casts(self) -> None:
-        """Autocast keeps the casts of all weights until its end: a second copy of the model. Drop them with the window.
+    def _note_call(self) -> None:
+        """Whether the module is called twice in one call of the whole model. Known before autocast asks for it."""
+        watch = self._watch
+        if watch is not None:
+            call = watch.checks + watch.changes
+            if call == self._call and not self.pager.casts_are_shared and torch.is_grad_enabled() and not in_backward():
+                self.pager.casts_are_shared = True
+            self._call = call
+
+    def _note_casts(self) -> None:
+        """Autocast keeps the casts of all weights until its end: a second copy of the model. Drop them when another
+        window comes: one that is called again at once uses them again.
 
         Not where weights are used again in the same forward: torch adds the gradients of one cast in 16 bits, those of
         two in 32. Tied weights are known before; a module that is called twice shows when it is, and from then on
@@ -270,8 +286,7 @@ class Window:
         if torch.is_grad_enabled():
             pager.casts_are_shared |= id(self) in pager.cast_by
             pager.cast_by.add(id(self))
-        if not pager.casts_are_shared:
-            torch.clear_autocast_cache()
+        pager.casts_of = None if pager.casts_are_shared else id(self)
 
     def close(self, entry: _Entry) -> None:
         """End one call, which is none of its thread's open ones any more: hooks off, doors back, leases released. To be

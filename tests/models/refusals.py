@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from deepoffload.errors import DeepOffloadError, UnsupportedError
 from tests.support.models import rows
@@ -26,6 +27,10 @@ class Refusal:
 
 def wrong_data(model: Any) -> None:
     model[0].weight.data = torch.zeros(3)
+
+
+def trace_operations(model: Any) -> None:
+    make_fx(model)(rows())
 
 
 def data_parallel(model: Any) -> None:
@@ -64,6 +69,7 @@ REFUSALS = (
         "torch.jit.trace cannot record a paged model",
         "trace a copy",
     ),
+    Refusal("`make_fx`", trace_operations, "make_fx cannot record a paged model", "trace a copy, or `torch.export`"),
     Refusal("`torch.jit.script`", torch.jit.script, "torch.jit.script cannot compile a paged model", "script a copy"),
     Refusal(
         "`DistributedDataParallel`",

@@ -82,6 +82,42 @@ def test_dlpack_of_a_frozen_weight_kept_over_evictions(same: Same, take: Any) ->
     same(lambda: mlp().requires_grad_(False), program, key="frozen mlp")
 
 
+@pytest.mark.parametrize("graph", [True, False], ids=["with-its-graph", "alone"])
+def test_native_dlpack_of_a_weight_that_was_trained(same: Same, graph: bool) -> None:
+    def program(model: nn.Sequential) -> Any:
+        loss = model(rows()).sum()
+        loss.backward()
+        if not graph:
+            del loss
+        model.requires_grad_(False)
+        weight = model[2].weight
+        kept = (weight.data, torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(weight)))[1]
+        for seed in range(3):
+            model(rows(seed=seed))
+        kept[0] = 2.0
+        return kept.clone(), model(rows()).clone()
+
+    same(mlp, program)
+
+
+def test_frozen_while_an_older_graph_is_alive(same: Same) -> None:
+    """The loss of the step before, which every training loop keeps, holds no weight in memory."""
+
+    def program(model: nn.Sequential) -> Any:
+        losses = []
+        for seed in range(4):
+            for layer in model[: 2 * seed]:
+                layer.requires_grad_(False)
+            loss = model(rows(seed=seed)).square().mean()
+            loss.backward()
+            losses.append(loss)
+            model.requires_grad_(True)
+        model.requires_grad_(False)
+        return [loss.detach() for loss in losses], model(rows()), gradients_of(model)
+
+    same(mlp, program)
+
+
 def test_capsule_kept_over_evictions(same: Same) -> None:
     def program(model: nn.Sequential) -> Any:
         capsule = model[2].weight.__dlpack__()

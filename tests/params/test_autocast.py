@@ -88,6 +88,35 @@ class Shares(nn.Module):
         return self.body(x)
 
 
+class Repeats(nn.Module):
+    """All layers in turn, twice: seen in the forward before autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.body(x))
+
+
+class RepeatsEach(Repeats):
+    """Each layer twice, one after the other: seen at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.body:
+            x = layer(layer(x).float())
+        return x
+
+
+@pytest.mark.parametrize("kind", [Repeats, RepeatsEach])
+def test_modules_that_are_called_twice(same: Same, kind: Any) -> None:
+    def program(model: nn.Module) -> Any:
+        model(rows()).sum().backward() if kind is Repeats else None
+        return trained(model, square)
+
+    same(kind, program, key=kind.__name__)
+
+
 def test_tied_weights(same: Same) -> None:
     same(Shares, lambda model: trained(model, square))
 

@@ -230,7 +230,7 @@ def test_double_backward(same: Same) -> None:
         (loss + slope.square().sum()).backward()
         return gradients_of(model)
 
-    same(mlp, program, room=HOLDING)
+    same(mlp, program)
 
 
 def test_gradients_with_a_graph_in_a_loss(same: Same) -> None:
@@ -243,7 +243,35 @@ def test_gradients_with_a_graph_in_a_loss(same: Same) -> None:
         penalty.backward()
         return shown, gradients_of(model)
 
-    same(mlp, program, room=HOLDING)
+    same(mlp, program)
+
+
+def test_weight_changed_between_two_backwards_is_refused(same: Same) -> None:
+    """A graph that a backward has recorded describes weights, too."""
+
+    def program(model: nn.Sequential) -> Any:
+        x = rows().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        with torch.no_grad():
+            model[4].weight.mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            slope.square().sum().backward()
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is None
+
+    same(mlp, program)
+
+
+def test_third_derivatives_and_functional_products(same: Same) -> None:
+    def program(model: nn.Module) -> Any:
+        x = rows().requires_grad_()
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+        second.square().sum().backward()
+        products = torch.autograd.functional.hvp(lambda y: model(y).square().sum(), rows(), rows(seed=4))
+        return gradients_of(model), x.grad, products
+
+    same(mlp, program)
 
 
 def test_autograd_grad_and_partial_backward(same: Same) -> None:
