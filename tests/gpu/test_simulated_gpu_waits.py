@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -210,6 +211,19 @@ def test_the_streams_may_write_where_a_queued_copy_reads(simulated_gpu: str) -> 
     assert pair.host.tolist() == [4.0] * 8
 
 
+def test_what_the_slow_thread_finds_is_raised_by_the_next_call(simulated_gpu: str) -> None:
+    settings("random", delay_max_s=0.02)
+    pair = Pair()
+    pair.upload(pair.first)
+    pair.host[0] = 7
+    deadline = time.monotonic() + 60
+    while pending() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError, match="the host wrote into the host memory"):
+        pair.device + 1
+    pair.first.synchronize()
+
+
 def test_unchecked_hazards_give_wrong_bytes(simulated_gpu: str) -> None:
     settings(check=False)
     pair = Pair()
@@ -318,6 +332,35 @@ def test_streams_are_current_in_one_thread_only(simulated_gpu: str) -> None:
         thread.start()
         thread.join()
     assert seen == [torch.simgpu.default_stream()] == [torch.simgpu.current_stream()]
+
+
+@pytest.mark.parametrize("mode", ["late", "random", "eager"])
+def test_many_threads(simulated_gpu: str, mode: str) -> None:
+    settings(mode, delay_max_s=0.0005)
+    problems: list[BaseException] = []
+    weight = torch.arange(64.0, device=simulated_gpu, requires_grad=True)
+    torch.simgpu.synchronize()
+
+    def train(number: int) -> None:
+        try:
+            host = torch.zeros(64).pin_memory()
+            with torch.simgpu.Stream():
+                for step in range(20):
+                    host.fill_(number + step)
+                    factor = host.to(simulated_gpu, non_blocking=True)
+                    (gradient,) = torch.autograd.grad((weight * factor).sum(), weight)
+                    host.copy_(gradient, non_blocking=True)
+                    torch.simgpu.current_stream().synchronize()
+                    assert host.eq(number + step).all()
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
 
 
 def test_devices_wait_for_each_other_in_copies_between_them(simulated_gpu: str) -> None:
