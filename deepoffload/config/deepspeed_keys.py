@@ -214,7 +214,7 @@ _PRECISION = (
     _honoured(
         "data_types.grad_accum_dtype",
         _DTYPES,
-        "Has to be the dtype of the weights, which is what gradients accumulate in.",
+        "fp32, or the dtype of the weights, which is what gradients accumulate in when this is not said.",
     ),
     _honoured("data_types.param_dtype", _DTYPES, "Has to be the dtype of the weights."),
     _error("data_types.buffer_dtype", anything(), "buffers follow the weights' dtype, as module.to(dtype) does"),

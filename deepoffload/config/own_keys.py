@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepoffload.config.keys import Key, Kind, Mismatch, Treatment, boolean, choice, integer, paths, size
-from deepoffload.config.schema import AioBackend, Precision, StepOverlap
+from deepoffload.config.schema import AioBackend, GradientDtype, Precision, StepOverlap
 from deepoffload.device import Device, Tier
 from deepoffload.errors import ConfigError
 
@@ -69,6 +69,13 @@ OWN_KEYS = (
         choice({member.value: member for member in Precision}),
         "The dtype the weights compute in, over fp32 master weights. `keep`: as registered.",
         Precision.KEEP,
+    ),
+    _own(
+        "gradient_dtype",
+        choice({member.value: member for member in GradientDtype}),
+        "What gradients accumulate in. `keep`: the dtype of the weights; `fp32` takes 4 bytes per parameter and rounds "
+        "nothing when micro-batches are added.",
+        GradientDtype.KEEP,
     ),
     _own(
         "aio.backend",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from deepoffload.config.collect import Layer, check, shown
@@ -15,6 +16,7 @@ from deepoffload.config.schema import (
     Config,
     DebugConfig,
     Fp16Config,
+    GradientDtype,
     OptimizerConfig,
     Precision,
     SchedulerConfig,
@@ -74,6 +76,7 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str) -> Config
         "durability",
         "timeline",
         "precision",
+        "gradient_dtype",
         "gradient_clipping",
         "dataloader_drop_last",
         "steps_per_print",
@@ -94,6 +97,8 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str) -> Config
         debug=DebugConfig(**_below("debug", fields)),
         notes=notes,
     )
+    if fields.get("data_types.grad_accum_dtype") is Precision.FP32:
+        config = replace(config, gradient_dtype=GradientDtype.FP32)
     _check_together(config, fields, where)
     return config
 
@@ -197,13 +202,13 @@ def _check_together(config: Config, fields: dict[str, Any], where: str) -> None:
             f"{where}fp16.min_loss_scale = {config.fp16.min_loss_scale} is above the first scale, 2 to the power of "
             f"fp16.initial_scale_power = {config.fp16.initial_scale_power}"
         )
-    for name in ("grad_accum_dtype", "param_dtype"):
+    for name, others in (("grad_accum_dtype", (Precision.FP32,)), ("param_dtype", ())):
         dtype = fields.get(f"data_types.{name}")
-        if dtype is not None and dtype is not config.precision:
+        if dtype is not None and dtype not in (config.precision, *others):
             raise ConfigError(
-                f"{where}data_types.{name} = {shown(dtype)}: ignoring it would change numbers: gradients accumulate "
-                f"in the dtype of the weights, and precision is {shown(config.precision)}; set precision (or "
-                "bf16.enabled) to the same dtype, or leave this out"
+                f"{where}data_types.{name} = {shown(dtype)}: ignoring it would change numbers: precision is "
+                f"{shown(config.precision)}; set precision (or bf16.enabled) to the same dtype, or leave this out"
+                f"{' (gradients accumulate in that or in fp32)' if others else ''}"
             )
     for name in ("offload_param", "offload_optimizer"):
         if getattr(config, name) is Tier.NVME and not config.nvme_path:

@@ -34,6 +34,14 @@ class Precision(enum.Enum):
     FP16 = "fp16"
 
 
+class GradientDtype(enum.Enum):
+    """What gradients accumulate in, in host memory."""
+
+    KEEP = "keep"
+    """The dtype of the weights, as plain PyTorch does."""
+    FP32 = "fp32"
+
+
 class AioBackend(enum.Enum):
     """Which system interface moves bytes to and from disk."""
 
@@ -132,6 +140,7 @@ class Config:
     durability: bool = False
     timeline: bool = False
     precision: Precision = Precision.KEEP
+    gradient_dtype: GradientDtype = GradientDtype.KEEP
     gradient_clipping: float | None = None
     gradient_accumulation_steps: int = 1
     train_micro_batch_size_per_gpu: int | None = None

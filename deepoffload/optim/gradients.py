@@ -47,6 +47,7 @@ class Gradients:
     Attributes:
         piece_bytes: about the most that a piece of optimizer state may take (set when the units are made).
         early: set where units make their step inside backward.
+        in_fp32: gradients of 16-bit weights are accumulated in fp32 (set before the units are made).
         from_device: brings gradients to host memory; None where the CPU computes them.
         changes: counts landings and assignments, so that one can see whether anything happened in between.
     """
@@ -56,6 +57,7 @@ class Gradients:
         self.tiers = pager.tiers
         self.piece_bytes = PIECE_BYTES
         self.changes = 0
+        self.in_fp32 = False
         self.early: EarlyUpdates | None = None
         self.from_device: DeviceLandings | None = None
         self._in_block: dict[int, list[ParamHandle]] = {}
@@ -63,6 +65,10 @@ class Gradients:
         self._light_bytes = 0
 
     # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def landing_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        """In which dtype the gradients of weights land."""
+        return torch.float32 if self.in_fp32 and weight_dtype in NATIVE_DTYPES else weight_dtype
 
     def give_block(
         self, block: Block, handles: list[ParamHandle], offsets: list[int], dtypes: list[torch.dtype]
@@ -91,7 +97,8 @@ class Gradients:
             return  # complex, float64: autograd keeps such gradients itself
         if handle.grad_slot is None:
             self._late(handle)
-        if handle.numel <= LIGHT_NUMEL and self._light_bytes + handle.nbytes <= LIGHT_BYTES:
+        small = handle.numel <= LIGHT_NUMEL and self._light_bytes + handle.nbytes <= LIGHT_BYTES
+        if small and self.landing_dtype(handle.dtype) is handle.dtype:
             self._light_bytes += handle.nbytes
             self._light.add(handle)
         with bare():
@@ -99,8 +106,9 @@ class Gradients:
 
     def _late(self, handle: ParamHandle) -> None:
         """Room for the gradient and the optimizer state of a parameter that was frozen when its unit was made."""
-        block = self.tiers.create(f"{handle.name}.grad", Kind.GRADIENT, handle.nbytes)
-        self.give_block(block, [handle], [0], [handle.dtype])
+        dtype = self.landing_dtype(handle.dtype)
+        block = self.tiers.create(f"{handle.name}.grad", Kind.GRADIENT, handle.numel * dtype.itemsize)
+        self.give_block(block, [handle], [0], [dtype])
         if handle.unit is not None:
             trained = [(handle, handle.dtype)]
             handle.unit.pieces += make_pieces(self.tiers, handle.unit, trained, self.piece_bytes)
@@ -178,7 +186,7 @@ class Gradients:
         landed."""
         if handle.grad_state is GradientState.LANDED:
             landed = self._show(handle)
-            set_grad(param, grad + landed)
+            set_grad(param, (grad + landed).to(grad.dtype))
             self._drop(handle)
         handle.grad_state = GradientState.USER
 

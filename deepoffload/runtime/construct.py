@@ -311,10 +311,11 @@ class UnitDraft:
         self.unit = Unit(self.index, self.name, self.handles, weights, owner)
         trained = [(h, d) for h, d in zip(self.handles, self.dtypes, strict=True) if _trainable(h) and d in LAYOUTS]
         if trained:
-            offsets, nbytes = byte_offsets([h.numel * d.itemsize for h, d in trained])
+            landing = [gradients.landing_dtype(d) for _, d in trained]
+            offsets, nbytes = byte_offsets([h.numel * d.itemsize for (h, _), d in zip(trained, landing, strict=True)])
             block = tiers.create(f"{self.name}.grad", Kind.GRADIENT, nbytes)
             self.unit.gradients = block
-            gradients.give_block(block, [h for h, _ in trained], offsets, [d for _, d in trained])
+            gradients.give_block(block, [h for h, _ in trained], offsets, landing)
             alignment = STATE_BLOCK if state_format.dtype is StateDType.EIGHT_BIT else ALIGNMENT_NUMEL
             self.unit.pieces = make_pieces(tiers, self.unit, trained, piece_bytes, state_format, alignment)
             equalise_room([weights, block, *(piece.block for piece in self.unit.pieces)])

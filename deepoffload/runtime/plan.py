@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from deepoffload.config import Config, Precision
+from deepoffload.config import Config, GradientDtype, Precision
 from deepoffload.device import Tier
 from deepoffload.errors import PlacementError
 from deepoffload.native.aio import round_up
@@ -88,6 +88,7 @@ def plan_model(
     Raises:
         PlacementError: the budgets cannot run this model; the message carries the table.
     """
+    gradients.in_fp32 = config.gradient_dtype is GradientDtype.FP32
     assembly = Assembly(
         pager, gradients, DTYPES.get(config.precision), capacity_bytes // PIECES_PER_BUDGET, state_format(config)
     )

@@ -15,6 +15,7 @@ from deepoffload.config import (
     AioConfig,
     Config,
     DebugConfig,
+    GradientDtype,
     OptimizerConfig,
     Precision,
     StepOverlap,
@@ -266,7 +267,7 @@ MISTAKES = [
     ),
     ({"precision": "fp32", "bf16": {"enabled": True}}, "precision and bf16.enabled contradict each other"),
     ({"aio": {"block_bytes": 4096, "block_size": 8192}}, "aio.block_bytes and aio.block_size contradict each other"),
-    ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "data_types.grad_accum_dtype = 'fp32'"),
+    ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype = 'fp16'"),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, "precision is 'keep'"),
     ({"offload_param": "nvme"}, "offload_param is nvme, but there is no nvme_path"),
     ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer is nvme, but there is no"),
@@ -383,3 +384,9 @@ def test_any_json_value_gives_a_config_or_a_config_error(path, value):
     except ConfigError:
         return
     assert parse_config(config) == config
+
+
+def test_gradients_in_fp32_by_either_name() -> None:
+    by_deepspeed = parse_config({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}})
+    assert by_deepspeed.gradient_dtype is parse_config(gradient_dtype="fp32").gradient_dtype is GradientDtype.FP32
+    assert parse_config(precision="bf16").gradient_dtype is GradientDtype.KEEP
