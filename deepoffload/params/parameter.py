@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
+from deepoffload.params.copies import page_in_context, plain_copy
 from deepoffload.params.lazy import lazy_weight
 from deepoffload.params.metadata import LAYOUT, METADATA
+from deepoffload.params.new_data import set_new_data
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import (
-    bare,
-    count_change,
     get_data,
     no_torch_function,
     refuse_tracing,
@@ -29,7 +29,7 @@ from deepoffload.params.torch_private import (
     set_grad,
     version_of,
 )
-from deepoffload.params.unit import ParamHandle, SlotOwner
+from deepoffload.params.unit import ParamHandle
 
 _RAW_GRAD: Any = Tensor.grad
 
@@ -76,21 +76,12 @@ class OffloadedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            memo[id(self)] = self._plain_copy()
+            memo[id(self)] = copy = plain_copy(self)
+            page_in_context(copy, self._slot.name, memo)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain_copy().__reduce_ex__(protocol)
-
-    def _plain_copy(self) -> nn.Parameter:
-        """An ordinary parameter with the same values in memory of its own."""
-        slot = self._slot
-        slot.pager.pin(slot)
-        try:
-            with bare():
-                return nn.Parameter(get_data(self).clone(memory_format=torch.preserve_format), self.requires_grad)
-        finally:
-            slot.pager.unpin(slot)
+        return plain_copy(self).__reduce_ex__(protocol)
 
 
 class OffloadedGradient(Tensor):
@@ -325,72 +316,7 @@ def _get_data(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
-    """``param.data = value`` adopts the value: its bytes are copied into the unit's block."""
-    tensor, value = args
-    slot = tensor._slot
-    if value is tensor:
-        return
-    if value.shape != slot.shape or value.dtype is not slot.dtype or value.device != tensor.device:
-        if _may_become(slot, value):
-            _become(tensor, slot, value)
-            return
-        raise UnsupportedError(
-            f"{slot.name}.data = ...: a paged parameter keeps its shape, dtype and device ({tuple(slot.shape)}, "
-            f"{slot.dtype}, {tensor.device}; given {tuple(value.shape)}, {value.dtype}, {value.device}). "
-            "Convert the model before offload_context ends (or set precision), or replace the parameter with a new "
-            "nn.Parameter"
-        )
-    slot.pager.pin(slot)
-    try:
-        slot.pager.will_change(slot)
-        if isinstance(slot, ParamHandle) and slot.unit is None:
-            slot.restride(value)  # still being built: channels_last and the like are taken over
-        if type(value) in PAGED_CLASSES:
-            value._slot.pager.pin(value._slot)
-        try:
-            with bare():
-                slot.copy_in(get_data(value))
-        finally:
-            if type(value) in PAGED_CLASSES:
-                value._slot.pager.unpin(value._slot)
-        if type(tensor) is OffloadedParameter:
-            slot.master_stale = True
-            count_change(tensor)  # torch gives it other memory, and graphs keep the old; ours is written over
-        else:
-            slot.touched()
-    finally:
-        slot.pager.unpin(slot)
-
-
-def _may_become(slot: TensorSlot, value: Any) -> bool:
-    """While the model is being built a parameter may still change dtype and shape (``model.bfloat16()`` in the
-    context)."""
-    building = isinstance(slot, ParamHandle) and slot.unit is None and slot.pager.closed_because is None
-    plain = type(value) is Tensor or type(value) is nn.Parameter
-    return building and plain and value.device == slot.device and value.numel() > 0 and not value.is_complex()
-
-
-def _become(tensor: Any, slot: ParamHandle, value: Tensor) -> None:
-    """Move a parameter that is still being built into a block of another size."""
-    tiers = slot.pager.tiers
-    with slot.pager.lock:
-        old = slot.block
-        if old is None:
-            raise RuntimeError(f"{slot.name} has no block")
-        new = tiers.create(slot.name, old.kind, value.numel() * value.element_size(), old.owner)
-        memory = slot.pager.memory_of(new)
-        memory.acquire(new, load=False)
-        try:
-            tiers.remove(old)  # its owner hides the bytes: the tensor shows a stand-in now
-            slot.become(value)
-            slot.bind(new, 0)
-            with bare():
-                slot.view().copy_(get_data(value))
-            if isinstance(new.owner, SlotOwner):
-                new.owner.install()
-            slot.version = version_of(tensor)
-        finally:
-            memory.release(new)
+    set_new_data(*args)
 
 
 def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
@@ -416,7 +342,7 @@ def _detach(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _new_parameter_like(tensor: Any) -> Any:
     slot = tensor._slot
-    copy = tensor._plain_copy() if type(tensor) is OffloadedParameter else nn.Parameter(tensor.clone())
+    copy = plain_copy(tensor) if type(tensor) is OffloadedParameter else nn.Parameter(tensor.clone())
     if slot.pager.adopt_late is None or slot.pager.adopt_late(copy, f"{slot.name} (copy)") is None:
         raise UnsupportedError(
             f"nn.Parameter({slot.name}) could not be adopted; use nn.Parameter({slot.name}.data.clone())"

@@ -355,6 +355,11 @@ class ConstructionHooks:
         self._modules.add(module)
         self._adopt(param, f"{type(module).__name__}.{name}")
 
+    def take_copy(self, param: nn.Parameter, name: str, modules: list[nn.Module]) -> None:
+        """Page a parameter that ``copy.deepcopy`` has made, which registers nothing."""
+        self._modules.update(modules)
+        self._adopt(param, f"{name} (copy)")
+
     def _adopt(self, param: Any, name: str) -> ParamHandle | None:
         if not adoptable(self.pager, param):
             return None

@@ -1,0 +1,42 @@
+"""Copies of paged parameters: ordinary ones, unless they are made while a model is built under a budget."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _registry
+
+from deepoffload.params.torch_private import bare, get_data
+
+_NEAR = 32
+"""How far back in ``copy.deepcopy``'s memo the module is looked for whose parameter is copied."""
+
+
+def plain_copy(param: Any) -> nn.Parameter:
+    """An ordinary parameter with the same values in memory of its own."""
+    slot = param._slot
+    slot.pager.pin(slot)
+    try:
+        with bare():
+            return nn.Parameter(get_data(param).clone(memory_format=torch.preserve_format), param.requires_grad)
+    finally:
+        slot.pager.unpin(slot)
+
+
+def page_in_context(copy: nn.Parameter, name: str, memo: dict[int, Any]) -> None:
+    """``copy.deepcopy`` of a paged model while an ``offload_context`` is open: the copy is paged, too (a teacher, the
+    clones that ``nn.TransformerEncoder`` makes of its layer). Whoever has registration hooks on then is asked, by the
+    method ``take_copy``: torch calls the hooks for no copy.
+
+    Args:
+        memo: that of ``deepcopy``. It knows the modules of the copy, whose registration torch does not tell.
+    """
+    for hook in list(_registry._global_parameter_registration_hooks.values()):
+        taker = getattr(getattr(hook, "__self__", None), "take_copy", None)
+        if taker is not None:
+            whole = next((made for made in memo.values() if isinstance(made, nn.Module)), None)
+            near = (made for made in islice(reversed(memo.values()), _NEAR) if isinstance(made, nn.Module))
+            taker(copy, name, [module for module in (whole, next(near, None)) if module is not None])

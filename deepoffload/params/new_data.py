@@ -1,0 +1,85 @@
+"""``param.data = value``: the values are copied into the parameter's own memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepoffload.errors import UnsupportedError
+from deepoffload.params.slot import TensorSlot
+from deepoffload.params.torch_private import bare, count_change, get_data, version_of
+from deepoffload.params.unit import GradientSlot, ParamHandle, SlotOwner
+
+
+def set_new_data(tensor: Any, value: Any) -> None:
+    """``tensor.data = value`` of a paged tensor adopts the value: its bytes are copied into the unit's block.
+
+    Raises:
+        UnsupportedError: another shape, dtype or device, unless the model is still being built.
+    """
+    slot = tensor._slot
+    if value is tensor:
+        return
+    if value.shape != slot.shape or value.dtype is not slot.dtype or value.device != tensor.device:
+        if _may_become(slot, value):
+            _become(tensor, slot, value)
+            return
+        raise UnsupportedError(
+            f"{slot.name}.data = ...: a paged parameter keeps its shape, dtype and device ({tuple(slot.shape)}, "
+            f"{slot.dtype}, {tensor.device}; given {tuple(value.shape)}, {value.dtype}, {value.device}). "
+            "Convert the model before offload_context ends (or set precision), or replace the parameter with a new "
+            "nn.Parameter"
+        )
+    slot.pager.pin(slot)
+    try:
+        slot.pager.will_change(slot)
+        if isinstance(slot, ParamHandle) and slot.unit is None:
+            slot.restride(value)  # still being built: channels_last and the like are taken over
+        source = value.__dict__.get("_slot")
+        if source is not None:
+            source.pager.pin(source)
+        try:
+            with bare():
+                slot.copy_in(get_data(value))
+        finally:
+            if source is not None:
+                source.pager.unpin(source)
+        if isinstance(slot, GradientSlot):
+            slot.touched()
+        else:
+            slot.master_stale = True
+            count_change(tensor)  # torch gives it other memory, and graphs keep the old; ours is written over
+    finally:
+        slot.pager.unpin(slot)
+
+
+def _may_become(slot: TensorSlot, value: Any) -> bool:
+    """While the model is being built a parameter may still change dtype and shape (``model.bfloat16()`` in the
+    context)."""
+    building = isinstance(slot, ParamHandle) and slot.unit is None and slot.pager.closed_because is None
+    plain = type(value) is Tensor or type(value) is nn.Parameter
+    return building and plain and value.device == slot.device and value.numel() > 0 and not value.is_complex()
+
+
+def _become(tensor: Any, slot: ParamHandle, value: Tensor) -> None:
+    """Move a parameter that is still being built into a block of another size."""
+    tiers = slot.pager.tiers
+    with slot.pager.lock:
+        old = slot.block
+        if old is None:
+            raise RuntimeError(f"{slot.name} has no block")
+        new = tiers.create(slot.name, old.kind, value.numel() * value.element_size(), old.owner)
+        memory = slot.pager.memory_of(new)
+        memory.acquire(new, load=False)
+        try:
+            tiers.remove(old)  # its owner hides the bytes: the tensor shows a stand-in now
+            slot.become(value)
+            slot.bind(new, 0)
+            with bare():
+                slot.view().copy_(get_data(value))
+            if isinstance(new.owner, SlotOwner):
+                new.owner.install()
+            slot.version = version_of(tensor)
+        finally:
+            memory.release(new)
