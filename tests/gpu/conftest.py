@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from tests.support.simulated_gpu.isolation import pytest_runtest_protocol, pytest_runtestloop, simulated_gpu
+from tests.support.simulated_gpu.isolation import (
+    pytest_collection_finish,
+    pytest_runtest_protocol,
+    pytest_runtestloop,
+    simulated_gpu,
+)
 
-__all__ = ["pytest_runtest_protocol", "pytest_runtestloop", "simulated_gpu"]
+__all__ = ["pytest_collection_finish", "pytest_runtest_protocol", "pytest_runtestloop", "simulated_gpu"]

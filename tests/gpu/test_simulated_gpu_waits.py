@@ -270,6 +270,18 @@ def test_record_stream_keeps_freed_memory(simulated_gpu: str) -> None:
     assert torch.zeros(1000, device=simulated_gpu).data_ptr() == address
 
 
+def test_recorded_memory_is_in_order_when_it_comes_back(simulated_gpu: str) -> None:
+    side, source = torch.simgpu.Stream(), torch.ones(1000, device=simulated_gpu)
+    side.wait_stream(torch.simgpu.default_stream())
+    with side:
+        source + 1
+    source.record_stream(side)
+    address = source.data_ptr()
+    del source
+    again = torch.zeros(1000, device=simulated_gpu)
+    assert again.data_ptr() == address
+
+
 def test_freed_memory_of_the_same_stream_is_in_order(simulated_gpu: str) -> None:
     source = torch.ones(1000, device=simulated_gpu)
     torch.simgpu.synchronize()

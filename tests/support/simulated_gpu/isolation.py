@@ -1,6 +1,6 @@
 """Tests that use the simulated GPU run in a process of their own, one for each test module, and are reported as others.
 
-A ``conftest.py`` takes both hooks of this module and the fixture ``simulated_gpu``. Tests that ask for the fixture are
+A ``conftest.py`` takes the hooks of this module and the fixture ``simulated_gpu``. Tests that ask for the fixture are
 then handed to a child, which is an ordinary pytest over the same module: fixtures, parameters and failures look as
 always. What kills the child fails the test with all that the child had said.
 """
@@ -73,6 +73,15 @@ class Child:
         said = self._said.read().decode(errors="replace")
         self._said.close()
         return f"the process with the simulated GPU ended with status {status}:\n{said}"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile now, so that no test's time limit counts it."""
+    if CHILD not in os.environ and any(map(wanted, session.items)):
+        from tests.support.simulated_gpu.build import build
+
+        with contextlib.suppress(RuntimeError):  # which the fixture will raise again, where it is reported
+            build()
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
