@@ -8,7 +8,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def optimizer_step(make: Any, state: tuple[Tensor, ...], step: Any, **settings: 
 
 def ours(b: Buffers, threads: int) -> dict[str, Contender]:
     def step(layout: StateLayout, states: StateDType = StateDType.FP32) -> Callable[[], None]:
-        segments, hypers = [b.segment(layout, states)], [replace(HYPER, state_dtype=states)]
+        segments, hypers = [b.segment(layout, states)], [HYPER._replace(state_dtype=states)]
         return lambda: cpu_adam.adam_step(segments, hypers, layout, grad_factor=0.5, num_threads=threads)
 
     def landing(dst: Tensor, dtype: DType, accumulate: bool) -> Callable[[], tuple[float, bool]]:

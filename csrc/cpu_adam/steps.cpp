@@ -137,18 +137,21 @@ Segment read_segment(const SegmentReader& in, Layout layout, const std::vector<G
 
 constexpr double kNoLimit = INFINITY, kStepLimit = 9007199254740992.0;
 
-// The fields of one hyper object, all checked.
+// One of the Python named tuples `AdamHyper` ...: its fields are read in their order, all of them, each checked.
 class HyperReader {
   public:
-    HyperReader(const py::handle& object, std::size_t index) : object_(object), index_(index) {}
-    double number(const char* field, double least = 0.0, double limit = kNoLimit) const {
-        return number_of(object_.attr(field), name(field), least, limit);
+    HyperReader(const py::handle& object, std::size_t index, const char* type, Py_ssize_t fields)
+        : tuple_(object.ptr()), index_(index) {
+        if (!PyTuple_Check(tuple_) || PyTuple_GET_SIZE(tuple_) != fields)
+            cpu_adam::refuse("hypers[" + std::to_string(index) + "] is not " + type);
     }
-    bool flag(const char* field) const { return object_.attr(field).cast<bool>(); }
+    double number(const char* field, double least = 0.0, double limit = kNoLimit) {
+        return number_of(next(), name(field), least, limit);
+    }
+    bool flag() { return next().cast<bool>(); }
     // 8-bit states exist for Adam without amsgrad, bf16 ones for Lion as well.
-    StateDType state_dtype(bool eight_bit) const {
-        const py::object object = object_.attr("state_dtype");
-        const unsigned long long value = unsigned_of(object.ptr(), name("state_dtype"));
+    StateDType state_dtype(bool eight_bit) {
+        const unsigned long long value = unsigned_of(next().ptr(), name("state_dtype"));
         if (value >= static_cast<unsigned long long>(kNumStateDTypes))
             refuse("state_dtype",
                    " = " + std::to_string(value) + " is not a StateDType (FP32 = 0, BF16 = 1, EIGHT_BIT = 2)");
@@ -163,54 +166,65 @@ class HyperReader {
 
   private:
     Name name(const char* field) const { return {"hypers", index_, field}; }
+    py::handle next() { return PyTuple_GET_ITEM(tuple_, position_++); }
 
-    py::handle object_;
+    PyObject* tuple_;
     std::size_t index_;
+    Py_ssize_t position_ = 0;
 };
 
-Group read_adam(const HyperReader& in, double grad_factor) {
+// A braced list is evaluated from left to right: the order of the fields.
+Group read_adam(const py::handle& object, std::size_t index, double grad_factor) {
+    HyperReader in(object, index, "an AdamHyper", 11);
     const AdamHyper hyper{in.number("lr"),
                           in.number("beta1", 0.0, 1.0),
                           in.number("beta2", 0.0, 1.0),
                           in.number("eps"),
                           in.number("weight_decay"),
-                          in.flag("decoupled"),
+                          in.flag(),
                           in.number("step", 1.0, kStepLimit),
-                          in.flag("bias_correction"),
-                          in.flag("maximize")};
-    const bool amsgrad = in.flag("amsgrad");
+                          in.flag(),
+                          in.flag()};
+    const bool amsgrad = in.flag();
     const StateDType state_dtype = in.state_dtype(!amsgrad);
     if (amsgrad && state_dtype != StateDType::kFp32)
         in.refuse("state_dtype", " = BF16 is for Adam without amsgrad");
     return {amsgrad ? Rule::kAdamAmsgrad : Rule::kAdam, coefficients_of(hyper, grad_factor), state_dtype};
 }
 
-Group read_lion(const HyperReader& in, double grad_factor) {
+Group read_lion(const py::handle& object, std::size_t index, double grad_factor) {
+    HyperReader in(object, index, "a LionHyper", 6);
     const LionHyper hyper{in.number("lr"), in.number("beta1", 0.0, 1.0), in.number("beta2", 0.0, 1.0),
-                          in.number("weight_decay"), in.flag("maximize")};
+                          in.number("weight_decay"), in.flag()};
     return {Rule::kLion, coefficients_of(hyper, grad_factor), in.state_dtype(false)};
 }
 
-Group read_adagrad(const HyperReader& in, double grad_factor) {
+Group read_adagrad(const py::handle& object, std::size_t index, double grad_factor) {
+    HyperReader in(object, index, "an AdagradHyper", 6);
     const AdagradHyper hyper{in.number("lr"),
                              in.number("lr_decay"),
                              in.number("eps"),
                              in.number("weight_decay"),
                              in.number("step", 1.0, kStepLimit),
-                             in.flag("maximize")};
+                             in.flag()};
     return {Rule::kAdagrad, coefficients_of(hyper, grad_factor)};
 }
 
-Group read_sgd(const HyperReader& in, double grad_factor) {
-    const SgdHyper hyper{in.number("lr"),           in.number("momentum"), in.number("dampening", -kNoLimit),
-                         in.number("weight_decay"), in.flag("nesterov"),   in.flag("first"),
-                         in.flag("maximize")};
+Group read_sgd(const py::handle& object, std::size_t index, double grad_factor) {
+    HyperReader in(object, index, "an SgdHyper", 7);
+    const SgdHyper hyper{in.number("lr"),
+                         in.number("momentum"),
+                         in.number("dampening", -kNoLimit),
+                         in.number("weight_decay"),
+                         in.flag(),
+                         in.flag(),
+                         in.flag()};
     if (hyper.nesterov && (hyper.momentum == 0.0 || hyper.dampening != 0.0))
         in.refuse("nesterov", " needs a momentum above 0 and no dampening");
     return {hyper.momentum == 0.0 ? Rule::kSgd : Rule::kSgdMomentum, coefficients_of(hyper, grad_factor)};
 }
 
-template <Group (*kRead)(const HyperReader&, double)>
+template <Group (*kRead)(const py::handle&, std::size_t, double)>
 void step(const py::sequence& segments, const py::sequence& hypers, int layout_value, double grad_factor,
           long long num_threads) {
     if (layout_value < 0 || layout_value > static_cast<int>(Layout::kBf16))
@@ -223,7 +237,7 @@ void step(const py::sequence& segments, const py::sequence& hypers, int layout_v
     std::vector<Coefficients> coefficients;
     for (std::size_t i = 0; i < hypers.size(); ++i) {
         const py::object hyper = hypers[i];
-        groups.push_back(kRead(HyperReader(hyper, i), grad_factor));
+        groups.push_back(kRead(hyper, i, grad_factor));
         coefficients.push_back(groups.back().coefficients);
     }
     std::vector<Segment> parsed;

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepoffload.native import _cpu_adam
@@ -59,8 +58,7 @@ class StateLayout(enum.IntEnum):
     """``weight`` is bf16 and there is nothing else: each update is rounded to nearest even, small ones are lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdamHyper:
+class AdamHyper(NamedTuple):
     """Settings of one parameter group for one step, as in ``torch.optim.Adam`` and ``AdamW``."""
 
     lr: float
@@ -78,8 +76,7 @@ class AdamHyper:
     state_dtype: StateDType = StateDType.FP32
 
 
-@dataclass(frozen=True, slots=True)
-class LionHyper:
+class LionHyper(NamedTuple):
     """Settings of one parameter group for one step of Lion (Chen et al. 2023)."""
 
     lr: float
@@ -90,8 +87,7 @@ class LionHyper:
     state_dtype: StateDType = StateDType.FP32
 
 
-@dataclass(frozen=True, slots=True)
-class AdagradHyper:
+class AdagradHyper(NamedTuple):
     """Settings of one parameter group for one step, with the meaning they have in ``torch.optim.Adagrad``."""
 
     lr: float
@@ -103,8 +99,7 @@ class AdagradHyper:
     maximize: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SgdHyper:
+class SgdHyper(NamedTuple):
     """Settings of one parameter group for one step, with the meaning they have in ``torch.optim.SGD``."""
 
     lr: float

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -31,11 +30,10 @@ def number(name: str, value: Any) -> float:
 
 
 def finite(hyper: Any) -> None:
-    """Raise ``ValueError`` when a setting of one update (a dataclass) is infinite or NaN: no weight survives it."""
-    for field in dataclasses.fields(hyper):
-        value = getattr(hyper, field.name)
+    """Raise ``ValueError`` when a setting of one update (a named tuple) is infinite or NaN: no weight survives it."""
+    for name, value in hyper._asdict().items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{field.name} must be finite, got {value}")
+            raise ValueError(f"{name} must be finite, got {value}")
 
 
 def not_negative(name: str, value: Any) -> None:

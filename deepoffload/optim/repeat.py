@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.native import cpu_adam
-from deepoffload.native.cpu_adam import Segment, StateDType, StateLayout
+from deepoffload.native.cpu_adam import AdagradHyper, AdamHyper, Segment, StateDType, StateLayout
 from deepoffload.optim import checks
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.gradients import NATIVE_DTYPES
@@ -122,12 +122,23 @@ class StepPlan:
         self.step_addresses: list[list[int]] = []
         """Of each job: where its parameters' steps are written."""
         self.state_dtypes: list[StateDType] = []
-        self.settings: list[list[Any]] = []
-        """Of each group, as they were checked; empty where they can change unseen."""
+        self.settings: list[list[Any]] | None = None
+        """Of each group, as they were checked; None where they can change unseen."""
+        self.last: list[Hyper] = []
+        """What ``settings`` gave when they were checked: of the kernels' settings, all but the step."""
 
-    def segments(self, optimizer: RepeatingOptimizer) -> list[tuple[_Batch, list[tuple[int, ...]]]] | None:
-        """What the kernel is called with; None when something is not as it was."""
-        if not self._holds(optimizer):
+    def prepare(
+        self, optimizer: RepeatingOptimizer
+    ) -> tuple[list[Hyper], list[tuple[_Batch, list[tuple[int, ...]]]]] | None:
+        """What the kernel is called with for each batch; None when something is not as it was.
+
+        Raises:
+            ValueError: a setting is out of range.
+        """
+        groups = optimizer.param_groups
+        settings = [list(group.values()) for group in groups]
+        known = self._known(settings)
+        if not (known or self._same_shapes(optimizer)) or not self._holds(optimizer):
             return None
         found = []
         for batch in self.batches.values():
@@ -135,23 +146,37 @@ class StepPlan:
             if segments is None:
                 return None
             found.append((batch, segments))
-        return found
+        hypers = self._next() if known else self._looked_up(optimizer, settings)
+        return None if hypers is None else (hypers, found)
+
+    def _known(self, settings: list[list[Any]]) -> bool:
+        """Whether the settings are the very values that were checked for the step before, and cannot have changed."""
+        if self.settings is None or len(settings) != len(self.settings):
+            return False
+        return all(
+            len(now) == len(then) and all(map(is_, now, then))
+            for now, then in zip(settings, self.settings, strict=True)
+        )
+
+    def _same_shapes(self, optimizer: RepeatingOptimizer) -> bool:
+        groups = optimizer.param_groups
+        return len(groups) == len(self.groups) and all(
+            bool(group.get("master_weights", True)) is shape.master_weights and optimizer._arrays(group) == shape.arrays
+            for group, shape in zip(groups, self.groups, strict=True)
+        )
 
     def _holds(self, optimizer: RepeatingOptimizer) -> bool:
-        groups, state = optimizer.param_groups, optimizer.state
-        if len(groups) != len(self.groups) or len(state) != len(self.params):
-            return False
-        for group, shape in zip(groups, self.groups, strict=True):
+        state = optimizer.state
+        for group, shape in zip(optimizer.param_groups, self.groups, strict=True):
             params = group["params"]
             if len(params) != len(shape.params) or any(map(is_not, params, shape.params)):
                 return False
-            if bool(group.get("master_weights", True)) is not shape.master_weights:
-                return False
-            if any("_slot" in param.__dict__ for param in params) or optimizer._arrays(group) != shape.arrays:
+            if any("_slot" in param.__dict__ for param in params):
                 return False
         entries = list(chain.from_iterable(map(dict.values, state.values())))
         return (
-            all(map(is_, state, self.params))
+            len(state) == len(self.params)
+            and all(map(is_, state, self.params))
             and all(map(is_, state.values(), self.states))
             and len(entries) == len(self.entries)
             and all(map(is_, entries, self.entries))
@@ -161,37 +186,28 @@ class StepPlan:
             and all(param.grad is not None and param.numel() == 0 for param in self.empty)
         )
 
-    def hypers(self, optimizer: RepeatingOptimizer) -> list[Hyper] | None:
-        """The settings of the next step; None when one changes what states are stored in.
+    def _next(self) -> list[Hyper]:
+        """The settings of the next step where they are known."""
+        return [
+            hyper._replace(step=step + 1) if isinstance(hyper, (AdamHyper, AdagradHyper)) else hyper
+            for hyper, (_, step) in zip(self.last, self.jobs, strict=True)
+        ]
 
-        Raises:
-            ValueError: a setting is out of range.
-        """
-        found = []
-        settings = [list(group.values()) for group in optimizer.param_groups]
-        known = [self._known(index, values) for index, values in enumerate(settings)]
+    def _looked_up(self, optimizer: RepeatingOptimizer, settings: list[list[Any]]) -> list[Hyper] | None:
+        """The settings of the next step, checked; None when one changes what states are stored in."""
+        self.settings, found = None, []
+        for index in {index for index, _ in self.jobs}:
+            optimizer._check_settings(optimizer.param_groups[index])
         for (index, step), state_dtype in zip(self.jobs, self.state_dtypes, strict=True):
-            group = optimizer.param_groups[index]
-            if not known[index]:
-                optimizer._check_settings(group)
-            hyper = optimizer._hyper(group, step + 1, not self.groups[index].arrays)
-            if not known[index]:
-                checks.finite(hyper)
+            hyper = optimizer._hyper(optimizer.param_groups[index], step + 1, not self.groups[index].arrays)
+            checks.finite(hyper)
             if getattr(hyper, "state_dtype", StateDType.FP32) is not state_dtype:
                 return None
             found.append(hyper)
-        if not all(known):
-            self.settings = [
-                [] if any(isinstance(group[key], _CHANGEABLE) for key in group if key != "params") else values
-                for group, values in zip(optimizer.param_groups, settings, strict=True)
-            ]
+        values = (group[key] for group in optimizer.param_groups for key in group if key != "params")
+        if not any(isinstance(value, _CHANGEABLE) for value in values):
+            self.settings, self.last = settings, found
         return found
-
-    def _known(self, index: int, values: list[Any]) -> bool:
-        """Whether the settings are the very values that were checked for the step before, and cannot have changed."""
-        if index >= len(self.settings):
-            return False
-        return len(values) == len(self.settings[index]) and all(map(is_, values, self.settings[index]))
 
     def count(self) -> None:
         """The step counts."""
@@ -213,9 +229,8 @@ class RepeatingOptimizer(HostOptimizer):
     def apply_step(self, *, unscale: float, skip_non_finite: bool, overflow: bool = False) -> bool:
         """As :meth:`HostOptimizer.apply_step`."""
         plan, self._plan = self._plan, None
-        segments = plan.segments(self) if plan is not None else None
-        hypers = plan.hypers(self) if plan is not None and segments is not None else None
-        if plan is None or segments is None or hypers is None:
+        prepared = plan.prepare(self) if plan is not None else None
+        if plan is None or prepared is None:
             applied = super().apply_step(unscale=unscale, skip_non_finite=skip_non_finite, overflow=overflow)
             self._plan = make_plan(self) if applied else None
             return applied
@@ -228,12 +243,13 @@ class RepeatingOptimizer(HostOptimizer):
             return False
         plan.count()
         threads = num_threads()
-        for batch, batch_segments in segments:
+        hypers, batches = prepared
+        for batch, segments in batches:
             if batch.layout in LEAD_KEYS:
                 with torch.no_grad():
                     for param, state in zip(batch.params, batch.states, strict=True):
                         self._ordinary.follow_weight(param, state)
-            self.rule.kernel(batch_segments, hypers, batch.layout, grad_factor=grad_factor, num_threads=threads)
+            self.rule.kernel(segments, hypers, batch.layout, grad_factor=grad_factor, num_threads=threads)
             self._ordinary.stepped(batch.params)
         return True
 

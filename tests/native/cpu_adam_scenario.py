@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import replace
 
 import numpy as np
 
@@ -187,8 +186,8 @@ def _update_with_sisters(digest: hashlib._Hash, num_threads: int) -> None:
         (cpu_adam.lion_step, lion),
         (cpu_adam.adagrad_step, adagrad),
         (cpu_adam.sgd_step, sgd),
-        (cpu_adam.sgd_step, replace(sgd, dampening=0.0, nesterov=True)),
-        (cpu_adam.sgd_step, replace(sgd, momentum=0.0)),
+        (cpu_adam.sgd_step, sgd._replace(dampening=0.0, nesterov=True)),
+        (cpu_adam.sgd_step, sgd._replace(momentum=0.0)),
     ]
     for layout, copy in FORMS:
         for step, hyper in steps:
@@ -259,7 +258,7 @@ def _update_stored(digest: hashlib._Hash, num_threads: int) -> None:
                 for dtype in (StateDType.BF16, StateDType.EIGHT_BIT):
                     buffers = AdamBuffers(n, layout, grad, copy, seed=n, offset_bytes=2, special=special)
                     stored = Stored(buffers, dtype, offset_bytes=1)
-                    hyper = replace(HYPER, state_dtype=dtype)
+                    hyper = HYPER._replace(state_dtype=dtype)
                     for step, settings in ((cpu_adam.adam_step, hyper), (cpu_adam.lion_step, lion)):
                         if dtype is StateDType.BF16 or step is cpu_adam.adam_step:
                             segments = [stored.segment(buffers)]
@@ -274,8 +273,8 @@ def run_all(num_threads: int) -> str:
     digest = hashlib.sha256()
     hypers = [
         HYPER,
-        replace(HYPER, decoupled=False, maximize=True),
-        replace(HYPER, amsgrad=True, beta1=0.3, bias_correction=False),
+        HYPER._replace(decoupled=False, maximize=True),
+        HYPER._replace(amsgrad=True, beta1=0.3, bias_correction=False),
     ]
     for layout, copy in FORMS:
         for grad in DType:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -16,14 +14,14 @@ EPSILON = 2.0**-24  # half an ulp, relative
 TINY = 2.0**-149
 HYPERS = {
     "adamw": HYPER,
-    "adam_l2": replace(HYPER, decoupled=False),
-    "plain": replace(HYPER, weight_decay=0.0, step=1),
-    "late": replace(HYPER, step=100_000, lr=3e-5),
-    "no_bias_correction": replace(HYPER, bias_correction=False),
-    "maximize": replace(HYPER, maximize=True),
-    "amsgrad": replace(HYPER, amsgrad=True),
-    "low_beta1": replace(HYPER, beta1=0.3),
-    "zero_betas": replace(HYPER, beta1=0.0, beta2=0.0),
+    "adam_l2": HYPER._replace(decoupled=False),
+    "plain": HYPER._replace(weight_decay=0.0, step=1),
+    "late": HYPER._replace(step=100_000, lr=3e-5),
+    "no_bias_correction": HYPER._replace(bias_correction=False),
+    "maximize": HYPER._replace(maximize=True),
+    "amsgrad": HYPER._replace(amsgrad=True),
+    "low_beta1": HYPER._replace(beta1=0.3),
+    "zero_betas": HYPER._replace(beta1=0.0, beta2=0.0),
 }
 
 
@@ -91,7 +89,7 @@ def test_every_length_and_misalignment_equals_a_long_run(layout: StateLayout, co
             short = AdamBuffers(n, layout, grad, copy, seed=n, offset_bytes=offset_bytes)
             for whole, part in zip([long.grad, *long.outputs()], [short.grad, *short.outputs()], strict=True):
                 part[:] = whole[:n]
-            hyper = replace(HYPER, amsgrad=n % 2 == 0)
+            hyper = HYPER._replace(amsgrad=n % 2 == 0)
             long.step(hyper)
             short.step(hyper)
             for whole, part in zip(long.outputs(), short.outputs(), strict=True):
@@ -134,7 +132,7 @@ def test_against_torch_over_many_steps(name: str) -> None:
             exp_avg_sq=v.data_ptr(),
             max_exp_avg_sq=s.data_ptr(),
         )
-        cpu_adam.adam_step([segment], [replace(hyper, step=step)], StateLayout.FP32, grad_factor=1.0, num_threads=2)
+        cpu_adam.adam_step([segment], [hyper._replace(step=step)], StateLayout.FP32, grad_factor=1.0, num_threads=2)
     update_max = hyper.lr * steps
     difference = (ours.double() - param.detach().double()).abs()
     assert (difference <= 2 * steps * EPSILON * param.detach().double().abs().clamp_min(update_max)).all()
@@ -243,7 +241,7 @@ def test_split_layout_is_the_fp32_step_in_other_bytes() -> None:
     plain = AdamBuffers(9_001, StateLayout.FP32, DType.BF16, DType.FP32, seed=6)
     for step in range(1, 4):
         for buffers in (split, plain):
-            buffers.step(replace(HYPER, step=step), num_threads=2)
+            buffers.step(HYPER._replace(step=step), num_threads=2)
     assert split.value().tobytes() == plain.master.tobytes()
     ties = (plain.master.view(np.uint32) & 0xFFFF) == 0x8000
     assert (split.weight == bf16_bits(plain.master))[~ties].all()
@@ -290,7 +288,7 @@ def test_subnormal_moments_are_kept_under_set_flush_denormal() -> None:
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7, 64])
 def test_many_segments_and_groups_on_any_number_of_threads(num_threads: int) -> None:
     sizes = [1, 63, 64, 4_097, 70_001, 5, 300_000]
-    hypers = [replace(HYPER, lr=1e-2 * (i + 1), amsgrad=i % 2 == 1) for i in range(3)]
+    hypers = [HYPER._replace(lr=1e-2 * (i + 1), amsgrad=i % 2 == 1) for i in range(3)]
     together = [AdamBuffers(n, StateLayout.SPLIT_BF16, DType.BF16, DType.BF16, seed=n) for n in sizes]
     alone = [AdamBuffers(n, StateLayout.SPLIT_BF16, DType.BF16, DType.BF16, seed=n) for n in sizes]
     segments = [buffers.segment(i % 3) for i, buffers in enumerate(together)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +52,7 @@ def test_segment_fields(layout: StateLayout, field: str, value: Any) -> None:
     before = [array.tobytes() for array in good.outputs() + bad.outputs()]
     segments = [good.segment(), bad.segment()._replace(**{field: value})]
     with pytest.raises(ValueError, match=rf"segments\[1\]\.{field}\b"):
-        cpu_adam.adam_step(segments, [replace(HYPER, amsgrad=True)], layout, grad_factor=1.0, num_threads=1)
+        cpu_adam.adam_step(segments, [HYPER._replace(amsgrad=True)], layout, grad_factor=1.0, num_threads=1)
     assert before == [array.tobytes() for array in good.outputs() + bad.outputs()]
 
 
@@ -79,7 +78,7 @@ def test_hyper_fields(field: str, value: Any) -> None:
     buffers = AdamBuffers(10, StateLayout.FP32, DType.FP32, DType.FP32)
     before = buffers.master.tobytes()
     with pytest.raises(ValueError, match=rf"hypers\[0\]\.{field}\b"):
-        buffers.step(replace(HYPER, **{field: value}))
+        buffers.step(HYPER._replace(**{field: value}))
     assert buffers.master.tobytes() == before
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ STEPS: dict[str, tuple[Callable[..., None], Any]] = {
     "lion": (cpu_adam.lion_step, LION),
     "adagrad": (cpu_adam.adagrad_step, ADAGRAD),
     "sgd": (cpu_adam.sgd_step, SGD),
-    "sgd_plain": (cpu_adam.sgd_step, replace(SGD, momentum=0.0)),
+    "sgd_plain": (cpu_adam.sgd_step, SGD._replace(momentum=0.0)),
 }
 
 
@@ -50,7 +49,7 @@ def fp32_segment(weight: torch.Tensor, grad: torch.Tensor, first: torch.Tensor, 
 )
 def test_sgd_follows_torch(settings: dict[str, Any], maximize: bool) -> None:
     torch.manual_seed(0)
-    hyper = replace(SGD, maximize=maximize, **settings)
+    hyper = SGD._replace(maximize=maximize, **settings)
     n = 20_011
     param = torch.nn.Parameter(torch.randn(n))
     ours, buffer = param.detach().clone(), torch.full((n,), torch.nan)
@@ -71,7 +70,7 @@ def test_sgd_follows_torch(settings: dict[str, Any], maximize: bool) -> None:
         scale = torch.maximum(scale, torch.maximum(param.grad.abs(), param.detach().abs()))
         cpu_adam.sgd_step(
             [fp32_segment(ours, param.grad, buffer, buffer)],
-            [replace(hyper, first=step == 0)],
+            [hyper._replace(first=step == 0)],
             StateLayout.FP32,
             grad_factor=1.0,
             num_threads=2,
@@ -88,7 +87,7 @@ def test_sgd_follows_torch(settings: dict[str, Any], maximize: bool) -> None:
 @pytest.mark.parametrize("settings", [{}, {"lr_decay": 0.0}, {"weight_decay": 0.0}])
 def test_adagrad_follows_torch(settings: dict[str, Any], maximize: bool) -> None:
     torch.manual_seed(0)
-    hyper = replace(ADAGRAD, maximize=maximize, **settings)
+    hyper = ADAGRAD._replace(maximize=maximize, **settings)
     n = 20_011
     param = torch.nn.Parameter(torch.randn(n))
     param.grad = torch.randn(n)
@@ -124,7 +123,7 @@ def test_lion_follows_its_definition(maximize: bool) -> None:
     expected = p * (1 - LION.lr * LION.weight_decay) - LION.lr * np.sign(direction)
     expected_m = LION.beta2 * a + (1 - LION.beta2) * g
     segment = Segment(n, 0, grad.ctypes.data, DType.FP32, weight.ctypes.data, DType.FP32, exp_avg=m.ctypes.data)
-    cpu_adam.lion_step([segment], [replace(LION, maximize=maximize)], StateLayout.FP32, grad_factor=1.0, num_threads=2)
+    cpu_adam.lion_step([segment], [LION._replace(maximize=maximize)], StateLayout.FP32, grad_factor=1.0, num_threads=2)
     clear = (np.abs(direction) > 1e-6) | (np.arange(n) < 100)
     assert clear.mean() > 0.999
     assert np.allclose(weight[clear], expected[clear], rtol=2e-7, atol=1e-9)
@@ -169,7 +168,7 @@ def test_wrong_settings(name: str, changes: dict[str, Any], field: str) -> None:
     buffers = AdamBuffers(10, StateLayout.FP32, DType.FP32, DType.FP32)
     before = buffers.master.tobytes()
     with pytest.raises(ValueError, match=rf"hypers\[0\]\.{field}\b"):
-        step([buffers.segment()], [replace(hyper, **changes)], StateLayout.FP32, grad_factor=1.0, num_threads=1)
+        step([buffers.segment()], [hyper._replace(**changes)], StateLayout.FP32, grad_factor=1.0, num_threads=1)
     assert buffers.master.tobytes() == before
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -134,7 +133,7 @@ def test_an_update_is_the_fp32_one_between_conversions(
             plain = AdamBuffers(n, StateLayout.FP32, grad, DType.FP32, seed=n)
             plain.master[:] = buffers.value()
             plain.exp_avg[:], plain.exp_avg_sq[:] = stored.values()
-            before, hyper = buffers.value(), replace(HYPER, state_dtype=dtype)
+            before, hyper = buffers.value(), HYPER._replace(state_dtype=dtype)
             cpu_adam.adam_step([stored.segment(buffers)], [hyper], layout, grad_factor=0.5, num_threads=1)
             plain.step(grad_factor=0.5)
             expected = Stored(plain, dtype)
@@ -151,7 +150,7 @@ def test_an_update_is_the_fp32_one_between_conversions(
 @pytest.mark.parametrize("dtype", [StateDType.BF16, StateDType.EIGHT_BIT])
 @pytest.mark.parametrize("num_threads", [2, 3, 64])
 def test_any_number_of_threads_and_segments(dtype: StateDType, num_threads: int) -> None:
-    layout, hyper = StateLayout.SPLIT_BF16, replace(HYPER, state_dtype=dtype)
+    layout, hyper = StateLayout.SPLIT_BF16, HYPER._replace(state_dtype=dtype)
     sizes = (1, 70_001, 255, 300_000)
     together = [AdamBuffers(n, layout, DType.BF16, DType.BF16, seed=n, special=True) for n in sizes]
     alone = [AdamBuffers(n, layout, DType.BF16, DType.BF16, seed=n, special=True) for n in sizes]
@@ -171,7 +170,7 @@ def test_lion_with_a_bf16_momentum() -> None:
     plain = AdamBuffers(10_007, StateLayout.FP32, DType.BF16, DType.FP32, seed=2)
     plain.master[:], plain.exp_avg[:] = buffers.value(), stored.values()[0]
     segments, layout = [stored.segment(buffers)], StateLayout.BF16
-    stored_hyper = replace(hyper, state_dtype=StateDType.BF16)
+    stored_hyper = hyper._replace(state_dtype=StateDType.BF16)
     cpu_adam.lion_step(segments, [stored_hyper], layout, grad_factor=1.0, num_threads=2)
     cpu_adam.lion_step([plain.segment()], [hyper], StateLayout.FP32, grad_factor=1.0, num_threads=1)
     assert stored.arrays[0].tobytes() == bf16_bits(plain.exp_avg).tobytes()
@@ -195,7 +194,7 @@ def test_wrong_arguments_are_named_before_anything_changes(
     buffers = AdamBuffers(300, StateLayout.FP32, DType.FP32, DType.FP32)
     stored = Stored(buffers, StateDType.EIGHT_BIT)
     before = [array.tobytes() for array in (*buffers.outputs(), *stored.outputs())]
-    hyper = replace(HYPER, **{"state_dtype": StateDType.EIGHT_BIT, **changes})
+    hyper = HYPER._replace(**{"state_dtype": StateDType.EIGHT_BIT, **changes})
     with pytest.raises(ValueError, match=message):
         segments = [stored.segment(buffers)._replace(**fields)]
         cpu_adam.adam_step(segments, [hyper], StateLayout.FP32, grad_factor=1.0, num_threads=1)

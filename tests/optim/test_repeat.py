@@ -256,6 +256,24 @@ def test_a_repeated_step_skips_and_invalidates_graphs_too() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("kind", VARIANTS, ids=str)
+def test_a_skipped_step_does_not_count(kind: Kind) -> None:
+    repeated, anew = kind.ours(parameters()), kind.ours(parameters())
+    for optimizer in (repeated, anew):
+        optimizer.skip_non_finite = True
+        for seed in range(6):
+            if optimizer is anew:
+                forget(optimizer)
+            if seed in (2, 3):
+                for param in optimizer.param_groups[0]["params"]:
+                    param.grad = torch.full_like(param, torch.nan)
+                optimizer.step()
+                assert not optimizer.applied
+            else:
+                step(optimizer, seed)
+    assert_equal(everything(repeated), everything(anew))
+
+
 def test_copies_go_their_own_ways() -> None:
     original = deepoffload.CPUAdamW(parameters())
     for seed in range(2):
