@@ -131,7 +131,7 @@ def show_transfers(found: dict[str, Any]) -> None:
     if "error" in found:
         print(f"transfers: {found['error']}")
         return
-    print(found["registration"])
+    print(f"{found['locked_bytes']} of {found['bytes']} bytes of our memory are page-locked")
     for direction in ("in", "out", "both"):
         ours, plain = (found[f"{side}_{direction}_bytes_per_s"] / 1e9 for side in ("ours", "pinned"))
         print(f"copies {direction:4}: {ours:6.1f} GB/s, plain pinned {plain:6.1f} GB/s, {ours / plain:.2f}")

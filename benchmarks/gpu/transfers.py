@@ -21,6 +21,7 @@ if "--simulate" in sys.argv:
 
 from deepoffload.memory.accelerator import Accelerator
 from deepoffload.memory.arena import Arena
+from deepoffload.memory.pinning import PinnedArena
 
 ROUNDS = 7
 
@@ -61,10 +62,9 @@ def main() -> None:
     nbytes = int(sys.argv[1])
     accelerator = Accelerator(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
     arena = Arena(nbytes)
-    report: dict[str, Any] = {
-        "bytes": nbytes,
-        "registration": accelerator.register(arena.address, arena.capacity_bytes),
-    }
+    pinned_arena = PinnedArena(accelerator, arena)
+    pinned_arena.lock(0, nbytes)
+    report: dict[str, Any] = {"bytes": nbytes, "locked_bytes": pinned_arena.locked_bytes}
     ours = torch.frombuffer(arena.buffer, dtype=torch.uint8)
     pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory="--simulate" not in sys.argv)
     there = [torch.empty(nbytes, dtype=torch.uint8, device=accelerator.device) for _ in range(2)]
@@ -76,7 +76,7 @@ def main() -> None:
             report[f"ours_{direction}_bytes_per_s"] / report[f"pinned_{direction}_bytes_per_s"]
         )
     del ours
-    accelerator.unregister()
+    pinned_arena.release()
     print(json.dumps(report))
 
 

@@ -35,7 +35,6 @@ class Accelerator:
         self.device = torch.device(device.type, index)
         self.copy_in: Any = self._module.Stream(device=self.device)
         self.copy_out: Any = self._module.Stream(device=self.device)
-        self._registered: tuple[int, int] | None = None
 
     # -- streams and events ----------------------------------------------------------------------------------------
 
@@ -68,26 +67,18 @@ class Accelerator:
             return int(free)
         return max(0, min(int(free), int(total * share(self.device)) - int(self._module.memory_reserved(self.device))))
 
-    def register(self, address: int, nbytes: int) -> str:
-        """Page-lock host memory so that copies run beside everything else (``cudaHostRegister``). Best effort.
-
-        Returns what became of it, in words. Memory that is not registered is copied through a buffer of the driver's:
-        right, and slower.
-        """
+    def register(self, address: int, nbytes: int) -> str | None:
+        """Page-lock host memory for this device. None when that went well, else why it did not."""
         cudart = getattr(self._module, "cudart", None)
         if cudart is None:
-            return f"host memory: not page-locked ({self.device.type} has no way to register memory)"
-        code = int(cudart().cudaHostRegister(address, nbytes, 0))
-        if code:
-            return f"host memory: not page-locked (cudaHostRegister gave error {code}); copies will be slower"
-        self._registered = (address, nbytes)
-        return f"host memory: {nbytes} bytes page-locked for {self.device}"
+            return f"torch has no way to lock memory for {self.device.type}"
+        with self._module.device(self.device):
+            code = int(cudart().cudaHostRegister(address, nbytes, 0))
+        return f"cudaHostRegister gave error {code}" if code else None
 
-    def unregister(self) -> None:
-        """Undo :meth:`register`. Idempotent."""
-        if self._registered is not None:
-            address, self._registered = self._registered[0], None
-            self._module.cudart().cudaHostUnregister(address)
+    def unregister(self, address: int) -> None:
+        """Undo :meth:`register`."""
+        self._module.cudart().cudaHostUnregister(address)
 
 
 def _module_of(device: torch.device) -> Any:

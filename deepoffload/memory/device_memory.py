@@ -23,6 +23,7 @@ from deepoffload.memory.accelerator import Accelerator
 from deepoffload.memory.block import Alias, Block
 from deepoffload.memory.device_arena import DeviceArena
 from deepoffload.memory.device_transfers import DeviceTransfers
+from deepoffload.memory.pinning import PinnedArena
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.schedule.placement import Kind
 from deepoffload.schedule.planner import MoveKind, plan_prefetch
@@ -71,6 +72,7 @@ class DeviceMemory:
         self.device = accelerator.device
         self.arena = DeviceArena(accelerator, capacity_bytes, poison=poison)
         self.transfers = DeviceTransfers(tiers)
+        self.pinned = PinnedArena(accelerator, tiers.arena)
         self.counters = DeviceCounters()
         self._copies: dict[int, _Copy] = {}
         tiers.copies = self
@@ -279,6 +281,7 @@ class DeviceMemory:
     def _host(self, block: Block) -> Tensor:
         if block.offset is None:
             raise RuntimeError(f"block {block.name} has no memory")
+        self.pinned.lock(block.offset, block.nbytes)
         return torch.frombuffer(self.tiers.arena.buffer, dtype=torch.uint8, count=block.nbytes, offset=block.offset)
 
     # -- room ------------------------------------------------------------------------------------------------------
@@ -359,6 +362,7 @@ class DeviceMemory:
             "device_budget_bytes": self.arena.capacity_bytes,
             "device_bytes": self.arena.used_bytes,
             "device_peak_bytes": self.arena.peak_bytes,
+            "host_locked_bytes": self.pinned.locked_bytes,
             "device_bytes_in": self.transfers.in_bytes,
             "device_bytes_out": self.transfers.out_bytes,
             "device_faults": counters.faults,
@@ -376,4 +380,4 @@ class DeviceMemory:
                     copy.block.owner.release()
             self._copies.clear()
             self.arena.close()
-            self.accelerator.unregister()
+            self.pinned.release()

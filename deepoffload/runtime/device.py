@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from deepoffload.config import Config
@@ -16,8 +14,6 @@ from deepoffload.optim.device_landing import DeviceLandings
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
 from deepoffload.runtime.plan import ModelPlan, window_bytes
-
-log = logging.getLogger("deepoffload")
 
 
 def find_accelerator(config: Config) -> Accelerator | None:
@@ -40,12 +36,9 @@ def compute_on(
     Raises:
         BudgetError: a budget is too small for it.
     """
-    arena = pager.tiers.arena
     memory = DeviceMemory(pager.tiers, accelerator, device_bytes, poison=poison)
     gradients.from_device = DeviceLandings(memory)
     pager.memory = memory
-    log.info(accelerator.register(arena.address, arena.capacity_bytes))
-    arena.before_release(accelerator.unregister)
 
 
 def fit_device(memory: DeviceMemory, plan: ModelPlan) -> None:
