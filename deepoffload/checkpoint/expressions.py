@@ -121,7 +121,9 @@ class Expressions(TorchDispatchMode):
             args, kwargs = tree_map_only(Tensor, lambda t: self._argument(t, stack), (origin.args, origin.kwargs))
             real = _tensors(origin.function(*args, **kwargs))[origin.index]
             if real.stride() != origin.base.stride():
-                real = torch.empty_strided(real.shape, origin.base.stride(), dtype=real.dtype).copy_(real)
+                real = torch.empty_strided(
+                    real.shape, origin.base.stride(), dtype=real.dtype, device=real.device
+                ).copy_(real)
         offset = real.storage_offset() + tensor.storage_offset() - origin.base.storage_offset()
         return real.as_strided(tensor.shape, tensor.stride(), offset)
 

@@ -6,6 +6,8 @@ events; whoever gets the range next has the device wait for these, never the hos
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +34,23 @@ class DeviceArena:
 
     Args:
         capacity_bytes: the device budget.
+        bare: a context outside of the program's modes, in which bytes are moved.
         poison: fill what is taken back with 0xFF.
 
     Raises:
         BudgetError: the budget is less than a page.
     """
 
-    def __init__(self, accelerator: Accelerator, capacity_bytes: int, *, poison: bool) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        capacity_bytes: int,
+        *,
+        bare: Callable[[], AbstractContextManager[None]],
+        poison: bool,
+    ) -> None:
         self._accelerator = accelerator
+        self._bare = bare
         self._poison = poison
         self._ranges = Ranges(capacity_bytes, "device_budget")
         self._bytes: Tensor | None = None
@@ -70,7 +81,8 @@ class DeviceArena:
     def bytes(self) -> Tensor:
         """All of it, ``(capacity_bytes,)`` uint8; allocated when first asked for."""
         if self._bytes is None:
-            self._bytes = torch.empty(self.capacity_bytes, dtype=torch.uint8, device=self._accelerator.device)
+            with self._bare():
+                self._bytes = torch.empty(self.capacity_bytes, dtype=torch.uint8, device=self._accelerator.device)
         return self._bytes
 
     def holds(self, address: int) -> bool:
@@ -102,7 +114,8 @@ class DeviceArena:
             current = self._accelerator.current()
             for event in events:
                 current.wait_event(event)
-            self._bytes[start:end].fill_(0xFF)
+            with self._bare():
+                self._bytes[start:end].fill_(0xFF)
             events = [self._accelerator.event(current)]
         self._ranges.free(offset)
         self._fences += [_Fence(start, end, event) for event in events]

@@ -9,9 +9,10 @@ last reference says only when the *host* is done with a tensor.
 from __future__ import annotations
 
 import gc
+import weakref
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,23 +60,33 @@ class DeviceMemory:
 
     Args:
         capacity_bytes: the device budget.
+        bare: a context outside of the program's modes, in which bytes are moved.
         poison: fill what is taken back with 0xFF.
     """
 
     on_host = False
 
     def __init__(
-        self, tiers: TierManager, accelerator: Accelerator, capacity_bytes: int, *, poison: bool = False
+        self,
+        tiers: TierManager,
+        accelerator: Accelerator,
+        capacity_bytes: int,
+        *,
+        bare: Callable[[], AbstractContextManager[None]],
+        poison: bool = False,
     ) -> None:
         self.tiers = tiers
         self.accelerator = accelerator
         self.device = accelerator.device
-        self.arena = DeviceArena(accelerator, capacity_bytes, poison=poison)
+        self.arena = DeviceArena(accelerator, capacity_bytes, bare=bare, poison=poison)
         self.transfers = DeviceTransfers(tiers)
         self.pinned = PinnedArena(accelerator, tiers.arena)
         self.counters = DeviceCounters()
         self._copies: dict[int, _Copy] = {}
+        self._bare = bare
         tiers.copies = self
+        # An engine that goes without being closed: what is on its way reads and writes the memory that goes with it.
+        weakref.finalize(self, accelerator.synchronize).atexit = False
 
     # -- what slots and doors ask ----------------------------------------------------------------------------------
 
@@ -127,7 +138,8 @@ class DeviceMemory:
 
     def checksum(self, block: Block, offset_bytes: int, nbytes: int) -> int:
         start = self._copies[block.id].offset + offset_bytes
-        return zlib.crc32(self.arena.bytes()[start : start + nbytes].cpu().numpy().data)
+        with self._bare():
+            return zlib.crc32(self.arena.bytes()[start : start + nbytes].cpu().numpy().data)
 
     def shows(self, block: Block) -> bool:
         """Whether there is a copy of the block."""
@@ -241,7 +253,7 @@ class DeviceMemory:
         with self._lease_kept(block):
             for event in (*self.arena.events_before(copy.offset), *after):
                 stream.wait_event(event)
-            with torch.no_grad(), self.accelerator.on(stream):
+            with self._bare(), self.accelerator.on(stream):
                 self._shown(copy).copy_(self._host(block), non_blocking=True)
             copy.ready = self.accelerator.event(stream)
         self.transfers.launched(Lane.TO_DEVICE, copy.ready, block, block.nbytes)
@@ -254,7 +266,7 @@ class DeviceMemory:
             self.tiers.will_change(block)
             for event in self._events(copy):
                 stream.wait_event(event)
-            with torch.no_grad(), self.accelerator.on(stream):
+            with self._bare(), self.accelerator.on(stream):
                 self._host(block).copy_(self._shown(copy), non_blocking=True)
             copy.streams[stream.stream_id] = stream
             done = self.accelerator.event(stream)

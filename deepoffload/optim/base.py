@@ -111,7 +111,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     # -- groups ----------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; refuses settings out of range and parameters that are not on the CPU."""
+        """As in torch; refuses settings out of range."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -129,11 +129,6 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self._check_settings(group)
         for param in group["params"]:
             handle = _handle_of(param)
-            if handle is None and param.device.type != "cpu":
-                raise UsageError(
-                    f"{self.rule.name} updates paged parameters and ordinary ones on the CPU; one of shape "
-                    f"{tuple(param.shape)} is an ordinary one on {param.device}"
-                )
             if handle is not None and not group.get("master_weights", True):
                 raise UnsupportedError(f"{handle.name} is paged: its fp32 master is kept; use master_weights=True")
 

@@ -21,6 +21,7 @@ from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
 from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.threads import num_threads
+from deepoffload.params.torch_private import bare
 from deepoffload.params.unit import GradientSlot
 from deepoffload.timeline import Lane
 
@@ -77,7 +78,7 @@ class DeviceLandings:
         ``grad`` is complete on the current stream. The block is leased meanwhile; its sum of squares is unknown until
         the last piece has landed.
         """
-        with self._tiers.lock:
+        with self._tiers.lock, bare():
             block = slot.block
             if block is None:
                 raise RuntimeError(f"{slot.name} has no block")

@@ -23,6 +23,12 @@ def check_ordinary(param: Tensor, name: str, state_dtype: str = "fp32") -> None:
     grad = param.grad
     if grad is None:
         return
+    if param.device.type != "cpu":
+        raise UnsupportedError(
+            f"{name} updates paged parameters and ordinary ones on the CPU; one of shape {tuple(param.shape)} is an "
+            f"ordinary {param.dtype} one on {param.device}: page its model (offload_context, initialize), or give it "
+            "to one of torch's optimizers"
+        )
     if param.dtype is grad.dtype is torch.complex64 and not grad.is_sparse:
         if state_dtype != "fp32":
             raise UnsupportedError(

@@ -44,7 +44,7 @@ def read_state(
                     target = _room(mine, key, torch.float32, handle)
                     view.load_fp32(field, part, target.data_ptr() + part.start * 4)
                 if lead == "remainder" and handle.master_stale:
-                    mine.setdefault(lead, torch.zeros(handle.shape, dtype=torch.int16))
+                    mine.setdefault(lead, torch.zeros(handle.shape, dtype=torch.int16, device="cpu"))
                 elif lead is not None and not handle.master_stale:
                     target = _room(mine, lead, _lead_dtype(lead), handle)
                     size = target.element_size()

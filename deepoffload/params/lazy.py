@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from deepoffload.errors import IoFailure, UnsupportedError
 from deepoffload.params.metadata import METADATA
-from deepoffload.params.torch_private import bare, get_data, no_torch_function, version_of
+from deepoffload.params.torch_private import bare, door_caller, get_data, no_torch_function, version_of
 from deepoffload.params.unit import ParamHandle
 
 _GRAPHLESS = frozenset({"copy_", "equal", "clone"})
@@ -171,7 +170,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
 
 def _detach(func: Any, args: Any, kwargs: Any) -> Tensor:
     value = args[0]
-    if sys._getframe(2).f_code is not nn.Parameter.__new__.__code__:
+    if door_caller() is not nn.Parameter.__new__.__code__:
         return lazy_weight(value._weight)
     # nn.Parameter(value), as load_state_dict(assign=True) makes it: a paged parameter of its own. Parameter.__new__
     # insists on the class of its argument, until it sets _is_param.

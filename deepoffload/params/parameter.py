@@ -22,6 +22,7 @@ from deepoffload.params.metadata import LAYOUT, METADATA
 from deepoffload.params.new_data import set_new_data
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import (
+    door_caller,
     get_data,
     no_torch_function,
     refuse_tracing,
@@ -329,8 +330,7 @@ def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _detach(func: Any, args: Any, kwargs: Any) -> Any:
-    # Frames from here: the door, __torch_function__, and then whoever called detach().
-    caller = sys._getframe(3).f_code
+    caller = door_caller()
     if caller is nn.Module._save_to_state_dict.__code__ and type(args[0]) is OffloadedParameter:
         if args[0]._slot.unit is not None and args[0]._slot.pager.closed_because is None:
             return lazy_weight(args[0])

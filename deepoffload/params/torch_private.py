@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -147,6 +148,17 @@ def refuse_tracing() -> None:
         raise UnsupportedError("torch.jit.trace cannot record a paged model; trace a plain copy (copy.deepcopy(model))")
     if _len_dispatch_stack() and _dispatch_mode(_PROXY) is not None:
         raise UnsupportedError("make_fx cannot record a paged model; trace a plain copy (copy.deepcopy(model))")
+
+
+def door_caller() -> CodeType:
+    """Who called the operation that a ``__torch_function__`` of ours stands for: called from a door's handler. Function
+    modes (``torch.set_default_device``, ``with torch.device(...)``) stand between the two."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name != "__torch_function__":
+        frame = frame.f_back
+    while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame.f_code
 
 
 def in_functorch() -> bool:

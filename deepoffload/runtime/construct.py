@@ -248,7 +248,7 @@ class Assembly:
                     self.tiers.release(piece.block)
                 left -= part.numel
         if left:  # frozen: there is no state, but the weight rounds the same way
-            rest = torch.empty(1 << 16, dtype=torch.int16)
+            rest = torch.empty(1 << 16, dtype=torch.int16, device="cpu")
             source, target = handle.address(), self.tiers.address(unit.weights) + offset
             for start in range(0, handle.numel, rest.numel()):
                 numel = min(rest.numel(), handle.numel - start)

@@ -13,6 +13,7 @@ from deepoffload.memory.device_memory import DeviceMemory
 from deepoffload.optim.device_landing import DeviceLandings
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
+from deepoffload.params.torch_private import bare
 from deepoffload.runtime.plan import ModelPlan, window_bytes
 
 
@@ -36,7 +37,7 @@ def compute_on(
     Raises:
         BudgetError: a budget is too small for it.
     """
-    memory = DeviceMemory(pager.tiers, accelerator, device_bytes, poison=poison)
+    memory = DeviceMemory(pager.tiers, accelerator, device_bytes, bare=bare, poison=poison)
     gradients.from_device = DeviceLandings(memory)
     pager.memory = memory
 

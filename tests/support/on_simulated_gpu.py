@@ -7,7 +7,6 @@ holds as ever; the device has room for a few of the models' weights.
 from __future__ import annotations
 
 import os
-
 from typing import Any
 
 import torch
