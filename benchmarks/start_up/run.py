@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
+from importlib.metadata import version
+from pathlib import Path
 
 PROGRAMS = {
     "torch": "import torch",
@@ -28,7 +32,9 @@ def seconds(program: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--out", type=Path, help="a file for the JSON, beside printing it")
+    options = parser.parse_args()
+    rounds = options.rounds
     for program in PROGRAMS.values():  # files into the page cache, bytecode onto the disk
         seconds(program)
     times = [{name: seconds(program) for name, program in PROGRAMS.items()} for _ in range(rounds)]
@@ -37,8 +43,12 @@ def main() -> None:
         "deepoffload_adds_s": statistics.median(row["deepoffload"] - row["torch"] for row in times),
         "everything_adds_s": statistics.median(row["everything"] - row["torch"] for row in times),
         "rounds": rounds,
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": version("torch")},
     }
-    print(json.dumps(report, indent=2))
+    text = json.dumps(report, indent=2)
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":
