@@ -111,7 +111,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     # -- groups ----------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; refuses settings out of range."""
+        """As in torch; refuses settings out of range and parameters without values."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -129,6 +129,10 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self._check_settings(group)
         for param in group["params"]:
             handle = _handle_of(param)
+            if handle is None and param.is_meta:
+                raise UsageError(
+                    f"{self.rule.name}: a parameter of shape {tuple(param.shape)} is on the meta device, without values"
+                )
             if handle is not None and not group.get("master_weights", True):
                 raise UnsupportedError(f"{handle.name} is paged: its fp32 master is kept; use master_weights=True")
 
@@ -243,13 +247,14 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self._interrupted = None
 
     @torch.no_grad()
-    def update_early(self, handles: list[ParamHandle]) -> None:
-        """Make the step of some parameters of one unit now, inside backward."""
+    def update_early(self, handles: list[ParamHandle], *, wait: bool = False) -> None:
+        """Make the step of some parameters of one unit now, inside backward; with ``wait`` decide on it now, and make
+        it when the pager catches up."""
         work = self._work(set(handles))
         self._in_backward.used(self.param_groups)
         pagers = [handles[0].pager] if isinstance(handles[0].pager, Pager) else []
         for update in self._enter_step(work, pagers, 1.0, whole=False):
-            update.run(defer=False)
+            update.run(defer=wait)
             for handle in update.jobs:
                 update.gradients.assign(handle, None)
 

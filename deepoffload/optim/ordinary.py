@@ -1,4 +1,6 @@
-"""The update of ordinary CPU parameters: the native pass of paged ones, with the state in ``optimizer.state``."""
+"""The update of ordinary parameters: the native pass of paged ones, with the state in ``optimizer.state``, on the CPU.
+Parameters on another device are copied there and back.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,6 @@ def check_ordinary(param: Tensor, name: str, state_dtype: str = "fp32") -> None:
     grad = param.grad
     if grad is None:
         return
-    if param.device.type != "cpu":
-        raise UnsupportedError(
-            f"{name} updates paged parameters and ordinary ones on the CPU; one of shape {tuple(param.shape)} is an "
-            f"ordinary {param.dtype} one on {param.device}: page its model (offload_context, initialize), or give it "
-            "to one of torch's optimizers"
-        )
     if param.dtype is grad.dtype is torch.complex64 and not grad.is_sparse:
         if state_dtype != "fp32":
             raise UnsupportedError(
@@ -53,7 +49,7 @@ def sum_of_squares(grad: Tensor) -> tuple[float, bool]:
     """Sum of squares (float64) of a gradient, and whether it holds a non-finite value."""
     if not grad.numel():
         return 0.0, False
-    grad = real(grad).contiguous()
+    grad = real(grad).to("cpu").contiguous()
     return cpu_adam.sum_of_squares(
         grad.data_ptr(), grad.numel(), dtype=NATIVE_DTYPES[grad.dtype], num_threads=num_threads()
     )
@@ -94,7 +90,7 @@ class OrdinaryUpdate:
             if self._versions.get(id(param), param._version) != param._version:
                 state["remainder"].zero_()
         elif "master" in state:
-            weight = param.detach()
+            weight = param.detach().to("cpu")
             changed = state["master"].to(weight.dtype) != weight
             if bool(changed.any()):
                 state["master"][changed] = weight[changed].float()
@@ -112,10 +108,11 @@ class OrdinaryUpdate:
             self.follow_weight(param, state)
             _init_state(param, state, layout, job)
             weight = param.detach()
-            if not weight.is_contiguous() or weight.is_conj():
-                weight = weight.resolve_conj().contiguous()
+            if not weight.is_contiguous() or weight.is_conj() or not weight.is_cpu:
+                weight = weight.to("cpu").resolve_conj().contiguous()
                 copies.append((param, weight))
-            weight, grad = real(weight), real(param.grad.resolve_neg()).contiguous()  # type: ignore[union-attr]
+            grad = param.grad.to("cpu").resolve_neg()  # type: ignore[union-attr]
+            weight, grad = real(weight), real(grad).contiguous()
             keep += [weight, grad]
             arrays = {field: state[key].data_ptr() for key, field in job.addressed.items()}
             lead = LEAD_KEYS.get(layout)
@@ -166,7 +163,7 @@ def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: 
     elif lead == "remainder":
         state[lead] = torch.zeros(param.shape, dtype=dtype, device="cpu")
     else:
-        state[lead] = param.detach().to(dtype).contiguous()
+        state[lead] = param.detach().to(device="cpu", dtype=dtype).contiguous()
 
 
 def layout_of(param: Tensor, master_weights: bool) -> StateLayout:

@@ -267,7 +267,7 @@ def make_plan(optimizer: RepeatingOptimizer) -> StepPlan | None:
         for param in shape.params:
             if type(param) not in (nn.Parameter, Tensor) or "_slot" in param.__dict__ or not param.is_contiguous():
                 return None
-            if param.is_complex():
+            if param.is_complex() or not param.is_cpu:
                 return None
             if param.grad is None:
                 plan.idle.append(param)
