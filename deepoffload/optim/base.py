@@ -56,6 +56,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     Attributes:
         skip_non_finite: :meth:`step` changes nothing when a gradient holds an infinity or NaN. Off unless set.
         applied: whether the last :meth:`step` updated.
+        overflow: whether it did not, because a gradient held an infinity or NaN.
+        loss_scale: what losses are multiplied by before backward; :class:`TrainingEngine` says so in fp16.
         grad_norm: global L2 norm of the gradients at the last step, unclipped; None when nothing needed it.
     """
 
@@ -75,12 +77,19 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _start(self) -> None:
         self.applied = False
+        self.overflow = False
+        self.loss_scale = 1.0
         self.grad_norm: float | None = None
         self._token = object()
         self._held: weakref.WeakSet[ParamHandle] = weakref.WeakSet()
         self._ordinary = OrdinaryUpdate(self.rule)
         self._interrupted: dict[Gradients, int] | None = None
         self._in_backward = InBackward()
+
+    @property
+    def cur_scale(self) -> float:
+        """:attr:`loss_scale` by DeepSpeed's other name."""
+        return self.loss_scale
 
     # -- what tells the optimizers apart ---------------------------------------------------------------------------
 
@@ -186,6 +195,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         unscale = 1.0 if scale is None else 1.0 / float(scale)
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:  # states are ordinary
             self.applied = self.apply_step(unscale=unscale, skip_non_finite=self.skip_non_finite, overflow=overflow)
+        self.overflow = not self.applied
         return loss
 
     @torch.no_grad()

@@ -33,6 +33,8 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _NARROW = (torch.bfloat16, torch.float16)
 """What autocast casts weights to."""
 
+_WIDE = (torch.float32, torch.float64)
+
 
 class SavedWeight:
     """A weight, or a view of one, saved for backward."""
@@ -93,8 +95,8 @@ class SavedTensorHooks:
         if isinstance(slot, ParamHandle) and tensor.dtype is slot.dtype and not (tensor.is_conj() or tensor.is_neg()):
             weight = slot.tensor if self.again else None
             return SavedWeight(slot, tensor, tensor._version if weight is None else version_of(weight))
-        if slot is None and tensor.dtype in _NARROW and tensor.requires_grad:
-            cast = self._cast_of_weight(tensor)
+        if slot is None and tensor.dtype in _NARROW:
+            cast = self._cast_of_weight(tensor) if tensor.requires_grad else self._cast_of_frozen(tensor)
             if cast is not None:
                 return cast
         if slot is not None or getattr(tensor, "_slot", None) is not None:
@@ -114,12 +116,35 @@ class SavedTensorHooks:
             return None
         return SavedCast(handle, weight, tensor, base)
 
+    def _cast_of_frozen(self, tensor: Tensor) -> SavedCast | None:
+        """The same of a frozen weight, whose cast has no graph: it is known by its values, among those of the modules
+        that are running."""
+        if in_functorch() or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            return None
+        base = tensor if tensor._base is None else tensor._base
+        for entry in reversed(self.pager.opened()):
+            for handle in entry.window.of_shape(base.shape):
+                weight = handle.tensor
+                if weight is not None and not weight.requires_grad and _is_cast(base, weight):
+                    return SavedCast(handle, weight, tensor, base)
+        return None
+
     def unpack(self, packed: Any) -> Tensor:
         if type(packed) is SavedWeight or type(packed) is SavedCast:
             return restore(packed)
         if type(packed) is SavedBelow:
             return packed.unpack(packed.packed)
         return packed
+
+
+def _is_cast(tensor: Tensor, weight: Tensor) -> bool:
+    """Whether ``tensor`` is ``weight`` in a narrower type, bit for bit."""
+    with bare():
+        shown = get_data(weight)
+        if shown.dtype not in _WIDE or shown.device != tensor.device:
+            return False
+        cast = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=shown.device).copy_(shown)
+        return torch.equal(cast.view(torch.int16), get_data(tensor).view(torch.int16))
 
 
 def _without_graph(tensor: Tensor) -> Tensor:

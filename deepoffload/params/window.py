@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
@@ -103,6 +104,7 @@ class Window:
         self._shown: _Shown = []
         self._untracked: list[ParamHandle] = []
         self._units: list[Unit] = []
+        self._by_shape: dict[torch.Size, list[ParamHandle]] = {}
         self._scan(module)
         self._removable = (
             module.register_forward_pre_hook(_Hook(self.enter), prepend=True),
@@ -145,6 +147,13 @@ class Window:
         self._shown = [(handle, handle.reference) for handle in handles.values()]
         self._untracked = [handle for handle in handles.values() if handle.grad_hook is None]
         self._units = list(units.values())
+        self._by_shape = defaultdict(list)
+        for handle in handles.values():
+            self._by_shape[handle.shape].append(handle)
+
+    def of_shape(self, shape: torch.Size) -> list[ParamHandle]:
+        """The parameters of that shape."""
+        return self._by_shape.get(shape, [])
 
     def watched_by(self, watch: RootWatch) -> None:
         """Let the module be compared together with the whole model that it is part of."""
@@ -268,7 +277,7 @@ class Window:
     def _note_call(self) -> None:
         """Whether the module is called twice in one call of the whole model. Known before autocast asks for it."""
         watch = self._watch
-        if watch is not None:
+        if watch is not None and watch.running:
             call = watch.checks + watch.changes
             if call == self._call and not self.pager.casts_are_shared and torch.is_grad_enabled() and not in_backward():
                 self.pager.casts_are_shared = True
@@ -346,10 +355,12 @@ class RootWatch:
     Attributes:
         checks: how often it has asked and found nothing new.
         changes: how often it has found something.
+        running: a call of ``root`` is.
     """
 
     def __init__(self, root: nn.Module, refresh: Callable[[nn.Module], None], windows: Iterable[Window]) -> None:
         self.checks = self.changes = 0
+        self.running = False
         self._refresh = refresh
         self._members = Membership(root)
         below = set(root.modules())
@@ -357,7 +368,10 @@ class RootWatch:
             if window.module() in below:
                 window.watched_by(self)
         self._module = weakref.ref(root)
-        self._removable = root.register_forward_pre_hook(_Hook(self.enter), prepend=True)
+        self._removable = (
+            root.register_forward_pre_hook(_Hook(self.enter), prepend=True),
+            root.register_forward_hook(_Hook(self.leave), always_call=True),
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RootWatch:
         return self
@@ -368,6 +382,7 @@ class RootWatch:
     def enter(self, module: nn.Module, args: Any) -> None:
         if module is not self._module():
             return
+        self.running = True
         if not self._members.changed():
             self.checks += 1
             return
@@ -375,8 +390,12 @@ class RootWatch:
         self._refresh(module)
         self._members = Membership(module)
 
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.running = False
+
     def remove(self) -> None:
-        self._removable.remove()
+        for handle in self._removable:
+            handle.remove()
 
 
 class _NoWindow:

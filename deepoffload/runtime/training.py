@@ -62,6 +62,7 @@ class TrainingEngine:
         self._applied = False
         self._grad_norm: float | None = None
         self._seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        self._tell_scale()
 
     @property
     def device(self) -> torch.device:
@@ -172,8 +173,15 @@ class TrainingEngine:
             scale.update(overflow=not self._applied)
         except LossScaleError as error:
             raise LossScaleError(f"step {self.global_steps}: {error}") from None
+        finally:
+            self._tell_scale()
         if scale.value != before:
             log.info("step %d: loss scale %g becomes %g", self.global_steps, before, scale.value)
+
+    def _tell_scale(self) -> None:
+        """Scripts written for DeepSpeed read the scale from the optimizer."""
+        if isinstance(self.optimizer, HostOptimizer):
+            self.optimizer.loss_scale = self.loss_scale
 
     def _update(self, optimizer: torch.optim.Optimizer) -> bool:
         if isinstance(optimizer, HostOptimizer):

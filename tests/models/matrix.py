@@ -23,6 +23,10 @@ def everywhere(family: Family) -> bool:
     return True
 
 
+def finite_in_fp16(family: Family) -> bool:
+    return family.name != "parametrizations"  # an orthogonal weight's gradient is NaN, in plain PyTorch, too
+
+
 def transformers_only(family: Family) -> bool:
     return family.is_transformer
 
@@ -86,6 +90,7 @@ OWN = (
     OwnModel("`from_pretrained`, fp32", programs.after_loading, build=loaded, checkpoint="float32"),
     OwnModel("`from_pretrained`, bf16", programs.after_loading, build=loaded, checkpoint="bfloat16"),
     OwnModel('`precision="bf16"`', programs.first_gradients, suits=everywhere, precision="bf16"),
+    OwnModel('`precision="fp16"`', programs.first_gradients, suits=finite_in_fp16, precision="fp16"),
     OwnModel(
         "LoRA, then paging",
         partial(programs.lora, late=False),

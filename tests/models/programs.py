@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import gc
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,24 +87,33 @@ def train(subject: Subject, *, seed: int, steps: int = 1, accumulate: int = 1, c
     return seen, gradients, values_of(model)
 
 
-def checkpointing(subject: Subject, *, use_reentrant: bool) -> Any:
-    """A step with activation checkpoints: transformers' own switch, or torch's function around every layer."""
-    model = subject.model
-    if isinstance(model, Stack):
+@contextmanager
+def checkpoints(model: Any, use_reentrant: bool | None) -> Iterator[None]:
+    """Activation checkpoints (None: without): transformers' own switch, or torch's function around every layer."""
+    if use_reentrant is None:
+        yield
+    elif isinstance(model, Stack):
         model.use_reentrant = use_reentrant
         try:
-            return train(subject, seed=4 + use_reentrant)
+            yield
         finally:
             model.use_reentrant = None
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    if use_reentrant:
-        model.enable_input_require_grads()
-    try:
-        return train(subject, seed=4 + use_reentrant)
-    finally:
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         if use_reentrant:
-            model.disable_input_require_grads()
-        model.gradient_checkpointing_disable()
+            model.enable_input_require_grads()
+        try:
+            yield
+        finally:
+            if use_reentrant:
+                model.disable_input_require_grads()
+            model.gradient_checkpointing_disable()
+
+
+def checkpointing(subject: Subject, *, use_reentrant: bool) -> Any:
+    """A step with activation checkpoints."""
+    with checkpoints(subject.model, use_reentrant):
+        return train(subject, seed=4 + use_reentrant)
 
 
 def autocast(subject: Subject) -> Any:
@@ -239,14 +249,15 @@ def trainer(subject: Subject, *, own_optimizer: bool, accumulate: int) -> Any:
     return logged, values_of(subject.model)
 
 
-def kept_after_forward(subject: Subject) -> Any:
+def kept_after_forward(subject: Subject, use_reentrant: bool | None = None) -> Any:
     """Bytes that a forward with a graph has left allocated beside the weights, and whatever of these it holds."""
     subject.model.train()
     torch.manual_seed(11)
     gc.collect()  # not while we count
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        loss = subject.family.loss(subject.model, 1100)
+    with checkpoints(subject.model, use_reentrant):
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            loss = subject.family.loss(subject.model, 1100)
     events = profile.profiler.kineto_results.events()
     kept = sum(event.nbytes() for event in events if event.name() == "[memory]")
     numbers = deepoffload.stats(subject.model) if subject.paged else {}

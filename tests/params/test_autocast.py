@@ -88,6 +88,44 @@ class Shares(nn.Module):
         return self.body(x)
 
 
+class Frozen(nn.Module):
+    """Frozen and trainable weights, transposed ones, and two frozen ones of one shape with the same values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        for layer in self.body[::4]:
+            layer.requires_grad_(False)
+        with torch.no_grad():
+            self.body[4].weight.copy_(self.body[0].weight)
+        self.scale = nn.Parameter(torch.ones(64, 64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x @ self.scale.t()) * self.scale[0].bfloat16() @ self.scale
+
+
+def test_frozen_weights(same: Same) -> None:
+    def program(model: Frozen) -> Any:
+        seen = trained(model, square)
+        model.body[4].requires_grad_(True)
+        model.body[2].requires_grad_(False)
+        return seen, trained(model, square)
+
+    same(Frozen, program)
+
+
+def test_frozen_weight_changed_between_forward_and_backward_is_refused(same: Same) -> None:
+    """Plain PyTorch goes on with the old cast, which is no longer there."""
+    setting = same.setting
+    model = same.paging.build(Frozen, setting)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = square(model, 0)
+    with torch.no_grad():
+        model.body[4].weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 class Repeats(nn.Module):
     """All layers in turn, twice: seen in the forward before autocast."""
 
@@ -153,24 +191,43 @@ def anonymous_bytes() -> int:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["training", "no-grad"])
-def test_no_second_copy_of_the_model(paging: Paging, grad: bool) -> None:
-    """A forward under autocast and its graph hold less than a quarter of what the casts of all weights would take."""
+MEMORY_CASES = [
+    pytest.param(True, 0, None, id="training"),
+    pytest.param(False, 0, None, id="no-grad"),
+    pytest.param(True, 1, None, id="every-other-frozen"),
+    pytest.param(True, 2, None, id="frozen"),
+    pytest.param(True, 1, False, id="checkpoints"),
+    pytest.param(True, 1, True, id="reentrant-checkpoints"),
+]
+
+
+@pytest.mark.parametrize(("grad", "frozen", "use_reentrant"), MEMORY_CASES)
+def test_no_second_copy_of_the_model(paging: Paging, grad: bool, frozen: int, use_reentrant: bool | None) -> None:
+    """A forward under autocast and its graph hold less than a quarter of what the casts of all weights would take. So
+    it is with frozen weights, whose casts autograd cannot tell from activations."""
     width, depth = 512, 32
 
     def build() -> nn.Sequential:
-        return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(depth)])
+        layers = [nn.Linear(width, width, bias=False) for _ in range(depth)]
+        for layer in layers[:: 3 - frozen] if frozen else []:
+            layer.requires_grad_(False)
+        return nn.Sequential(*layers)
+
+    def run(x: Tensor) -> Tensor:
+        for layer in model:
+            x = layer(x) if use_reentrant is None else checkpoint(layer, x, use_reentrant=use_reentrant)
+        return x
 
     with paging.context(TIGHT, 8 << 20):
         model = build()
     copy_bytes = 2 * width * width * depth
-    x = rows(1, width)
+    x = rows(1, width).requires_grad_()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         model(x)  # what libraries keep is there now; no cast was kept
     with torch.set_grad_enabled(grad):
         before = anonymous_bytes()
         with torch.autocast("cpu", torch.bfloat16):
-            output = model(x)
+            output = run(x)
             held = anonymous_bytes() - before
     assert held < copy_bytes / 4, f"{held >> 10} KiB of {copy_bytes >> 10} KiB"
     if grad:

@@ -200,13 +200,16 @@ def test_an_overflow_skips_the_step_exactly(
                 if factor != 1.0:
                     assert not engine.was_step_applied()
                     assert engine.loss_scale == engine.stats()["loss_scale"] == scale / 2
+                    assert engine.optimizer.overflow
+                    assert engine.optimizer.cur_scale == engine.optimizer.loss_scale == scale / 2
                     assert engine.stats()["overflow_steps"] == engine.skipped_steps == 1
                     assert "step 2 was skipped" in caplog.text
                     assert all(p.grad is None for p in engine.parameters())
                     after = (weights_of(engine.module), engine.optimizer.state_dict(), engine.get_lr())
                     assert_same_bits(before, after)
                 else:
-                    assert engine.was_step_applied()
+                    assert engine.was_step_applied() and not engine.optimizer.overflow
+                    assert engine.optimizer.cur_scale == scale
             runs.append((weights_of(engine.module), engine.optimizer.state_dict(), engine.get_lr()))
     assert_same_bits(*runs)
 

@@ -115,6 +115,8 @@ def plain(build: Callable[[], Any], *, precision: str = "keep", seed: int = 0) -
     """The same model in plain PyTorch."""
     torch.manual_seed(seed)
     model = build()
+    if precision == "fp16":
+        return model.half()
     return to_bf16(model) if precision == "bf16" else model
 
 
