@@ -39,7 +39,8 @@ class Child:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(module)],
             cwd=config.rootpath,
-            env=os.environ | {CHILD: f"{to_child},{from_child}"},
+            # Without the real GPUs, where there are any: torch knows one kind of accelerator in a process.
+            env=os.environ | {CHILD: f"{to_child},{from_child}", "CUDA_VISIBLE_DEVICES": ""},
             pass_fds=(to_child, from_child),
             stdin=subprocess.DEVNULL,
             stdout=self._said,
