@@ -26,7 +26,9 @@ from deepoffload.params.unit import GradientSlot
 from deepoffload.timeline import Lane
 
 SLOTS = 4
-"""Pieces on their way at once: one is copied, one is landed, and two make up for differences between the two."""
+SLOTS_MAX = 32
+"""Pieces on their way at once. So far may the program run ahead of the device in backward: when the ring is full it waits
+for the oldest, and what it would launch meanwhile is missing on the device later."""
 
 SLOT_BYTES_MAX = 16 << 20
 SLOT_BYTES_MIN = cpu_adam.CHUNK * 4
@@ -60,9 +62,11 @@ class DeviceLandings:
         self._memory = memory
         self._tiers = memory.tiers
         arena = memory.tiers.arena
-        share_bytes = arena.capacity_bytes // RING_SHARE // SLOTS // SLOT_BYTES_MIN * SLOT_BYTES_MIN
-        self._slot_bytes = min(max(share_bytes, SLOT_BYTES_MIN), SLOT_BYTES_MAX)
-        self.ring_bytes = SLOTS * self._slot_bytes
+        share_bytes = arena.capacity_bytes // RING_SHARE
+        slot_bytes = share_bytes // SLOTS // SLOT_BYTES_MIN * SLOT_BYTES_MIN
+        self._slot_bytes = min(max(slot_bytes, SLOT_BYTES_MIN), SLOT_BYTES_MAX)
+        slots = min(max(share_bytes // self._slot_bytes, SLOTS), SLOTS_MAX)
+        self.ring_bytes = slots * self._slot_bytes
         start = arena.allocate(self.ring_bytes)
         if start is None:
             raise BudgetError(
@@ -70,7 +74,7 @@ class DeviceLandings:
                 f"from {memory.device} alone. Raise host_budget"
             )
         memory.pinned.lock(start, self.ring_bytes)
-        self._free = [start + index * self._slot_bytes for index in range(SLOTS)]
+        self._free = [start + index * self._slot_bytes for index in range(slots)]
 
     def take(self, slot: GradientSlot, grad: Tensor, dtype: DType, *, accumulate: bool) -> None:
         """Start bringing ``grad`` (dense, in the slot's order of elements) to its resident block.

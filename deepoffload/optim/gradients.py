@@ -163,8 +163,17 @@ class Gradients:
             set_grad(param, None)
             if self.early is not None:
                 self.early.landed(handle)
+                self._make_decided(self.early)
             if self.pager.evict_always:
                 self.pager.pump()
+
+    def _make_decided(self, early: EarlyUpdates) -> None:
+        """Make the updates inside backward whose gradients have come from the device meanwhile."""
+        while early.decided and not any(
+            handle.grad_slot is not None and handle.grad_slot.block is not None and handle.grad_slot.block.copying
+            for handle in early.decided[0].handles
+        ):
+            self.pager.catch_up(early.decided.popleft())
 
     def _land_here(self, slot: GradientSlot, source: Tensor, dtype: DType, accumulate: bool) -> None:
         timeline, handle = self.tiers.timeline, slot.handle

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from deepoffload.errors import UsageError
-from deepoffload.params.unit import ParamHandle
+from deepoffload.params.unit import ParamHandle, Unit
 
 log = logging.getLogger("deepoffload")
 
@@ -20,19 +21,27 @@ log = logging.getLogger("deepoffload")
 class EarlyOptimizer(Protocol):
     """What an optimizer offers for this (implemented by :class:`deepoffload.optim.base.HostOptimizer`)."""
 
-    def update_early(self, handles: list[ParamHandle]) -> None:
-        """Make the step of these parameters, which belong to one unit, from the gradients that have landed."""
+    def update_early(self, handles: list[ParamHandle], *, wait: bool) -> None:
+        """Make the step of these parameters, which belong to one unit, from the gradients that have landed; ``wait``:
+        decide on it only, it is made when the pager is asked to catch up."""
 
 
 class EarlyUpdates:
     """Which parameters of one pager have made their step in this backward already.
 
+    Args:
+        on_device: gradients take a while to come. A unit's step is decided on when its last one is on its way, and made
+            when that has landed and a later unit's gradients come: to wait for it would keep the device waiting, too.
+
     Attributes:
         paused: set while gradients only accumulate (micro-batches before the last).
+        decided: units whose step is decided on and not made yet, the oldest first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_device: bool = False) -> None:
         self.paused = False
+        self.decided: deque[Unit] = deque()
+        self._on_device = on_device
         self._owners: weakref.WeakKeyDictionary[ParamHandle, weakref.ref[EarlyOptimizer]] = weakref.WeakKeyDictionary()
         self._seen: set[ParamHandle] = set()
         self._used: set[ParamHandle] = set()
@@ -70,15 +79,19 @@ class EarlyUpdates:
             if other not in self._seen:
                 return
             owned.setdefault(optimizer, []).append(other)
+        wait = self._on_device and len(owned) == 1
         for optimizer, handles in owned.items():
             self._used.update(handles)
-            optimizer.update_early(handles)
+            optimizer.update_early(handles, wait=wait)
+        if wait:
+            self.decided.append(unit)
 
     def end_of_step(self) -> int:
         """The next gradients belong to the next step. Returns how many parameters were updated in this one."""
         count = len(self._used)
         self._seen.clear()
         self._used.clear()
+        self.decided.clear()
         return count
 
 

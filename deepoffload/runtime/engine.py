@@ -88,7 +88,7 @@ class Engine:
         if accelerator is not None:
             self._compute_on(accelerator)
         if config.step_overlap is StepOverlap.IN_BACKWARD:
-            self.gradients.early = EarlyUpdates()
+            self.gradients.early = EarlyUpdates(on_device=accelerator is not None)
         self._exit = weakref.finalize(self, _close_at_exit, self._io, self._space, os.getpid())
         SHIELD.engage()
         os.register_at_fork(after_in_child=partial(_forked, weakref.ref(self)))
