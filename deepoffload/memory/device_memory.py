@@ -83,6 +83,7 @@ class DeviceMemory:
         self.pinned = PinnedArena(accelerator, tiers.arena)
         self.counters = DeviceCounters()
         self._copies: dict[int, _Copy] = {}
+        self._arena_bytes: Tensor | None = None
         self._bare = bare
         tiers.copies = self
         # An engine that goes without being closed: what is on its way reads and writes the memory that goes with it.
@@ -293,8 +294,14 @@ class DeviceMemory:
     def _host(self, block: Block) -> Tensor:
         if block.offset is None:
             raise RuntimeError(f"block {block.name} has no memory")
-        self.pinned.lock(block.offset, block.nbytes)
-        return torch.frombuffer(self.tiers.arena.buffer, dtype=torch.uint8, count=block.nbytes, offset=block.offset)
+        return self.host_bytes(block.offset, block.nbytes)
+
+    def host_bytes(self, offset: int, nbytes: int) -> Tensor:
+        """A range of the arena, page-locked if that can be, as the other side of copies."""
+        self.pinned.lock(offset, nbytes)
+        if self._arena_bytes is None:
+            self._arena_bytes = torch.frombuffer(self.tiers.arena.buffer, dtype=torch.uint8)
+        return self._arena_bytes[offset : offset + nbytes]
 
     # -- room ------------------------------------------------------------------------------------------------------
 
@@ -392,4 +399,5 @@ class DeviceMemory:
                     copy.block.owner.release()
             self._copies.clear()
             self.arena.close()
+            self._arena_bytes = None
             self.pinned.release()

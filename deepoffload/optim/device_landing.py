@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from deepoffload.errors import BudgetError
@@ -27,8 +26,8 @@ from deepoffload.timeline import Lane
 
 SLOTS = 4
 SLOTS_MAX = 32
-"""Pieces on their way at once. So far may the program run ahead of the device in backward: when the ring is full it waits
-for the oldest, and what it would launch meanwhile is missing on the device later."""
+"""Pieces on their way at once. So far may the program run ahead of the device in backward: when the ring is full it
+waits for the oldest, and what it would launch meanwhile is missing on the device later."""
 
 SLOT_BYTES_MAX = 16 << 20
 SLOT_BYTES_MIN = cpu_adam.CHUNK * 4
@@ -73,7 +72,6 @@ class DeviceLandings:
                 f"host_budget is {arena.capacity_bytes} bytes; {self.ring_bytes} are needed for gradients on their way "
                 f"from {memory.device} alone. Raise host_budget"
             )
-        memory.pinned.lock(start, self.ring_bytes)
         self._free = [start + index * self._slot_bytes for index in range(slots)]
 
     def take(self, slot: GradientSlot, grad: Tensor, dtype: DType, *, accumulate: bool) -> None:
@@ -99,7 +97,7 @@ class DeviceLandings:
             for start in range(0, slot.numel, step):
                 numel = min(step, slot.numel - start)
                 offset = self._take_slot()
-                staged = torch.frombuffer(self._tiers.arena.buffer, dtype=flat.dtype, count=numel, offset=offset)
+                staged = self._memory.host_bytes(offset, numel * flat.element_size()).view(flat.dtype)
                 with accelerator.on(stream):
                     staged.copy_(flat[start : start + numel], non_blocking=True)
                 self._tiers.acquire(block)
