@@ -30,6 +30,7 @@ from deepoffload.optim.state_dict import load_into, pack
 from deepoffload.optim.update import HostUpdate, check_paged
 from deepoffload.params.pager import Pager
 from deepoffload.params.ports import PagerPort
+from deepoffload.params.torch_private import leave_to_python
 from deepoffload.params.unit import ParamHandle
 
 _NOTHING = nullcontext()
@@ -171,6 +172,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
                 param.grad = None
             else:
                 handle.pager.gradients.assign(handle, None)
+
+    # Dynamo cannot follow what is in it: a compiled training step is cut here.
+    zero_grad._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient. Returns what ``closure`` returned.
@@ -458,6 +462,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self._start()
         self.state = defaultdict(dict, self.state)
         self._move_into_pieces()
+
+
+leave_to_python(HostOptimizer.zero_grad)
 
 
 def _handle_of(param: Tensor) -> ParamHandle | None:

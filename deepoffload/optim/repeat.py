@@ -26,6 +26,7 @@ from deepoffload.optim.ordinary import layout_of
 from deepoffload.optim.rule import SCALE_SUFFIX, Hyper
 from deepoffload.optim.state import LEAD_KEYS
 from deepoffload.optim.threads import num_threads
+from deepoffload.params.torch_private import leave_to_python
 
 _TAIL_FIELDS = Segment._fields[6:]
 """Of a segment: what lies beside gradient and weight."""
@@ -252,6 +253,12 @@ class RepeatingOptimizer(HostOptimizer):
             self.rule.kernel(segments, hypers, batch.layout, grad_factor=grad_factor, num_threads=threads)
             self._ordinary.stepped(batch.params)
         return True
+
+    # A training step that is compiled as a whole is cut here: Dynamo cannot follow what is in it.
+    apply_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+leave_to_python(RepeatingOptimizer.apply_step)
 
 
 def make_plan(optimizer: RepeatingOptimizer) -> StepPlan | None:

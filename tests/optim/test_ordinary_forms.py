@@ -84,3 +84,31 @@ def test_complex_parameters_have_fp32_states() -> None:
     weight.grad = torch.ones_like(weight)
     with pytest.raises(UnsupportedError, match="complex64.*state_dtype='fp32'"):
         deepoffload.CPUAdamW([weight], state_dtype="8bit").step()
+
+
+def losses_of(kind: Kind, *, compiled: bool, closure: bool) -> list[float]:
+    torch.manual_seed(0)
+    model, data = nn.Linear(7, 3), torch.randn(5, 7)
+    optimizer = kind.ours(model.parameters())
+
+    def backward() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(data).square().mean()
+        loss.backward()
+        return loss
+
+    def train() -> Tensor:
+        if closure:
+            return optimizer.step(backward)
+        loss = backward()
+        optimizer.step()
+        return loss
+
+    step = torch.compile(train, backend="eager") if compiled else train
+    return [step().item() for _ in range(4)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_training_step_that_is_compiled_as_a_whole(kind: Kind, closure: bool) -> None:
+    assert losses_of(kind, compiled=True, closure=closure) == losses_of(kind, compiled=False, closure=closure)
