@@ -331,8 +331,8 @@ class Gradients:
         """Sum of squares (float64) of one parameter's gradient, and whether it holds a non-finite value."""
         if handle.grad_state is not GradientState.LANDED:
             return self._user_sum_of_squares(handle)
-        if handle.grad_slot is not None:
-            handle.grad_slot.written()
+        if handle.grad_slot is not None and handle.grad_slot.written():
+            self.pager.will_change(handle.grad_slot)  # a device's copy alone is right
         if handle.grad_sum_sq is None and handle.grad_slot is not None:
             self.pager.memory.settle(self._block(handle.grad_slot))  # what is still on its way knows its sum then
         if handle.grad_sum_sq is None and handle.grad_slot is not None:
