@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, contains, is_, is_not
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ _CHANGEABLE = (Tensor, list)
 """Settings that may have other values though they are the same objects."""
 
 _layout, _dtype, _version = attrgetter("layout"), attrgetter("dtype"), attrgetter("_version")
+_dict = attrgetter("__dict__")
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class _Batch:
         addresses = list(map(Tensor.data_ptr, both))
         if not (
             addresses[:count] == self.addresses
-            and list(map(Tensor.numel, both)) == self.numels * 2
+            and list(map(Tensor.numel, both)) == self.numels + self.numels
             and all(map(Tensor.is_contiguous, both))
             and not any(map(Tensor.is_neg, both[count:]))
             and self._same_dtypes(list(map(_dtype, both)))
@@ -154,10 +155,10 @@ class StepPlan:
         """Whether the settings are the very values that were checked for the step before, and cannot have changed."""
         if self.settings is None or len(settings) != len(self.settings):
             return False
-        return all(
-            len(now) == len(then) and all(map(is_, now, then))
-            for now, then in zip(settings, self.settings, strict=True)
-        )
+        for now, then in zip(settings, self.settings, strict=True):
+            if len(now) != len(then) or not all(map(is_, now, then)):
+                return False
+        return True
 
     def _same_shapes(self, optimizer: RepeatingOptimizer) -> bool:
         groups = optimizer.param_groups
@@ -172,7 +173,7 @@ class StepPlan:
             params = group["params"]
             if len(params) != len(shape.params) or any(map(is_not, params, shape.params)):
                 return False
-            if any("_slot" in param.__dict__ for param in params):
+            if any(map(contains, map(_dict, params), repeat("_slot"))):
                 return False
         entries = list(chain.from_iterable(map(dict.values, state.values())))
         return (
@@ -183,8 +184,8 @@ class StepPlan:
             and all(map(is_, entries, self.entries))
             and list(map(Tensor.data_ptr, self.used)) == self.addresses
             and list(map(_version, self.steps)) == self.versions
-            and all(param.grad is None for param in self.idle)
-            and all(param.grad is not None and param.numel() == 0 for param in self.empty)
+            and (not self.idle or all(param.grad is None for param in self.idle))
+            and (not self.empty or all(param.grad is not None and param.numel() == 0 for param in self.empty))
         )
 
     def _next(self) -> list[Hyper]:
