@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from deepoffload.estimate.blocks import BlockPlan
 from deepoffload.estimate.dry_run import DryRun, Op, Visit
 from deepoffload.estimate.machine import MachineSpec
-from deepoffload.params.pager import WRITE_BEHIND_SHARE
+from deepoffload.params.prefetcher import WRITE_BEHIND_SHARE
 from deepoffload.schedule.clock import Phase, StepTimes, TimedRun, TimedUse, steady_step
 from deepoffload.schedule.cost_model import Kind, StepOverlap, Workload, update_seconds
 from deepoffload.schedule.placement import BlockSpec

@@ -45,6 +45,10 @@ class Ranges:
     def free_bytes(self) -> int:
         return self.capacity_bytes - self.used_bytes
 
+    def whole_bytes(self, granule_bytes: int) -> int:
+        """Free bytes in whole parts of ``granule_bytes``: what the splinters beside them hold is of no use."""
+        return sum(size - size % granule_bytes for size in self._hole_sizes.values())
+
     def allocate(self, nbytes: int, *, high: bool = False) -> int | None:
         """Offset of a new range of at least ``nbytes`` in the best fitting hole, or None when no hole is large enough.
 

@@ -21,6 +21,8 @@ class BlockState(enum.Enum):
     DIRTY = "the arena range alone is right"
     WRITING = "the arena range is right, the extent is being filled"
 
+    __hash__ = object.__hash__  # members are one of a kind; Enum's own is asked several times for every transfer
+
 
 _TRANSITIONS: dict[BlockState, frozenset[BlockState]] = {
     BlockState.EMPTY: frozenset({BlockState.DIRTY}),
@@ -31,6 +33,9 @@ _TRANSITIONS: dict[BlockState, frozenset[BlockState]] = {
     BlockState.WRITING: frozenset({BlockState.CLEAN, BlockState.DIRTY}),
 }
 
+
+Census = dict[BlockState, dict[int, "Block"]]
+"""Blocks by state and id."""
 
 Alias = Callable[[], bool]
 """Answers whether somebody still refers to a piece of memory that was taken from its block."""
@@ -91,9 +96,12 @@ class Block:
         "copying",
         "ticket",
         "owner",
+        "_census",
     )
 
-    def __init__(self, block_id: int, name: str, kind: Kind, nbytes: int, owner: BlockOwner | None = None) -> None:
+    def __init__(
+        self, block_id: int, name: str, kind: Kind, nbytes: int, census: Census, owner: BlockOwner | None = None
+    ) -> None:
         self.id = block_id
         self.name = name
         self.kind = kind
@@ -106,11 +114,15 @@ class Block:
         self.copying = 0
         self.ticket: Ticket | None = None
         self.owner = owner
+        self._census = census
+        census[self.state][block_id] = self
 
     def to(self, state: BlockState) -> None:
         """Change state along the transition table; anything else is a fault in deepoffload itself."""
         if state not in _TRANSITIONS[self.state]:
             raise RuntimeError(f"block {self.name}: no transition from {self.state.name} to {state.name}")
+        del self._census[self.state][self.id]
+        self._census[state][self.id] = self
         self.state = state
 
     @property

@@ -15,18 +15,19 @@ import ctypes
 import gc
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
 from typing import Protocol
 
 from deepoffload.errors import BudgetError, ClosedError, IoFailure
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena
-from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState
+from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState, Census
 from deepoffload.memory.compaction import cheapest_run
 from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.no_room import no_room
 from deepoffload.memory.transfers import TierCounters, Transfers
-from deepoffload.native.aio import round_up
+from deepoffload.native.aio import PAGE_BYTES, round_up
 from deepoffload.schedule.placement import Kind
 from deepoffload.timeline import Timeline
 
@@ -56,6 +57,8 @@ class TierManager:
     Attributes:
         static: ids of the blocks that placement keeps in memory for good: never evicted, hence never written.
         copies: what a device holds of the blocks; None where the CPU computes.
+        is_away: whether a block, by id, exists and has its bytes on NVMe only.
+        is_empty: whether a block, by id, exists and has no bytes anywhere yet.
     """
 
     def __init__(
@@ -72,6 +75,9 @@ class TierManager:
         self.explain: Callable[[], str] = lambda: ""
         self.before_leaving: Callable[[Block], None] = lambda block: None
         self._blocks: dict[int, Block] = {}
+        self._census: Census = {state: {} for state in BlockState}
+        self.is_away = self._census[BlockState.ON_NVME].__contains__
+        self.is_empty = self._census[BlockState.EMPTY].__contains__
         self._resident: dict[int, Block] = {}
         self.static: set[int] = set()
         self.transfers = Transfers(space, self.counters, self._free_memory, timeline)
@@ -86,7 +92,7 @@ class TierManager:
         """A new block without bytes; it takes memory when it is first acquired."""
         with self.lock:
             self._ids += 1
-            block = Block(self._ids, name, kind, nbytes, owner)
+            block = Block(self._ids, name, kind, nbytes, self._census, owner)
             block.room_bytes = round_up(nbytes)
             self._blocks[block.id] = block
             return block
@@ -102,6 +108,21 @@ class TierManager:
         """Blocks that have a range in the arena."""
         return self._resident.values()
 
+    def common_room_bytes(self, staying: Container[int]) -> int:
+        """The room that more than half of the bytes come in, of blocks other than those that are ``staying``; a page
+        when there is no such."""
+        rooms: Counter[int] = Counter()
+        for block in self._blocks.values():
+            if block.id not in staying:
+                rooms[block.room_bytes] += block.room_bytes
+        room, nbytes = max(rooms.items(), key=lambda item: item[1], default=(0, 0))
+        return room if 2 * nbytes > rooms.total() else PAGE_BYTES
+
+    def passing(self, state: BlockState) -> list[Block]:
+        """Blocks in a state that do not stay in memory for good, those first that came into it first."""
+        static = self.static
+        return [block for block_id, block in self._census[state].items() if block_id not in static]
+
     def block(self, block_id: int) -> Block:
         return self._blocks[block_id]
 
@@ -112,7 +133,8 @@ class TierManager:
             if block.extent is not None and self.space is not None:
                 self.space.free(block.extent)
                 block.extent = None
-            self._blocks.pop(block.id, None)
+            if self._blocks.pop(block.id, None) is not None:
+                del self._census[block.state][block.id]
             self.static.discard(block.id)
 
     def keep(self, block: Block) -> None:
@@ -129,11 +151,6 @@ class TierManager:
         """What a block takes in the arena; 0 for one that was removed (an old trace may still name it)."""
         block = self._blocks.get(block_id)
         return 0 if block is None else block.room_bytes
-
-    def is_away(self, block_id: int) -> bool:
-        """True for a block that exists and whose bytes are on NVMe only."""
-        block = self._blocks.get(block_id)
-        return block is not None and block.state is BlockState.ON_NVME
 
     def address(self, block: Block) -> int:
         """Memory address of a resident block."""
@@ -364,9 +381,8 @@ class TierManager:
         or not within ``limit_bytes``."""
         if self.arena.free_bytes < nbytes:
             return False
-        run = cheapest_run(
-            self.arena.layout(), {b.offset: b for b in self._resident.values()}, nbytes, self._may_move, limit_bytes
-        )
+        by_offset = {b.offset: b for b in self._resident.values()}
+        run = cheapest_run(self.arena.layout(), by_offset, nbytes, self._may_move, limit_bytes)
         if run is None:
             return False
         self.counters.compactions += 1
@@ -400,11 +416,6 @@ class TierManager:
             ctypes.memset(self.arena.address + start, 0xFF, old + size - start)
 
     # -- transfers -------------------------------------------------------------------------------------------------
-
-    def is_empty(self, block_id: int) -> bool:
-        """True for a block that exists and has no bytes anywhere yet."""
-        block = self._blocks.get(block_id)
-        return block is not None and block.state is BlockState.EMPTY
 
     def prefetch(self, block: Block, *, compact: bool = False) -> bool:
         """Start reading a block if there is room right now; a prefetch never waits and never evicts.
@@ -447,9 +458,15 @@ class TierManager:
         with self.lock:
             self.transfers.settle_all(self.transfers.in_flight())
 
+    def merge_holes(self, granule_bytes: int) -> None:
+        """Slide blocks together once where splinters between them add up to ``granule_bytes``, if that is cheap."""
+        with self.lock:
+            if self.arena.free_bytes - self.arena.whole_bytes(granule_bytes) >= granule_bytes:
+                self._compact(granule_bytes, SLIDE_WORTH * granule_bytes)
+
     def in_flight_bytes(self, state: BlockState) -> int:
         """Bytes of the blocks that are being read, or written."""
-        return sum(b.nbytes for b in self.transfers.in_flight() if b.state is state)
+        return sum(block.nbytes for block in self._census[state].values())
 
     # -- report and end --------------------------------------------------------------------------------------------
 
@@ -471,6 +488,8 @@ class TierManager:
                 block.state = BlockState.EMPTY  # from whatever it was: nobody holds any bytes now
             self._resident.clear()
             self._blocks.clear()
+            for blocks in self._census.values():
+                blocks.clear()
             self.static.clear()
             self.arena.close()
 

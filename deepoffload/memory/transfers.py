@@ -18,6 +18,9 @@ from deepoffload.timeline import Lane, Timeline
 TRANSFER_LIMIT_S = 300.0
 """How long one transfer may take before the wait for it is given up with an error that names it."""
 
+UNFINISHED_MAX = 3
+"""With so many unfinished transfers of one direction in sight, those behind them are not looked at."""
+
 
 @dataclass
 class TierCounters:
@@ -40,6 +43,9 @@ class Transfers:
 
     Args:
         free_memory: takes the memory of a block away whose read has failed.
+
+    Attributes:
+        settled: how many have ended so far.
     """
 
     def __init__(
@@ -53,15 +59,35 @@ class Transfers:
         self._counters = counters
         self._free_memory = free_memory
         self._timeline = timeline
-        self._in_flight: dict[int, Block] = {}
+        self._reading: dict[int, Block] = {}
+        self._writing: dict[int, Block] = {}
+        self.settled = 0
 
     def in_flight(self) -> list[Block]:
-        """Blocks on their way, the oldest first."""
-        return list(self._in_flight.values())
+        """Blocks on their way; in each direction the oldest first."""
+        return [*self._writing.values(), *self._reading.values()]
+
+    def are_many(self, count: int) -> bool:
+        """Whether at least ``count`` blocks are on their way in each direction."""
+        return len(self._reading) >= count and len(self._writing) >= count
 
     def done(self) -> list[Block]:
-        """Those of them whose transfer has ended, well or badly."""
-        return [b for b in self._in_flight.values() if b.ticket is not None and b.ticket.done()]
+        """Those of them whose transfer has ended, well or badly.
+
+        Transfers end about in the order in which they were started, so those far behind ones that have not ended are
+        not asked: they are taken with a later call, or when somebody needs them.
+        """
+        found = []
+        for blocks in (self._writing, self._reading):
+            unfinished = 0
+            for block in blocks.values():
+                if block.ticket is not None and block.ticket.done():
+                    found.append(block)
+                else:
+                    unfinished += 1
+                    if unfinished == UNFINISHED_MAX:
+                        break
+        return found
 
     def start_read(self, block: Block, address: int, *, urgent: bool) -> None:
         """Begin to fill ``block.nbytes`` bytes at ``address`` from its extent."""
@@ -74,7 +100,7 @@ class Transfers:
             block.to(BlockState.ON_NVME)
             self._free_memory(block)
             raise
-        self._in_flight[block.id] = block
+        self._reading[block.id] = block
 
     def start_write(self, block: Block, address: int) -> None:
         """Begin to write the bytes at ``address`` to its extent."""
@@ -88,7 +114,7 @@ class Transfers:
         except BaseException:
             block.to(BlockState.DIRTY)
             raise
-        self._in_flight[block.id] = block
+        self._writing[block.id] = block
 
     def settle_all(self, blocks: Iterable[Block]) -> None:
         """Take the results of several; raises the first :class:`IoFailure` when all are taken."""
@@ -112,7 +138,8 @@ class Transfers:
         reading = block.state is BlockState.READING
         if not ticket.done():
             self._wait(block, reading, interruptible)
-        del self._in_flight[block.id]
+        del (self._reading if reading else self._writing)[block.id]
+        self.settled += 1
         block.ticket = None
         try:
             ticket.wait(0.0)

@@ -104,14 +104,21 @@ def make_pieces(
     limit_bytes: int,
     state_format: StateFormat = PLAIN_FORMAT,
     alignment_numel: int = ALIGNMENT_NUMEL,
+    typical_bytes: int | None = None,
 ) -> list[StatePiece]:
     """Blocks for the state of trainable parameters, given with their compute dtypes; they take memory when first
-    used."""
+    used.
+
+    Args:
+        typical_bytes: of the weights of a unit of the same model, whose pieces these ought to be like; the unit's own
+            when not given.
+    """
     pieces: list[StatePiece] = []
     present = len(unit.pieces)
     for dtype, layout in LAYOUTS.items():
         group = [handle for handle, compute_dtype in trained if compute_dtype is dtype]
-        numel = piece_numel(unit.weights.nbytes, layout, limit_bytes, state_format, alignment_numel)
+        weight_bytes = unit.weights.nbytes if typical_bytes is None else typical_bytes
+        numel = piece_numel(weight_bytes, layout, limit_bytes, state_format, alignment_numel)
         for piece in cut_pieces([h.numel for h in group], numel, alignment_numel):
             name = f"{unit.name}.state[{present + len(pieces)}]"
             block = tiers.create(name, Kind.STATE, _piece_bytes(piece.numel, layout, state_format))

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from deepoffload.errors import ClosedError
-from deepoffload.memory.block import Block, BlockState
+from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.shown import HostMemory, ShownMemory
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.params.ports import GradientDoor
+from deepoffload.params.prefetcher import Prefetcher
 from deepoffload.params.saved import SavedTensorHooks
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import (
@@ -33,14 +34,7 @@ from deepoffload.params.torch_private import (
     version_of,
 )
 from deepoffload.params.unit import ParamHandle, SlotOwner, Unit
-from deepoffload.schedule.planner import MoveKind, choose_victim, plan_prefetch, plan_write_back
 from deepoffload.schedule.trace import Event, Trace
-
-WRITE_BEHIND_SHARE = 0.5
-"""At most this share of the arena may be in flight to NVMe without anybody waiting for it."""
-
-EXTRA_VICTIMS_MAX = 3
-"""How many blocks leave for a prefetch beyond those that make room enough, when that room is in pieces."""
 
 _PHASES = {"f": "forward", "b": "backward", "u": "update"}
 
@@ -77,8 +71,6 @@ class Pager:
         self.gradients: GradientDoor | None = None
         self.adopt_late: Callable[[Tensor, str], ParamHandle | None] | None = None
         self.closed_because: str | None = None
-        self.lookahead_bytes = tiers.arena.capacity_bytes
-        self.reserve_bytes = 0
         self._keys: dict[tuple[object, ...], int] = {}
         self._last_key: tuple[object, ...] | None = None
         self._held: list[Block] = []
@@ -91,6 +83,7 @@ class Pager:
         self._hooks_alone = SavedTensorHooks(self, None)
         self._clock = 0
         self._stamps: dict[int, int] = {}
+        self._backward_of: Unit | None = None
         self.engine: Any = None
         self.on_all_dead: Callable[[], None] | None = None
         self._alive = 0
@@ -99,6 +92,7 @@ class Pager:
         self._unhooked = False
         self._recounted: weakref.WeakKeyDictionary[ParamHandle, tuple[int, int]] = weakref.WeakKeyDictionary()
         tiers.next_use = self._next_use
+        self.prefetcher = Prefetcher(tiers, self.trace, self._next_use, self.units)
         tiers.before_leaving = self._refuse_unhooked_graphs
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -253,10 +247,11 @@ class Pager:
 
     def use_backward(self, unit: Unit) -> None:
         self.forget_casts()
-        if self.rests():
+        if unit is self._backward_of or self.rests():
             return
         gradients = () if unit.gradients is None else (unit.gradients.id,)
         self._event(("b", unit.index), (unit.weights.id, *gradients))
+        self._backward_of = unit
 
     def use_update(self, unit: Unit, piece: int, blocks: tuple[int, ...]) -> None:
         """The optimizer comes to a piece of a unit's state."""
@@ -270,9 +265,11 @@ class Pager:
                 self.tiers.timeline.end_of_step()
             self.trace.end_of_step()
             self._last_key = None
+            self._backward_of = None
             SHIELD.refresh()
             if self.closed_because is None:
                 self.pump()
+                self.prefetcher.end_of_step()
 
     def rests(self) -> bool:
         """True when nothing is to be learnt from an event, because nothing will ever be moved."""
@@ -285,6 +282,7 @@ class Pager:
             if self.closed_because is not None:
                 return
             self._last_key = key
+            self._backward_of = None
             if self._deaths:
                 self._bury()
             if self.tiers.timeline is not None:
@@ -320,65 +318,8 @@ class Pager:
             return
         if not self.prefetch or (self.memory.all_stay() and not tiers.transfers.in_flight()):
             return  # the serial reference; or everything stays in memory
-        self._fetch_upcoming(in_use)
+        self.prefetcher.pump(in_use)
         self.memory.pump(self.trace.upcoming(), in_use)
-
-    def _fetch_upcoming(self, in_use: set[int] | frozenset[int]) -> None:
-        """The same between NVMe and host memory."""
-        tiers = self.tiers
-        tiers.poll()
-        self.write_behind(in_use)
-        moves = plan_prefetch(
-            self.trace.upcoming(),
-            is_resident=lambda b: not tiers.is_away(b),
-            nbytes=tiers.room_bytes,
-            free_bytes=tiers.arena.free_bytes,
-            evictable=(b.id for b in tiers.resident() if b.id not in in_use and tiers.evictable(b)),
-            next_use=self._next_use,
-            lookahead_bytes=self.lookahead_bytes,
-            static=tiers.static,
-            is_empty=tiers.is_empty,
-            reserve_bytes=self.reserve_bytes,
-            aside_bytes=sum(tiers.room_bytes(b) for b in in_use if tiers.is_empty(b) or tiers.is_away(b)),
-        )
-        for move in moves:
-            block = tiers.block(move.block)
-            done = tiers.evict(block) if move.kind is MoveKind.EVICT else self._fetch_ahead(block, in_use)
-            if not done:
-                break
-
-    def _fetch_ahead(self, block: Block, in_use: set[int] | frozenset[int]) -> bool:
-        """Start reading a block for which there is memory enough. When that lies in pieces, what is used last leaves;
-        sliding blocks together costs the program's time, so that comes after."""
-        tiers = self.tiers
-        for _ in range(EXTRA_VICTIMS_MAX):
-            if tiers.prefetch(block):
-                return True
-            victim = choose_victim(
-                (b.id for b in tiers.resident() if b.id not in in_use and tiers.evictable(b)),
-                self._next_use,
-                farther_than=self._next_use(block.id) + len(self.units),
-            )
-            if victim is None or not tiers.evict(tiers.block(victim)):
-                break
-        return tiers.prefetch(block, compact=True)
-
-    def write_behind(self, in_use: set[int] | frozenset[int] = frozenset()) -> None:
-        """Start writing dirty blocks that nobody uses and that will have to leave."""
-        tiers = self.tiers
-        budget = tiers.arena.capacity_bytes * WRITE_BEHIND_SHARE - tiers.in_flight_bytes(BlockState.WRITING)
-        chosen = plan_write_back(
-            [b.id for b in tiers.resident() if b.state is BlockState.DIRTY and b.id not in in_use],
-            self.trace.upcoming(),
-            nbytes=tiers.room_bytes,
-            next_use=self._next_use,
-            lookahead_bytes=self.lookahead_bytes,
-            static=tiers.static,
-        )
-        for block_id in chosen:
-            block = tiers.block(block_id)
-            if budget >= block.nbytes and tiers.write_behind(block):
-                budget -= block.nbytes
 
     # -- saved-tensor hooks ----------------------------------------------------------------------------------------
 

@@ -104,6 +104,10 @@ class Assembly:
         dtype: what floating-point parameters compute in from now on; None keeps theirs.
         piece_bytes: about the most that a piece of optimizer state may take.
         state_format: the arrays of optimizer state that pieces are planned with.
+
+    Attributes:
+        typical_bytes: of the weights of most units of the model, if there are such: pieces of other units are made
+            as large, so that each fits where another was.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class Assembly:
         self.dtype = dtype
         self.piece_bytes = gradients.piece_bytes = piece_bytes
         self.state_format = state_format
+        self.typical_bytes: int | None = None
 
     def target_dtype(self, handle: ParamHandle) -> torch.dtype:
         return self.dtype if self.dtype is not None and handle.dtype.is_floating_point else handle.dtype
@@ -131,9 +136,17 @@ class Assembly:
 
     def declare(self, name: str, handles: list[ParamHandle]) -> UnitDraft:
         """The blocks of a unit, still without bytes."""
-        draft = UnitDraft(self.pager.new_unit_index(), name, handles, [self.target_dtype(h) for h in handles])
-        self.pager.units.append(draft.make(self.pager, self.gradients, self.piece_bytes, self.state_format))
+        draft = self.draft(name, handles)
+        self.make(draft)
         return draft
+
+    def draft(self, name: str, handles: list[ParamHandle]) -> UnitDraft:
+        return UnitDraft(self.pager.new_unit_index(), name, handles, [self.target_dtype(h) for h in handles])
+
+    def make(self, draft: UnitDraft) -> None:
+        """Declare the blocks of a drafted unit."""
+        unit = draft.make(self.pager, self.gradients, self.piece_bytes, self.state_format, self.typical_bytes)
+        self.pager.units.append(unit)
 
     def take_in(self, name: str, params: Iterable[tuple[str, Tensor]]) -> list[ParamHandle]:
         """Adopt parameters that came after construction, as a unit of their own. All of them or none.
@@ -304,7 +317,14 @@ class UnitDraft:
         largest = max(handle.nbytes for handle in self.handles)
         return round_up(self.unit.weights.room_bytes) + round_up(largest) + round_up(max(pieces, default=0))
 
-    def make(self, pager: Pager, gradients: Gradients, piece_bytes: int, state_format: StateFormat) -> Unit:
+    def make(
+        self,
+        pager: Pager,
+        gradients: Gradients,
+        piece_bytes: int,
+        state_format: StateFormat,
+        typical_bytes: int | None,
+    ) -> Unit:
         tiers = pager.tiers
         owner = WeightOwner(pager)
         weights = tiers.create(self.name, Kind.WEIGHT, self.nbytes, owner)
@@ -317,7 +337,9 @@ class UnitDraft:
             self.unit.gradients = block
             gradients.give_block(block, [h for h, _ in trained], offsets, landing)
             alignment = STATE_BLOCK if state_format.dtype is StateDType.EIGHT_BIT else ALIGNMENT_NUMEL
-            self.unit.pieces = make_pieces(tiers, self.unit, trained, piece_bytes, state_format, alignment)
+            self.unit.pieces = make_pieces(
+                tiers, self.unit, trained, piece_bytes, state_format, alignment, typical_bytes
+            )
             equalise_room([weights, block, *(piece.block for piece in self.unit.pieces)])
         return self.unit
 

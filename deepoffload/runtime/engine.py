@@ -203,8 +203,9 @@ class Engine:
         self.placement = placement
         if self._space is not None and placement.nvme_bytes:
             self._space.reserve(placement.nvme_bytes + self._space.used_bytes)
-        self.pager.lookahead_bytes = placement.lookahead_bytes
-        self.pager.reserve_bytes = placement.reserve_bytes
+        self.pager.prefetcher.lookahead_bytes = placement.lookahead_bytes
+        self.pager.prefetcher.reserve_bytes = placement.reserve_bytes
+        self.pager.prefetcher.granule_bytes = self.pager.tiers.common_room_bytes(placement.resident)
         self.pager.tiers.explain = lambda: f"\n{placement.table()}"
 
     def _pin_residents(self, placement: Placement) -> None:

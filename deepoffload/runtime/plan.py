@@ -5,6 +5,7 @@ The engine plans with this before it moves anything, and the estimators predict 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -116,13 +117,25 @@ def _draft(
                     drafted.add(id(handle))
                     mine.append(handle)
             if mine:
-                drafts.append(assembly.declare(unit.name, mine))
+                drafts.append(assembly.draft(unit.name, mine))
     for handle in handles:  # registered somewhere, alive, but in no module that is left
         if handle.tensor is not None and id(handle) not in drafted:
-            drafts.append(assembly.declare(handle.name, [handle]))
+            drafts.append(assembly.draft(handle.name, [handle]))
         elif handle.tensor is None and handle.block is not None:
             pager.tiers.remove(handle.block)
+    assembly.typical_bytes = _typical([draft.nbytes for draft in drafts])
+    for draft in drafts:
+        assembly.make(draft)
     return drafts, windows
+
+
+def _typical(sizes: Sequence[int]) -> int | None:
+    """The size that most bytes come in, if that is most of them all."""
+    total: Counter[int] = Counter()
+    for nbytes in sizes:
+        total[nbytes] += nbytes
+    size, nbytes = max(total.items(), key=lambda item: item[1], default=(0, 0))
+    return size if 2 * nbytes > sum(sizes) else None
 
 
 def _place(

@@ -47,23 +47,27 @@ class _Cycle:
         self.length = len(events)
         self._uses: dict[int, list[int]] = {}
         self._places: dict[int, list[int]] = {}
-        self._flat = [(index, block) for index, event in enumerate(events) for block in event.blocks]
+        self._flat: list[tuple[int, int]] = []  # (event, block), without those that the event before it uses, too
         self._first: list[int] = []  # where an event's blocks begin in it
-        count = 0
         for index, event in enumerate(events):
-            self._first.append(count)
-            count += len(event.blocks)
+            self._first.append(len(self._flat))
+            before = events[index - 1].blocks
+            self._flat += [(index, block) for block in dict.fromkeys(event.blocks) if block not in before]
             self._places.setdefault(event.key, []).append(index)
             for block in dict.fromkeys(event.blocks):
                 self._uses.setdefault(block, []).append(index)
 
     def uses_from(self, position: int) -> Iterator[tuple[int, int]]:
-        """(steps, block) of every use, from the event at ``position`` (1 step), once round."""
-        first, flat = self._first[position], self._flat
+        """(steps, block) of every use, from the event at ``position`` (1 step), once round; what consecutive events use
+        only once."""
+        flat = self._flat
         before, after = 1 - position, 1 - position + self.length
-        for index, block in islice(flat, first, None):
-            yield index + before, block
-        for index, block in islice(flat, first):
+        for block in dict.fromkeys(self.events[position].blocks):
+            yield 1, block
+        if position + 1 < self.length:
+            for index, block in islice(flat, self._first[position + 1], None):
+                yield index + before, block
+        for index, block in islice(flat, self._first[position]):
             yield index + after, block
 
     def distance(self, block: int, position: int) -> float:
@@ -178,8 +182,8 @@ class Trace:
     def upcoming(self) -> Iterator[tuple[int, int]]:
         """(distance, block) of every predicted use in order, from the event expected next, once round the order.
 
-        A block appears once for each event that uses it. Nothing is yielded while no order is known. Observing while
-        iterating does not disturb the iteration, which keeps to the place it began at.
+        A block that consecutive events use appears for the first of them only. Nothing is yielded while no order is
+        known. Observing while iterating does not disturb the iteration, which keeps to the place it began at.
         """
         if self._loop is not None:
             return self._loop.uses_from(self._loop_position)

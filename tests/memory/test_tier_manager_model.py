@@ -398,10 +398,10 @@ def test_contents_are_always_right(faults: str) -> None:
 @pytest.mark.parametrize("faults", FAULTS)
 def test_long_walks(faults: str) -> None:
     machine, seen = machine_class(faults)
-    for seed in range(6):
+    for seed in range(8):
         walk(machine(), seed, 2000)
     # The walks reached what they are for.
     for name in ("faults", "waits", "prefetches", "evictions", "compactions"):
         assert seen.counters[name] > 20, (name, seen)
-    assert seen.no_room > 20 and seen.limbo > 0
+    assert seen.no_room > 10 and seen.limbo > 0
     assert (seen.failures > 20) is ("fail" in faults)

@@ -1,0 +1,132 @@
+"""The prefetcher: has the planner decide what moves between NVMe and host memory, and has the tier manager move it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+
+from deepoffload.memory.block import Block, BlockState
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.native.aio import PAGE_BYTES
+from deepoffload.schedule.planner import MoveKind, choose_victim, plan_prefetch, plan_write_back
+from deepoffload.schedule.trace import Trace
+
+WRITE_BEHIND_SHARE = 0.5
+"""At most this share of the arena may be in flight to NVMe without anybody waiting for it."""
+
+EXTRA_VICTIMS_MAX = 3
+"""How many blocks leave for a prefetch beyond those that make room enough, when that room is in pieces."""
+
+BUSY_TRANSFERS = 3
+"""Blocks on their way to or from NVMe that keep the disk busy until the next event or two."""
+
+EVENTS_PER_PLAN = 3
+"""How many events may pass without a plan while the disk has enough to do in both directions."""
+
+
+class Prefetcher:
+    """Called at every event of the program, under the memory's lock.
+
+    Args:
+        next_use: events until a block is used again.
+        units: of the models; how many there are says what counts as far in the future.
+
+    Attributes:
+        lookahead_bytes, reserve_bytes: see ``plan_prefetch``.
+        granule_bytes: the room that most blocks take that come and go: holes are used in whole parts of it.
+    """
+
+    def __init__(self, tiers: TierManager, trace: Trace, next_use: Callable[[int], float], units: Sized) -> None:
+        self.lookahead_bytes = tiers.arena.capacity_bytes
+        self.reserve_bytes = 0
+        self.granule_bytes = PAGE_BYTES
+        self._tiers = tiers
+        self._trace = trace
+        self._next_use = next_use
+        self._units = units
+        self._unplanned = 0
+        self._stuck_at: tuple[int, int] | None = None
+
+    def end_of_step(self) -> None:
+        """Splinters between blocks that stay are worth moving these once."""
+        self._tiers.merge_holes(self.granule_bytes)
+
+    def pump(self, in_use: set[int] | frozenset[int]) -> None:
+        """Collect what completed, write behind, fetch ahead. ``in_use``: the blocks of the running event."""
+        tiers = self._tiers
+        tiers.poll()
+        if self._may_wait():
+            return
+        self._write_behind(in_use)
+        away = tiers.is_away
+        moves = plan_prefetch(
+            self._trace.upcoming(),
+            is_resident=lambda b: not away(b),
+            nbytes=tiers.room_bytes,
+            free_bytes=tiers.arena.whole_bytes(self.granule_bytes),
+            evictable=self._evictable(in_use),
+            next_use=self._next_use,
+            lookahead_bytes=self.lookahead_bytes,
+            static=tiers.static,
+            is_empty=tiers.is_empty,
+            reserve_bytes=self.reserve_bytes,
+            aside_bytes=sum(tiers.room_bytes(b) for b in in_use if tiers.is_empty(b) or tiers.is_away(b)),
+        )
+        for move in moves:
+            block = tiers.block(move.block)
+            done = tiers.evict(block) if move.kind is MoveKind.EVICT else self._fetch_ahead(block, in_use)
+            if not done:
+                break
+        self._stuck_at = None if moves else (tiers.transfers.settled, tiers.arena.used_bytes)
+
+    def _may_wait(self) -> bool:
+        """Whether the plan can be left to the next event or the one after it: the program is where it was expected to
+        be, and either there is enough on its way in both directions or nothing has changed since no room was found."""
+        tiers, transfers = self._tiers, self._tiers.transfers
+        self._unplanned += 1
+        if self._unplanned < EVENTS_PER_PLAN and tiers.foreseen:
+            if transfers.are_many(BUSY_TRANSFERS) or self._stuck_at == (transfers.settled, tiers.arena.used_bytes):
+                return True
+        self._unplanned = 0
+        return False
+
+    def _evictable(self, in_use: set[int] | frozenset[int]) -> Iterator[int]:
+        """Blocks whose memory a prefetch may take now."""
+        for block in self._tiers.passing(BlockState.CLEAN):
+            if block.id not in in_use and self._tiers.evictable(block):
+                yield block.id
+
+    def _fetch_ahead(self, block: Block, in_use: set[int] | frozenset[int]) -> bool:
+        """Start reading a block for which there is memory enough. When that lies in pieces, what is used last leaves;
+        sliding blocks together costs the program's time, so that comes after."""
+        tiers = self._tiers
+        for _ in range(EXTRA_VICTIMS_MAX):
+            if tiers.prefetch(block):
+                return True
+            victim = choose_victim(
+                self._evictable(in_use),
+                self._next_use,
+                farther_than=self._next_use(block.id) + len(self._units),
+            )
+            if victim is None or not tiers.evict(tiers.block(victim)):
+                break
+        return tiers.prefetch(block, compact=True)
+
+    def _write_behind(self, in_use: set[int] | frozenset[int]) -> None:
+        """Start writing dirty blocks that nobody uses and that will have to leave."""
+        tiers = self._tiers
+        dirty = [block.id for block in tiers.passing(BlockState.DIRTY) if block.id not in in_use]
+        budget = tiers.arena.capacity_bytes * WRITE_BEHIND_SHARE - tiers.in_flight_bytes(BlockState.WRITING)
+        if not dirty or budget <= 0:
+            return
+        chosen = plan_write_back(
+            dirty,
+            self._trace.upcoming(),
+            nbytes=tiers.room_bytes,
+            next_use=self._next_use,
+            lookahead_bytes=self.lookahead_bytes,
+            static=tiers.static,
+        )
+        for block_id in chosen:
+            block = tiers.block(block_id)
+            if budget >= block.nbytes and tiers.write_behind(block):
+                budget -= block.nbytes
