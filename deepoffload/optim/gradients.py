@@ -235,7 +235,8 @@ class Gradients:
         with self.pager.lock:
             if slot.shown is None:
                 with bare():
-                    shown = make_stand_in(slot.shape, slot.dtype, slot.device).as_subclass(OffloadedGradient)
+                    stand_in = make_stand_in(slot.shape, slot.dtype, slot.device)
+                    shown = Tensor._make_subclass(OffloadedGradient, stand_in)  # no view, as autograd's own is none
                 show_stand_in(shown, slot, OffloadedGradient)
                 slot.show(shown)
                 return shown

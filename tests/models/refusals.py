@@ -50,7 +50,12 @@ REFUSALS = (
         KEEPS,
         "convert in the context, or set `precision`",
     ),
-    Refusal("`param.data =` a tensor of another shape or dtype", wrong_data, KEEPS, "a new `nn.Parameter`"),
+    Refusal(
+        "`param.data =` a tensor of another shape or dtype; transformers' `resize_token_embeddings`",
+        wrong_data,
+        KEEPS,
+        "in the context, or a new `nn.Parameter`",
+    ),
     Refusal(
         "`model.to(device)`",
         lambda model: model.to("meta"),

@@ -425,3 +425,20 @@ def test_detach_in_place(same: Same) -> None:
         return gradients_of(model)
 
     same(mlp, program)
+
+
+def test_gradients_edited_with_weights_in_grad_mode(same: Same) -> None:
+    """Weight decay by hand, outside of ``no_grad``: autograd's own gradient is no view, and ours is none either."""
+
+    def program(model: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        for seed in range(2):
+            model(rows(seed=seed)).square().mean().backward()
+            for param in model.parameters():
+                param.grad.add_(param, alpha=0.01)
+            graphs = [param.grad.grad_fn is not None for param in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return graphs, weights_of(model)
+
+    same(mlp, program)
