@@ -38,22 +38,25 @@ def rate(accelerator: Accelerator, copy: Callable[[], None], nbytes: int) -> flo
     return nbytes / statistics.median(seconds[1:])
 
 
-def copies(accelerator: Accelerator, host: torch.Tensor, there: list[torch.Tensor]) -> dict[str, Callable[[], None]]:
-    half = host.numel() // 2
+def copies(
+    accelerator: Accelerator, host: torch.Tensor, there: list[torch.Tensor], parts: list[tuple[int, int]]
+) -> dict[str, Callable[[], None]]:
+    """``parts``, as (offset, bytes), are what may be copied at once."""
+    ranges = [slice(start, start + nbytes) for start, nbytes in parts]
 
-    def bring() -> None:
+    def bring(chosen: list[slice] = ranges) -> None:
         with accelerator.on(accelerator.copy_in):
-            there[0].copy_(host, non_blocking=True)
+            for part in chosen:
+                there[0][part].copy_(host[part], non_blocking=True)
 
-    def take() -> None:
+    def take(chosen: list[slice] = ranges) -> None:
         with accelerator.on(accelerator.copy_out):
-            host.copy_(there[0], non_blocking=True)
+            for part in chosen:
+                host[part].copy_(there[1][part], non_blocking=True)
 
     def both() -> None:
-        with accelerator.on(accelerator.copy_in):
-            there[0][:half].copy_(host[:half], non_blocking=True)
-        with accelerator.on(accelerator.copy_out):
-            host[half:].copy_(there[1][half:], non_blocking=True)
+        bring(ranges[::2])
+        take(ranges[1::2])
 
     return {"in": bring, "out": take, "both": both}
 
@@ -63,13 +66,14 @@ def main() -> None:
     accelerator = Accelerator(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
     arena = Arena(nbytes)
     pinned_arena = PinnedArena(accelerator, arena)
-    pinned_arena.lock(0, nbytes)
+    locked = pinned_arena.lock(0, nbytes)
     report: dict[str, Any] = {"bytes": nbytes, "locked_bytes": pinned_arena.locked_bytes}
     ours = torch.frombuffer(arena.buffer, dtype=torch.uint8)
     pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory="--simulate" not in sys.argv)
     there = [torch.empty(nbytes, dtype=torch.uint8, device=accelerator.device) for _ in range(2)]
-    for name, host in (("ours", ours), ("pinned", pinned)):
-        for direction, copy in copies(accelerator, host, there).items():
+    halves = [(0, nbytes // 2), (nbytes // 2, nbytes - nbytes // 2)]
+    for name, host, parts in (("ours", ours, locked if len(locked) > 1 else halves), ("pinned", pinned, halves)):
+        for direction, copy in copies(accelerator, host, there, parts).items():
             report[f"{name}_{direction}_bytes_per_s"] = rate(accelerator, copy, nbytes)
     for direction in ("in", "out", "both"):
         report[f"{direction}_ratio"] = (

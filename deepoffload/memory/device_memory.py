@@ -255,7 +255,7 @@ class DeviceMemory:
             for event in (*self.arena.events_before(copy.offset), *after):
                 stream.wait_event(event)
             with self._bare(), self.accelerator.on(stream):
-                self._shown(copy).copy_(self._host(block), non_blocking=True)
+                self.bring(self._shown(copy), self._host(block))
             copy.ready = self.accelerator.event(stream)
         self.transfers.launched(Lane.TO_DEVICE, copy.ready, block, block.nbytes)
 
@@ -268,7 +268,7 @@ class DeviceMemory:
             for event in self._events(copy):
                 stream.wait_event(event)
             with self._bare(), self.accelerator.on(stream):
-                self._host(block).copy_(self._shown(copy), non_blocking=True)
+                self.take(self._shown(copy), self._host(block))
             copy.streams[stream.stream_id] = stream
             done = self.accelerator.event(stream)
         self.transfers.launched(Lane.FROM_DEVICE, done, block, block.nbytes)
@@ -291,17 +291,27 @@ class DeviceMemory:
     def _shown(self, copy: _Copy) -> Tensor:
         return self.arena.bytes()[copy.offset : copy.offset + copy.block.nbytes]
 
-    def _host(self, block: Block) -> Tensor:
+    def _host(self, block: Block) -> int:
         if block.offset is None:
             raise RuntimeError(f"block {block.name} has no memory")
-        return self.host_bytes(block.offset, block.nbytes)
+        return block.offset
 
-    def host_bytes(self, offset: int, nbytes: int) -> Tensor:
-        """A range of the arena, page-locked if that can be, as the other side of copies."""
-        self.pinned.lock(offset, nbytes)
+    def bring(self, there: Tensor, offset: int) -> None:
+        """Start copying the arena's bytes from ``offset`` on to ``there`` (uint8, on the device), in the current
+        stream. To be called outside of the program's modes."""
+        for part, host in self._parts(there, offset):
+            part.copy_(host, non_blocking=True)
+
+    def take(self, there: Tensor, offset: int) -> None:
+        """The other way round."""
+        for part, host in self._parts(there, offset):
+            host.copy_(part, non_blocking=True)
+
+    def _parts(self, there: Tensor, offset: int) -> Iterator[tuple[Tensor, Tensor]]:
         if self._arena_bytes is None:
             self._arena_bytes = torch.frombuffer(self.tiers.arena.buffer, dtype=torch.uint8)
-        return self._arena_bytes[offset : offset + nbytes]
+        for start, nbytes in self.pinned.lock(offset, there.numel()):
+            yield there[start - offset :][:nbytes], self._arena_bytes[start : start + nbytes]
 
     # -- room ------------------------------------------------------------------------------------------------------
 

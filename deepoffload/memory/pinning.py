@@ -2,7 +2,8 @@
 
 Copies from and to page-locked memory run beside everything else; others go through a small buffer of the driver's. To
 lock costs some 0.3 s per GB and takes the memory at once, so only what is really used is locked (``cudaHostRegister``,
-CUDA Runtime API, "Memory Management"). A copy may span chunks that were locked one by one.
+CUDA Runtime API, "Memory Management"). CUDA refuses a copy from or to memory that is locked in part, and promises
+nothing for one that spans what was locked apart, so a copy is made chunk by chunk.
 """
 
 from __future__ import annotations
@@ -35,9 +36,17 @@ class PinnedArena:
         self.refusal: str | None = None
         arena.before_release(self.release)
 
-    def lock(self, offset: int, nbytes: int) -> None:
-        """Lock what is not locked yet of a range that a copy is about to use."""
-        for chunk in range(offset // CHUNK_BYTES, (offset + nbytes - 1) // CHUNK_BYTES + 1):
+    def lock(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """Lock what is not locked yet of a range that copies are about to use. Returns the parts of it, as (offset,
+        bytes), that may be copied at once."""
+        chunks = range(offset // CHUNK_BYTES, (offset + nbytes - 1) // CHUNK_BYTES + 1)
+        if self.refusal is None:
+            self._lock(chunks)
+        bounds = [offset, *(chunk * CHUNK_BYTES for chunk in chunks[1:]), offset + nbytes]
+        return [(start, end - start) for start, end in zip(bounds, bounds[1:], strict=False)]
+
+    def _lock(self, chunks: range) -> None:
+        for chunk in chunks:
             if chunk in self._chunks or self.refusal is not None:
                 continue
             start = chunk * CHUNK_BYTES

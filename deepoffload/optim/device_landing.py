@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from deepoffload.errors import BudgetError
@@ -97,9 +98,8 @@ class DeviceLandings:
             for start in range(0, slot.numel, step):
                 numel = min(step, slot.numel - start)
                 offset = self._take_slot()
-                staged = self._memory.host_bytes(offset, numel * flat.element_size()).view(flat.dtype)
                 with accelerator.on(stream):
-                    staged.copy_(flat[start : start + numel], non_blocking=True)
+                    self._memory.take(flat[start : start + numel].view(torch.uint8), offset)
                 self._tiers.acquire(block)
                 then = partial(self._land, landing, offset, start, numel)
                 nbytes = numel * flat.element_size()

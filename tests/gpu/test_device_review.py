@@ -1,14 +1,18 @@
-"""What goes wrong on a device when one looks away: edits through views, other streams, memory that is locked in part."""
+"""What goes wrong on a device when one looks away: edits through views, other streams, memory locked in part."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import deepoffload
 from deepoffload import offload_context
+from deepoffload.memory import pinning
+from deepoffload.native.aio import PAGE_BYTES
+from tests.support.simulated_gpu import settings
 
 
 class Block(nn.Module):
@@ -25,8 +29,8 @@ def build(hidden: int = 64, blocks: int = 4) -> nn.Module:
     return nn.Sequential(*(Block(hidden) for _ in range(blocks)))
 
 
-def paged(device: str, device_budget: int, **settings: Any) -> tuple[nn.Module, Any]:
-    with offload_context(device=device, device_budget=device_budget, host_budget="24MiB", **settings) as context:
+def paged(device: str, device_budget: int, **said: Any) -> tuple[nn.Module, Any]:
+    with offload_context(device=device, device_budget=device_budget, host_budget="24MiB", **said) as context:
         model = build()
     return model, context.engine
 
@@ -52,3 +56,23 @@ def test_edits_through_a_view_that_is_gone_are_not_lost_to_the_norm(simulated_gp
     reference.step()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.detach().clone(), theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_copies_take_memory_that_is_locked_in_part_or_chunk_by_chunk(
+    simulated_gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinning, "CHUNK_BYTES", 24 * PAGE_BYTES)  # blocks and ring slots cross the borders
+    settings(pinned_max_bytes=100 * PAGE_BYTES)  # and some of them that of what is locked at all
+    model, engine = paged(simulated_gpu, 400_000)
+    plain = build().to(simulated_gpu)
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for number in range(2):
+        for trained in (model, plain):
+            trained(batch(number, simulated_gpu)).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.clone(), theirs.grad, rtol=1e-3, atol=1e-6)
+        for stepping in (optimizer, reference):
+            stepping.step()
+            stepping.zero_grad()
+    assert 0 < engine.stats()["host_locked_bytes"] <= 100 * PAGE_BYTES

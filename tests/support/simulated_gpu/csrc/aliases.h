@@ -161,6 +161,9 @@ inline at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_bl
     if (!(down && up)) {
         const at::Tensor& host = down ? from : self;
         bool exact = true;
+        for (const Range& range : ranges(host, exact))
+            TORCH_CHECK(simulator.pinned.is_one_kind(range.begin, range.end),
+                        "simulated GPU: invalid argument: host memory of a copy is pinned in part, or in parts");
         task.watched = [parts = ranges(host, exact)] { return hash(parts); };
         if (!exact)
             task.watched = nullptr;

@@ -35,6 +35,15 @@ class PinnedMemory {
         return overlaps(address, address + 1);
     }
 
+    // Whether a copy may use the range: CUDA refuses one that is pinned in part (cuMemcpy: "memory regions spanning over
+    // allocations that are both registered and not"); one over two that were pinned apart is not promised to work.
+    bool is_one_kind(uint64_t begin, uint64_t end) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto it = ends_.lower_bound(end);
+        return it == ends_.begin() || std::prev(it)->second <= begin ||
+               (std::prev(it)->first <= begin && end <= std::prev(it)->second);
+    }
+
     void limit(uint64_t bytes) {
         const std::lock_guard<std::mutex> lock(mutex_);
         limit_bytes_ = bytes;
