@@ -7,6 +7,7 @@ Transfer and Kernel Execution").
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -59,13 +60,15 @@ class Accelerator:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def free_bytes(self) -> int:
-        """Memory that this process may still take: what is free, and no more than its share
+        """Memory that this process may still take: what is free or kept by torch for later, and no more than its share
         (``torch.cuda.set_per_process_memory_fraction``)."""
         free, total = self._module.mem_get_info(self.device)
+        allocated = int(self._module.memory_allocated(self.device))
+        free = int(free) + int(self._module.memory_reserved(self.device)) - allocated
         share = getattr(self._module, "get_per_process_memory_fraction", None)
-        if share is None:
-            return int(free)
-        return max(0, min(int(free), int(total * share(self.device)) - int(self._module.memory_reserved(self.device))))
+        if share is None:  # torch 2.6
+            return free
+        return max(0, min(free, int(total * share(self.device)) - allocated))
 
     def register(self, address: int, nbytes: int) -> str | None:
         """Page-lock host memory for this device. None when that went well, else why it did not."""
@@ -74,11 +77,21 @@ class Accelerator:
             return f"torch has no way to lock memory for {self.device.type}"
         with self._module.device(self.device):
             code = int(cudart().cudaHostRegister(address, nbytes, 0))
+            if code:
+                self._forget_error()
         return f"cudaHostRegister gave error {code}" if code else None
+
+    def _forget_error(self) -> None:
+        """CUDA keeps the error of a call that failed, and torch's next launch on this thread would raise it, whatever
+        it launches. Let that be one of ours."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones((), device=self.device)
 
     def unregister(self, address: int) -> None:
         """Undo :meth:`register`."""
-        self._module.cudart().cudaHostUnregister(address)
+        with self._module.device(self.device):
+            if int(self._module.cudart().cudaHostUnregister(address)):
+                self._forget_error()
 
 
 def _module_of(device: torch.device) -> Any:

@@ -83,6 +83,9 @@ class DeviceArena:
         if self._bytes is None:
             with self._bare():
                 self._bytes = torch.empty(self.capacity_bytes, dtype=torch.uint8, device=self._accelerator.device)
+            # torch may give memory that what was launched on this stream before still uses.
+            event = self._accelerator.event(self._accelerator.current())
+            self._fences.append(_Fence(0, self.capacity_bytes, event))
         return self._bytes
 
     def holds(self, address: int) -> bool:

@@ -138,7 +138,10 @@ class DeviceMemory:
         return tensor.device == self.device and self.arena.holds(tensor.untyped_storage().data_ptr())
 
     def checksum(self, block: Block, offset_bytes: int, nbytes: int) -> int:
-        start = self._copies[block.id].offset + offset_bytes
+        copy = self._copies[block.id]
+        start, current = copy.offset + offset_bytes, self.accelerator.current()
+        for event in self._events(copy):  # it may have been written on another stream
+            current.wait_event(event)
         with self._bare():
             return zlib.crc32(self.arena.bytes()[start : start + nbytes].cpu().numpy().data)
 
@@ -200,8 +203,13 @@ class DeviceMemory:
         offset = self.arena.allocate(block.room_bytes)
         if offset is None:
             return False
-        copy = self._copies[block.id] = _Copy(block, offset)
-        self._copy_in(copy)
+        copy = _Copy(block, offset)
+        try:
+            self._copy_in(copy)
+        except BaseException:
+            self.arena.free(offset, [])
+            raise
+        self._copies[block.id] = copy
         self.counters.prefetches += 1
         return True
 
@@ -229,6 +237,7 @@ class DeviceMemory:
                 self._copy_in(copy)
             else:
                 copy.dirty = True
+                self.arena.bytes()
                 current = self.accelerator.current()
                 for event in self.arena.events_before(copy.offset):
                     current.wait_event(event)
@@ -249,13 +258,13 @@ class DeviceMemory:
 
     def _copy_in(self, copy: _Copy, after: Iterable[Any] = ()) -> None:
         """Start bringing the host's bytes. They are leased until that is done."""
-        block, stream = copy.block, self.accelerator.copy_in
+        block, stream, there = copy.block, self.accelerator.copy_in, self._shown(copy)
         self.tiers.acquire(block)
         with self._lease_kept(block):
             for event in (*self.arena.events_before(copy.offset), *after):
                 stream.wait_event(event)
             with self._bare(), self.accelerator.on(stream):
-                self.bring(self._shown(copy), self._host(block))
+                self.bring(there, self._host(block))
             copy.ready = self.accelerator.event(stream)
         self.transfers.launched(Lane.TO_DEVICE, copy.ready, block, block.nbytes)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import deepoffload
 from deepoffload import offload_context
 from deepoffload.memory import pinning
+from deepoffload.memory.accelerator import Accelerator
 from deepoffload.native.aio import PAGE_BYTES
 from tests.support.simulated_gpu import settings
 
@@ -76,3 +77,27 @@ def test_copies_take_memory_that_is_locked_in_part_or_chunk_by_chunk(
             stepping.step()
             stepping.zero_grad()
     assert 0 < engine.stats()["host_locked_bytes"] <= 100 * PAGE_BYTES
+
+
+def test_edits_on_another_stream_are_seen(simulated_gpu: str) -> None:
+    model, engine = paged(simulated_gpu, 400_000)
+    wanted = model[1].up.weight.detach().clone()
+    values = wanted.cpu()
+    side = torch.simgpu.Stream()
+    side.wait_stream(torch.accelerator.current_stream())
+    with torch.simgpu.stream(side):
+        view = model[1].up.weight.data
+        view.copy_(values * 2, non_blocking=True)  # late: done when something waits for it
+        del view
+    engine.pager.memory.evict_all(frozenset())
+    torch.accelerator.current_stream().wait_stream(side)
+    assert torch.equal(model[1].up.weight.detach(), wanted * 2)
+
+
+def test_the_budget_may_take_what_torch_keeps_for_later(simulated_gpu: str) -> None:
+    accelerator = Accelerator(torch.device(simulated_gpu))
+    before = accelerator.free_bytes()
+    kept = torch.empty(64 << 20, dtype=torch.uint8, device=simulated_gpu)
+    assert accelerator.free_bytes() == before - kept.numel()
+    del kept
+    assert accelerator.free_bytes() == before
