@@ -45,6 +45,7 @@ class _Copy:
     """A block's bytes on the device.
 
     ``ready``: the event of its coming, until it is known to have happened. ``streams``: on which it has been used.
+    ``over``: events that were recorded when its last use was over, None while it is used.
     """
 
     block: Block
@@ -53,6 +54,7 @@ class _Copy:
     dirty: bool = False
     ready: Any = None
     streams: dict[int, Any] = field(default_factory=dict)
+    over: list[Any] | None = None
 
 
 class DeviceMemory:
@@ -83,6 +85,7 @@ class DeviceMemory:
         self.pinned = PinnedArena(accelerator, tiers.arena)
         self.counters = DeviceCounters()
         self._copies: dict[int, _Copy] = {}
+        self._used: dict[int, _Copy] = {}
         self._arena_bytes: Tensor | None = None
         self._bare = bare
         tiers.copies = self
@@ -175,6 +178,7 @@ class DeviceMemory:
     def pump(self, upcoming: Iterable[tuple[int, int]], in_use: set[int] | frozenset[int]) -> None:
         """Start copies of the weights that are used next and are in host memory, as far as there is room."""
         self.transfers.poll()
+        self._note_ends()
         weights = [(distance, block) for distance, block in upcoming if self._is_weight(block)]
         moves = plan_prefetch(
             weights,
@@ -190,6 +194,18 @@ class DeviceMemory:
                 self._evict(self._copies[move.block])
             elif not self._prefetch(self.tiers.block(move.block)):
                 break
+
+    def _note_ends(self) -> None:
+        """Record where uses that are over have ended. A copy that leaves later, when more has been launched, need not
+        wait for that."""
+        for copy in [copy for copy in self._used.values() if not copy.leases and self._may_go(copy)]:
+            copy.over = [self.accelerator.event(stream) for stream in copy.streams.values()]
+            del self._used[copy.block.id]
+
+    def _begin_use(self, copy: _Copy, stream: Any) -> None:
+        copy.streams[stream.stream_id] = stream
+        copy.over = None
+        self._used[copy.block.id] = copy
 
     def evict_all(self, in_use: set[int] | frozenset[int]) -> None:
         """Evict what may be evicted (the tests' strictest mode)."""
@@ -250,7 +266,7 @@ class DeviceMemory:
     def _use(self, copy: _Copy) -> None:
         """What the current stream does from now on with the copy comes after its coming, and before its going."""
         stream = self.accelerator.current()
-        copy.streams[stream.stream_id] = stream
+        self._begin_use(copy, stream)
         if copy.ready is not None:
             stream.wait_event(copy.ready)
             if copy.ready.query():
@@ -278,7 +294,7 @@ class DeviceMemory:
                 stream.wait_event(event)
             with self._bare(), self.accelerator.on(stream):
                 self.take(self._shown(copy), self._host(block))
-            copy.streams[stream.stream_id] = stream
+            self._begin_use(copy, stream)
             done = self.accelerator.event(stream)
         self.transfers.launched(Lane.FROM_DEVICE, done, block, block.nbytes)
         copy.dirty = False
@@ -294,7 +310,9 @@ class DeviceMemory:
 
     def _events(self, copy: _Copy) -> list[Any]:
         """When these have happened, nothing that was launched until now uses the copy."""
-        events = [self.accelerator.event(stream) for stream in copy.streams.values()]
+        events = copy.over
+        if events is None:
+            events = [self.accelerator.event(stream) for stream in copy.streams.values()]
         return events if copy.ready is None else [*events, copy.ready]
 
     def _shown(self, copy: _Copy) -> Tensor:
@@ -378,6 +396,7 @@ class DeviceMemory:
         if copy.block.owner is not None:
             copy.block.owner.release()
         del self._copies[copy.block.id]
+        self._used.pop(copy.block.id, None)
         self.arena.free(copy.offset, self._events(copy), aliases)
 
     def _no_room(self, block: Block) -> str:
@@ -417,6 +436,7 @@ class DeviceMemory:
                 if copy.block.owner is not None:
                     copy.block.owner.release()
             self._copies.clear()
+            self._used.clear()
             self.arena.close()
             self._arena_bytes = None
             self.pinned.release()

@@ -101,3 +101,22 @@ def test_the_budget_may_take_what_torch_keeps_for_later(simulated_gpu: str) -> N
     assert accelerator.free_bytes() == before - kept.numel()
     del kept
     assert accelerator.free_bytes() == before
+
+
+def test_what_is_launched_after_the_last_use_holds_up_no_copy(simulated_gpu: str) -> None:
+    model, engine = paged(simulated_gpu, 4_000_000)
+    memory = engine.pager.memory
+    with torch.no_grad():
+        model(batch(0, simulated_gpu))
+    engine.pager.pump()
+    memory.transfers.end()
+    torch.accelerator.synchronize()
+    later = torch.empty(1000, device=simulated_gpu).copy_(torch.ones(1000), non_blocking=True)  # for the next layers
+    unit = engine.pager.units[0]
+    memory.refresh(unit.weights)  # its update is made right before it is used next
+    assert not memory.shows(unit.weights)
+    offset = memory.arena.allocate(unit.weights.room_bytes)
+    assert memory.arena.events_before(offset) == []
+    memory.arena.free(offset, [])
+    assert later.sum() == 1000
+    torch.testing.assert_close(model(batch(0, simulated_gpu)), build().to(simulated_gpu)(batch(0, simulated_gpu)))
