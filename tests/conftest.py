@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support import cuda
 from tests.support.paging import STRICT, Paging, Same
+from tests.support.simulated_gpu.isolation import CHILD
+
+if CHILD not in os.environ:
+    cuda.hide()
 
 
 def pytest_configure() -> None:

@@ -49,14 +49,14 @@ def fit_device(memory: DeviceMemory, plan: ModelPlan) -> None:
         PlacementError: a module's call takes more weights at once than the budget holds.
     """
     capacity_bytes = memory.arena.capacity_bytes
-    for name, nbytes in window_bytes(plan.drafts, plan.windows):
-        if nbytes > capacity_bytes:
-            raise PlacementError(
-                f"device_budget is {format_bytes(capacity_bytes)} ({capacity_bytes} bytes), but a call of "
-                f"{name or 'the model'} needs {nbytes} bytes of weights on {memory.device} at once; raise it to at "
-                f"least {nbytes} bytes",
-                nbytes,
-            )
+    name, nbytes = max(window_bytes(plan.drafts, plan.windows), key=lambda window: window[1], default=("", 0))
+    if nbytes > capacity_bytes:
+        raise PlacementError(
+            f"device_budget is {format_bytes(capacity_bytes)} ({capacity_bytes} bytes), but a call of "
+            f"{name or 'the model'} needs {nbytes} bytes of weights on {memory.device} at once; raise it to at "
+            f"least {nbytes} bytes",
+            nbytes,
+        )
     weights = sum(draft.unit.weights.room_bytes for draft in plan.drafts)
     gradients = [draft.unit.gradients.room_bytes for draft in plan.drafts if draft.unit.gradients is not None]
     memory.arena.trim(weights + max(gradients, default=0))  # gradients are there one block at a time, when looked at

@@ -136,6 +136,12 @@ def _memory(native: ModuleType) -> dict[str, Any]:
         for index in range(native.device_count()):
             native.empty_cache(index)
 
+    fractions: dict[int, float] = {}
+
+    def set_fraction(fraction: float, which: Any = None) -> None:
+        native.set_memory_fraction(fraction, index_of(which))
+        fractions[index_of(which)] = fraction
+
     def reader(name: str) -> Any:
         return lambda which=None: native.memory(index_of(which))[name]
 
@@ -147,9 +153,8 @@ def _memory(native: ModuleType) -> dict[str, Any]:
         "memory_counts": lambda which=None: native.memory(index_of(which)),
         "mem_get_info": mem_get_info,
         "reset_peak_memory_stats": lambda which=None: native.reset_peak(index_of(which)),
-        "set_per_process_memory_fraction": lambda fraction, which=None: native.set_memory_fraction(
-            fraction, index_of(which)
-        ),
+        "set_per_process_memory_fraction": set_fraction,
+        "get_per_process_memory_fraction": lambda which=None: fractions.get(index_of(which), 1.0),
         "empty_cache": empty_cache,
         "OutOfMemoryError": torch.OutOfMemoryError,
     }

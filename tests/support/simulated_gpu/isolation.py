@@ -1,8 +1,9 @@
 """Tests that use the simulated GPU run in a process of their own, one for each test module, and are reported as others.
 
-A ``conftest.py`` takes the hooks of this module and the fixture ``simulated_gpu``. Tests that ask for the fixture are
-then handed to a child, which is an ordinary pytest over the same module: fixtures, parameters and failures look as
-always. What kills the child fails the test with all that the child had said.
+A ``conftest.py`` takes the hooks of this module and the fixture ``simulated_gpu``. Tests that ask for the fixture, or
+have a parameter ``device`` that names the simulated GPU or CUDA, are then handed to a child, which is an ordinary
+pytest over the same module: fixtures, parameters and failures look as always. What kills the child fails the test with
+all that the child had said.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from typing import IO, Any
 import pytest
 from _pytest.runner import runtestprotocol
 
+from tests.support import cuda
+
 FIXTURE = "simulated_gpu"
+DEVICES = ("simgpu", "cuda")
 CHILD = "SIMULATED_GPU_CHILD"
 """Environment: the two file descriptors of a child, to read requests from and to write reports to."""
 
@@ -29,18 +33,20 @@ SERVED = pytest.StashKey["Child | None"]()
 
 
 class Child:
-    """A pytest over one module that waits for tests to run."""
+    """A pytest over one module that waits for tests of one device to run."""
 
-    def __init__(self, module: Path, config: pytest.Config) -> None:
+    def __init__(self, module: Path, device: str, config: pytest.Config) -> None:
         self.module = module
+        self.device = device
+        # Torch knows one kind of accelerator in a process.
+        environment = cuda.visible(os.environ) if device == "cuda" else {**os.environ, cuda.VISIBLE: ""}
         self._said: IO[bytes] = tempfile.TemporaryFile()
         to_child, requests = os.pipe()
         reports, from_child = os.pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(module)],
             cwd=config.rootpath,
-            # Without the real GPUs, where there are any: torch knows one kind of accelerator in a process.
-            env=os.environ | {CHILD: f"{to_child},{from_child}", "CUDA_VISIBLE_DEVICES": ""},
+            env=environment | {CHILD: f"{to_child},{from_child}"},
             pass_fds=(to_child, from_child),
             stdin=subprocess.DEVNULL,
             stdout=self._said,
@@ -78,7 +84,7 @@ class Child:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile now, so that no test's time limit counts it."""
-    if CHILD not in os.environ and any(map(wanted, session.items)):
+    if CHILD not in os.environ and any(device_of(item) == "simgpu" for item in session.items):
         from tests.support.simulated_gpu.build import build
 
         with contextlib.suppress(RuntimeError):  # which the fixture will raise again, where it is reported
@@ -87,15 +93,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """In the process that was started: hand tests with the fixture to the child of their module."""
-    if CHILD in os.environ or not wanted(item):
+    device = device_of(item)
+    if CHILD in os.environ or device is None or item.get_closest_marker("skip") is not None:
         return None
     child = item.session.stash.get(SERVED, None)
-    if child is None or child.module != item.path:
+    if child is None or (child.module, child.device) != (item.path, device):
         close(item.session)
-        child = item.session.stash[SERVED] = Child(item.path, item.config)
-    same_child = (
-        nextitem is not None and nextitem.path == item.path and FIXTURE in getattr(nextitem, "fixturenames", ())
-    )
+        child = item.session.stash[SERVED] = Child(item.path, device, item.config)
+    same_child = nextitem is not None and nextitem.path == item.path and device_of(nextitem) == device
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     answer = child.run(item, nextitem if same_child else None)
     if isinstance(answer, str):
@@ -114,8 +119,13 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
-def wanted(item: pytest.Item) -> bool:
-    return FIXTURE in getattr(item, "fixturenames", ())
+def device_of(item: pytest.Item) -> str | None:
+    """On which device a test is to run, None for one that needs no child."""
+    if FIXTURE in getattr(item, "fixturenames", ()):
+        return "simgpu"
+    chosen = getattr(item, "callspec", None)
+    device = None if chosen is None else chosen.params.get("device")
+    return device if device in DEVICES else None
 
 
 def close(session: pytest.Session) -> None:
