@@ -111,7 +111,7 @@ class _MappedCopy:
             try:
                 os.posix_fallocate(file.fileno(), 0, handle.nbytes)  # a full disk shows here, not as SIGBUS
             except OSError as error:
-                remedy = "torch.save and safetensors need room for a copy of the weights on nvme_path"
+                remedy = "torch.save and safetensors need room for a copy of the weights on nvme_path (else in TMPDIR)"
                 raise IoFailure(
                     f"reserving a copy of {handle.name}", error.errno or 0, directory, 0, handle.nbytes, remedy
                 ) from error
@@ -142,12 +142,13 @@ def mapped(value: Tensor) -> Tensor:
     weight = lazy._weight
     slot = weight.__dict__["_slot"]
     space = slot.pager.tiers.space
-    if space is None:
+    if space is None and slot.memory.on_host:
         return weight.detach()  # without NVMe all weights are in memory anyway
+    directory = str(space.paths[0]) if space is not None else tempfile.gettempdir()
     if lazy._mapped is None:
         known = slot.mapped_copy() if slot.mapped_copy is not None else None  # tied weights have one address
         if known is None:
-            known = _MappedCopy(slot, str(space.paths[0]))
+            known = _MappedCopy(slot, directory)
             slot.mapped_copy = weakref.ref(known)
         lazy._mapped = known
     return lazy._mapped.refresh(weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -120,3 +121,13 @@ def test_what_is_launched_after_the_last_use_holds_up_no_copy(simulated_gpu: str
     memory.arena.free(offset, [])
     assert later.sum() == 1000
     torch.testing.assert_close(model(batch(0, simulated_gpu)), build().to(simulated_gpu)(batch(0, simulated_gpu)))
+
+
+def test_a_state_dict_is_saved_that_does_not_fit_on_the_device(simulated_gpu: str) -> None:
+    model, _ = paged(simulated_gpu, 160_000)  # one block, and no NVMe
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    expected = build().state_dict()
+    for name, value in torch.load(file).items():
+        assert torch.equal(value.cpu(), expected[name])
