@@ -92,9 +92,9 @@ class DeviceArena:
         """Whether an address of the device lies in it."""
         return self._bytes is not None and 0 <= address - self._bytes.data_ptr() < self.capacity_bytes
 
-    def allocate(self, nbytes: int) -> int | None:
-        """Offset of a range; None when no hole is large enough."""
-        return self._ranges.allocate(nbytes)
+    def allocate(self, nbytes: int, *, high: bool = False) -> int | None:
+        """Offset of a range; None when no hole is large enough. What stays for good is taken from the ``high`` end."""
+        return self._ranges.allocate(nbytes, high=high)
 
     def events_before(self, offset: int) -> list[Any]:
         """What has to happen before the range at ``offset`` is written. Fences that hold nobody up are dropped."""

@@ -87,6 +87,7 @@ class DeviceMemory:
         self._copies: dict[int, _Copy] = {}
         self._used: dict[int, _Copy] = {}
         self._arena_bytes: Tensor | None = None
+        self._kept: set[int] = set()
         self._bare = bare
         tiers.copies = self
         # An engine that goes without being closed: what is on its way reads and writes the memory that goes with it.
@@ -173,6 +174,49 @@ class DeviceMemory:
                 self._copy_in(copy, after=self._events(copy))
                 self._use(copy)
 
+    # -- what is kept ----------------------------------------------------------------------------------------------
+
+    def keep(self, block: Block) -> None:
+        """From now on a block of optimizer state lives on the device. What the host has of it goes there."""
+        with self.tiers.lock:
+            self._kept.add(block.id)
+            if not self.tiers.is_empty(block.id):
+                self.acquire(block)
+                self.will_change(block)
+                self.release(block)
+                self.let_host_go(block)
+
+    def keeps(self, block: Block) -> bool:
+        return block.id in self._kept
+
+    def keep_no_longer(self, block: Block) -> None:
+        """The block lives on the host again."""
+        with self.tiers.lock:
+            self.bring_home(block)
+            self._kept.discard(block.id)
+
+    def let_host_go(self, block: Block) -> None:
+        """Free the host's bytes of a block that is kept on the device, where its copy is right."""
+        with self.tiers.lock:
+            if block.copying:
+                self.transfers.end(block)
+            copy = self._copies.get(block.id)
+            if copy is not None:
+                copy.dirty = True
+                self.tiers.shed(block)
+
+    def bring_home(self, block: Block) -> None:
+        """Have the host's bytes right of a block that is kept on the device."""
+        if block.id in self._kept:
+            self.settle(block)
+
+    def outdated(self, block: Block) -> None:
+        """The host's bytes of a kept block are about to change: the copy goes, the next update brings them."""
+        if block.id in self._kept:
+            copy = self._copies.get(block.id)
+            if copy is not None:
+                self._drop(copy)
+
     # -- prefetch --------------------------------------------------------------------------------------------------
 
     def pump(self, upcoming: Iterable[tuple[int, int]], in_use: set[int] | frozenset[int]) -> None:
@@ -239,7 +283,9 @@ class DeviceMemory:
         return block.resident and owner is not None and not owner.on_host and not owner.update_to_come()
 
     def _is_idle(self, copy: _Copy, in_use: set[int] | frozenset[int]) -> bool:
-        return copy.block.id not in in_use and not copy.leases and self._may_go(copy) and not self._is_dirty(copy)
+        if copy.block.id in in_use or copy.leases or copy.block.id in self._kept:
+            return False
+        return self._may_go(copy) and not self._is_dirty(copy)
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
@@ -287,9 +333,14 @@ class DeviceMemory:
     def _copy_out(self, copy: _Copy) -> None:
         """Start taking what the program wrote to the host. Whoever then uses the host's bytes waits for it."""
         block, stream = copy.block, self.accelerator.copy_out
-        self.tiers.acquire(block, load=False)
+        copy.dirty = False  # it is not asked for again while it is on its way
+        try:
+            self.tiers.acquire(block, load=False)
+        except BaseException:
+            copy.dirty = True
+            raise
         with self._lease_kept(block):
-            self.tiers.will_change(block)
+            self.tiers.will_change(block, by_device=True)
             for event in self._events(copy):
                 stream.wait_event(event)
             with self._bare(), self.accelerator.on(stream):
@@ -297,7 +348,6 @@ class DeviceMemory:
             self._begin_use(copy, stream)
             done = self.accelerator.event(stream)
         self.transfers.launched(Lane.FROM_DEVICE, done, block, block.nbytes)
-        copy.dirty = False
 
     @contextmanager
     def _lease_kept(self, block: Block) -> Iterator[None]:
@@ -345,7 +395,7 @@ class DeviceMemory:
     def _make_room(self, block: Block) -> int:
         collected = False
         while True:
-            offset = self.arena.allocate(block.room_bytes)
+            offset = self.arena.allocate(block.room_bytes, high=block.id in self._kept)
             if offset is not None:
                 return offset
             if self.arena.empty_limbo() or self._evict_farthest():
@@ -363,7 +413,7 @@ class DeviceMemory:
         return False
 
     def _evict(self, copy: _Copy) -> bool:
-        if copy.leases or not self._may_go(copy):
+        if copy.leases or copy.block.id in self._kept or not self._may_go(copy):
             return False
         if self._is_dirty(copy):
             self._copy_out(copy)

@@ -55,6 +55,9 @@ class ShownMemory(Protocol):
     def refresh(self, block: Block) -> None:
         """The host's bytes of a block were changed: whatever shows it has to show these."""
 
+    def keeps(self, block: Block) -> bool:
+        """Whether a block of optimizer state lives in this memory, to be updated there."""
+
     def pump(self, upcoming: Iterable[tuple[int, int]], in_use: set[int] | frozenset[int]) -> None:
         """Bring what is used next nearer, where that needs no waiting. ``upcoming`` as for ``plan_prefetch``."""
 
@@ -97,6 +100,9 @@ class HostMemory:
 
     def refresh(self, block: Block) -> None:
         """Nothing to do, likewise."""
+
+    def keeps(self, block: Block) -> bool:
+        return False  # state is paged like everything else
 
     def pump(self, upcoming: Iterable[tuple[int, int]], in_use: set[int] | frozenset[int]) -> None:
         """Nothing to do: what is in the arena is as near as it gets."""

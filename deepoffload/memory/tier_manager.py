@@ -44,6 +44,12 @@ class DeviceCopies(Protocol):
     def forget(self, block: Block) -> None:
         """Drop the device's copy: the block's bytes are lost."""
 
+    def bring_home(self, block: Block) -> None:
+        """Where the device's copy of a block that is kept there alone is right: make the host's bytes right."""
+
+    def outdated(self, block: Block) -> None:
+        """The host's bytes of a block are about to change: a copy that is kept on the device goes."""
+
 
 class TierManager:
     """Owner of arena, swap space and blocks.
@@ -174,6 +180,8 @@ class TierManager:
         with self.lock:
             if block.id not in self._blocks:
                 raise ClosedError(f"{block.name} ({block.kind.name.lower()}) is gone: its memory was given back")
+            if self.copies is not None:
+                self.copies.bring_home(block)
             block.leases += 1
             self._threads.add(threading.get_ident())
             try:
@@ -191,12 +199,14 @@ class TierManager:
                 raise RuntimeError(f"block {block.name} released more often than acquired")
             block.leases -= 1
 
-    def will_change(self, block: Block) -> None:
+    def will_change(self, block: Block, *, by_device: bool = False) -> None:
         """Call before the bytes of a resident block change: a write in flight ends first, then memory alone is
-        right."""
+        right. ``by_device``: it is the device's copy that comes."""
         with self.lock:
             if block.copying and self.copies is not None:
                 self.copies.end_copies(block)
+            if self.copies is not None and not by_device:
+                self.copies.outdated(block)
             if block.state is BlockState.WRITING:
                 self.transfers.settle(block)
             if block.state is BlockState.CLEAN:
@@ -262,6 +272,16 @@ class TierManager:
                     owner.release()
                 self._free_memory(block, aliases)
             block.to(BlockState.EMPTY)
+
+    def shed(self, block: Block) -> None:
+        """Forget the host's bytes of a block that nobody leases here: the device's copy is right."""
+        with self.lock:
+            if block.state in (BlockState.WRITING, BlockState.READING):
+                self.transfers.settle(block)
+            if block.leases == 0 and block.state is not BlockState.EMPTY:
+                if block.offset is not None:
+                    self._free_memory(block)
+                block.to(BlockState.EMPTY)
 
     def evictable(self, block: Block) -> bool:
         """True when a prefetch may take this block's memory without waiting for anything."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from deepoffload.memory.device_memory import DeviceMemory
 from deepoffload.native import cpu_adam
 from deepoffload.optim.relayout import add_fields
 from deepoffload.optim.state import LEAD_KEYS, PieceView
@@ -116,6 +117,8 @@ def _resident(pager: Pager, piece: StatePiece) -> Iterator[None]:
             yield
         finally:
             pager.tiers.release(piece.block)
+            if isinstance(pager.memory, DeviceMemory) and pager.memory.keeps(piece.block):
+                pager.memory.keep(piece.block)  # back to where it lives
 
 
 def _room(mine: dict[str, Tensor], key: str, dtype: torch.dtype, handle: ParamHandle) -> Tensor:

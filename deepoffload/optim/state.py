@@ -134,29 +134,37 @@ def ensure_pieces(tiers: TierManager, handle: ParamHandle) -> None:
         unit.pieces += make_pieces(tiers, unit, [(handle, handle.dtype)], limit_bytes)
 
 
+def lead_offset(piece: StatePiece, segment: PieceSegment) -> int:
+    """Where in a piece's block the remainder (int16) or master (fp32) of a segment begins, in bytes."""
+    return segment.piece_start * _LEAD_BYTES[piece.kind]
+
+
+def array_offset(piece: StatePiece, field: str, segment: PieceSegment) -> int:
+    """Where in a piece's block a segment of one of its arrays begins, or (``exp_avg_absmax`` ...) of its scales."""
+    numel, lead, size = piece.layout.numel, _LEAD_BYTES[piece.kind], _ARRAY_BYTES[piece.format.dtype]
+    fields = piece.format.fields
+    if field.endswith(SCALE_SUFFIX):
+        before = fields.index(field.removesuffix(SCALE_SUFFIX)) * num_blocks(numel)
+        return numel * (lead + size * len(fields)) + (before + segment.piece_start // STATE_BLOCK) * 4
+    return numel * (lead + size * fields.index(field)) + segment.piece_start * size
+
+
 class PieceView:
     """Addresses inside a resident piece."""
 
     def __init__(self, tiers: TierManager, piece: StatePiece) -> None:
         self._base = tiers.address(piece.block)
-        self._numel = piece.layout.numel
-        self._lead = _LEAD_BYTES[piece.kind]
-        self._fields = piece.format.fields
+        self._piece = piece
         self._dtype = piece.format.dtype
         self._size = _ARRAY_BYTES[piece.format.dtype]
 
     def lead(self, segment: PieceSegment) -> int:
         """Remainder (int16) or master (fp32) of a segment; 0 when the layout has neither."""
-        return self._base + segment.piece_start * self._lead if self._lead else 0
+        return self._base + lead_offset(self._piece, segment) if _LEAD_BYTES[self._piece.kind] else 0
 
     def array(self, field: str, segment: PieceSegment) -> int:
         """Address of a segment in one of the piece's arrays, or (``exp_avg_absmax`` ...) of its scales."""
-        if field.endswith(SCALE_SUFFIX):
-            arrays = self._lead + self._size * len(self._fields)
-            before = self._fields.index(field.removesuffix(SCALE_SUFFIX)) * num_blocks(self._numel)
-            return self._base + self._numel * arrays + (before + segment.piece_start // STATE_BLOCK) * 4
-        before = self._lead + self._size * self._fields.index(field)
-        return self._base + self._numel * before + segment.piece_start * self._size
+        return self._base + array_offset(self._piece, field, segment)
 
     def fill(self, field: str, segment: PieceSegment, value: float) -> None:
         """Set a segment of an array, or its scales, to one value; other values than zero are for fp32 arrays."""

@@ -15,7 +15,9 @@ import torch
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
+from deepoffload.memory.device_memory import DeviceMemory
 from deepoffload.native.cpu_adam import DType, Segment, StateLayout
+from deepoffload.optim.device_update import run_piece, updates_on_device
 from deepoffload.optim.gradients import NATIVE_DTYPES, Gradients
 from deepoffload.optim.relayout import fit_pieces
 from deepoffload.optim.rule import Hyper, Job, Rule
@@ -116,6 +118,53 @@ class HostUpdate:
         if left is None:
             fit_pieces(self.tiers, unit, self.jobs)
             left = self._left[unit.index] = [n for n, piece in enumerate(unit.pieces) if self._jobs_of(piece)]
+        if self._is_kept(unit, left):
+            self._apply_on_device(unit, left)
+        else:
+            self._apply_on_host(unit, left)
+        unit.pending = None
+        for handle in unit.handles:
+            if handle in self.jobs:
+                handle.updated()
+                self.gradients.used(handle)
+
+    def _is_kept(self, unit: Unit, left: list[int]) -> bool:
+        """Whether the state of a unit lives on the device and is updated there. State of an optimizer that the device
+        has no kernel for goes to the host now, for good."""
+        memory = self.memory
+        pieces = [unit.pieces[index] for index in left]
+        if not isinstance(memory, DeviceMemory) or not any(memory.keeps(piece.block) for piece in pieces):
+            return False
+        jobs = [job for piece in pieces for job in self._jobs_of(piece)]
+        if all(memory.keeps(piece.block) for piece in pieces) and all(map(updates_on_device, jobs)):
+            return True
+        for piece in pieces:
+            memory.keep_no_longer(piece.block)
+        return False
+
+    def _apply_on_device(self, unit: Unit, left: list[int]) -> None:
+        memory = self.memory
+        if not isinstance(memory, DeviceMemory):
+            raise RuntimeError(f"{unit.name} has no state on a device")
+        with ExitStack() as leases:
+            blocks = self._blocks(unit)
+            self.pager.use_update(unit, left[0], tuple(block.id for block in blocks))
+            for block in blocks:
+                memory.acquire(block)
+                leases.callback(memory.release, block)
+            while left:
+                piece = unit.pieces[left[0]]
+                memory.acquire(piece.block)
+                try:
+                    memory.will_change(piece.block)
+                    memory.will_change(unit.weights)
+                    run_piece(memory, piece, self.jobs, self.grad_factor)
+                finally:
+                    memory.release(piece.block)
+                memory.let_host_go(piece.block)
+                del left[0]
+
+    def _apply_on_host(self, unit: Unit, left: list[int]) -> None:
         with ExitStack() as leases:
             blocks = self._blocks(unit)
             started = False
@@ -143,12 +192,7 @@ class HostUpdate:
                     for handle in unit.handles:
                         handle.rewritten()  # the pieces before this one were no edit by the program
                 raise
-        unit.pending = None
         self.memory.refresh(unit.weights)
-        for handle in unit.handles:
-            if handle in self.jobs:
-                handle.updated()
-                self.gradients.used(handle)
 
     def _blocks(self, unit: Unit) -> list[Block]:
         """Weights and landed gradients that the update of a unit needs."""

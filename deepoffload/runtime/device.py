@@ -14,7 +14,7 @@ from deepoffload.optim.device_landing import DeviceLandings
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import bare
-from deepoffload.runtime.plan import ModelPlan, window_bytes
+from deepoffload.runtime.plan import ModelPlan, weights_on_device_bytes, window_bytes
 
 
 def find_accelerator(config: Config) -> Accelerator | None:
@@ -57,6 +57,4 @@ def fit_device(memory: DeviceMemory, plan: ModelPlan) -> None:
             f"least {nbytes} bytes",
             nbytes,
         )
-    weights = sum(draft.unit.weights.room_bytes for draft in plan.drafts)
-    gradients = [draft.unit.gradients.room_bytes for draft in plan.drafts if draft.unit.gradients is not None]
-    memory.arena.trim(weights + max(gradients, default=0))  # gradients are there one block at a time, when looked at
+    memory.arena.trim(weights_on_device_bytes(plan.drafts) + sum(block.room_bytes for block in plan.on_device))

@@ -153,8 +153,12 @@ class Engine:
         if isinstance(memory, DeviceMemory):
             fit_device(memory, plan)
         self._reserve(plan.placement)
+        kept = {block.id for block in plan.on_device}
         for draft in plan.drafts:
             plan.assembly.fill(draft)
+            for piece in draft.unit.pieces:
+                if piece.block.id in kept and isinstance(memory, DeviceMemory):
+                    memory.keep(piece.block)
         if not self.pager.evict_always:
             self._pin_residents(plan.placement)
         for root in roots:
@@ -171,6 +175,7 @@ class Engine:
         log.info("placement\n%s", plan.placement.table())
 
     def _plan(self, roots: Sequence[nn.Module], handles: list[ParamHandle], capacity_bytes: int) -> ModelPlan:
+        memory = self.pager.memory
         return plan_model(
             self.pager,
             self.gradients,
@@ -180,6 +185,7 @@ class Engine:
             capacity_bytes=capacity_bytes,
             nvme_bytes=self.budgets.nvme_bytes if self._space is not None else None,
             bandwidths=self._bandwidths,
+            device_bytes=memory.arena.capacity_bytes if isinstance(memory, DeviceMemory) else 0,
         )
 
     def _with_enough(

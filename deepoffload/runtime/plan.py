@@ -15,6 +15,7 @@ from torch import nn
 from deepoffload.config import Config, GradientDtype, Precision
 from deepoffload.device import Tier
 from deepoffload.errors import PlacementError
+from deepoffload.memory.block import Block
 from deepoffload.native.aio import round_up
 from deepoffload.optim.checks import STATE_DTYPES
 from deepoffload.optim.gradients import Gradients
@@ -64,12 +65,14 @@ def state_format(config: Config) -> StateFormat:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model cut into units, the modules that are to have windows (with their names), and the placement."""
+    """A model cut into units, the modules that are to have windows (with their names), the placement, and the blocks of
+    optimizer state that live on a device and are no part of it."""
 
     assembly: Assembly
     drafts: list[UnitDraft]
     windows: list[tuple[str, nn.Module]]
     placement: Placement
+    on_device: list[Block]
 
 
 def plan_model(
@@ -82,9 +85,13 @@ def plan_model(
     capacity_bytes: int,
     nvme_bytes: int | None,
     bandwidths: Bandwidths,
+    device_bytes: int = 0,
 ) -> ModelPlan:
     """Cut ``roots`` into units and place them in ``capacity_bytes`` of memory and ``nvme_bytes`` of NVMe (None: no
     path). Declares the blocks with the pager's tier manager.
+
+    ``device_bytes``: of a device's memory; what the weights leave of it is for optimizer state, where the configuration
+    keeps that on the device.
 
     Raises:
         PlacementError: the budgets cannot run this model; the message carries the table.
@@ -94,8 +101,29 @@ def plan_model(
         pager, gradients, DTYPES.get(config.precision), capacity_bytes // PIECES_PER_BUDGET, state_format(config)
     )
     drafts, windows = _draft(pager, assembly, roots, list(handles), capacity_bytes // UNITS_PER_BUDGET)
-    placement = _place(config, drafts, windows, capacity_bytes, nvme_bytes, bandwidths)
-    return ModelPlan(assembly, drafts, windows, placement)
+    kept = _state_on_device(drafts, device_bytes) if config.offload_optimizer is Tier.DEVICE else []
+    placement = _place(config, drafts, windows, {block.id for block in kept}, capacity_bytes, nvme_bytes, bandwidths)
+    return ModelPlan(assembly, drafts, windows, placement, kept)
+
+
+def weights_on_device_bytes(drafts: Iterable[UnitDraft]) -> int:
+    """Device memory that all weights take, and the largest block of gradients, of which one is there when looked at."""
+    units = [draft.unit for draft in drafts]
+    gradients = [unit.gradients.room_bytes for unit in units if unit.gradients is not None]
+    return sum(unit.weights.room_bytes for unit in units) + max(gradients, default=0)
+
+
+def _state_on_device(drafts: Sequence[UnitDraft], device_bytes: int) -> list[Block]:
+    """The state of as many units, first to last, as there is room for beside the weights."""
+    left = device_bytes - weights_on_device_bytes(drafts)
+    kept: list[Block] = []
+    for draft in drafts:
+        blocks = [piece.block for piece in draft.unit.pieces]
+        nbytes = sum(block.room_bytes for block in blocks)
+        if nbytes <= left:
+            left -= nbytes
+            kept += blocks
+    return kept
 
 
 def _draft(
@@ -142,6 +170,7 @@ def _place(
     config: Config,
     drafts: list[UnitDraft],
     windows: list[tuple[str, nn.Module]],
+    on_device: set[int],
     capacity_bytes: int,
     nvme_bytes: int | None,
     bandwidths: Bandwidths,
@@ -151,7 +180,8 @@ def _place(
     for draft in drafts:
         unit = draft.unit
         blocks = [unit.weights, *([unit.gradients] if unit.gradients else []), *(p.block for p in unit.pieces)]
-        specs += [BlockSpec(b.id, b.name, b.kind, round_up(b.room_bytes), unit.index) for b in blocks]
+        mine = [b for b in blocks if b.id not in on_device]
+        specs += [BlockSpec(b.id, b.name, b.kind, round_up(b.room_bytes), unit.index) for b in mine]
         trained += sum(handle.numel for handle in draft.handles if handle.grad_slot is not None)
     limits = {Kind.WEIGHT: config.offload_param, Kind.STATE: config.offload_optimizer}
     kept_kinds = {kind for kind, tier in limits.items() if tier is not None and tier is not Tier.NVME}

@@ -146,7 +146,7 @@ def small(paging: Paging, **config: Any) -> deepoffload.offload_context:
 
 
 def test_parameters_of_a_closed_engine(paging: Paging) -> None:
-    with small(paging) as context:
+    with small(paging, timeline=True) as context:  # so that gradients land: where all rests, small ones do not
         model = TinyGPT()
     optimizer = deepoffload.CPUAdamW(model.parameters())
     loss = next_token_loss(model, batch(0))
