@@ -48,7 +48,12 @@ OWN_KEYS = (
     _own("nvme_budget", size(), "Bytes of disk. 0 keeps everything off the disk."),
     _own("nvme_path", paths(), "Directory for the swap file, or a list of them on different disks.", ()),
     _own("offload_param", tier_limit(), "The farthest tier weights may go to; not said: as far as the budgets ask."),
-    _own("offload_optimizer", tier_limit(), "The farthest tier optimizer state may go to; not said: as for weights."),
+    _own(
+        "offload_optimizer",
+        tier_limit(),
+        "The farthest tier optimizer state may go to; not said: as for weights. `device`: it lives on a GPU as far as "
+        "`device_budget` has room, and in host memory else.",
+    ),
     _own(
         "step_overlap",
         choice({member.value: member for member in StepOverlap}),

@@ -44,6 +44,9 @@ class DeviceCopies(Protocol):
     def forget(self, block: Block) -> None:
         """Drop the device's copy: the block's bytes are lost."""
 
+    def shows(self, block: Block) -> bool:
+        """Whether there is a copy of a block."""
+
     def bring_home(self, block: Block) -> None:
         """Where the device's copy of a block that is kept there alone is right: make the host's bytes right."""
 
@@ -436,6 +439,10 @@ class TierManager:
             ctypes.memset(self.arena.address + start, 0xFF, old + size - start)
 
     # -- transfers -------------------------------------------------------------------------------------------------
+
+    def has_bytes(self, block: Block) -> bool:
+        """True for a block that has bytes on any tier, a device's memory included."""
+        return block.state is not BlockState.EMPTY or (self.copies is not None and self.copies.shows(block))
 
     def prefetch(self, block: Block, *, compact: bool = False) -> bool:
         """Start reading a block if there is room right now; a prefetch never waits and never evicts.

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 
 import torch
 
-from deepoffload.memory.block import BlockState
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.cpu_adam import STATE_BLOCK, StateLayout
 from deepoffload.optim.eight_bit import CHUNK_NUMEL
@@ -89,7 +88,7 @@ def _inherit_places(tiers: TierManager, old: list[StatePiece], new: list[StatePi
 
 def _fill(tiers: TierManager, piece: StatePiece, old: list[StatePiece]) -> None:
     """Copy what the old pieces hold of a new one's segments; a piece of which nothing was ever used stays empty."""
-    sources = [source for source in old if source.block.state is not BlockState.EMPTY]
+    sources = [source for source in old if tiers.has_bytes(source.block)]
     if not any(True for segment in piece.layout.segments for _ in _overlaps(piece, segment, sources)):
         return
     with ExitStack() as lease:
