@@ -15,6 +15,7 @@ import torch
 import deepoffload
 from deepoffload.errors import DeepOffloadError
 from tests.models.matrix import FAMILIES, LIFE, OWN, SETTINGS, Close, Feature, OwnModel, Refused, outcome, own_setting
+from tests.models.more_families import MORE
 from tests.models.programs import Subject, kept_after_forward
 from tests.models.zoo import Family
 from tests.support.loops import assert_same_bits
@@ -126,6 +127,11 @@ def test_life_of_a_model(bench: Bench, paging: Paging, family: Family, setting: 
             found |= {feature.name: fault} if fault else {}
     assert not found, "\n".join(f"{name}: {fault}" for name, fault in found.items())
     assert deepoffload.stats(model)["evictions"] > 0, "nothing was evicted: this tested nothing"
+
+
+@pytest.mark.parametrize("family", MORE, ids=str)
+def test_life_of_other_families(bench: Bench, paging: Paging, family: Family) -> None:
+    test_life_of_a_model(bench, paging, family, TIGHT)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=str)

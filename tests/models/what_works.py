@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from tests.models.matrix import LIFE, OWN, SETTINGS, Close, Feature, Refused, outcome
+from tests.models.more_families import MORE
 from tests.models.refusals import REFUSALS
 from tests.models.zoo import LAYERS, TRANSFORMERS, Family
 
@@ -69,6 +70,8 @@ def markdown() -> str:
     parts = [_HEAD]
     for title, families in (("Models of transformers", TRANSFORMERS), ("Layers of torch", LAYERS)):
         parts.append(f"\n## {title}\n\n{_table(families, notes)}")
+    names = ", ".join(family.name for family in MORE)
+    parts.append(f"\n{names}: the rows from initial values to training after saving, all **=**.\n")
     if notes:
         numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
         parts.append("\n## Notes\n\n" + "\n".join(numbered) + "\n")

@@ -52,6 +52,29 @@ def test_activation_checkpoint_of_a_function_that_uses_weights(same: Same, use_r
     same(mlp, program, room=HOLDING)
 
 
+class ChecksItself(nn.Module):
+    """A unit that runs a part of itself behind a checkpoint: in forward inside its window, in backward alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.first = nn.Linear(64, 64, bias=False)
+        self.second = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(
+            lambda y: self.second(nn.functional.gelu(self.first(y))), x * self.scale, use_reentrant=False
+        )
+
+
+def test_checkpoint_inside_a_unit(same: Same) -> None:
+    same(
+        lambda: nn.Sequential(*[ChecksItself() for _ in range(4)]),
+        lambda model: backward(model, model(rows().requires_grad_())),
+        key="checks itself",
+    )
+
+
 def test_nested_and_sequential_checkpoints(same: Same) -> None:
     def program(model: nn.Sequential) -> Any:
         def half(x: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ def test_an_optimizer_over_a_closed_engine(paging: Paging) -> None:
 
 
 def test_an_optimizer_without_parameters_of_its_kind() -> None:
-    with pytest.raises(UsageError, match="on meta"):
+    with pytest.raises(UsageError, match="on the meta device"):
         deepoffload.CPUAdamW([nn.Parameter(torch.ones(2, device="meta"))])
 
 
