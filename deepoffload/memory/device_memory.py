@@ -366,7 +366,8 @@ class DeviceMemory:
         return events if copy.ready is None else [*events, copy.ready]
 
     def _shown(self, copy: _Copy) -> Tensor:
-        return self.arena.bytes()[copy.offset : copy.offset + copy.block.nbytes]
+        with self._bare():
+            return self.arena.bytes()[copy.offset : copy.offset + copy.block.nbytes]
 
     def _host(self, block: Block) -> int:
         if block.offset is None:

@@ -22,6 +22,7 @@ from deepoffload.params.torch_private import (
     bare,
     get_data,
     held_by_graphs,
+    modes_active,
     no_torch_function,
     set_data,
     set_data_elsewhere,
@@ -71,6 +72,14 @@ def _held_by_others(tensor: Tensor) -> bool:
     with no_torch_function():
         others = 0 if tensor.requires_grad else tensor_use_count(tensor) - 1
     return others > 0 and others > held_by_graphs(tensor)
+
+
+def _data_unseen(tensor: Tensor) -> Tensor:
+    """``tensor.data``, which is nobody's operation."""
+    if not modes_active():
+        return get_data(tensor)
+    with bare():
+        return get_data(tensor)
 
 
 class TensorSlot:
@@ -219,7 +228,7 @@ class TensorSlot:
         tensor, storage = self.tensor, self.storage
         if tensor is None or storage is None:
             return False
-        data = get_data(tensor)
+        data = _data_unseen(tensor)
         return data.untyped_storage()._cdata != storage._cdata or data.data_ptr() != self.data_ptr
 
     def given(self) -> bool:
@@ -227,7 +236,7 @@ class TensorSlot:
         tensor = self.tensor
         if tensor is None or self.storage is not None:
             return False
-        return get_data(tensor).untyped_storage()._cdata != self._stand_in_storage
+        return _data_unseen(tensor).untyped_storage()._cdata != self._stand_in_storage
 
     def take_back(self) -> None:
         """Copy what the tensor object shows instead of our memory into our memory, and show that again.

@@ -7,11 +7,14 @@ holds as ever; the device has room for a few of the models' weights.
 from __future__ import annotations
 
 import os
+from fnmatch import fnmatchcase
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._device import DeviceContext
 
+from tests.support.host_only import HOST_ONLY
 from tests.support.simulated_gpu import install, settings
 
 install(devices=1, memory_bytes=int(os.environ.get("SIMULATED_GPU_BYTES", 256 << 20)))
@@ -29,3 +32,12 @@ class _OnDevice(DeviceContext):
 
 
 _OnDevice(torch.device("simgpu")).__enter__()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is about the CPU as the device."""
+    for item in items:
+        for pattern, why in HOST_ONLY.items():
+            # Brackets of parameters are no sets of characters.
+            if fnmatchcase(item.nodeid, pattern.replace("[", "[[]")):
+                item.add_marker(pytest.mark.skip(reason=why))
