@@ -1,8 +1,11 @@
 """Which modules may write to their weights where neither a version counter nor a class-swapped door would show it.
 
 ``self.weight.data.clamp_()`` inside a forward moves no version. Windows over such modules keep the doors: every
-access is then seen. The code is asked, not run: a module counts when its methods, the hooks on it, or a function or
-class outside of torch that these name (and so on) name ``data``, ``numpy`` and the like.
+access is then seen. So do windows over modules that run parts of themselves behind activation checkpoints: these run
+again in backward, without the window, and must save the same tensors then.
+
+The code is asked, not run: a module counts when its methods, the hooks on it, or a function or class outside of torch
+that these name (and so on) name ``data``, ``numpy`` and the like.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from torch.nn.modules import module as _registry
 
 _TELLING_NAMES = frozenset(
     "data grad zero_grad numpy data_ptr untyped_storage storage _typed_storage set_ __array__ asarray dlpack "
-    "__dlpack__ to_dlpack from_dlpack _unsafe_preserve_version_counter all_reduce broadcast".split()
+    "__dlpack__ to_dlpack from_dlpack _unsafe_preserve_version_counter all_reduce broadcast "
+    "checkpoint checkpoint_sequential".split()
 )
 _CASTING_NAMES = frozenset({"autocast", "custom_fwd"})
 _NOT_IN_FORWARD = ("__init__", "_init", "init_", "reset_parameters", "extra_repr", "_load_from_state_dict")

@@ -104,6 +104,7 @@ class Window:
         self._shown: _Shown = []
         self._untracked: list[ParamHandle] = []
         self._units: list[Unit] = []
+        self._checkpointing: list[weakref.ref[nn.Module]] = []
         self._by_shape: dict[torch.Size, list[ParamHandle]] = {}
         self._scan(module)
         self._removable = (
@@ -147,9 +148,17 @@ class Window:
         self._shown = [(handle, handle.reference) for handle in handles.values()]
         self._untracked = [handle for handle in handles.values() if handle.grad_hook is None]
         self._units = list(units.values())
+        layers = (child for child in module.modules() if hasattr(child, "gradient_checkpointing"))
+        self._checkpointing = [weakref.ref(layer) for layer in layers]
         self._by_shape = defaultdict(list)
         for handle in handles.values():
             self._by_shape[handle.shape].append(handle)
+
+    def _checkpoints(self) -> bool:
+        """Whether transformers puts an activation checkpoint into a forward in this window. It runs again in backward
+        without the window, by the doors, and must save the same tensors then."""
+        layers = (reference() for reference in self._checkpointing)
+        return any(layer is not None and layer.__dict__.get("gradient_checkpointing") for layer in layers)
 
     def of_shape(self, shape: torch.Size) -> list[ParamHandle]:
         """The parameters of that shape."""
@@ -220,7 +229,7 @@ class Window:
                 entry.blocks = []
                 raise
             entry.shown = self._shown
-            if not (pager.shared_by_threads() or self._careful):
+            if not (pager.shared_by_threads() or self._careful or (self._checkpointing and self._checkpoints())):
                 entry.plain = True
                 for _, reference in entry.shown:
                     param = reference()

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tests.support.loops import gradients_of
-from tests.support.models import TinyGPT, batch, mlp, next_token_loss, rows
-from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging, Same, Setting
+from deepoffload.runtime.context import engine_of
+from tests.support.loops import assert_same_bits, gradients_of
+from tests.support.models import TinyGPT, batch, llama, mlp, next_token_loss, rows
+from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging, Same, Setting, plain
 
 HOLDING = 4.0
 """Room for programs that keep most weights alive themselves, as attributes or in graphs that see no hooks."""
@@ -73,6 +74,28 @@ def test_checkpoint_inside_a_unit(same: Same) -> None:
         lambda model: backward(model, model(rows().requires_grad_())),
         key="checks itself",
     )
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_transformers_layers_that_are_units(paging: Paging, use_reentrant: bool) -> None:
+    """transformers puts the checkpoint around a layer's forward: inside its window, and in backward without it."""
+
+    def build() -> Any:
+        return llama(hidden_size=32, intermediate_size=48, num_hidden_layers=12)
+
+    def program(model: Any) -> Any:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+        model.train()
+        torch.manual_seed(4)
+        return backward(model, next_token_loss(model, batch(0)))
+
+    expected = program(plain(build))
+    with paging.context(EVICTING, 500_000):
+        torch.manual_seed(0)
+        model = build()
+    assert any(unit.name == "model.layers.3" for unit in engine_of(model).pager.units), "this would test nothing"
+    assert_same_bits(expected, program(model))
 
 
 def test_nested_and_sequential_checkpoints(same: Same) -> None:
