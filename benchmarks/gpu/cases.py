@@ -60,7 +60,7 @@ STEPS = (
 
 LARGE = (
     _case("ours, host memory", "ours", "3.2b", batch=8, settings=HOST, steps=4),
-    _case("ours, host memory", "ours", "7b", batch=8, settings=HOST, steps=3),
+    _case("ours, host memory", "ours", "7b", batch=8, settings={**HOST, "host_budget": "104GiB"}, steps=3),
     _case("ours, NVMe", "ours", "3.2b", batch=8, settings={**DISK, "host_budget": "16GiB"}, steps=3),
     _case("ours, NVMe", "ours", "1.24b", settings={**DISK, "host_budget": "8GiB"}, steps=4),
 )
@@ -72,7 +72,7 @@ LIMITED = tuple(
         "ours",
         size,
         batch=1,
-        settings={**HOST, "device_budget": f"{gib // 3}GiB"},
+        settings={**DISK, "device_budget": f"{gib // 3}GiB"},
         device_bytes=gib * GIB,
         steps=2,
     )

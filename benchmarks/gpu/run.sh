@@ -18,7 +18,8 @@ if [ ! -x "$VENV/bin/python" ]; then
 fi
 PY="$PWD/$VENV/bin/python"
 for package in cffi pybind11 psutil pytest numpy; do
-    "$PY" -c "import $package" 2>/dev/null || "$PY" -m pip install --quiet "$package"
+    "$PY" -c "import $package" 2>/dev/null || "$PY" -m pip install --quiet "$package" ||
+        echo "run.sh: $package is not there and could not be installed" >&2
 done
 "$PY" csrc/aio/build_aio.py
 "$PY" csrc/cpu_adam/build.py

@@ -8,6 +8,7 @@ Transfer and Kernel Execution").
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Accelerator:
         if index >= self._module.device_count():
             raise ConfigError(f"device {device} does not exist: torch sees {self._module.device_count()} of this kind")
         self.device = torch.device(device.type, index)
+        self._pid = os.getpid()
         self.copy_in: Any = self._module.Stream(device=self.device)
         self.copy_out: Any = self._module.Stream(device=self.device)
 
@@ -54,8 +56,9 @@ class Accelerator:
         return event
 
     def synchronize(self) -> None:
-        """Wait until everything launched on the device is done."""
-        self._module.synchronize(self.device)
+        """Wait until everything launched on the device is done. Nothing to wait for in a forked child."""
+        if os.getpid() == self._pid:
+            self._module.synchronize(self.device)
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -88,7 +91,9 @@ class Accelerator:
             torch.ones((), device=self.device)
 
     def unregister(self, address: int) -> None:
-        """Undo :meth:`register`."""
+        """Undo :meth:`register`. A forked child has nothing to undo."""
+        if os.getpid() != self._pid:
+            return
         with self._module.device(self.device):
             if int(self._module.cudart().cudaHostUnregister(address)):
                 self._forget_error()

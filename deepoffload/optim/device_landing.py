@@ -73,6 +73,7 @@ class DeviceLandings:
                 f"host_budget is {arena.capacity_bytes} bytes; {self.ring_bytes} are needed for gradients on their way "
                 f"from {memory.device} alone. Raise host_budget"
             )
+        memory.pinned.lock(start, self.ring_bytes)  # before all else: a gradient that waits for its copy stops backward
         self._free = [start + index * self._slot_bytes for index in range(slots)]
 
     def take(self, slot: GradientSlot, grad: Tensor, dtype: DType, *, accumulate: bool) -> None:

@@ -7,7 +7,7 @@ import torch
 from deepoffload.config import Config
 from deepoffload.config.units import format_bytes
 from deepoffload.device import Device
-from deepoffload.errors import PlacementError
+from deepoffload.errors import BudgetError, PlacementError
 from deepoffload.memory.accelerator import Accelerator
 from deepoffload.memory.device_memory import DeviceMemory
 from deepoffload.optim.device_landing import DeviceLandings
@@ -47,6 +47,7 @@ def fit_device(memory: DeviceMemory, plan: ModelPlan) -> None:
 
     Raises:
         PlacementError: a module's call takes more weights at once than the budget holds.
+        BudgetError: the device does not have what the budget says.
     """
     capacity_bytes = memory.arena.capacity_bytes
     name, nbytes = max(window_bytes(plan.drafts, plan.windows), key=lambda window: window[1], default=("", 0))
@@ -58,3 +59,10 @@ def fit_device(memory: DeviceMemory, plan: ModelPlan) -> None:
             nbytes,
         )
     memory.arena.trim(weights_on_device_bytes(plan.drafts) + sum(block.room_bytes for block in plan.on_device))
+    try:
+        memory.arena.bytes()
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"{memory.device} has no {memory.arena.capacity_bytes} bytes in one piece for weights, as device_budget "
+            f"says: {error}. Lower device_budget, or let go of other memory on the device first"
+        ) from error
