@@ -1,0 +1,32 @@
+"""Tests that were written for the CPU as the device, run with the simulated GPU as theirs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+RUNS = {
+    "aliases": ("late", ["tests/params/test_aliases.py"]),
+    "transformers": ("random", ["tests/models/test_zoo.py", "-k", "Llama and tight"]),
+}
+"""Order of copies, and which tests."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_on_the_simulated_gpu(name: str) -> None:
+    mode, chosen = RUNS[name]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.on_simulated_gpu"]
+        + ["-p", "no:xdist", "-p", "no:cacheprovider", *chosen],
+        cwd=ROOT,
+        env=os.environ | {"SIMULATED_GPU_MODE": mode},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
