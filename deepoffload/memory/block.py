@@ -131,3 +131,28 @@ class Block:
 
     def __repr__(self) -> str:
         return f"<Block {self.id} {self.name} {self.kind.name} {self.nbytes} B {self.state.name} leases={self.leases}>"
+
+
+def shower(block: Block) -> BlockOwner | None:
+    """What shows the arena's bytes of a block to the program, if anything does."""
+    owner = block.owner
+    return owner if owner is not None and owner.on_host else None
+
+
+class DeviceCopies(Protocol):
+    """What a device holds of the blocks (implemented by :class:`deepoffload.memory.device_memory.DeviceMemory`)."""
+
+    def end_copies(self, block: Block | None = None) -> bool:
+        """Wait for the copies in flight from or to a block's host memory, or to all; True when there were any."""
+
+    def forget(self, block: Block) -> None:
+        """Drop the device's copy: the block's bytes are lost."""
+
+    def shows(self, block: Block) -> bool:
+        """Whether there is a copy of a block."""
+
+    def bring_home(self, block: Block) -> None:
+        """Where the device's copy of a block that is kept there alone is right: make the host's bytes right."""
+
+    def outdated(self, block: Block) -> None:
+        """The host's bytes of a block are about to change: a copy that is kept on the device goes."""

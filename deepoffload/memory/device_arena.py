@@ -17,6 +17,7 @@ from torch import Tensor
 from deepoffload.memory.accelerator import Accelerator
 from deepoffload.memory.arena import Ranges
 from deepoffload.memory.block import Alias
+from deepoffload.memory.limbo import Limbo
 from deepoffload.native.aio import PAGE_BYTES
 
 
@@ -55,7 +56,7 @@ class DeviceArena:
         self._ranges = Ranges(capacity_bytes, "device_budget")
         self._bytes: Tensor | None = None
         self._fences: list[_Fence] = []
-        self._limbo: list[tuple[int, list[Any], list[Alias]]] = []
+        self._limbo: Limbo[tuple[int, list[Any]]] = Limbo()
 
     @property
     def capacity_bytes(self) -> int:
@@ -110,7 +111,7 @@ class DeviceArena:
             aliases: who in the program still refers to it; it is not used again before they have gone.
         """
         if aliases:
-            self._limbo.append((offset, events, aliases))
+            self._limbo.put((offset, events), aliases)
             return
         start, end = offset, offset + self._ranges.size_of(offset)
         if self._poison and self._bytes is not None:
@@ -125,12 +126,11 @@ class DeviceArena:
 
     def empty_limbo(self) -> bool:
         """Take back ranges whose last alias has gone; True when some came back."""
-        gone = [entry for entry in self._limbo if not any(alias() for alias in entry[2])]
-        for entry in gone:
-            self._limbo.remove(entry)
+        free = self._limbo.take_free()
+        for offset, events in free:
             # Whatever the last view was used for has been launched on the stream that is current now.
-            self.free(entry[0], [*entry[1], self._accelerator.event(self._accelerator.current())])
-        return bool(gone)
+            self.free(offset, [*events, self._accelerator.event(self._accelerator.current())])
+        return bool(free)
 
     def close(self) -> None:
         """Let go of the memory; it lives as long as views of it."""

@@ -17,13 +17,13 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
-from typing import Protocol
 
 from deepoffload.errors import BudgetError, ClosedError, IoFailure
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena
-from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState, Census
+from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState, Census, DeviceCopies, shower
 from deepoffload.memory.compaction import cheapest_run
+from deepoffload.memory.limbo import Limbo
 from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.no_room import no_room
 from deepoffload.memory.transfers import TierCounters, Transfers
@@ -33,25 +33,6 @@ from deepoffload.timeline import Timeline
 
 SLIDE_WORTH = 3
 """Sliding this many bytes in memory costs about as much as reading one from NVMe (10 GB/s on one core, some 3 GB/s)."""
-
-
-class DeviceCopies(Protocol):
-    """What a device holds of the blocks (implemented by :class:`deepoffload.memory.device_memory.DeviceMemory`)."""
-
-    def end_copies(self, block: Block | None = None) -> bool:
-        """Wait for the copies in flight from or to a block's host memory, or to all; True when there were any."""
-
-    def forget(self, block: Block) -> None:
-        """Drop the device's copy: the block's bytes are lost."""
-
-    def shows(self, block: Block) -> bool:
-        """Whether there is a copy of a block."""
-
-    def bring_home(self, block: Block) -> None:
-        """Where the device's copy of a block that is kept there alone is right: make the host's bytes right."""
-
-    def outdated(self, block: Block) -> None:
-        """The host's bytes of a block are about to change: a copy that is kept on the device goes."""
 
 
 class TierManager:
@@ -91,7 +72,7 @@ class TierManager:
         self.static: set[int] = set()
         self.transfers = Transfers(space, self.counters, self._free_memory, timeline)
         self._threads: set[int] = set()
-        self._limbo: list[tuple[int, list[Alias]]] = []
+        self._limbo: Limbo[int] = Limbo()
         self._ids = 0
         self.copies: DeviceCopies | None = None
 
@@ -250,7 +231,7 @@ class TierManager:
                 self.transfers.start_write(block, self.address(block))
             if block.state in (BlockState.WRITING, BlockState.READING):
                 self.transfers.settle(block)
-            owner = _shower(block)
+            owner = shower(block)
             if owner is not None:
                 owner.release()
             block.to(BlockState.ON_NVME)
@@ -269,7 +250,7 @@ class TierManager:
             if block.state is BlockState.EMPTY:
                 return
             if block.offset is not None:
-                owner = _shower(block)
+                owner = shower(block)
                 aliases = owner.aliases() if owner is not None else []
                 if owner is not None:
                     owner.release()
@@ -294,7 +275,7 @@ class TierManager:
         return block.state is BlockState.CLEAN
 
     def _note_changes(self, block: Block) -> None:
-        owner = _shower(block)
+        owner = shower(block)
         if owner is not None and block.offset is not None and owner.changed():
             self.will_change(block)
 
@@ -307,7 +288,7 @@ class TierManager:
     def _may_go(self, block: Block) -> bool:
         if block.offset is None or block.leases or block.id in self.static:
             return False
-        owner = _shower(block)
+        owner = shower(block)
         return owner is None or owner.can_release()
 
     def _make_room(self, block: Block) -> int:
@@ -319,7 +300,7 @@ class TierManager:
             offset = self.arena.allocate(nbytes, high=high)
             if offset is not None:
                 return offset
-            if self._limbo and self._empty_limbo():
+            if self._empty_limbo():
                 continue
             if self._compact(nbytes, SLIDE_WORTH * nbytes) or self._evict_farthest(block) or self._compact(nbytes):
                 continue
@@ -358,7 +339,7 @@ class TierManager:
         if self.space is None:
             return False
         static = [b for b in self._resident.values() if b.id in self.static and b is not wanted and not b.leases]
-        going = [b for b in static if (owner := _shower(b)) is None or owner.can_release()]
+        going = [b for b in static if (owner := shower(b)) is None or owner.can_release()]
         if not going:
             return False
         block = max(going, key=lambda b: (b.kind is Kind.STATE, self.next_use(b.id), b.id))
@@ -382,7 +363,7 @@ class TierManager:
         block.offset = None
         del self._resident[block.id]
         if aliases:
-            self._limbo.append((offset, aliases))  # the program still looks at it: reused when nobody does
+            self._limbo.put(offset, aliases)  # the program still looks at it: reused when nobody does
         else:
             self._free_range(offset)
 
@@ -393,11 +374,10 @@ class TierManager:
 
     def _empty_limbo(self) -> bool:
         """Take back memory of discarded blocks whose last alias has gone; True when some came back."""
-        gone = [entry for entry in self._limbo if not any(alias() for alias in entry[1])]
-        for entry in gone:
-            self._limbo.remove(entry)
-            self._free_range(entry[0])
-        return bool(gone)
+        free = self._limbo.take_free()
+        for offset in free:
+            self._free_range(offset)
+        return bool(free)
 
     def _compact(self, nbytes: int, limit_bytes: float = math.inf) -> bool:
         """Merge holes into one of ``nbytes`` by sliding the fewest bytes between them; False when that cannot be done,
@@ -415,11 +395,10 @@ class TierManager:
 
     def _may_move(self, block: Block) -> bool:
         """A block can move while nobody refers to its memory: between two operations of one thread a lease is no
-        obstacle,
-        since whoever leases takes addresses only when all its blocks are there."""
+        obstacle, since whoever leases takes addresses only when all its blocks are there."""
         if block.state not in (BlockState.CLEAN, BlockState.DIRTY) or (block.leases and len(self._threads) > 1):
             return False
-        owner = _shower(block)
+        owner = shower(block)
         return not block.copying and (owner is None or owner.can_release())
 
     def _slide(self, block: Block) -> None:
@@ -430,7 +409,7 @@ class TierManager:
             raise RuntimeError(f"block {block.name} has nothing below it to slide into")
         ctypes.memmove(self.arena.address + new, self.arena.address + old, block.nbytes)
         block.offset = new
-        owner = _shower(block)
+        owner = shower(block)
         if owner is not None:
             owner.relocate(new)
         if self.poison:
@@ -507,7 +486,7 @@ class TierManager:
                 with contextlib.suppress(IoFailure):  # the bytes are being dropped anyway
                     self.transfers.settle(block, interruptible=False)
             for block in list(self._resident.values()):
-                owner = _shower(block)
+                owner = shower(block)
                 if owner is not None:
                     owner.release()
                 block.offset = None
@@ -519,9 +498,3 @@ class TierManager:
                 blocks.clear()
             self.static.clear()
             self.arena.close()
-
-
-def _shower(block: Block) -> BlockOwner | None:
-    """What shows the arena's bytes of a block to the program, if anything does."""
-    owner = block.owner
-    return owner if owner is not None and owner.on_host else None
