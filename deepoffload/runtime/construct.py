@@ -382,6 +382,12 @@ class ConstructionHooks:
         self._modules.update(modules)
         self._adopt(param, f"{name} (copy)")
 
+    def take_unregistered(self, roots: list[nn.Module]) -> None:
+        """Page what came into a model past the hooks: ``to_empty`` writes into ``_parameters`` itself."""
+        for root in roots:
+            for name, param in root.named_parameters():
+                self._adopt(param, name)
+
     def _adopt(self, param: Any, name: str) -> ParamHandle | None:
         if not adoptable(self.pager, param):
             return None

@@ -66,7 +66,9 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
             engine.close(f"its offload_context was left by {type(error).__name__}")
             return
         try:
-            engine.assemble(hooks.roots(), hooks.handles)
+            roots = hooks.roots()
+            hooks.take_unregistered(roots)
+            engine.assemble(roots, hooks.handles)
         except BaseException as failure:
             engine.close(f"its offload_context ended with {type(failure).__name__}")
             raise

@@ -72,6 +72,17 @@ def test_built_on_the_cpu_and_under_the_device(gpu: Gpu) -> None:
         del model, plain
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_built_on_meta_and_materialised(gpu: Gpu, on_device: bool) -> None:
+    with gpu.context(TIGHT):
+        with torch.device("meta"):
+            model = mlp(64, 4)
+        model.to_empty(device=gpu.device if on_device else "cpu")
+    plain = gpu.plain(lambda: mlp(64, 4))
+    model.load_state_dict(plain.state_dict())
+    assert_same_bits(train(gpu, plain, adamw(plain)), train(gpu, model, adamw(model)))
+
+
 @pytest.mark.parametrize("built_on_device", [False, True])
 def test_initialize(gpu: Gpu, built_on_device: bool) -> None:
     torch.manual_seed(0)

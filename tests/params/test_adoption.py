@@ -211,6 +211,17 @@ def test_built_on_meta_and_materialised(same: Same) -> None:
     same(build, backward)
 
 
+def test_materialised_parameters_are_placed(paging: Paging) -> None:
+    """``to_empty`` registers nothing; what it made is still part of the units and of the placement table."""
+    with paging.context(RESIDENT, 1 << 20) as context:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        model.to_empty(device="cpu")
+    assert deepoffload.stats(model)["units"] == 2
+    assert deepoffload.stats(model)["host_weight_bytes"] >= 2 * (64 * 64 + 64) * 4
+    assert context.engine.placement.resident
+
+
 def test_initialisation_and_dtype_changes_while_building(same: Same) -> None:
     def build() -> nn.Module:
         model = mlp()
