@@ -7,7 +7,7 @@ import torch
 from deepoffload.config import Config
 from deepoffload.config.units import format_bytes
 from deepoffload.device import Device
-from deepoffload.errors import BudgetError, PlacementError
+from deepoffload.errors import BudgetError, ConfigError, PlacementError
 from deepoffload.memory.accelerator import Accelerator
 from deepoffload.memory.device_memory import DeviceMemory
 from deepoffload.optim.device_landing import DeviceLandings
@@ -21,10 +21,18 @@ def find_accelerator(config: Config) -> Accelerator | None:
     """What ``config.device`` names, or None for the CPU. Not said: the accelerator that torch sees, if any.
 
     Raises:
-        ConfigError: torch has no such device here.
+        ConfigError: torch has no such device here, or knows none of this name.
     """
     if config.device is not None:
-        return None if Device.parse(config.device).shares_host_memory else Accelerator(torch.device(config.device))
+        if Device.parse(config.device).shares_host_memory:
+            return None
+        try:
+            device = torch.device(config.device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f'device = "{config.device}" is not known to torch; expected "cpu", "cuda", or such as "cuda:1"'
+            ) from error
+        return Accelerator(device)
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if found is None else Accelerator(found)
 

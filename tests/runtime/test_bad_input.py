@@ -184,6 +184,13 @@ def test_wrong_keys_and_values(paging: Paging, wrong: dict[str, Any], message: s
         context(paging, **wrong)
 
 
+@pytest.mark.parametrize("name", ["gpu", "none", "cuda:99999999999999999999"])
+def test_a_device_that_torch_does_not_know(paging: Paging, name: str) -> None:
+    with pytest.raises(ConfigError, match=f'device = "{name}" is not known to torch'):
+        with context(paging, device=name):
+            raise AssertionError("the context was entered")
+
+
 # -- models and optimizers ---------------------------------------------------------------------------------------------
 
 
