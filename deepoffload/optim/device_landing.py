@@ -51,6 +51,14 @@ class _Landing:
     non_finite: bool = False
 
 
+def ring_of(host_bytes: int) -> tuple[int, int]:
+    """Bytes of a slot, and how many there are, in a host budget of ``host_bytes``."""
+    share_bytes = host_bytes // RING_SHARE
+    slot_bytes = share_bytes // SLOTS // SLOT_BYTES_MIN * SLOT_BYTES_MIN
+    slot_bytes = min(max(slot_bytes, SLOT_BYTES_MIN), SLOT_BYTES_MAX)
+    return slot_bytes, min(max(share_bytes // slot_bytes, SLOTS), SLOTS_MAX)
+
+
 class DeviceLandings:
     """The ring. Guarded by the tier manager's lock.
 
@@ -62,10 +70,7 @@ class DeviceLandings:
         self._memory = memory
         self._tiers = memory.tiers
         arena = memory.tiers.arena
-        share_bytes = arena.capacity_bytes // RING_SHARE
-        slot_bytes = share_bytes // SLOTS // SLOT_BYTES_MIN * SLOT_BYTES_MIN
-        self._slot_bytes = min(max(slot_bytes, SLOT_BYTES_MIN), SLOT_BYTES_MAX)
-        slots = min(max(share_bytes // self._slot_bytes, SLOTS), SLOTS_MAX)
+        self._slot_bytes, slots = ring_of(arena.capacity_bytes)
         self.ring_bytes = slots * self._slot_bytes
         start = arena.allocate(self.ring_bytes)
         if start is None:

@@ -34,6 +34,8 @@ from deepoffload.params.unit import ParamHandle
 
 _RAW_GRAD: Any = Tensor.grad
 
+_MOVES = ("to", "cpu", "cuda", "xpu", "ipu")
+
 _ESCAPES = frozenset(
     (
         "detach numpy data_ptr untyped_storage storage _typed_storage __dlpack__ __array__ __cuda_array_interface__ "
@@ -155,9 +157,7 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
                 pager.pop_hooks()
         for tensor in paged:
             _after_call(tensor, name)
-        if name in ("to", "cuda", "xpu", "ipu"):
-            _refuse_moving_model(paged[0], result)
-        return result
+        return _of_moved_model(paged[0], result) if name in _MOVES else result
     finally:
         for slot in pinned:
             slot.pager.unpin(slot)
@@ -165,19 +165,27 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
             pinned[0].pager.pump()
 
 
-def _refuse_moving_model(tensor: Any, result: Any) -> None:
-    """``model.to(device)`` would replace every paged parameter by an ordinary one; ``param.to(device)`` is a copy."""
+def _of_moved_model(tensor: Any, result: Any) -> Any:
+    """``model.to(device)`` would replace every paged parameter by an ordinary one; ``param.to(device)`` is a copy.
+
+    A model that is still being built goes to its device when the context ends: until then it stays where it is.
+    """
     if not isinstance(result, Tensor) or result.device == tensor.device:
-        return
+        return result
+    slot = tensor._slot
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is nn.Module._apply.__code__:
+            building = isinstance(slot, ParamHandle) and slot.unit is None and slot.pager.closed_because is None
+            if building and result.device == slot.pager.memory.device:
+                return tensor if result.dtype is tensor.dtype else result.to(tensor.device)
             raise UnsupportedError(
                 f"a paged model stays on its device ({tensor.device}), it cannot be moved to {result.device}: its "
                 "bytes come and go by themselves. Save it with deepoffload.save_pretrained and load it elsewhere, or "
                 "copy.deepcopy it"
             )
         frame = frame.f_back
+    return result
 
 
 def _collect(values: Any, found: list[Any]) -> None:

@@ -10,11 +10,27 @@ from deepoffload.device import Device
 from deepoffload.errors import BudgetError, ConfigError, PlacementError
 from deepoffload.memory.accelerator import Accelerator
 from deepoffload.memory.device_memory import DeviceMemory
-from deepoffload.optim.device_landing import DeviceLandings
+from deepoffload.optim.device_landing import DeviceLandings, ring_of
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import bare
 from deepoffload.runtime.plan import ModelPlan, weights_on_device_bytes, window_bytes
+
+TRIMMED_BYTES_MIN = 64 << 20
+"""What is left of the budget at least, if it was as much: layers that come later may be larger than all before."""
+
+
+def with_ring(gradients: Gradients, capacity_bytes: int) -> int:
+    """The host budget that leaves ``capacity_bytes`` for blocks beside the ring of gradients from a device."""
+    if gradients.from_device is None:
+        return capacity_bytes
+    budget_bytes = capacity_bytes
+    for _ in range(64):  # a larger budget has a larger ring, but never by more than a 32nd part
+        slot_bytes, slots = ring_of(budget_bytes)
+        if budget_bytes - slot_bytes * slots >= capacity_bytes:
+            break
+        budget_bytes = capacity_bytes + slot_bytes * slots
+    return budget_bytes
 
 
 def find_accelerator(config: Config) -> Accelerator | None:
@@ -66,7 +82,8 @@ def fit_device(memory: DeviceMemory, plan: ModelPlan) -> None:
             f"least {nbytes} bytes",
             nbytes,
         )
-    memory.arena.trim(weights_on_device_bytes(plan.drafts) + sum(block.room_bytes for block in plan.on_device))
+    needed_bytes = weights_on_device_bytes(plan.drafts) + sum(block.room_bytes for block in plan.on_device)
+    memory.arena.trim(max(needed_bytes, TRIMMED_BYTES_MIN))
     try:
         memory.arena.bytes()
     except torch.OutOfMemoryError as error:

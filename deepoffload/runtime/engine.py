@@ -33,7 +33,7 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.window import RootWatch, Window
 from deepoffload.runtime.construct import Assembly, adopt, adoptable, convert_buffers, refuse_meta
-from deepoffload.runtime.device import compute_on, find_accelerator, fit_device
+from deepoffload.runtime.device import compute_on, find_accelerator, fit_device, with_ring
 from deepoffload.runtime.plan import DTYPES, PIECES_PER_BUDGET, UNITS_PER_BUDGET, ModelPlan, enough_capacity, plan_model
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import Bandwidths, Kind
@@ -202,7 +202,7 @@ class Engine:
         enough = enough_capacity(attempt, error.enough_bytes)
         if enough is None:
             return error  # with more memory, NVMe still is too small
-        named = f"to at least {error.enough_bytes} bytes"
+        named, enough = f"to at least {error.enough_bytes} bytes", with_ring(self.gradients, enough)
         return PlacementError(str(error).replace(named, f"to at least {enough} bytes"), enough)
 
     def _reserve(self, placement: Placement) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import deepoffload
-from deepoffload.errors import BudgetError, ClosedError
+from deepoffload.errors import BudgetError, ClosedError, PlacementError, UnsupportedError
 from deepoffload.runtime.context import engine_of
 from tests.support.gpu import Gpu, memory_of, on_cpu
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
@@ -367,3 +367,27 @@ def test_views_that_leave_no_room(gpu: Gpu) -> None:
         held = [param.detach() for param in model.parameters() if param.dim() == 2]
         assert held
     assert_same_bits(expected(gpu), train(gpu, model, adamw(model)))
+
+
+def test_the_host_budget_that_is_named_is_enough(gpu: Gpu) -> None:
+    with pytest.raises(PlacementError, match="to at least [0-9]+ bytes") as refused:
+        gpu.paged(lambda: mlp(128, 4), host_budget=400 << 10)
+    assert refused.value.enough_bytes is not None
+    gpu.paged(lambda: mlp(128, 4), host_budget=refused.value.enough_bytes)
+
+
+def test_moved_to_its_device_while_it_is_built(gpu: Gpu) -> None:
+    with gpu.context():
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(gpu.device)
+        halved = nn.Linear(8, 8).to(gpu.device, torch.bfloat16)
+    kinds = {value.device.type for value in (*model.parameters(), *model.buffers(), *halved.parameters())}
+    assert kinds == {torch.device(gpu.device).type} and halved.weight.dtype is torch.bfloat16
+    model(gpu.put(torch.ones(4, 8))).sum().backward()
+    with pytest.raises(UnsupportedError, match="a paged model stays on its device"):
+        model.cpu()
+
+
+def test_a_layer_that_comes_late_and_is_larger_than_the_model(gpu: Gpu) -> None:
+    model = gpu.paged(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    model[1] = gpu.put(nn.Linear(8, 4096))
+    assert model(gpu.put(torch.ones(4, 8))).shape == (4, 4096)
