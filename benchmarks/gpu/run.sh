@@ -11,7 +11,10 @@ DISK=${1:-${TMPDIR:-/tmp}}
 PYTHON=${PYTHON:-python3}
 MINUTES=${MINUTES:-9}
 
-"$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA device"'
+if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "run.sh: $PYTHON has no torch, or its torch sees no CUDA device; set PYTHON, or try run.py --simulate" >&2
+    exit 1
+fi
 VENV=.venv-gpu
 if [ ! -x "$VENV/bin/python" ]; then
     "$PYTHON" -m venv --system-site-packages "$VENV"
