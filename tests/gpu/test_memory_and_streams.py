@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import deepoffload
 from deepoffload import stats
 from deepoffload.errors import BudgetError, ConfigError, PlacementError
+from deepoffload.runtime.device import TRIMMED_BYTES_MIN
 from deepoffload.schedule.trace import Event
 from tests.support.gpu import Gpu, memory_of, on_cpu
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
@@ -66,11 +67,11 @@ def test_no_more_than_the_budget_and_activations(gpu: Gpu) -> None:
     assert stats(model)["device_evictions"] > 0
 
 
-def test_no_more_than_the_weights_when_nothing_is_said(gpu: Gpu) -> None:
+def test_little_more_than_the_weights_when_nothing_is_said(gpu: Gpu) -> None:
     model = gpu.paged(deep)
     step(gpu, model, deepoffload.CPUAdamW(model.parameters()), 0)
     seen = stats(model)
-    assert seen["device_peak_bytes"] <= seen["device_budget_bytes"] <= 2 * 8 * LAYER_BYTES
+    assert seen["device_peak_bytes"] <= 2 * 8 * LAYER_BYTES < seen["device_budget_bytes"] == TRIMMED_BYTES_MIN
     assert seen["device_evictions"] == 0
 
 

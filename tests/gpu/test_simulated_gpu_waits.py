@@ -239,6 +239,8 @@ def test_unchecked_hazards_give_wrong_bytes(simulated_gpu: str) -> None:
 
 
 def test_freed_memory_that_another_stream_uses_is_a_hazard(simulated_gpu: str) -> None:
+    gc.collect()
+    torch.simgpu.empty_cache()  # what earlier tests have left would be taken first
     side, source = torch.simgpu.Stream(), torch.ones(1000, device=simulated_gpu)
     side.wait_stream(torch.simgpu.default_stream())
     with side:
