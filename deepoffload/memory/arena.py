@@ -10,11 +10,21 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from deepoffload.errors import BudgetError
 from deepoffload.native.aio import PAGE_BYTES, HostMapping, ffi, round_up
+
+
+def common_size(sizes: Iterable[int]) -> int | None:
+    """The size that more than half of the bytes come in, if there is one."""
+    bytes_in: Counter[int] = Counter()
+    for nbytes in sizes:
+        bytes_in[nbytes] += nbytes
+    size, nbytes = max(bytes_in.items(), key=lambda item: item[1], default=(0, 0))
+    return size if 2 * nbytes > bytes_in.total() else None
 
 
 class Ranges:

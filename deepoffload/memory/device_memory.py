@@ -63,6 +63,7 @@ class DeviceMemory:
     Args:
         capacity_bytes: the device budget.
         bare: a context outside of the program's modes, in which bytes are moved.
+        storage_at: makes a storage of an address, a device and a number of bytes, which it does not own.
         poison: fill what is taken back with 0xFF.
     """
 
@@ -75,6 +76,7 @@ class DeviceMemory:
         capacity_bytes: int,
         *,
         bare: Callable[[], AbstractContextManager[None]],
+        storage_at: Callable[[int, torch.device, int], Any],
         poison: bool = False,
     ) -> None:
         self.tiers = tiers
@@ -89,6 +91,7 @@ class DeviceMemory:
         self._arena_bytes: Tensor | None = None
         self._kept: set[int] = set()
         self._bare = bare
+        self._storage_at = storage_at
         tiers.copies = self
         # An engine that goes without being closed: what is on its way reads and writes the memory that goes with it.
         weakref.finalize(self, accelerator.synchronize).atexit = False
@@ -132,9 +135,8 @@ class DeviceMemory:
         copy = self._copies[block.id]
         memory = self.arena.bytes()
         # A storage of its own tells who else refers to these bytes. It keeps the whole memory alive.
-        storage: Any = torch._C._construct_storage_from_data_pointer(
-            memory.data_ptr() + copy.offset + offset_bytes, self.device, numel * dtype.itemsize
-        )
+        address = memory.data_ptr() + copy.offset + offset_bytes
+        storage = self._storage_at(address, self.device, numel * dtype.itemsize)
         storage.memory = memory
         return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, (numel,), (1,))
 

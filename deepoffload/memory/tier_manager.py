@@ -15,12 +15,11 @@ import ctypes
 import gc
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Container, Iterable
 
 from deepoffload.errors import BudgetError, ClosedError, IoFailure
 from deepoffload.io.swap_space import SwapSpace
-from deepoffload.memory.arena import Arena
+from deepoffload.memory.arena import Arena, common_size
 from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState, Census, DeviceCopies, shower
 from deepoffload.memory.compaction import cheapest_run
 from deepoffload.memory.limbo import Limbo
@@ -101,12 +100,7 @@ class TierManager:
     def common_room_bytes(self, staying: Container[int]) -> int:
         """The room that more than half of the bytes come in, of blocks other than those that are ``staying``; a page
         when there is no such."""
-        rooms: Counter[int] = Counter()
-        for block in self._blocks.values():
-            if block.id not in staying:
-                rooms[block.room_bytes] += block.room_bytes
-        room, nbytes = max(rooms.items(), key=lambda item: item[1], default=(0, 0))
-        return room if 2 * nbytes > rooms.total() else PAGE_BYTES
+        return common_size(b.room_bytes for b in self._blocks.values() if b.id not in staying) or PAGE_BYTES
 
     def passing(self, state: BlockState) -> list[Block]:
         """Blocks in a state that do not stay in memory for good, those first that came into it first."""

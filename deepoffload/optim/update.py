@@ -118,8 +118,9 @@ class HostUpdate:
         if left is None:
             fit_pieces(self.tiers, unit, self.jobs)
             left = self._left[unit.index] = [n for n, piece in enumerate(unit.pieces) if self._jobs_of(piece)]
-        if self._is_kept(unit, left):
-            self._apply_on_device(unit, left)
+        device = self._state_home(unit, left)
+        if device is not None:
+            self._apply_on_device(device, unit, left)
         else:
             self._apply_on_host(unit, left)
         unit.pending = None
@@ -128,24 +129,21 @@ class HostUpdate:
                 handle.updated()
                 self.gradients.used(handle)
 
-    def _is_kept(self, unit: Unit, left: list[int]) -> bool:
-        """Whether the state of a unit lives on the device and is updated there. State of an optimizer that the device
-        has no kernel for goes to the host now, for good."""
+    def _state_home(self, unit: Unit, left: list[int]) -> DeviceMemory | None:
+        """The device on which the state of a unit lives and is updated; None for the host. State of an optimizer that
+        the device has no kernel for moves to the host now, for good."""
         memory = self.memory
         pieces = [unit.pieces[index] for index in left]
         if not isinstance(memory, DeviceMemory) or not any(memory.keeps(piece.block) for piece in pieces):
-            return False
+            return None
         jobs = [job for piece in pieces for job in self._jobs_of(piece)]
         if all(memory.keeps(piece.block) for piece in pieces) and all(map(updates_on_device, jobs)):
-            return True
+            return memory
         for piece in pieces:
             memory.keep_no_longer(piece.block)
-        return False
+        return None
 
-    def _apply_on_device(self, unit: Unit, left: list[int]) -> None:
-        memory = self.memory
-        if not isinstance(memory, DeviceMemory):
-            raise RuntimeError(f"{unit.name} has no state on a device")
+    def _apply_on_device(self, memory: DeviceMemory, unit: Unit, left: list[int]) -> None:
         with ExitStack() as leases:
             blocks = self._blocks(unit)
             self.pager.use_update(unit, left[0], tuple(block.id for block in blocks))

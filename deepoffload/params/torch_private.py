@@ -42,6 +42,7 @@ no_torch_function = torch._C.DisableTorchFunctionSubclass
 is_functorch_wrapped: Callable[[Tensor], bool] = _need(torch._C._functorch, "is_functorch_wrapped_tensor")
 get_unwrapped: Callable[[Tensor], Tensor] = _need(torch._C._functorch, "get_unwrapped")
 _peek_interpreter_stack = _need(torch._C._functorch, "peek_interpreter_stack")
+storage_at: Callable[[int, torch.device, int], Any] = _need(torch._C, "_construct_storage_from_data_pointer")
 _swap_implementation = _need(torch._C, "_swap_tensor_impl")
 _disable_current_modes = _need(_python_dispatch, "_disable_current_modes")
 _dispatch_mode = _need(torch._C, "_get_dispatch_mode")

@@ -13,7 +13,7 @@ from deepoffload.memory.device_memory import DeviceMemory
 from deepoffload.optim.device_landing import DeviceLandings, ring_of
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
-from deepoffload.params.torch_private import bare
+from deepoffload.params.torch_private import bare, storage_at
 from deepoffload.runtime.plan import ModelPlan, weights_on_device_bytes, window_bytes
 
 TRIMMED_BYTES_MIN = 64 << 20
@@ -61,7 +61,7 @@ def compute_on(
     Raises:
         BudgetError: a budget is too small for it.
     """
-    memory = DeviceMemory(pager.tiers, accelerator, device_bytes, bare=bare, poison=poison)
+    memory = DeviceMemory(pager.tiers, accelerator, device_bytes, bare=bare, storage_at=storage_at, poison=poison)
     gradients.from_device = DeviceLandings(memory)
     pager.memory = memory
 

@@ -5,7 +5,6 @@ The engine plans with this before it moves anything, and the estimators predict 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from torch import nn
 from deepoffload.config import Config, GradientDtype, Precision
 from deepoffload.device import Tier
 from deepoffload.errors import PlacementError
+from deepoffload.memory.arena import common_size
 from deepoffload.memory.block import Block
 from deepoffload.native.aio import round_up
 from deepoffload.optim.checks import STATE_DTYPES
@@ -151,19 +151,10 @@ def _draft(
             drafts.append(assembly.draft(handle.name, [handle]))
         elif handle.tensor is None and handle.block is not None:
             pager.tiers.remove(handle.block)
-    assembly.typical_bytes = _typical([draft.nbytes for draft in drafts])
+    assembly.typical_bytes = common_size(draft.nbytes for draft in drafts)
     for draft in drafts:
         assembly.make(draft)
     return drafts, windows
-
-
-def _typical(sizes: Sequence[int]) -> int | None:
-    """The size that most bytes come in, if that is most of them all."""
-    total: Counter[int] = Counter()
-    for nbytes in sizes:
-        total[nbytes] += nbytes
-    size, nbytes = max(total.items(), key=lambda item: item[1], default=(0, 0))
-    return size if 2 * nbytes > sum(sizes) else None
 
 
 def _place(
