@@ -159,6 +159,8 @@ class Gradients:
                 self._land_here(slot, source, dtype, accumulate)
             else:
                 self.from_device.take(slot, source, dtype, accumulate=accumulate)
+            if accumulate:
+                slot.added_to()
             handle.grad_state = GradientState.LANDED
             set_grad(param, None)
             if self.early is not None:

@@ -7,6 +7,7 @@ was on top before it (activation checkpointing, ``save_on_cpu``, the user's own)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,22 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 _WIDE = (torch.float32, torch.float64)
 
+_NAMED_TYPES = (
+    *(torch.float16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
+"""Those that torch's errors call by their old class names."""
+
+_CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
+_HINT = (
+    "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+    "torch.autograd.set_detect_anomaly(True, check_nan=False)."
+)
+_HINT_IN_ANOMALY = (
+    "Hint: the backtrace further above shows the operation that failed to compute its gradient. The variable in "
+    "question was changed in there or anywhere later. Good luck!"
+)
+"""torch's words, so that what looks for them finds them."""
+
 
 class SavedWeight:
     """A weight, or a view of one, saved for backward."""
@@ -61,6 +78,49 @@ class SavedCast(SavedWeight):
         super().__init__(handle, tensor, version_of(weight))
         self.dtype = tensor.dtype
         self.base_stride = base.stride()
+
+
+class SavedTensor:
+    """Any other tensor, without its graph, and the version that it had. torch compares versions only of what it keeps
+    without hooks, so ours compares them in its place.
+
+    Attributes:
+        made_by: the name of the node that made it and which of its outputs it is; None for a leaf.
+    """
+
+    __slots__ = ("tensor", "version", "made_by")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.made_by: tuple[str, int] | None = None
+        if tensor.requires_grad:
+            node = tensor.grad_fn
+            if node is not None:
+                self.made_by = node.name(), tensor.output_nr
+            tensor = _without_graph(tensor)
+        self.tensor = tensor
+        self.version = _version_of_any(tensor)
+
+    def checked(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: torch's own message, when it was changed in place after it was saved.
+        """
+        tensor = self.tensor
+        version = _version_of_any(tensor)
+        if version != self.version:
+            raise RuntimeError(self._was_changed(version))
+        return tensor
+
+    def _was_changed(self, version: int) -> str:
+        origin = ""
+        if self.made_by is not None:
+            name, output = self.made_by
+            origin = f", which is output {output} of {re.sub('Backward[0-9]*$', '', name)},"
+        return (
+            f"{_CHANGED}: [{_type_name(self.tensor)} {list(self.tensor.shape)}]{origin} is at version {version}; "
+            f"expected version {self.version} instead. {_HINT_IN_ANOMALY if torch.is_anomaly_enabled() else _HINT}"
+        )
 
 
 class SavedBelow:
@@ -100,9 +160,9 @@ class SavedTensorHooks:
             if cast is not None:
                 return cast
         if slot is not None or getattr(tensor, "_slot", None) is not None:
-            tensor = get_data(tensor)  # a gradient, or another engine's: the object would lose its bytes, an alias not
+            tensor = _alias(tensor)  # a gradient, or another engine's: the object would lose its bytes, an alias not
         if self.below is None:
-            return _without_graph(tensor)
+            return SavedTensor(tensor)
         return SavedBelow(self.below[0](tensor), self.below[1])
 
     def _cast_of_weight(self, tensor: Tensor) -> SavedCast | None:
@@ -130,11 +190,11 @@ class SavedTensorHooks:
         return None
 
     def unpack(self, packed: Any) -> Tensor:
-        if type(packed) is SavedWeight or type(packed) is SavedCast:
-            return restore(packed)
+        if type(packed) is SavedTensor:
+            return packed.checked()
         if type(packed) is SavedBelow:
             return packed.unpack(packed.packed)
-        return packed
+        return restore(packed)
 
 
 def _is_cast(tensor: Tensor, weight: Tensor) -> bool:
@@ -147,12 +207,33 @@ def _is_cast(tensor: Tensor, weight: Tensor) -> bool:
         return torch.equal(cast.view(torch.int16), get_data(tensor).view(torch.int16))
 
 
+def _version_of_any(tensor: Tensor) -> int:
+    return tensor._version if type(tensor) is Tensor else version_of(tensor)
+
+
+def _type_name(tensor: Tensor) -> str:
+    """The name of a tensor's type as torch's errors have it."""
+    name = tensor.type()
+    if tensor.dtype in _NAMED_TYPES:
+        return name
+    return f"{tensor.device.type.upper()}{name.rsplit('.', 1)[1].removesuffix('Tensor')}Type"
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Another object over the memory that a paged tensor shows, with the same version counter."""
+    with bare():
+        return tensor.detach()
+
+
 def _without_graph(tensor: Tensor) -> Tensor:
-    """The same memory without its graph. A node that held its own output would hold itself: the graph of a loss that is
-    never used for backward would stay for ever (``torch.autograd.graph.saved_tensors_hooks`` warns of it)."""
-    if not tensor.requires_grad or in_functorch():
+    """The same memory and version counter without its graph. A node that held its own output would hold itself: the
+    graph of a loss that is never used for backward would stay for ever (``torch.autograd.graph.saved_tensors_hooks``
+    warns of it)."""
+    if not modes_active():
+        return tensor.detach()
+    if in_functorch():
         return tensor
-    if type(tensor) is Tensor and modes_active():
+    if type(tensor) is Tensor:
         with bare():
             return tensor.detach()
     return tensor.detach()
@@ -190,9 +271,8 @@ def restore(saved: SavedWeight) -> Tensor:
                 raise ClosedError(f"{handle.name} was deleted between forward and backward")
             if not pager.is_version(handle, saved.version, version_of(param)):
                 raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"parameter {handle.name} {list(saved.size)} was changed (an optimizer step counts) after the "
-                    "forward pass that saved it"
+                    f"{_CHANGED}: parameter {handle.name} {list(saved.size)} was changed (an optimizer step counts) "
+                    "after the forward pass that saved it"
                 )
             shown = get_data(param)
             if type(saved) is SavedCast:

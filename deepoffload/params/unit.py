@@ -213,6 +213,12 @@ class GradientSlot(TensorSlot):
         self.touched()
         return True
 
+    def added_to(self) -> None:
+        """More has landed: graphs that have kept the gradient no longer hold, as where autograd adds in place."""
+        if self.shown is not None:
+            count_change(self.shown)
+            self.version += 1
+
     def touched(self) -> None:
         """The program may have changed the gradient: its sum of squares is taken again at the step."""
         self.handle.grad_sum_sq = None

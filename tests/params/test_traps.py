@@ -20,6 +20,7 @@ Silently wrong without care:
   test_edits_by_hooks
 - a weight changed between forward and backward:
   test_weight_changed_between_forward_and_backward_is_refused_as_torch_does
+- an activation changed between forward and backward: test_operations_and_edits, test_random_programs
 - one parameter in several places: test_tied_twice_used_unused_scalar_and_empty_parameters, test_tied_after_paging,
   test_same_objects_and_marks
 - several parameters in one storage: test_several_parameters_in_one_storage, test_data_set_to_a_view_of_itself
