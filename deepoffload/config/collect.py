@@ -6,25 +6,35 @@ import difflib
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
-from deepoffload.config.deepspeed_keys import DEEPSPEED_KEYS
+from deepoffload.config.deepspeed_keys import BOOLEAN_SECTIONS, DEEPSPEED_KEYS
 from deepoffload.config.deepspeed_tool_keys import DEEPSPEED_TOOL_KEYS
 from deepoffload.config.keys import AUTO, Key, Kind, Mismatch, Treatment, keys_by_path
 from deepoffload.config.own_keys import OWN_KEYS
 from deepoffload.errors import ConfigError
 
 KEYS = keys_by_path(OWN_KEYS, DEEPSPEED_KEYS, DEEPSPEED_TOOL_KEYS)
+SCHEDULE = "scheduler.params"
+"""Of the parameters in it the schedule's type decides; see ``lr_schedules``."""
 SECTIONS = frozenset(path[:at] for path in KEYS for at, letter in enumerate(path) if letter == ".")
 
 
 @dataclass
 class Layer:
-    """One mapping, read: the fields it sets, which key set each, and the notes to show."""
+    """One mapping, read: the fields it sets, which key set each, and what to tell the user.
+
+    ``strict``: an unknown key at the top level is an error, too (DeepSpeed ignores those of a file). ``autos``: paths
+    that say ``"auto"``.
+    """
 
     where: str
+    strict: bool = False
     fields: dict[str, object] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    autos: list[str] = field(default_factory=list)
 
     def collect(self, mapping: Mapping[str, object], prefix: str = "") -> Layer:
         """Check every key of ``mapping`` and take over what it says.
@@ -39,17 +49,26 @@ class Layer:
             if path in KEYS:
                 self._take(KEYS[path], value)
             elif path not in SECTIONS:
-                raise ConfigError(f"{self.where}{path}: unknown key{suggestion(path)}")
+                message = f"{self.where}{path}: unknown key"
+                if prefix or self.strict:
+                    raise ConfigError(f"{message}{suggestion(path)}")
+                self.warnings.append(f"{message}, ignored{suggestion(path)}")
             elif isinstance(value, Mapping):
                 self.collect(value, path + ".")
+            elif isinstance(value, bool) and path in BOOLEAN_SECTIONS:
+                self._take(KEYS[BOOLEAN_SECTIONS[path]], int(value))
             elif value is None or value == AUTO:
                 self.fields.update(dict.fromkeys(_fields_below(path)))
+                if value == AUTO:
+                    self.autos.append(path)
             else:
                 raise ConfigError(f"{self.where}{path} = {shown(value)}: expected an object")
         return self
 
     def _take(self, key: Key, raw: object) -> None:
-        if raw is None or (isinstance(raw, str) and raw == AUTO):
+        if raw is None or key.means_auto(raw):
+            if raw is not None:
+                self.autos.append(key.path)
             if key.field is not None:
                 self.fields.setdefault(key.field, None)
             return
@@ -59,6 +78,9 @@ class Layer:
         if value != key.default and key.treatment in (Treatment.MAPPED, Treatment.INAPPLICABLE):
             said = f" = {shown(raw)}" if key.treatment is Treatment.MAPPED else ""
             self.notes.append(f"{key.path}{said}: {key.treatment.value}: {key.text}")
+        if key.path == SCHEDULE:
+            parameters = cast("dict[str, object]", value)
+            self.autos += [f"{SCHEDULE}.{name}" for name, each in parameters.items() if each == AUTO]
         if key.field is not None:
             self._set(key.field, key.path, key.convert(value) if key.convert is not None else value)
 
@@ -97,6 +119,8 @@ def shown(value: object) -> str:
 
 def suggestion(path: str) -> str:
     """``; did you mean ...?`` for an unknown path: the same name elsewhere, or the nearest spelling."""
+    if path.startswith("_"):
+        return ""  # people write comments so
     paths = sorted(KEYS.keys() | SECTIONS)
     name = path.rpartition(".")[2]
     same_name = [other for other in paths if other.rpartition(".")[2] == name]

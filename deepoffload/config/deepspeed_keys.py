@@ -1,6 +1,6 @@
 """Every key of DeepSpeed's configuration that trains, and what becomes of it here.
 
-Source: DeepSpeed 0.19 (``runtime/config.py``, ``runtime/constants.py``, ``runtime/precision_config.py``,
+Source: DeepSpeed 0.19.8 (``runtime/config.py``, ``runtime/constants.py``, ``runtime/precision_config.py``,
 ``runtime/zero/config.py``, ``runtime/zero/offload_config.py``, ``runtime/swap_tensor/constants.py``). Keys of tools
 around the training are in ``deepspeed_tool_keys``. One process runs, which is why nothing is reduced or gathered.
 """
@@ -8,6 +8,7 @@ around the training are in ``deepspeed_tool_keys``. One process runs, which is w
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from deepoffload.config.keys import (
     Key,
@@ -17,6 +18,7 @@ from deepoffload.config.keys import (
     boolean,
     choice,
     choice_of,
+    either,
     integer,
     list_of,
     mapping,
@@ -87,6 +89,7 @@ _LOGGING = (
     _honoured("wall_clock_breakdown", boolean(), "Log the seconds of forward, backward and step.", False),
     _inapplicable("memory_breakdown", boolean(), "engine.stats() gives the bytes of every tier and their peaks", False),
     _inapplicable("dump_state", boolean(), "a Config can be printed as it is", False),
+    _inapplicable("disable_python_gc", boolean(), "the program decides when garbage is collected", False),
     _inapplicable("log_level", text(), "the logger is named deepoffload; set its level with Python's logging"),
     _inapplicable("vocabulary_size", integer(1), "only DeepSpeed's padding advice used it"),
 )
@@ -210,7 +213,13 @@ _PRECISION = (
     _inapplicable("torch_autocast.dtype", _DTYPES, _NO_AUTOCAST, Precision.BF16),
     _inapplicable("torch_autocast.lower_precision_safe_modules", list_of(text()), _NO_AUTOCAST),
     _error("amp", switched_group(), "Apex is not supported; use bf16", "off"),
-    # The next three are compared with the precision by parse, where both are known.
+    _error(
+        "data_types.keep_in_fp32_modules",
+        either(choice_of("auto"), list_of(text())),
+        "which buffers stay in fp32 does not follow from names",
+        "auto",
+    ),
+    # The next two are compared with the precision by parse, where both are known.
     _honoured(
         "data_types.grad_accum_dtype",
         _DTYPES,
@@ -245,6 +254,9 @@ _ZERO = (
     _inapplicable("zero_optimization.reduce_bucket_size", integer(), _ONE_RANK, 500_000_000),
     _inapplicable("zero_optimization.allgather_bucket_size", integer(), _ONE_RANK, 500_000_000),
     _inapplicable("zero_optimization.overlap_comm", boolean(), _ONE_RANK),
+    _inapplicable(
+        "zero_optimization.compute_grad_norm", boolean(), "the norm is a by-product of landing the gradients", True
+    ),
     _inapplicable("zero_optimization.load_from_fp32_weights", boolean(), "DeepSpeed's checkpoints are not read", True),
     _inapplicable("zero_optimization.elastic_checkpoint", boolean(), "DeepSpeed's checkpoints are not read", False),
     _inapplicable("zero_optimization.sub_group_size", integer(), _UNITS, 1_000_000_000),
@@ -285,6 +297,7 @@ _ZERO = (
     ),
     _inapplicable("zero_optimization.legacy_stage1", boolean(), _ONE_RANK, False),
     _inapplicable("zero_optimization.round_robin_gradients", boolean(), _ONE_RANK, False),
+    _inapplicable("zero_optimization.parameter_alignment", boolean(), "every parameter is aligned, always", False),
     _inapplicable("zero_optimization.zero_hpz_partition_size", integer(), _ONE_RANK, 1),
     *(
         _error(
@@ -347,6 +360,16 @@ _ZERO = (
         False,
     ),
 )
+
+
+_WITHOUT_FIELD_NAME = ("gather_fp16_weights_on_model_save", "partition_stream_chunk_size")
+_STAGE3 = "zero_optimization.stage3_"
+_ZERO_FIELD_NAMES = tuple(
+    replace(key, path="zero_optimization." + key.path.removeprefix(_STAGE3))
+    for key in _ZERO
+    if key.path.startswith(_STAGE3) and not key.path.endswith(_WITHOUT_FIELD_NAME)
+)
+"""The same under the names of the fields, which DeepSpeed takes as well as their aliases (``populate_by_name``)."""
 
 
 def _offload(section: str) -> tuple[Key, ...]:
@@ -421,4 +444,25 @@ _AIO = (
     _inapplicable("aio.use_gds", boolean(), "bytes go through host memory; there is no GPUDirect path", False),
 )
 
-DEEPSPEED_KEYS = (*_BATCH, *_LOGGING, *_OPTIMIZER, *_PRECISION, *_ZERO, *_OFFLOAD, *_AIO)
+DEEPSPEED_KEYS = (*_BATCH, *_LOGGING, *_OPTIMIZER, *_PRECISION, *_ZERO, *_ZERO_FIELD_NAMES, *_OFFLOAD, *_AIO)
+
+BOOLEAN_SECTIONS = {"zero_optimization": "zero_optimization.stage"}
+"""Sections that may be ``true`` or ``false``: an older form, and the key that it sets to 1 or 0."""
+
+TRAINER_KEYS = frozenset(
+    (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "fp16.enabled",
+        "bf16.enabled",
+        "optimizer.params.lr",
+        "optimizer.params.betas",
+        "optimizer.params.eps",
+        "optimizer.params.weight_decay",
+        "scheduler.params",
+    )
+)
+"""Where ``"auto"`` stands for an argument of the trainer, which puts its value there (transformers'
+``HfTrainerDeepSpeedConfig``)."""

@@ -8,6 +8,7 @@ from deepoffload.config.keys import (
     Treatment,
     boolean,
     choice_of,
+    group_of_parts,
     integer,
     list_of,
     number,
@@ -43,6 +44,16 @@ def _other_group(path: str, why: str, kind: Kind | None = None) -> Key:
     return Key(path, kind or switched_group(), Treatment.INAPPLICABLE, why, "off")
 
 
+_COMPRESSION_PARTS = (
+    "layer_reduction",
+    "weight_quantization",
+    "activation_quantization",
+    "sparse_pruning",
+    "row_pruning",
+    "head_pruning",
+    "channel_pruning",
+)
+
 DEEPSPEED_TOOL_KEYS = (
     *_group(
         "activation_checkpointing",
@@ -60,6 +71,7 @@ DEEPSPEED_TOOL_KEYS = (
         tag_validation=(choice_of("Ignore", "Warn", "Fail"), "Warn"),
         load_universal=_OFF,
         use_node_local_storage=_OFF,
+        checkpoint_serialization=_ON,
     ),
     *_group("checkpoint.parallel_write", _CHECKPOINT, pipeline_stage=_OFF),
     *_group(
@@ -123,9 +135,11 @@ DEEPSPEED_TOOL_KEYS = (
         "compile",
         _COMPILE,
         deepcompile=_OFF,
+        autoep_non_moe=_OFF,
         free_activation=_OFF,
         free_activation_threshold=(integer(), 10 << 20),
         offload_activation=_OFF,
+        offload_activation_pin_memory=_ON,
         offload_opt_states=_OFF,
         offload_parameters=_OFF,
         double_buffer=_ON,
@@ -145,7 +159,7 @@ DEEPSPEED_TOOL_KEYS = (
     _changes_numbers("progressive_layer_drop", "layers are dropped by the model, not by the engine"),
     _changes_numbers("sparse_attention", "attention is the model's", present_group()),
     _changes_numbers("quantize_training", "weights are never quantised", present_group()),
-    _changes_numbers("compression_training", "the model is never compressed", present_group()),
+    _changes_numbers("compression_training", "the model is never compressed", group_of_parts(*_COMPRESSION_PARTS)),
     _changes_numbers("weight_quantization", "weights are never quantised", present_group()),
     _changes_numbers("elasticity", "it works out other batch sizes; say train_batch_size"),
     _other_group("eigenvalue", "it only serves quantize_training"),

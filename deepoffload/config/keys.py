@@ -53,6 +53,15 @@ class Key:
     convert: Callable[[object], object] | None = None
     """From the checked value to the field's value; ``None`` as the result says nothing."""
 
+    def means_auto(self, value: object) -> bool:
+        """Whether ``value`` asks somebody else to decide. ``"auto"`` is an ordinary value where it is the default."""
+        if not (isinstance(value, str) and value == AUTO):
+            return False
+        try:
+            return self.default is None or self.kind.normalise(value) != self.default
+        except Mismatch:
+            return True
+
 
 def boolean() -> Kind:
     def normalise(value: object) -> object:
@@ -216,14 +225,38 @@ def switched_group() -> Kind:
 
 
 def present_group() -> Kind:
-    """An object that is on by being there; the result is ``"on"``, or ``"off"`` when it is empty."""
+    """An object that is on by being there; the result is ``"on"``, or ``"off"`` when it is empty or says so."""
 
     def normalise(value: object) -> object:
         if not isinstance(value, Mapping):
             raise Mismatch
-        return "on" if value else "off"
+        return "on" if value and value.get("enabled") is not False else "off"
 
     return Kind("an object", normalise)
+
+
+def group_of_parts(*parts: str) -> Kind:
+    """An object of ``parts``, each an object with ``enabled``, in itself or in its ``shared_parameters``; the result is
+    ``"on"``, or ``"off"`` when every part is off (the default)."""
+
+    def is_on(name: str, part: object) -> bool:
+        if name not in parts:
+            raise Mismatch(f"unknown part {name!r}; expected {', '.join(parts)}")
+        shared = part.get("shared_parameters", {}) if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping) or not isinstance(shared, Mapping):
+            raise Mismatch(f"part {name!r}: expected an object")
+        said = (part.get("enabled", False), shared.get("enabled", False))
+        if not all(isinstance(enabled, bool) for enabled in said):
+            raise Mismatch(f'part {name!r}: expected "enabled": true or false without quotes')
+        return any(said)
+
+    def normalise(value: object) -> object:
+        if not isinstance(value, Mapping):
+            raise Mismatch
+        states = [is_on(str(name), part) for name, part in value.items()]  # all of them are checked
+        return "on" if any(states) else "off"
+
+    return Kind('an object of parts, each with "enabled": true or false', normalise)
 
 
 def anything() -> Kind:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from deepoffload.config.collect import Layer, check, shown
+from deepoffload.config.autos import auto_warning
+from deepoffload.config.collect import KEYS, Layer, check, shown
 from deepoffload.config.keys import AUTO
 from deepoffload.config.lr_schedules import SCHEDULES
 from deepoffload.config.optimizers import OPTIMIZERS
@@ -44,11 +45,25 @@ def parse_config(
     mapping, file_name = read_source(source)
     where = f"configuration {file_name}: " if file_name else ""
     base = Layer(where).collect(mapping)
-    top = Layer("").collect(overrides)
+    top = Layer("", strict=True).collect(overrides)
     fields = _merge(base.fields, top.fields)
-    earlier = source.notes if isinstance(source, Config) else ()
-    notes = tuple(dict.fromkeys((*earlier, *base.notes, *top.notes)))
-    return _build(fields, notes, where)
+    notes, warnings = (source.notes, source.warnings) if isinstance(source, Config) else ((), ())
+    config = _build(fields, tuple(dict.fromkeys((*notes, *base.notes, *top.notes))), where)
+    warned = [*warnings, *base.warnings]
+    autos = [path for path in (*base.autos, *top.autos) if not _said(path, top)]
+    if autos:
+        warned.append(auto_warning(autos, config, where))
+    return replace(config, warnings=tuple(dict.fromkeys(warned)))
+
+
+def _said(path: str, layer: Layer) -> bool:
+    """Whether ``layer`` gives a value for ``path``."""
+    section, _, name = path.rpartition(".")
+    within = layer.fields.get(section)
+    if isinstance(within, dict):
+        return within.get(name, AUTO) not in (AUTO, None)
+    key = KEYS.get(path)
+    return key is not None and key.field is not None and layer.fields.get(key.field) is not None
 
 
 def _merge(base: dict[str, object], top: dict[str, object]) -> dict[str, Any]:

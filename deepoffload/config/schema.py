@@ -156,3 +156,5 @@ class Config:
     debug: DebugConfig = field(default_factory=DebugConfig)
     notes: tuple[str, ...] = ()
     """One line per key that was mapped or does not apply, to be logged once."""
+    warnings: tuple[str, ...] = ()
+    """What is probably not meant so: unknown keys, and every ``"auto"`` with what it became."""

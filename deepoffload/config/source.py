@@ -38,7 +38,7 @@ def config_to_mapping(config: Config) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for item in dataclasses.fields(Config):
         value = getattr(config, item.name)
-        if item.name == "notes" or value == getattr(_DEFAULTS, item.name):
+        if item.name in ("notes", "warnings") or value == getattr(_DEFAULTS, item.name):
             continue
         if item.name == "zero_stage":
             result["zero_optimization"] = {"stage": value}

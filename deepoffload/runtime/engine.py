@@ -94,6 +94,8 @@ class Engine:
         os.register_at_fork(after_in_child=partial(_forked, weakref.ref(self)))
         for note in config.notes:
             log.info(note)
+        for warning in config.warnings:
+            log.warning(warning)
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 

@@ -108,6 +108,8 @@ def initialize(
     source = _config_source(args, config, config_params)
     settings = parse_config(source)
     if core is not None:
+        for warning in settings.warnings:
+            log.warning(warning)  # those of its own configuration the engine has said
         settings = core.config if source is None else combine(core.config, settings)
     clipping = _clipping(settings, optimizer)
     _check_before(settings, model, optimizer, model_parameters, lr_scheduler, training_data)
@@ -189,7 +191,7 @@ def combine(context: Config, said: Config) -> Config:
     for field in dataclasses.fields(Config):
         name = field.name
         before, now = getattr(context, name), getattr(said, name)
-        if name in _BATCH_KEYS or name == "notes" or now == getattr(defaults, name) or now == before:
+        if name in (*_BATCH_KEYS, "notes", "warnings") or now == getattr(defaults, name) or now == before:
             continue
         if name not in _TRAINING_KEYS or before != getattr(defaults, name):
             raise _conflict(name, before, now)

@@ -293,7 +293,7 @@ def refused() -> list[tuple[dict[str, Any], type[Exception], str]]:
         ({"lr_scheduler": lambda optimizer: None}, UsageError, "needs an optimizer"),
         ({"mpu": object()}, UnsupportedError, "model parallelism"),
         ({"mesh_param": (1, 2)}, UnsupportedError, "model parallelism"),
-        ({"config": {"optimiser": ADAM}}, ConfigError, "did you mean optimizer"),
+        ({"config": {"optimizer": {"tpye": "Adam"}}}, ConfigError, "did you mean optimizer.type"),
         ({"config": "/does/not/exist.json"}, ConfigError, "cannot be read"),
         ({"config": {"scheduler": {"type": "WarmupLR"}}}, UsageError, "needs an optimizer"),
     ]

@@ -264,6 +264,24 @@ def test_the_loss_may_be_left_unscaled(config: dict[str, Any]) -> None:
 # -- telling about it ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("built_in_context", [False, True])
+def test_what_is_probably_not_meant_so_is_said_once(
+    built_in_context: bool, config: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    said = {"train_batch_size": "auto", "_comment": "copied", "host_budgte": "1GiB"}
+    if built_in_context:
+        with deepoffload.offload_context(config):
+            model = mlp(depth=2)
+    else:
+        model = mlp(depth=2)
+        said |= config
+    engine, *_ = deepoffload.initialize(model=model, config=said)
+    engine.close()
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [warning.split(" ")[0] for warning in warnings] == ["_comment:", "host_budgte:", '"auto"']
+    assert "train_batch_size became unknown (only the trainer" in warnings[2]
+
+
 def test_progress_is_logged(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     config |= {"optimizer": ADAMW, "steps_per_print": 2, "wall_clock_breakdown": True, "gradient_accumulation_steps": 1}
     with initialized(model=seeded(mlp), config=config) as engine, caplog.at_level(logging.INFO, "deepoffload"):

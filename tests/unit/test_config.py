@@ -21,6 +21,7 @@ from deepoffload.config import (
     StepOverlap,
     parse_config,
 )
+from deepoffload.config.collect import KEYS
 from deepoffload.device import Tier
 from deepoffload.errors import ConfigError
 
@@ -234,11 +235,11 @@ def test_batch_triple(given_keys, expected):
 
 
 MISTAKES = [
-    ({"host_budgte": 1}, "host_budgte: unknown key; did you mean host_budget?"),
-    ({"zero_optimisation": {"stage": 3}}, "did you mean zero_optimization?"),
+    ({"aio": {"queue_dpeth": 1}}, "aio.queue_dpeth: unknown key; did you mean aio.queue_depth?"),
+    ({"zero_optimization": {"stage3": 3}}, "zero_optimization.stage3: unknown key; did you mean"),
     ({"zero_optimization": {"offload_params": {"device": "cpu"}}}, "did you mean zero_optimization.offload_param?"),
-    ({"overlap_comm": True}, "overlap_comm: unknown key; did you mean zero_optimization.overlap_comm?"),
-    ({"qqqqqqq": 1}, "qqqqqqq: unknown key; docs/config.md lists all keys"),
+    ({"fp16": {"overlap_comm": True}}, "did you mean zero_optimization.overlap_comm?"),
+    ({"fp16": {"qqqqqqq": 1}}, "fp16.qqqqqqq: unknown key; docs/config.md lists all keys"),
     ({3: 1}, "3: keys are text"),
     ({"prefetch": "true"}, "prefetch = 'true': expected true or false without quotes"),
     ({"prefetch": 1}, "prefetch = 1: expected true or false"),
@@ -247,7 +248,13 @@ MISTAKES = [
     ({"gradient_clipping": float("nan")}, "gradient_clipping = nan: expected a finite number at least 0"),
     ({"gradient_clipping": -1}, "gradient_clipping = -1"),
     ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4: expected a whole number from 0 to 3"),
-    ({"zero_optimization": True}, "zero_optimization = true: expected an object"),
+    ({"zero_optimization": 2}, "zero_optimization = 2: expected an object"),
+    ({"aio": True}, "aio = true: expected an object"),
+    (
+        {"compression_training": {"pruning": {}}},
+        "unknown part 'pruning'; expected layer_reduction, weight_quantization",
+    ),
+    ({"compression_training": {"row_pruning": []}}, "part 'row_pruning': expected an object"),
     ({"aio": {"block_size": 1000}}, "aio.block_size = 1000: expected a whole number from 4096"),
     ({"aio": {"backend": "posix"}}, 'aio.backend = \'posix\': expected one of "auto", "libaio"'),
     ({"host_budget": "2G"}, 'host_budget = \'2G\': unknown unit "G"; write "2GiB" (1024) or "2GB" (1000)'),
@@ -313,6 +320,89 @@ MISTAKES = [
 def test_mistakes_are_told(source, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_config(source)
+
+
+UNKNOWN_AT_THE_TOP = {
+    "_comment": "",
+    "comms_config": "; did you mean comms_logger?",
+    "cuda_visible_devices": "; docs/config.md lists all keys",
+    "host_budgte": "; did you mean host_budget?",
+    "zero_optimisation": "; did you mean zero_optimization?",
+    "overlap_comm": "; did you mean zero_optimization.overlap_comm?",
+    "qqqqqqq": "; docs/config.md lists all keys",
+}
+
+
+def test_unknown_keys_at_the_top_of_a_file_are_ignored_with_a_warning(tmp_path):
+    file = write(tmp_path / "ds.json", json.dumps({**dict.fromkeys(UNKNOWN_AT_THE_TOP, {"a": 1}), "prefetch": False}))
+    config = parse_config(file)
+    assert not config.prefetch
+    assert config.warnings == tuple(
+        f"configuration {file}: {name}: unknown key, ignored{hint}" for name, hint in UNKNOWN_AT_THE_TOP.items()
+    )
+
+
+def test_zero_optimization_may_be_a_switch():
+    for said, stage in ((True, 1), (False, None)):
+        assert (parse_config({"zero_optimization": said}).zero_stage or None) == stage
+
+
+COMPRESSION_OFF = {
+    "layer_reduction": {"enabled": False, "keep_number_layers": 5},
+    "weight_quantization": {"shared_parameters": {"enabled": False, "quantizer_kernel": False}},
+    "sparse_pruning": {"shared_parameters": {"enabled": False}, "different_groups": {}},
+    "head_pruning": {},
+}
+
+
+def test_compression_with_every_part_off_is_no_compression():
+    assert parse_config({"compression_training": COMPRESSION_OFF}) == parse_config()
+    for part in ({"layer_reduction": {"enabled": True}}, {"row_pruning": {"shared_parameters": {"enabled": True}}}):
+        with pytest.raises(ConfigError, match="compression_training.*the model is never compressed"):
+            parse_config({"compression_training": COMPRESSION_OFF | part})
+
+
+# The ZeRO-2 example of Hugging Face's documentation, in which a trainer fills in every "auto".
+HF_ZERO2 = {
+    **{name: value for name, value in HF_ZERO3.items() if name != "zero_optimization"},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "overlap_comm": "auto"},
+}
+
+
+def test_every_auto_is_listed_with_what_it_became(tmp_path):
+    file = write(tmp_path / "zero2.json", json.dumps(HF_ZERO2))
+    (warning,) = parse_config(file).warnings
+    head, *lines = warning.splitlines()
+    assert head == f'configuration {file}: "auto" is a value for a trainer to fill in, and nothing has:'
+    known_to_a_trainer = " (only the trainer or you can know it: give a value)"
+    assert dict(line.strip().split(" became ") for line in lines) == {
+        "fp16.enabled": "precision = 'keep'" + known_to_a_trainer,
+        "bf16.enabled": "precision = 'keep'" + known_to_a_trainer,
+        "optimizer.params.lr": "0.001" + known_to_a_trainer,
+        "optimizer.params.betas": "[0.9, 0.999]" + known_to_a_trainer,
+        "optimizer.params.eps": "1e-08" + known_to_a_trainer,
+        "optimizer.params.weight_decay": "0.0" + known_to_a_trainer,
+        "scheduler.params.warmup_min_lr": "0.0" + known_to_a_trainer,
+        "scheduler.params.warmup_max_lr": "the optimizer's own rate" + known_to_a_trainer,
+        "scheduler.params.warmup_num_steps": "1000" + known_to_a_trainer,
+        "gradient_accumulation_steps": "1" + known_to_a_trainer,
+        "gradient_clipping": "1.0 in initialize(), off in a plain loop" + known_to_a_trainer,
+        "train_batch_size": "unknown" + known_to_a_trainer,
+        "train_micro_batch_size_per_gpu": "unknown" + known_to_a_trainer,
+        "zero_optimization.reduce_bucket_size": f"nothing: {KEYS['zero_optimization.reduce_bucket_size'].text}",
+        "zero_optimization.overlap_comm": f"nothing: {KEYS['zero_optimization.overlap_comm'].text}",
+    }
+
+
+def test_an_auto_that_a_keyword_decides_is_not_listed():
+    source = {"gradient_clipping": "auto", "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
+    assert not parse_config(source, gradient_clipping=0.5, train_batch_size=4, precision="bf16").warnings
+    (warning,) = parse_config(source, gradient_clipping=0.5, precision="bf16").warnings
+    assert [line.split()[0] for line in warning.splitlines()[1:]] == ["train_batch_size"]
+
+
+def test_an_auto_that_is_a_value_of_its_own_is_not_listed():
+    assert not parse_config({"aio": {"backend": "auto"}, "data_types": {"keep_in_fp32_modules": "auto"}}).warnings
 
 
 def test_unknown_keyword():
