@@ -27,7 +27,7 @@ from deepoffload.optim.threads import num_threads
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedGradient, show_stand_in
 from deepoffload.params.slot import make_stand_in
-from deepoffload.params.torch_private import bare, get_data, get_grad, set_data, set_grad
+from deepoffload.params.torch_private import bare, call_when_accumulated, get_data, get_grad, set_data, set_grad
 from deepoffload.params.unit import IN_BLOCK, GradientOwner, GradientSlot, GradientState, ParamHandle
 from deepoffload.schedule.placement import Kind
 from deepoffload.timeline import Lane
@@ -101,8 +101,7 @@ class Gradients:
         if small and self.landing_dtype(handle.dtype) is handle.dtype:
             self._light_bytes += handle.nbytes
             self._light.add(handle)
-        with bare():
-            handle.grad_hook = Tensor.register_post_accumulate_grad_hook(param, _landed)
+        handle.grad_hook = call_when_accumulated(param, _landed)
 
     def _late(self, handle: ParamHandle) -> None:
         """Room for the gradient and the optimizer state of a parameter that was frozen when its unit was made."""

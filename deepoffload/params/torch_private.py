@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils import _python_dispatch
+from torch.utils.hooks import RemovableHandle
 
 from deepoffload.errors import UnsupportedError
 
@@ -109,6 +110,18 @@ def version_of(tensor: Tensor) -> int:
     """The in-place counter of a tensor."""
     with no_torch_function():
         return int(_raw_version(tensor))
+
+
+def call_when_accumulated(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Have autograd call ``hook`` when the tensor's gradient is complete, before every hook that is there already."""
+    with bare():
+        before = dict(tensor._post_accumulate_grad_hooks or {})
+        handle = tensor.register_post_accumulate_grad_hook(hook)
+        hooks: dict[int, Any] = tensor._post_accumulate_grad_hooks
+        for key, other in before.items():  # torch calls them in the order in which they were put in
+            del hooks[key]
+            hooks[key] = other
+    return handle
 
 
 def held_by_graphs(tensor: Tensor) -> int:

@@ -316,38 +316,6 @@ def test_channels_last_weights_get_channels_last_gradients(same: Same) -> None:
     same(build, program)
 
 
-def test_hooks_on_parameters(same: Same) -> None:
-    """Tensor hooks change the gradient, post-accumulate hooks see the sum, both in torch's order."""
-
-    def program(model: nn.Sequential) -> Any:
-        seen: list[Tensor] = []
-        model[0].weight.register_hook(lambda g: g * 2)
-        model[2].weight.register_hook(lambda g: seen.append(g.clone()))
-        model[4].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-        backward(model)
-        backward(model, 2)
-        return seen, gradients_of(model)
-
-    same(mlp, program)
-
-
-def test_optimizer_step_inside_a_post_accumulate_hook(same: Same) -> None:
-    def program(model: nn.Sequential) -> Any:
-        optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9, foreach=False) for p in model.parameters()}
-
-        def step(param: Tensor) -> None:
-            optimizers[param].step()
-            optimizers[param].zero_grad()
-
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(step)
-        for seed in range(3):
-            backward(model, seed)
-        return weights_of(model), gradients_of(model)
-
-    same(mlp, program)
-
-
 def test_node_and_module_hooks(same: Same) -> None:
     def program(model: nn.Sequential) -> Any:
         seen: list[Tensor] = []
