@@ -1,13 +1,16 @@
 # make demo    make the environment, build, and train a GPT whose state lives on disk
 # make test    the same set-up, then the checks and the tests
+# make test-versions    the core tests with the least and the newest torch and Python (downloads gigabytes)
 #
 # PYTHON=python3.12       the Python that the environment is made from (3.10 or newer)
 # TORCH_INDEX_URL=...     also look for torch here; https://download.pytorch.org/whl/cpu has the smaller CPU build
+# VERSIONS="..."          what test-versions tests: python3.10:2.8.0 is Python 3.10 with torch 2.8.0
 # DEMO_ARGS="..."         arguments of examples/train_gpt.py;  PYTEST_ARGS="..."  arguments of pytest, else two processes
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX_URL ?=
+VERSIONS ?= python3.10:2.8.0 python3.13:2.15.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
@@ -17,10 +20,10 @@ INSTALLED := $(VENV)/.installed
 NATIVE := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format sanitize clean
+.PHONY: help install demo test test-versions lint format sanitize clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
 
 install: $(INSTALLED)
 
@@ -40,6 +43,9 @@ demo: $(INSTALLED)
 test: lint
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
+test-versions:
+	TORCH_INDEX_URL="$(TORCH_INDEX_URL)" bash tools/test_versions.sh $(VERSIONS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,6 +63,6 @@ sanitize: $(INSTALLED)
 	PATH="$(abspath $(BIN)):$$PATH" bash tests/native/run_sanitizers_cpu_adam.sh
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-versions build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f deepoffload/native/*.so
 	find . -name __pycache__ -type d -not -path './.git/*' -exec rm -rf {} +

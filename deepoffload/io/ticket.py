@@ -157,10 +157,11 @@ class Ticket:
     def _names(self) -> str:
         return ", ".join(file.path for file in self._files)
 
-    def __del__(self) -> None:
+    def __del__(self, release: Callable[[Any], None] = lib.doff_request_release) -> None:
+        # The function is an argument because the interpreter's exit may have emptied this module by now.
         handle, self._handle = getattr(self, "_handle", None), None
         if handle is not None:
-            lib.doff_request_release(handle)
+            release(handle)
 
     def __repr__(self) -> str:
         state = "failed" if self._error else "done" if self.done() else "in flight"

@@ -78,7 +78,7 @@ def _frame_ended(entry: _Entry, _: Any) -> None:
     """A call's frame is gone and its window still open. Runs anywhere; what cannot be done now, the next call does."""
     entry.over = True
     pager = entry.window.pager
-    if entry.thread == threading.get_ident() and pager.lock.acquire_idle():
+    if pager.minds_deaths and entry.thread == threading.get_ident() and pager.lock.acquire_idle():
         try:
             pager.close_stale()
         finally:

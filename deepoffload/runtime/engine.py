@@ -89,7 +89,7 @@ class Engine:
             self._compute_on(accelerator)
         if config.step_overlap is StepOverlap.IN_BACKWARD:
             self.gradients.early = EarlyUpdates(on_device=accelerator is not None)
-        self._exit = weakref.finalize(self, _close_at_exit, self._io, self._space, os.getpid())
+        self._exit = weakref.finalize(self, _close_at_exit, weakref.ref(self.pager), self._io, self._space, os.getpid())
         SHIELD.engage()
         os.register_at_fork(after_in_child=partial(_forked, weakref.ref(self)))
         for note in config.notes:
@@ -315,6 +315,7 @@ class Engine:
         with self.pager.lock:
             self.pager.close_leaked()
             self.pager.closed_because = because
+            self.pager.ignore_deaths()
             self.pager.refuse_open_graphs()
             for window in self._windows:
                 window.remove()
@@ -341,7 +342,10 @@ class Engine:
         return self
 
 
-def _close_at_exit(io: IoEngine | None, space: SwapSpace | None, pid: int) -> None:
+def _close_at_exit(reference: weakref.ref[Pager], io: IoEngine | None, space: SwapSpace | None, pid: int) -> None:
+    pager = reference()
+    if pager is not None:
+        pager.ignore_deaths()
     if os.getpid() != pid:
         return  # a forked child: the files and threads are the parent's
     if space is not None:

@@ -23,7 +23,7 @@ from deepoffload.runtime import engine as engine_module
 from deepoffload.runtime.context import engine_of
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
-from tests.support.paging import SERIAL, Paging
+from tests.support.paging import PACKAGE, SERIAL, Paging
 
 TRIED = 5
 """How many places in an update are made to fail, one after the other."""
@@ -161,7 +161,7 @@ class Interrupting:
         sys.settrace(None)
 
     def _enter_call(self, frame: Any, event: str, argument: Any) -> Any:
-        return self._see_line if "/deepoffload/" in frame.f_code.co_filename else None
+        return self._see_line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
     def _see_line(self, frame: Any, event: str, argument: Any) -> Any:
         self.lines += event == "line"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import deepoffload
 from deepoffload import offload_context
 from tests.support.models import TinyGPT, batch, next_token_loss
+from tests.support.paging import PACKAGE
 
 SWAP = sys.argv[1] if __name__ == "__main__" else ""  # the tests import constants from here
 HOST_BUDGET_BYTES = 900 << 10  # about half of what the model takes
@@ -94,7 +95,7 @@ def interrupted_at(nth: int) -> Iterator[list[str]]:
 
     def profile(frame: Any, event: str, _: Any) -> None:
         nonlocal count
-        if "/deepoffload/" not in frame.f_code.co_filename:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
             return
         here = f"{event} {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
         if nth < 0:

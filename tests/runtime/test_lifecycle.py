@@ -47,6 +47,10 @@ def test_normal_exit(run_program: Run) -> None:
     assert len(done.said["losses"]) == 3 and done.stderr == ""
 
 
+def test_nothing_is_printed_at_exit_whatever_dies_last(run_program: Run) -> None:
+    assert run_program("exit_program").stderr == ""
+
+
 @pytest.mark.parametrize(
     ("scenario", "code", "said"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,12 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+import deepoffload
 from deepoffload import offload_context, stats
 from deepoffload.errors import BudgetError
 from deepoffload.optim.device_landing import SLOT_BYTES_MIN, SLOTS
 from tests.support.loops import assert_same_bits, to_bf16
 
 PLENTY_BYTES = 64 << 20
+
+PACKAGE = os.path.join(os.path.dirname(deepoffload.__file__), "")
+"""Where the files of deepoffload's own code lie. The folder of the checkout may have the package's name, too."""
 
 
 @dataclass(frozen=True)
