@@ -162,7 +162,10 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """As in torch; also ends what an interrupted forward left open, so that every gradient is seen."""
         for pager in self._pagers():
             pager.close_leaked()
-        self._in_backward.forget([found for found in map(_early, self._pagers()) if found is not None], set_to_none)
+            early = _early(pager)
+            if early is not None:
+                with pager.lock:
+                    self._in_backward.forget(self, early, set_to_none)
         if not set_to_none:
             super().zero_grad(set_to_none)
             return
@@ -257,7 +260,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             pager.end_of_step()
             early = _early(pager)
             if early is not None:
-                early.end_of_step()
+                with pager.lock:
+                    early.end_of_step(self)
         self._interrupted = None
 
     @torch.no_grad()

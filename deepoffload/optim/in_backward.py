@@ -86,11 +86,13 @@ class EarlyUpdates:
         if wait:
             self.decided.append(unit)
 
-    def end_of_step(self) -> int:
-        """The next gradients belong to the next step. Returns how many parameters were updated in this one."""
-        count = len(self._used)
-        self._seen.clear()
-        self._used.clear()
+    def end_of_step(self, optimizer: EarlyOptimizer) -> int:
+        """The next gradients of what ``optimizer`` updates belong to its next step. Returns how many parameters were
+        updated in this one. To be called under the pager's lock: other optimizers may be in their backward."""
+        others = {handle for handle, owner in self._owners.items() if owner() not in (optimizer, None)}
+        count = len(self._used - others)
+        self._seen &= others
+        self._used &= others
         self.decided.clear()
         return count
 
@@ -125,23 +127,22 @@ class InBackward:
                 "before forward (torch's schedules after step() do), or use step_overlap='deferred'"
             )
 
-    def forget(self, updates: Iterable[EarlyUpdates], set_to_none: bool) -> None:
-        """``zero_grad()``: what was updated inside a backward that no ``step()`` followed stays so; the next backward
-        begins anew."""
-        for early in updates:
-            if not set_to_none:
-                raise UsageError(
-                    "zero_grad(set_to_none=False): with step_overlap='in_backward' gradients are used and dropped as "
-                    "soon as they are there, none is left to be filled with zeros; use zero_grad()"
-                )
-            count = early.end_of_step()
-            self._settings = None
-            if count:
-                log.warning(
-                    "zero_grad() before step(): %d parameters were updated inside that backward and stay so "
-                    "(step_overlap='deferred' would have left them)",
-                    count,
-                )
+    def forget(self, optimizer: EarlyOptimizer, early: EarlyUpdates, set_to_none: bool) -> None:
+        """``zero_grad()`` of ``optimizer``: what was updated inside a backward that no ``step()`` followed stays so, and
+        the next backward starts a step. To be called under the pager's lock."""
+        if not set_to_none:
+            raise UsageError(
+                "zero_grad(set_to_none=False): with step_overlap='in_backward' gradients are used and dropped as "
+                "soon as they are there, none is left to be filled with zeros; use zero_grad()"
+            )
+        count = early.end_of_step(optimizer)
+        self._settings = None
+        if count:
+            log.warning(
+                "zero_grad() before step(): %d parameters were updated inside that backward and stay so "
+                "(step_overlap='deferred' would have left them)",
+                count,
+            )
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -218,9 +218,10 @@ class Pager:
         """Make the optimizer step that a unit may still have to make. Every use of its weights begins with this."""
         if unit is not None and unit.pending is not None and self.closed_because is None:
             with self.lock:
+                pending = unit.pending  # asked again: another thread may have made the step meanwhile
                 alive = [handle.tensor for handle in unit.handles]  # held, so that the unit is not buried meanwhile
-                if any(tensor is not None for tensor in alive):
-                    unit.pending.apply(unit)
+                if pending is not None and any(tensor is not None for tensor in alive):
+                    pending.apply(unit)
                 else:
                     unit.pending = None
 
