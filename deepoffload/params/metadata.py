@@ -23,8 +23,7 @@ _METHODS = (
 
 
 def _metadata() -> frozenset[Any]:
-    functions: set[Any] = {torch.autograd.grad, torch.autograd.backward, Tensor.backward, torch.is_floating_point}
-    functions |= {torch.is_complex, torch.numel, torch.is_same_size}
+    functions: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
     for name in _ATTRIBUTES:
         attribute: Any = getattr(Tensor, name, None)
         if hasattr(attribute, "__get__"):

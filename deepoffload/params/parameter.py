@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
+from deepoffload.params import differentiation
 from deepoffload.params.copies import page_in_context, plain_copy
 from deepoffload.params.lazy import lazy_weight
 from deepoffload.params.metadata import LAYOUT, METADATA
@@ -397,6 +398,7 @@ def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
         tensor.grad.__delete__: _assign_grad,
         tensor.data.__get__: _get_data,
         tensor.data.__set__: _set_data,
+        tensor.dtype.__get__: differentiation.dtype,
         tensor.requires_grad.__set__: _requires_grad,
         Tensor.requires_grad_: _requires_grad,
         Tensor.detach: _detach,
@@ -405,6 +407,9 @@ def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
         Tensor.__dlpack__: _dlpack,
         **LAYOUT,
         Tensor.__repr__: _repr,
+        Tensor.backward: differentiation.backward,
+        torch.autograd.backward: differentiation.backward,
+        torch.autograd.grad: differentiation.grad,
     }
     return table
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -165,14 +165,43 @@ def refuse_tracing() -> None:
 
 
 def door_caller() -> CodeType:
-    """Who called the operation that a ``__torch_function__`` of ours stands for: called from a door's handler. Function
-    modes (``torch.set_default_device``, ``with torch.device(...)``) stand between the two."""
-    frame = sys._getframe(2)
+    """Who called the operation that a ``__torch_function__`` of ours stands for: called from a door's handler."""
+    return door_frame(3).f_code
+
+
+def door_frame(depth: int = 2) -> FrameType:
+    """The frame of who called it. Function modes (``torch.set_default_device``, ``with torch.device(...)``) stand
+    between the two."""
+    frame = sys._getframe(depth)
     while frame.f_back is not None and frame.f_code.co_name != "__torch_function__":
         frame = frame.f_back
     while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    return frame.f_code
+    return frame
+
+
+def _unasked(function: Any, *, needed: bool) -> Any:
+    """``function`` without its check for ``__torch_function__`` among its arguments. What it calls is asked as ever.
+
+    A door has been asked already, and cannot call the function itself: to disable the check, it would have to disable
+    it for all that runs inside, too.
+    """
+    if "has_torch_function" not in function.__code__.co_names:
+        if needed:
+            raise UnsupportedError(
+                f"torch.autograd.{function.__name__} of torch {torch.__version__} has no has_torch_function, which "
+                "paged parameters need; use torch 2.6 to 2.13, or report this version"
+            )
+        return function
+    names = {**function.__globals__, "has_torch_function": lambda arguments: False}
+    unasked = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    unasked.__kwdefaults__ = function.__kwdefaults__
+    return unasked
+
+
+autograd_grad = _unasked(torch.autograd.grad, needed=True)
+autograd_backward = _unasked(torch.autograd.backward, needed=False)  # torch 2.6 does not check there
+make_grads = _need(torch.autograd, "_make_grads")
 
 
 def in_functorch() -> bool:

@@ -8,6 +8,8 @@ Silently wrong without care:
 - an alias is kept over an eviction: test_alias_kept_over_evictions_keeps_its_values, test_aliases_as_buffer_and_cache,
   test_views_kept_across_modules, test_capsule_kept_over_evictions, test_torch_save
 - forward runs again without hooks: test_module_called_inside_a_custom_backward, test_nested_and_sequential_checkpoints
+- backward by weights, or from weights: test_whatever_runs_inside, test_inner_steps_with_other_weights,
+  test_products_and_matrices_of_derivatives
 - weights are used outside of any module: test_activation_checkpoint_of_a_function_that_uses_weights,
   test_weights_in_the_loss
 - clipping, scalers and optimizers of torch: test_clip_grad_norm, test_clip_grad_value_and_get_total_norm,
@@ -41,7 +43,7 @@ Right, but over the budget without care:
 - autocast: test_no_second_copy_of_the_model, test_training, test_tied_weights
 - a state dict: test_values_hold_no_memory, test_safetensors, test_loaded_into_itself_by_assignment
 - foreach and fused calls: test_torch_optimizers, test_parameters_to_vector
-- autograd.grad: test_autograd_grad_and_partial_backward
+- autograd.grad: test_autograd_grad_and_partial_backward, test_nothing_is_pinned_and_no_gradient_lands
 - aliases in cycles and tracebacks: test_aliases_in_reference_cycles_are_collected,
   test_held_aliases_of_everything_end_in_a_clear_error
 - graphs that are dropped: test_graph_that_is_dropped_leaves_nothing_behind

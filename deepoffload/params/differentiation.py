@@ -1,0 +1,45 @@
+"""``torch.autograd.grad`` and ``backward`` with paged tensors among their arguments.
+
+They need no bytes of what they differentiate by. The program's code runs inside them (custom functions, hooks, what a
+checkpoint runs again) and may use any weight: every door stays open, and nothing is pinned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepoffload.params.torch_private import autograd_backward, autograd_grad, door_frame, make_grads, no_torch_function
+
+
+def grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.grad``, called as its own check for ``__torch_function__`` passes the arguments on."""
+    return autograd_grad(*args, **{**kwargs, "grad_outputs": _shown(kwargs.get("grad_outputs"))})
+
+
+def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """``torch.autograd.backward``, and ``Tensor.backward`` of a paged tensor, which calls its gradient otherwise."""
+    rest = dict(kwargs)
+    gradients = rest.pop("gradient" if func is Tensor.backward else "grad_tensors", None)
+    autograd_backward(*args, grad_tensors=_shown(gradients), **rest)
+
+
+def _shown(gradients: Any) -> Any:
+    """The engine reads the gradients that it starts with, and may save them, where no door sees it: give it views."""
+    if isinstance(gradients, Tensor):
+        return gradients.view_as(gradients) if hasattr(gradients, "_slot") else gradients
+    return None if gradients is None else tuple(_shown(gradient) for gradient in gradients)
+
+
+def dtype(func: Any, args: Any, kwargs: Any) -> torch.dtype:
+    """``tensor.dtype``. torch asks this of each gradient that a backward starts with, right before the engine reads it
+    where no door sees it; :func:`grad` and :func:`backward` are not called when nothing else is paged."""
+    tensor: Any = args[0]
+    caller = door_frame()
+    if caller.f_code is make_grads.__code__ and caller.f_locals.get("grad") is tensor:
+        tensor._slot.pager.hold_until_step(tensor._slot)
+    with no_torch_function():
+        found: torch.dtype = func(tensor)
+    return found
