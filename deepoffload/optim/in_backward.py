@@ -128,7 +128,7 @@ class InBackward:
             )
 
     def forget(self, optimizer: EarlyOptimizer, early: EarlyUpdates, set_to_none: bool) -> None:
-        """``zero_grad()`` of ``optimizer``: what was updated inside a backward that no ``step()`` followed stays so, and
+        """``zero_grad()`` of ``optimizer``: what was updated in a backward that no ``step()`` followed stays so, and
         the next backward starts a step. To be called under the pager's lock."""
         if not set_to_none:
             raise UsageError(
