@@ -1,4 +1,4 @@
-"""The two short examples run as they are."""
+"""The short examples run as they are."""
 
 from __future__ import annotations
 
@@ -48,3 +48,13 @@ def test_trains_with_deepspeeds_calls_and_configuration(tmp_path):
     assert len(losses) == 10
     assert losses[-1] < losses[0] - 0.5
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_idea_has_the_losses_of_an_ordinary_loop_and_points_at_parts_that_exist(tmp_path):
+    script = ROOT / "examples" / "the_idea.py"
+    output = run(tmp_path, script)
+    paged, plain = re.findall(r"^losses, \w+: (.*)$", output, re.MULTILINE)
+    assert paged == plain
+    for part in re.findall(r"[a-z]+/[a-z_]+", output.split("puts it right")[1]):
+        folder = ROOT if part.startswith("csrc") else ROOT / "deepoffload"
+        assert (folder / part).exists() or (folder / f"{part}.py").exists(), part
