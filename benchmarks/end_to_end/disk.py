@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from deepoffload.cli.bench_files import BenchFile
-from deepoffload.cli.bench_job import Effort, Job
-from deepoffload.cli.bench_types import Pattern, Setting
+from deepoffload.cli.nvme.files import BenchFile
+from deepoffload.cli.nvme.job import Effort, Job
+from deepoffload.cli.nvme.types import Pattern, Setting
 from deepoffload.io.engine import BACKENDS, probe_backend
 
 MIB = 1 << 20

@@ -27,7 +27,7 @@ from end_to_end import cases
 from end_to_end.child import one_step
 from end_to_end.side_ours import Ours
 
-from deepoffload.cli.bench_machine import describe_machine
+from deepoffload.cli.nvme.machine import describe_machine
 from deepoffload.io.ticket import Ticket
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam

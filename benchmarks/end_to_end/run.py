@@ -31,7 +31,7 @@ from end_to_end.report import case_lines, rate_lines, report_json, target_lines
 from end_to_end.runner import CaseFailedError, python_of, run_case
 from end_to_end.targets import Result, Round, evaluate, rows
 
-from deepoffload.cli.bench_machine import describe_machine
+from deepoffload.cli.nvme.machine import describe_machine
 from deepoffload.io.swap_files import check_paths
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

@@ -31,7 +31,7 @@ from end_to_end.run import OVERLAPS, RESULTS, end_with_children
 from end_to_end.runner import CaseFailedError, Run, run_case
 from end_to_end.targets import Round, bound_seconds
 
-from deepoffload.cli.bench_machine import describe_machine
+from deepoffload.cli.nvme.machine import describe_machine
 from deepoffload.io.swap_files import check_paths
 
 SHARES = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.03)

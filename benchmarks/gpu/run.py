@@ -22,7 +22,7 @@ from typing import Any
 
 from cases import LARGE, LIMITED, SMOKE, STEPS, Case
 
-from deepoffload.cli.bench_machine import describe_machine
+from deepoffload.cli.nvme.machine import describe_machine
 
 HERE = Path(__file__).resolve().parent
 

@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-from deepoffload.cli.bench_data import Buffer
-from deepoffload.cli.bench_files import BenchFile
-from deepoffload.cli.bench_fio import run_fio
-from deepoffload.cli.bench_job import Effort, Job
-from deepoffload.cli.bench_types import Pattern, Sample, Setting
+from deepoffload.cli.nvme.data import Buffer
+from deepoffload.cli.nvme.files import BenchFile
+from deepoffload.cli.nvme.fio import run_fio
+from deepoffload.cli.nvme.job import Effort, Job
+from deepoffload.cli.nvme.types import Pattern, Sample, Setting
 from deepoffload.io.engine import IoEngine, IoFile
 from deepoffload.io.ticket import Ticket
 from deepoffload.native.aio import HostMapping

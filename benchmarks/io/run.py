@@ -28,11 +28,11 @@ from contenders import Contender, DeepSpeed, Fio, Ours, PlainLoop, huge_memory
 from load import ForeignLoad
 from small import small_cases, submit_cost
 
-from deepoffload.cli.bench_data import PERIOD_BYTES
-from deepoffload.cli.bench_files import BenchFile, check_room
-from deepoffload.cli.bench_job import Effort, Job
-from deepoffload.cli.bench_machine import describe_machine
-from deepoffload.cli.bench_types import Pattern, Sample, Setting
+from deepoffload.cli.nvme.data import PERIOD_BYTES
+from deepoffload.cli.nvme.files import BenchFile, check_room
+from deepoffload.cli.nvme.job import Effort, Job
+from deepoffload.cli.nvme.machine import describe_machine
+from deepoffload.cli.nvme.types import Pattern, Sample, Setting
 from deepoffload.io.engine import BACKENDS, probe_backend
 from deepoffload.io.swap_files import check_paths
 from deepoffload.native.aio import HostMapping

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from contenders import DeepSpeed, repeat
 
-from deepoffload.cli.bench_data import PAGE_BYTES, Buffer
-from deepoffload.cli.bench_files import BenchFile
-from deepoffload.cli.bench_job import Effort
-from deepoffload.cli.bench_types import Pattern, Sample
+from deepoffload.cli.nvme.data import PAGE_BYTES, Buffer
+from deepoffload.cli.nvme.files import BenchFile
+from deepoffload.cli.nvme.job import Effort
+from deepoffload.cli.nvme.types import Pattern, Sample
 from deepoffload.io.engine import IoEngine
 from deepoffload.native.aio import HostMapping, round_up
 

@@ -1,1 +1,1 @@
-"""Command line tools. Import the module you need; ``ds_nvme_bench`` is :func:`deepoffload.cli.nvme_bench.main`."""
+"""Command line tools, a package for each: ``nvme`` is ``ds_nvme_bench``."""

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from deepoffload.cli.bench_data import Buffer
-from deepoffload.cli.bench_files import BenchFile
-from deepoffload.cli.bench_job import Job, geometry_of, smallest_file_bytes
-from deepoffload.cli.bench_types import Setting
+from deepoffload.cli.nvme.data import Buffer
+from deepoffload.cli.nvme.files import BenchFile
+from deepoffload.cli.nvme.job import Job, geometry_of, smallest_file_bytes
+from deepoffload.cli.nvme.types import Setting
 from deepoffload.native.aio import HostMapping
 
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from deepoffload.cli.bench_arguments import parse_options
-from deepoffload.cli.bench_types import Pattern
+from deepoffload.cli.nvme.arguments import parse_options
+from deepoffload.cli.nvme.types import Pattern
 from deepoffload.errors import ConfigError
 
 MIB = 1 << 20

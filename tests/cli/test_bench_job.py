@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from deepoffload.cli.bench_data import PAGE_BYTES, PERIOD_BYTES, Buffer, make_stamps
-from deepoffload.cli.bench_files import BenchFile, check_room, margin_bytes, room_by_path
-from deepoffload.cli.bench_job import Effort
-from deepoffload.cli.bench_types import DataMismatch, Pattern, Result, Sample, Setting
+from deepoffload.cli.nvme.data import PAGE_BYTES, PERIOD_BYTES, Buffer, make_stamps
+from deepoffload.cli.nvme.files import BenchFile, check_room, margin_bytes, room_by_path
+from deepoffload.cli.nvme.job import Effort
+from deepoffload.cli.nvme.types import DataMismatch, Pattern, Result, Sample, Setting
 from deepoffload.errors import BudgetError
 from deepoffload.io.engine import BACKENDS, probe_backend
 from deepoffload.native.aio import HostMapping

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from deepoffload.cli.bench_arguments import parse_options
-from deepoffload.cli.bench_job import geometry_of, smallest_file_bytes
-from deepoffload.cli.bench_plan import FLIGHT_MAX_BYTES, make_plan
-from deepoffload.cli.bench_types import Setting
+from deepoffload.cli.nvme.arguments import parse_options
+from deepoffload.cli.nvme.job import geometry_of, smallest_file_bytes
+from deepoffload.cli.nvme.plan import FLIGHT_MAX_BYTES, make_plan
+from deepoffload.cli.nvme.types import Setting
 from deepoffload.errors import BudgetError, ConfigError
 
 MIB = 1 << 20

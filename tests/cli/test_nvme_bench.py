@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deepoffload.cli.nvme_bench import main
+from deepoffload.cli.nvme.main import main
 from deepoffload.config import parse_config
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import measure_bandwidth
@@ -88,7 +88,7 @@ def test_buffers_that_are_not_on_huge_pages_are_noted(disk, tmp_path, allowed):
         pytest.skip("transparent huge pages are off")
     program = f"""
 import ctypes, sys
-from deepoffload.cli.nvme_bench import main
+from deepoffload.cli.nvme.main import main
 PR_SET_THP_DISABLE = 41
 assert ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, {int(not allowed)}, 0, 0, 0) == 0
 sys.exit(main({["--path", str(disk), "--json", str(tmp_path / "out.json"), "--no-store", *SHORT]!r}))
@@ -195,7 +195,7 @@ def test_fio_runs_the_same_pattern(disk, tmp_path, capsys, backend):
 
 
 def test_without_matplotlib_the_picture_is_refused(disk, capsys):
-    code = "import sys; sys.modules['matplotlib'] = None\nfrom deepoffload.cli.nvme_bench import main\nsys.exit(main())"
+    code = "import sys; sys.modules['matplotlib'] = None\nfrom deepoffload.cli.nvme.main import main\nsys.exit(main())"
     command = [sys.executable, "-c", code, "--path", str(disk), "--plot", str(disk / "x.png")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "deepoffload[bench]" in done.stderr
@@ -241,7 +241,7 @@ def test_a_disk_that_is_nearly_full(small, capsys):
 
 
 def start(disk, *arguments):
-    command = [sys.executable, "-m", "deepoffload.cli.nvme_bench", "--path", str(disk), *arguments]
+    command = [sys.executable, "-m", "deepoffload.cli.nvme", "--path", str(disk), *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -289,7 +289,7 @@ def test_kill_leaves_nothing(disk):
 
 
 def test_a_reader_that_goes_away_is_no_traceback(disk):
-    program = [sys.executable, "-m", "deepoffload.cli.nvme_bench", "--path", disk, "--no-store", *SHORT]
+    program = [sys.executable, "-m", "deepoffload.cli.nvme", "--path", disk, "--no-store", *SHORT]
     with subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
         bench.stdout.close()
         complaints = bench.stderr.read()

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from deepoffload.cli.bench_arguments import Options, parse_options
-from deepoffload.cli.bench_choice import (
+from deepoffload.cli.nvme.arguments import Options, parse_options
+from deepoffload.cli.nvme.choice import (
     Choice,
     bandwidth_of,
     best_per_backend,
@@ -19,17 +19,17 @@ from deepoffload.cli.bench_choice import (
     duplex_text,
     make_bandwidth,
 )
-from deepoffload.cli.bench_compare import Comparison, compare_with_fio
-from deepoffload.cli.bench_files import room_by_path
-from deepoffload.cli.bench_fio import find_fio
-from deepoffload.cli.bench_job import Effort
-from deepoffload.cli.bench_machine import describe_machine, in_memory
-from deepoffload.cli.bench_plan import Plan, make_plan
-from deepoffload.cli.bench_plot import check_plot, plot
-from deepoffload.cli.bench_progress import Progress
-from deepoffload.cli.bench_report import check_output, print_table, result_json, table_rows, write_json
-from deepoffload.cli.bench_sweep import Bench, Findings
-from deepoffload.cli.bench_types import DataMismatch, Pattern, Setting
+from deepoffload.cli.nvme.compare import Comparison, compare_with_fio
+from deepoffload.cli.nvme.files import room_by_path
+from deepoffload.cli.nvme.fio import find_fio
+from deepoffload.cli.nvme.job import Effort
+from deepoffload.cli.nvme.machine import describe_machine, in_memory
+from deepoffload.cli.nvme.plan import Plan, make_plan
+from deepoffload.cli.nvme.plot import check_plot, plot
+from deepoffload.cli.nvme.progress import Progress
+from deepoffload.cli.nvme.report import check_output, print_table, result_json, table_rows, write_json
+from deepoffload.cli.nvme.sweep import Bench, Findings
+from deepoffload.cli.nvme.types import DataMismatch, Pattern, Setting
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import DeepOffloadError, IoFailure, IoTimeout, UnsupportedError
 from deepoffload.io.engine import BACKENDS, BackendReport, IoEngine, choose_backend, probe_backend
@@ -250,7 +250,3 @@ def _report(
         "notes": [*options.notes, *findings.notes],
         **({} if choice is None else choice.aio),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

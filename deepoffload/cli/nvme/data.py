@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deepoffload.cli.bench_types import DataMismatch
+from deepoffload.cli.nvme.types import DataMismatch
 
 PAGE_BYTES = 4096
 PERIOD_BYTES = 256 << 10

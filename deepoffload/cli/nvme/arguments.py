@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from deepoffload.cli.bench_types import Pattern
+from deepoffload.cli.nvme.types import Pattern
 from deepoffload.config.own_keys import QUEUE_DEPTH_MAX, REQUEST_BYTES_MAX
 from deepoffload.config.units import parse_bytes
 from deepoffload.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
-from deepoffload.cli.bench_types import Pattern, Result
+from deepoffload.cli.nvme.types import Pattern, Result
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import ConfigError, UnsupportedError
 

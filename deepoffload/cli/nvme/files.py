@@ -9,7 +9,7 @@ from types import TracebackType
 
 import numpy as np
 
-from deepoffload.cli.bench_data import PAGE_BYTES, Stamps, make_stamps
+from deepoffload.cli.nvme.data import PAGE_BYTES, Stamps, make_stamps
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import BudgetError, ConfigError
 from deepoffload.io.swap_files import PREFIX, SUFFIX, free_bytes

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepoffload.cli.bench_sweep import Findings
-from deepoffload.cli.bench_types import Pattern, Setting
+from deepoffload.cli.nvme.sweep import Findings
+from deepoffload.cli.nvme.types import Pattern, Setting
 from deepoffload.config.own_keys import REQUEST_BYTES_MAX
 from deepoffload.io.probe import Bandwidth
 

@@ -8,9 +8,9 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from deepoffload.cli.bench_files import BenchFile
-from deepoffload.cli.bench_job import Effort
-from deepoffload.cli.bench_types import Pattern, Sample, Setting
+from deepoffload.cli.nvme.files import BenchFile
+from deepoffload.cli.nvme.job import Effort
+from deepoffload.cli.nvme.types import Pattern, Sample, Setting
 from deepoffload.errors import UnsupportedError
 
 ENGINES = {"libaio": "libaio", "io_uring": "io_uring", "pool": "psync"}

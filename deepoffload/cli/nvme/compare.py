@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepoffload.cli.bench_fio import find_fio, run_fio
-from deepoffload.cli.bench_job import Effort
-from deepoffload.cli.bench_report import sample_json
-from deepoffload.cli.bench_sweep import Bench
-from deepoffload.cli.bench_types import Pattern, Sample, Setting
+from deepoffload.cli.nvme.fio import find_fio, run_fio
+from deepoffload.cli.nvme.job import Effort
+from deepoffload.cli.nvme.report import sample_json
+from deepoffload.cli.nvme.sweep import Bench
+from deepoffload.cli.nvme.types import Pattern, Sample, Setting
 
 ROUNDS_MAX = 3
 MEASURE_MIN_S, MEASURE_MAX_S = 0.4, 3.0

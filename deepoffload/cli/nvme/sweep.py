@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from deepoffload.cli.bench_data import Buffer
-from deepoffload.cli.bench_files import BenchFile, check_room
-from deepoffload.cli.bench_job import Effort, Job, geometry_of
-from deepoffload.cli.bench_plan import Plan
-from deepoffload.cli.bench_types import Pattern, Result, Sample, Setting
+from deepoffload.cli.nvme.data import Buffer
+from deepoffload.cli.nvme.files import BenchFile, check_room
+from deepoffload.cli.nvme.job import Effort, Job, geometry_of
+from deepoffload.cli.nvme.plan import Plan
+from deepoffload.cli.nvme.types import Pattern, Result, Sample, Setting
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import ConfigError
 from deepoffload.native.aio import HostMapping

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from deepoffload.cli.bench_data import PAGE_BYTES, PERIOD_BYTES, Buffer
-from deepoffload.cli.bench_files import BenchFile
-from deepoffload.cli.bench_types import Pattern, Sample, Setting
+from deepoffload.cli.nvme.data import PAGE_BYTES, PERIOD_BYTES, Buffer
+from deepoffload.cli.nvme.files import BenchFile
+from deepoffload.cli.nvme.types import Pattern, Sample, Setting
 from deepoffload.errors import IoFailure
 from deepoffload.io.engine import IoEngine, IoFile
 from deepoffload.io.ticket import Ticket

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from deepoffload.cli.bench_arguments import Options
-from deepoffload.cli.bench_data import PERIOD_BYTES
-from deepoffload.cli.bench_job import smallest_file_bytes
-from deepoffload.cli.bench_types import Setting
+from deepoffload.cli.nvme.arguments import Options
+from deepoffload.cli.nvme.data import PERIOD_BYTES
+from deepoffload.cli.nvme.job import smallest_file_bytes
+from deepoffload.cli.nvme.types import Setting
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import BudgetError, ConfigError
 

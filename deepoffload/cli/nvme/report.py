@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from deepoffload.cli.bench_types import Pattern, Result, Sample, Setting
+from deepoffload.cli.nvme.types import Pattern, Result, Sample, Setting
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import ConfigError
 
