@@ -1,5 +1,6 @@
 # make demo    make the environment, build, and train a GPT whose state lives on disk
 # make test    the same set-up, then the checks and the tests
+# make check   the same set-up, the checks, and the tests that need no disk traffic and no transformers (90 s on 2 cores)
 # make test-versions    the core tests with the least and the newest torch and Python (downloads gigabytes)
 #
 # PYTHON=python3.12       the Python that the environment is made from (3.10 or newer)
@@ -17,13 +18,14 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
+CHECKED := tests/unit tests/house tests/memory tests/native tests/params/test_traps.py tests/optim/test_ordinary.py
 NATIVE := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-versions lint format sanitize clean
+.PHONY: help install demo test check test-versions lint format sanitize clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
 
 install: $(INSTALLED)
 
@@ -42,6 +44,9 @@ demo: $(INSTALLED)
 
 test: lint
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+check: lint
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m "not slow" $(CHECKED)
 
 test-versions:
 	TORCH_INDEX_URL="$(TORCH_INDEX_URL)" bash tools/test_versions.sh $(VERSIONS)

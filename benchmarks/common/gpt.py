@@ -6,17 +6,14 @@ Imports torch and the examples only, so that peers can run it without deepoffloa
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-from gpt.model import Block, Shape
+from examples.gpt.model import Block, Shape
 
 VOCABULARY = 8192
 

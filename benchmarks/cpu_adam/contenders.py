@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from buffers import Buffers
 from torch import Tensor
-from zero_parts import CLIP_NORM, LANDING, STEP, zero3_parts
 
 import deepoffload
+from benchmarks.cpu_adam.buffers import Buffers
+from benchmarks.cpu_adam.zero_parts import CLIP_NORM, LANDING, STEP, zero3_parts
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import STATE_BLOCK, AdamHyper, DType, StateDType, StateLayout
 

@@ -1,6 +1,6 @@
 """Does a small GPT learn as well with stored states (8 bits, bf16) as with fp32 ones, and as with others?
 
-    python benchmarks/cpu_adam/convergence.py --steps 400 --seeds 0 1
+    python -m benchmarks.cpu_adam.convergence --steps 400 --seeds 0 1
 
 Trains a GPT of 0.85 M parameters on the characters of Python's own library, once for each optimizer and seed, from the
 same weights on the same batches, and prints the loss of the last 50 steps and that of held-out text. Those of torchao

@@ -1,6 +1,6 @@
 """What one step costs with many small parameters, where calls take the time and not memory.
 
-    python benchmarks/cpu_adam/many.py
+    python -m benchmarks.cpu_adam.many
 
 CPUAdamW, torch.optim.AdamW (fused and foreach) and, where it is installed, DeepSpeedCPUAdam step as many fp32
 parameters, in interleaved rounds; gradients are new tensors in each round, as after zero_grad(). A ratio is the median
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from run import RESULTS, machine
 
 import deepoffload
+from benchmarks.cpu_adam.machine import RESULTS, machine
 
 CASES = ((1, 1024), (10, 1024), (1000, 64), (400, 1024), (1000, 1024), (4000, 16), (100, 65536), (20, 1 << 20))
 """Parameters, and elements of each."""

@@ -1,7 +1,7 @@
 """The whole host update, from autograd's bf16 gradients to the bf16 weights, beside DeepSpeed's own engine.
 
     pip install -e ".[bench-peers]"
-    python benchmarks/cpu_adam/whole.py
+    python -m benchmarks.cpu_adam.whole
 
 Work of all: fp32 masters and moments, gradients clipped to a global norm of 1. In each round, in rotating order, each
 gets new gradients, a tensor for each parameter; then "landing" is what it does with them inside backward (ours: one
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from buffers import Buffers
-from contenders import HYPER, optimizer_step
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from run import RESULTS, machine, parse_size
 from torch import Tensor
-from zero import Zero, start
-from zero_parts import CLIP_NORM, LANDING, zero3_parts
 
+from benchmarks.cpu_adam.buffers import Buffers
+from benchmarks.cpu_adam.contenders import HYPER, optimizer_step
+from benchmarks.cpu_adam.machine import RESULTS, machine, parse_size
+from benchmarks.cpu_adam.zero import Zero, start
+from benchmarks.cpu_adam.zero_parts import CLIP_NORM, LANDING, zero3_parts
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType, StateLayout
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from buffers import Buffers
 from torch import Tensor
+
+from benchmarks.cpu_adam.buffers import Buffers
 
 Part = Callable[[], Any]
 CLIP_NORM = 1.0

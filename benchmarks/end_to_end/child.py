@@ -7,17 +7,15 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any, Protocol
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from common.gpt import SHAPES, tokens_of
-from end_to_end.meter import read_counters
 from torch import Tensor
 
-MODULES = {"ours": "end_to_end.side_ours", "plain": "end_to_end.side_plain", "deepspeed": "end_to_end.side_deepspeed"}
+from benchmarks.common.gpt import SHAPES, tokens_of
+from benchmarks.end_to_end.meter import read_counters
+
+MODULES = {side: f"benchmarks.end_to_end.side_{side}" for side in ("ours", "plain", "deepspeed")}
 
 
 class Trainer(Protocol):

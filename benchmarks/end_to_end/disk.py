@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import shutil
-import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -37,8 +36,7 @@ class DiskRate:
         self._stack = ExitStack()
 
     def __enter__(self) -> DiskRate:
-        sys.path.append(str(Path(__file__).resolve().parents[1] / "io"))
-        tools: Any = importlib.import_module("contenders")
+        tools: Any = importlib.import_module("benchmarks.io.contenders")
         with ExitStack() as stack:
             self._move = tools.move
             memory = tools.huge_memory(stack, MEMORY_BYTES)

@@ -1,6 +1,6 @@
 """What our own Python takes of a training step: planner, hooks and faults beside kernels, torch and waiting.
 
-    python benchmarks/end_to_end/profile_step.py --path /mnt/nvme --case host all
+    python -m benchmarks.end_to_end.profile_step --path /mnt/nvme --case host all
 
 A stopwatch that belongs to one part at a time: the functions of ``PARTS`` hand it to theirs when they begin and give it
 back when they end. (Sampling shows too little: a second thread gets the interpreter where the first one lets it go.)
@@ -19,14 +19,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from common.gpt import SHAPES
-from end_to_end import cases
-from end_to_end.child import one_step
-from end_to_end.side_ours import Ours
 
+from benchmarks.common.gpt import SHAPES
+from benchmarks.end_to_end import cases
+from benchmarks.end_to_end.child import one_step
+from benchmarks.end_to_end.side_ours import Ours
 from deepoffload.cli.nvme.machine import describe_machine
 from deepoffload.io.ticket import Ticket
 from deepoffload.memory.tier_manager import TierManager

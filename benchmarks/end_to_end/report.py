@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from end_to_end.cases import Case, Work
-from end_to_end.runner import Run
-from end_to_end.targets import Result, Round
+from benchmarks.end_to_end.cases import Case, Work
+from benchmarks.end_to_end.runner import Run
+from benchmarks.end_to_end.targets import Result, Round
 
 KEYS = ("seconds", "forward_s", "backward_s", "update_s", "read_bytes", "written_bytes", "peak_bytes", "cpu_s",
         "foreign_cpu_share", "foreign_disk_bytes", "loss")  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import statistics
 import subprocess
 import sys
@@ -15,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from end_to_end.cases import Case, Side, Work
-from end_to_end.meter import MemoryWatch
+from benchmarks.end_to_end.cases import Case, Side, Work
+from benchmarks.end_to_end.meter import MemoryWatch
 
-CHILD = Path(__file__).resolve().with_name("child.py")
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 STEP_TIMEOUT_S = 600.0
 ERROR_LINES = 12
 
@@ -63,8 +65,14 @@ class Run:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The same for all: the number of threads, no network, no notices."""
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    """The same for all: where the benchmarks are, and the number of threads."""
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+
+
+def end_with_children() -> None:
+    """Told to end, a benchmark unwinds, and so ends the process that it measures."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def python_of(case: Case, deepspeed_python: str | None) -> str:
@@ -77,7 +85,7 @@ def run_case(case: Case, work: Work, path: str, python: str, *, timeout_s: float
     Raises:
         CaseFailedError: with the end of what it wrote to stderr.
     """
-    command = [python, str(CHILD), json.dumps(case.spec(work, path))]
+    command = [python, "-m", "benchmarks.end_to_end.child", json.dumps(case.spec(work, path))]
     run = Run(case.name, work.foreign_share_max)
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(

@@ -13,8 +13,9 @@ os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"
 
 import deepspeed
 import torch
-from common.gpt import GPT, Shape, fill
 from torch import Tensor
+
+from benchmarks.common.gpt import GPT, Shape, fill
 
 
 def free_port() -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.gpt import GPT, Shape, fill
 from torch import Tensor
 
 import deepoffload
+from benchmarks.common.gpt import GPT, Shape, fill
 
 
 class Ours:

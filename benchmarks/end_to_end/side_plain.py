@@ -6,8 +6,9 @@ import ctypes
 from typing import Any
 
 import torch
-from common.gpt import GPT, Shape, fill
 from torch import Tensor, nn
+
+from benchmarks.common.gpt import GPT, Shape, fill
 
 
 class Plain:

@@ -1,7 +1,7 @@
 """Step time against the memory budget, and against the size of the model.
 
-    python benchmarks/end_to_end/sweep.py budget --path /mnt/nvme --size 319m --plot
-    python benchmarks/end_to_end/sweep.py size --path /mnt/nvme --plot
+    python -m benchmarks.end_to_end.sweep budget --path /mnt/nvme --size 319m --plot
+    python -m benchmarks.end_to_end.sweep size --path /mnt/nvme --plot
 
 ``budget`` goes from a fortieth of weights, gradients and optimizer state to all of it; ``size`` from 125 M to 1.24 B
 parameters with everything in memory, the optimizer on NVMe, and everything there. Rounds are interleaved, every run is
@@ -20,17 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from common.gpt import SHAPES
-from end_to_end.cases import BYTES, Case, Work, budget_case, ours
-from end_to_end.disk import DiskRate
-from end_to_end.report import run_json
-from end_to_end.run import OVERLAPS, RESULTS, end_with_children
-from end_to_end.runner import CaseFailedError, Run, run_case
-from end_to_end.targets import Round, bound_seconds
 
+from benchmarks.common.gpt import SHAPES
+from benchmarks.end_to_end.cases import BYTES, OVERLAPS, Case, Work, budget_case, ours
+from benchmarks.end_to_end.disk import DiskRate
+from benchmarks.end_to_end.report import run_json
+from benchmarks.end_to_end.runner import RESULTS, CaseFailedError, Run, end_with_children, run_case
+from benchmarks.end_to_end.targets import Round, bound_seconds
 from deepoffload.cli.nvme.machine import describe_machine
 from deepoffload.io.swap_files import check_paths
 

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from end_to_end.cases import BYTES, Work
-from end_to_end.runner import Run
+from benchmarks.end_to_end.cases import BYTES, Work
+from benchmarks.end_to_end.runner import Run
 
 PROCESS_BYTES = 64_000_000
 """What our own code and data may take besides the budget."""

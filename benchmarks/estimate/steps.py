@@ -1,6 +1,6 @@
 """Predicted against measured step time, for the rows of benchmarks/end_to_end.
 
-    python benchmarks/estimate/steps.py --path /mnt/nvme --json benchmarks/results/estimate_steps_319m.json
+    python -m benchmarks.estimate.steps --path /mnt/nvme --json benchmarks/results/estimate_steps_319m.json
 
 Each row is trained in a process of its own. There, rounds alternate: measure the machine (disk, update, operators,
 fixed costs), make a few steps, measure again. A round's prediction is made with the means of what was measured before
@@ -21,14 +21,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from common.gpt import GPT, SHAPES, VOCABULARY, tokens_of
-from end_to_end.cases import Work, ours
-from end_to_end.side_ours import Ours
 
+from benchmarks.common.gpt import GPT, SHAPES, VOCABULARY, tokens_of
+from benchmarks.end_to_end.cases import Work, ours
+from benchmarks.end_to_end.side_ours import Ours
 from deepoffload.config import Precision, parse_config
 from deepoffload.estimate import Batch, Estimate, MachineSpec, Subject, estimate, from_module
 from deepoffload.estimate.dry_run import DryRun, Op
@@ -130,7 +127,7 @@ def as_json(steps: list[dict[str, float]], now: Moment, found: Estimate) -> dict
 def row(options: argparse.Namespace, case: str, overlap: str) -> dict[str, Any]:
     spec = {"options": vars(options) | {"json": None}, "path": options.path, "case": case, "overlap": overlap}
     done = subprocess.run(
-        [sys.executable, __file__, "--row", json.dumps(spec)],
+        [sys.executable, "-m", "benchmarks.estimate.steps", "--row", json.dumps(spec)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

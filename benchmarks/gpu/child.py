@@ -7,21 +7,17 @@ import resource
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 if "--simulate" in sys.argv:  # before anything that asks torch for its accelerator
     from tests.support.simulated_gpu import install
 
     install(devices=1)
 
-from common.gpt import GPT, VOCABULARY, Shape, num_parameters, tokens_of
-from sides import SIDES
+from benchmarks.common.gpt import GPT, VOCABULARY, Shape, num_parameters, tokens_of
+from benchmarks.gpu.sides import SIDES
 
 
 def main() -> None:

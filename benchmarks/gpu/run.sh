@@ -12,7 +12,7 @@ PYTHON=${PYTHON:-python3}
 MINUTES=${MINUTES:-9}
 
 if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "run.sh: $PYTHON has no torch, or its torch sees no CUDA device; set PYTHON, or try run.py --simulate" >&2
+    echo "run.sh: $PYTHON has no torch, or its torch sees no CUDA device; set PYTHON, or try python -m benchmarks.gpu --simulate" >&2
     exit 1
 fi
 VENV=.venv-gpu
@@ -32,5 +32,5 @@ status=0
 PYTHONPATH="$PWD" "$PY" -m pytest -q -m gpu tests/gpu || status=$?
 [ "$status" -eq 5 ] && status=0 # no test was collected: pytest's own tests need packages that are not there
 left=$((MINUTES * 60 - (SECONDS - started)))
-PYTHONPATH="$PWD" "$PY" benchmarks/gpu/run.py --path "$DISK" --seconds "$left" || status=$?
+PYTHONPATH="$PWD" "$PY" -m benchmarks.gpu --path "$DISK" --seconds "$left" || status=$?
 exit "$status"

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common.gpt import fill
 from torch import Tensor, nn
+
+from benchmarks.common.gpt import fill
 
 LR, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.01, 1.0
 

@@ -7,12 +7,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 if "--simulate" in sys.argv:
     from tests.support.simulated_gpu import install

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from contenders import DeepSpeed, repeat
 
+from benchmarks.io.contenders import DeepSpeed, repeat
 from deepoffload.cli.nvme.data import PAGE_BYTES, Buffer
 from deepoffload.cli.nvme.files import BenchFile
 from deepoffload.cli.nvme.job import Effort

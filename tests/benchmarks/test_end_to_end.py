@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-BENCHMARK = ROOT / "benchmarks" / "end_to_end" / "run.py"
 CASES = ("plain", "host-none", "all-none")
 STEPS = 2
 
 
 def test_one_round_of_a_tiny_model(nvme_path: Path, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
-    command = [sys.executable, str(BENCHMARK), "--path", str(nvme_path), "--size", "tiny", "--seq", "32"]
+    command = [sys.executable, "-m", "benchmarks.end_to_end", "--path", str(nvme_path), "--size", "tiny", "--seq", "32"]
     command += ["--rounds", "1", "--steps", str(STEPS), "--steps-max", str(STEPS), "--warmup", "1", "--threads", "1"]
     command += ["--rows", *CASES, "--file-mib", "128", "--json", str(result)]
     done = subprocess.run(

@@ -1,6 +1,6 @@
 """Does any tool get more out of this disk than our engine does?
 
-    python benchmarks/io/run.py --path /mnt/nvme
+    python -m benchmarks.io --path /mnt/nvme
 
 Reads, writes, and both at once, 1 to 16 MiB per block: deepoffload's backends, a plain pread/pwrite loop (one thread,
 and as many as blocks are in flight), fio where it is installed, DeepSpeed's aio_handle where it can be imported. All
@@ -24,10 +24,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from contenders import Contender, DeepSpeed, Fio, Ours, PlainLoop, huge_memory
-from load import ForeignLoad
-from small import small_cases, submit_cost
-
+from benchmarks.io.contenders import Contender, DeepSpeed, Fio, Ours, PlainLoop, huge_memory
+from benchmarks.io.load import ForeignLoad
+from benchmarks.io.small import small_cases, submit_cost
 from deepoffload.cli.nvme.data import PERIOD_BYTES
 from deepoffload.cli.nvme.files import BenchFile, check_room
 from deepoffload.cli.nvme.job import Effort, Job

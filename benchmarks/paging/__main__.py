@@ -1,4 +1,4 @@
-"""What paging costs when nothing has to move: `python benchmarks/paging/run.py`.
+"""What paging costs when nothing has to move: `python -m benchmarks.paging`.
 
 The same model, plain and paged with a budget that holds everything, in turns: 24 blocks of 8 leaf modules with tiny
 weights, so that the time is that of Python. Reported is the difference per leaf module, in microseconds: of a forward

@@ -1,4 +1,4 @@
-"""What importing deepoffload costs on top of importing torch: `python benchmarks/start_up/run.py`.
+"""What importing deepoffload costs on top of importing torch: `python -m benchmarks.start_up`.
 
 Each round starts three interpreters, one after the other, so that a drift of the machine meets all of them. The line
 "everything" also loads what each public name needs, which a program pays when it first uses that name.

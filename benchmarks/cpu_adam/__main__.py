@@ -1,7 +1,7 @@
 """How close do the host kernels come to the memory's limit, and how do they compare with torch and DeepSpeed?
 
     pip install -e ".[bench-peers]"
-    python benchmarks/cpu_adam/run.py
+    python -m benchmarks.cpu_adam
 
 Every round runs every contender once, in random order. A ratio is the median over the rounds of "bytes that the
 algorithm must move, over time", divided by the better of two Adam-shaped streams in C (4 reads, 3 in-place writes) of
@@ -18,8 +18,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -27,14 +25,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import contenders as c
 import torch
-from buffers import Buffers
-from contenders import Contender, contenders, load_stream
 
-from deepoffload.native import cpu_adam
+from benchmarks.cpu_adam import contenders as c
+from benchmarks.cpu_adam.buffers import Buffers
+from benchmarks.cpu_adam.contenders import Contender, contenders, load_stream
+from benchmarks.cpu_adam.machine import RESULTS, machine, parse_size
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 LARGE = 1 << 26
 """Parameters from which on the targets hold: nothing of it stays in a cache."""
 
@@ -51,11 +48,6 @@ TIMES_AS_FAST = (
     (c.LANDINGS[1], c.COPY, None),
 )
 """Ours, the peer that does the same work, and how many times as fast we want to be; None: for information."""
-
-
-def parse_size(text: str) -> int:
-    factor = {"k": 1 << 10, "M": 1 << 20}.get(text[-1], 1)
-    return int(float(text.rstrip("kM")) * factor)
 
 
 def measure(entries: dict[str, Contender], n: int, rounds: int) -> dict[str, list[float]]:
@@ -104,23 +96,6 @@ def compare(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
             ratio = statistics.median([theirs / own for theirs, own in pairs])
             found.append({"what": f"time of {peer} / {mine}", "ratio": ratio, "at_least": least})
     return found
-
-
-def machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = {line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))}
-    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
-    return {
-        "cpu": sorted(names),
-        "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "kernel": platform.release(),
-        "load_before": os.getloadavg(),
-        "torch": torch.__version__,
-        "deepspeed": importlib.metadata.version("deepspeed") if has_deepspeed else None,
-        "capability": cpu_adam.capability(),
-        "threads_from": cpu_adam.threading_backend(),
-    }
 
 
 def show(run: dict[str, Any]) -> None:

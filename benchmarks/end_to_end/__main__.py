@@ -1,7 +1,7 @@
 """One training step: deepoffload, plain PyTorch and DeepSpeed ZeRO-Infinity in turn on the same disk.
 
-    python benchmarks/end_to_end/run.py --path /mnt/nvme --quick
-    python benchmarks/end_to_end/run.py --path /mnt/nvme --deepspeed-python /opt/dsvenv/bin/python --fio
+    python -m benchmarks.end_to_end --path /mnt/nvme --quick
+    python -m benchmarks.end_to_end --path /mnt/nvme --deepspeed-python /opt/dsvenv/bin/python --fio
 
 Every round runs every case once, each in a process of its own, after measuring what the disk gives to the best tool.
 A ratio is the median over the rounds of "our median step by theirs in the same round"; steps during which other
@@ -13,29 +13,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from common.gpt import SHAPES
-from end_to_end import cases as all_cases
-from end_to_end.cases import Case, Side, Work
-from end_to_end.disk import DiskRate
-from end_to_end.report import case_lines, rate_lines, report_json, target_lines
-from end_to_end.runner import CaseFailedError, python_of, run_case
-from end_to_end.targets import Result, Round, evaluate, rows
 
+from benchmarks.common.gpt import SHAPES
+from benchmarks.end_to_end import cases as all_cases
+from benchmarks.end_to_end.cases import OVERLAPS, Case, Side, Work
+from benchmarks.end_to_end.disk import DiskRate
+from benchmarks.end_to_end.report import case_lines, rate_lines, report_json, target_lines
+from benchmarks.end_to_end.runner import RESULTS, CaseFailedError, end_with_children, python_of, run_case
+from benchmarks.end_to_end.targets import Result, Round, evaluate, rows
 from deepoffload.cli.nvme.machine import describe_machine
 from deepoffload.io.swap_files import check_paths
-
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-OVERLAPS = ("none", "deferred", "in_backward")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -117,11 +111,6 @@ def measure(
                 after_run()
 
 
-def end_with_children() -> None:
-    """Told to end, a benchmark unwinds, and so ends the process that it measures."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-
-
 def work_of(said: argparse.Namespace) -> Work:
     return Work(
         size=said.size,
@@ -168,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         measure(said, work, cases, rounds, write)
     except CaseFailedError as error:
-        print(f"run.py: error: {error}", file=sys.stderr)
+        print(f"benchmarks.end_to_end: error: {error}", file=sys.stderr)
         return 1
     show(said, work, cases, rounds, results())
     print(f"written to {out}")

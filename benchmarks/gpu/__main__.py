@@ -1,8 +1,8 @@
 """Training with a GPU: step time, tokens per second and utilisation beside plain PyTorch and peers, transfers, and what
 fits.
 
-python benchmarks/gpu/run.py --path /mnt/nvme            # after the build; benchmarks/gpu/run.sh does everything
-python benchmarks/gpu/run.py --simulate                  # checks the script on the tests' simulated GPU
+python -m benchmarks.gpu --path /mnt/nvme            # after the build; benchmarks/gpu/run.sh does everything
+python -m benchmarks.gpu --simulate                  # checks the script on the tests' simulated GPU
 
 Every case runs in a process of its own. Peers that are not installed are left out, and said so. The figures go to
 benchmarks/results/gpu_<device>.json with the machine's description.
@@ -20,11 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cases import LARGE, LIMITED, SMOKE, STEPS, Case
-
+from benchmarks.gpu.cases import LARGE, LIMITED, SMOKE, STEPS, Case
 from deepoffload.cli.nvme.machine import describe_machine
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
 
 NEEDS = {"torchao": "torchao", "deepspeed": "deepspeed"}
 """Packages of the peers."""
@@ -50,7 +49,7 @@ def main() -> int:
         "question": "training with a GPU",
         "machine": describe_machine([said.path]),
         "device": device,
-        "transfers": run("transfers.py", [str((1 << 20) if said.simulate else (1 << 30))], said.simulate, 60.0),
+        "transfers": run("transfers", [str((1 << 20) if said.simulate else (1 << 30))], said.simulate, 60.0),
         "cases": [],
     }
     show_transfers(report["transfers"])
@@ -61,7 +60,7 @@ def main() -> int:
         report["cases"].append(row)
         show(case, row, device)
     name = device["name"].lower().replace(" ", "_")
-    out = said.json or HERE.parents[1] / "benchmarks" / "results" / f"gpu_{name}.json"
+    out = said.json or ROOT / "benchmarks" / "results" / f"gpu_{name}.json"
     if not said.simulate or said.json:
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(f"written to {out}")
@@ -86,7 +85,7 @@ def measure(case: Case, said: argparse.Namespace, left_s: float, settled: set[in
         return {"left_out": "a larger model fits"}
     if left_s < 20:
         return {"left_out": f"the time of {said.seconds:.0f} s is over"}
-    result = run("child.py", [json.dumps(case.as_json()), said.path], said.simulate, min(left_s, CASE_SECONDS_MAX))
+    result = run("child", [json.dumps(case.as_json()), said.path], said.simulate, min(left_s, CASE_SECONDS_MAX))
     if case.device_bytes is not None and "error" not in result:
         settled.add(case.device_bytes)
     return result
@@ -98,10 +97,10 @@ def case_may_fail(row: dict[str, Any]) -> bool:
 
 
 def run(script: str, words: list[str], simulate: bool, limit_s: float) -> dict[str, Any]:
-    """What a script of this folder prints last."""
-    command = [sys.executable, str(HERE / script), *words, *(["--simulate"] if simulate else [])]
+    """What a module of this package prints last."""
+    command = [sys.executable, "-m", f"benchmarks.gpu.{script}", *words, *(["--simulate"] if simulate else [])]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, cwd=ROOT)
     except subprocess.TimeoutExpired:
         return {"error": f"not done in {limit_s:.0f} s"}
     if done.returncode != 0:

@@ -1,6 +1,6 @@
 """Predictions against real runs: peak memory, bytes on NVMe, and the time of a step.
 
-    python benchmarks/estimate/run.py --path /mnt/nvme --sizes 125m 319m 620m 1.24b
+    python -m benchmarks.estimate --path /mnt/nvme --sizes 125m 319m 620m 1.24b
 
 Every row trains a decoder in a process of its own. Right before it the disk, the update and the operators of that
 model are measured, so that prediction and run meet the same machine. Prints a table; --json writes it with the machine.
@@ -19,8 +19,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
