@@ -69,7 +69,7 @@ class Accelerator:
         allocated = int(self._module.memory_allocated(self.device))
         free = int(free) + int(self._module.memory_reserved(self.device)) - allocated
         share = getattr(self._module, "get_per_process_memory_fraction", None)
-        if share is None:  # torch 2.6
+        if share is None:  # not every backend has it
             return free
         return max(0, min(free, int(total * share(self.device)) - allocated))
 

@@ -8,7 +8,6 @@ squares and notes non-finite values. Each landing replaces the parameter's sum o
 from __future__ import annotations
 
 import math
-import sys
 import time
 from typing import Any
 
@@ -26,6 +25,7 @@ from deepoffload.optim.state import PIECE_BYTES, make_pieces
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedGradient, show_stand_in
+from deepoffload.params.reference_counts import LONE
 from deepoffload.params.slot import make_stand_in
 from deepoffload.params.torch_private import bare, call_when_accumulated, get_data, get_grad, set_data, set_grad
 from deepoffload.params.unit import IN_BLOCK, GradientOwner, GradientSlot, GradientState, ParamHandle
@@ -36,9 +36,6 @@ LIGHT_NUMEL = 1 << 14
 LIGHT_BYTES = 2 << 20
 """Gradients of at most so many elements, and so many bytes in all, may stay outside of their blocks where nothing is
 moved: to let one land costs more than its memory."""
-
-_SHOWN_REFERENCES = 3
-"""References to a gradient object that nobody but its slot holds, as ``_forget_shown`` counts them."""
 
 
 class Gradients:
@@ -303,10 +300,10 @@ class Gradients:
 
     def _forget_shown(self, slot: GradientSlot) -> None:
         """The gradient object goes; if the program keeps it, it becomes an ordinary tensor with the same values."""
-        shown = slot.shown
-        if shown is None:
+        if slot.shown is None:
             return
-        if sys.getrefcount(shown) > _SHOWN_REFERENCES:
+        if LONE.tensor_is_shared(slot):
+            shown = slot.shown
             self.pager.pin(slot)
             try:
                 with bare():

@@ -6,7 +6,6 @@ data is a *stand-in*: one scalar expanded to the shape, which costs nothing, rea
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,18 +15,13 @@ from torch import Tensor
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.params.ports import PagerPort
+from deepoffload.params.reference_counts import LONE, Holding
 from deepoffload.params.torch_private import (
-    BASE_REF_COUNT,
-    BASE_USE_COUNT,
     bare,
     get_data,
-    held_by_graphs,
     modes_active,
-    no_torch_function,
     set_data,
     set_data_elsewhere,
-    storage_use_count,
-    tensor_use_count,
     throw_on_mutable_data_ptr,
 )
 
@@ -64,14 +58,6 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
             return tuple(torch.empty(tensor.shape, device="meta").stride())
         expected *= tensor.size(dim)
     return tuple(tensor.stride())
-
-
-def _held_by_others(tensor: Tensor) -> bool:
-    """True when native code (``torch.utils.dlpack.to_dlpack``) holds a frozen tensor itself, whose data we would change
-    under it. It takes no trainable ones; and graphs from before a tensor was frozen, which hold it too, are known."""
-    with no_torch_function():
-        others = 0 if tensor.requires_grad else tensor_use_count(tensor) - 1
-    return others > 0 and others > held_by_graphs(tensor)
 
 
 def _data_unseen(tensor: Tensor) -> Tensor:
@@ -286,30 +272,20 @@ class TensorSlot:
             set_data(tensor, self._stand_in)
 
     def aliased(self) -> bool:
-        """True when somebody besides the tensor object refers to the memory it shows.
-
-        Both counts are needed: a view or ``detach()`` raises the use count; torch keeps one Python wrapper per storage,
-        so code that collects storages (``torch.save``) only raises the wrapper's reference count.
-        """
-        storage = self.storage
-        if storage is None:
+        """True when somebody besides the tensor object refers to the memory it shows."""
+        if self.storage is None:
             return False
         tensor = self.tensor
-        dead = tensor is None  # deleted while it showed the memory, it no longer counts
-        users, references = BASE_USE_COUNT - dead, BASE_REF_COUNT + 1 - dead
-        if storage_use_count(storage._cdata) > users or sys.getrefcount(storage) > references:
+        if LONE.storage_is_shared(self, shown=tensor is not None):
             return True
-        return tensor is not None and _held_by_others(tensor)
+        return tensor is not None and LONE.is_held_natively(tensor)
 
     def alias(self) -> Callable[[], bool]:
         """Answers, also after :meth:`uninstall`, whether somebody still refers to the memory shown now."""
-        storage = self.storage
-        if storage is None:
+        if self.storage is None:
             return lambda: False
-        cdata = storage._cdata
-        holder = [storage]
-        # The tensor no longer counts: one user and one reference less than while it showed the memory.
-        return lambda: storage_use_count(cdata) > BASE_USE_COUNT - 1 or sys.getrefcount(holder[0]) >= BASE_REF_COUNT
+        holder = Holding(self.storage)
+        return lambda: LONE.storage_is_shared(holder, shown=False)
 
     def restride(self, like: Tensor) -> None:
         """Lay the elements out as those of ``like``, whose values will be copied in. The block must be resident."""

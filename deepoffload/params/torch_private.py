@@ -1,7 +1,8 @@
 """The private names of torch that paging rests on, gathered and checked in one place.
 
 torch has no public way to compose saved-tensor hooks, to see who else refers to a storage, or to step outside the
-user's modes. Each name below exists in torch 2.6 to 2.13; a torch that lacks one gets one clear sentence at import.
+user's modes. Each name below exists in all of :data:`TESTED_VERSIONS`; a torch that lacks one gets one clear sentence
+at import.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from torch.utils.hooks import RemovableHandle
 
 from deepoffload.errors import UnsupportedError
 
+TESTED_VERSIONS = "torch 2.8 to 2.15"
+"""What ``make test-versions`` tests the ends of, and ``pyproject.toml`` asks for the least of."""
+
 
 def _need(owner: Any, name: str) -> Any:
     found = getattr(owner, name, None)
     if found is None:
         raise UnsupportedError(
             f"torch {torch.__version__} has no {getattr(owner, '__name__', owner)}.{name}, which paged parameters "
-            "need; use torch 2.6 to 2.13, or report this version"
+            f"need; use {TESTED_VERSIONS}, or report this version"
         )
     return found
 
@@ -190,7 +194,7 @@ def _unasked(function: Any, *, needed: bool) -> Any:
         if needed:
             raise UnsupportedError(
                 f"torch.autograd.{function.__name__} of torch {torch.__version__} has no has_torch_function, which "
-                "paged parameters need; use torch 2.6 to 2.13, or report this version"
+                f"paged parameters need; use {TESTED_VERSIONS}, or report this version"
             )
         return function
     names = {**function.__globals__, "has_torch_function": lambda arguments: False}
@@ -200,7 +204,7 @@ def _unasked(function: Any, *, needed: bool) -> Any:
 
 
 autograd_grad = _unasked(torch.autograd.grad, needed=True)
-autograd_backward = _unasked(torch.autograd.backward, needed=False)  # torch 2.6 does not check there
+autograd_backward = _unasked(torch.autograd.backward, needed=False)  # torch 2.8 does not check there
 make_grads = _need(torch.autograd, "_make_grads")
 
 
@@ -246,16 +250,3 @@ def bare() -> Iterator[None]:
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         yield
-
-
-def _calibrate() -> tuple[int, int]:
-    """Use count and reference count of a storage that nobody but its tensor and one Python wrapper refers to."""
-    holder = torch.nn.Parameter(torch.empty(1))
-    fresh = torch.frombuffer(bytearray(64), dtype=torch.float32)
-    storage = fresh.untyped_storage()
-    set_data(holder, fresh)
-    del fresh
-    return storage_use_count(storage._cdata), sys.getrefcount(storage)
-
-
-BASE_USE_COUNT, BASE_REF_COUNT = _calibrate()
