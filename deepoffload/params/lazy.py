@@ -2,35 +2,61 @@
 
 A ``state_dict()`` of plain PyTorch holds aliases of all weights; of a paged model these would keep all weights in
 memory. A :class:`LazyWeight` is an alias, too: it shows later updates of its weight, and what is written to it is
-written to the weight. Only its bytes are not held.
+written to the weight. Only its bytes are not held. Views of it are such values, too, so that the address of a view and
+the address of the whole agree.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import tempfile
-import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from deepoffload.errors import IoFailure, UnsupportedError
+from deepoffload.errors import UnsupportedError
+from deepoffload.params.mapped import MappedCopies, MappedCopy
 from deepoffload.params.metadata import METADATA
-from deepoffload.params.torch_private import bare, door_caller, get_data, no_torch_function, version_of
+from deepoffload.params.slot import make_stand_in
+from deepoffload.params.torch_private import bare, door_caller, no_torch_function, set_data
 from deepoffload.params.unit import ParamHandle
 
 _GRAPHLESS = frozenset({"copy_", "equal", "clone"})
 """Without a graph to record these may take the parameter itself; nobody gets an alias, and nothing is checksummed."""
 
+_VIEWING = frozenset(
+    (
+        "view view_as reshape reshape_as flatten ravel unflatten as_strided expand expand_as broadcast_to t transpose "
+        "swapaxes swapdims permute movedim moveaxis adjoint squeeze unsqueeze narrow select unfold diagonal chunk "
+        "split split_with_sizes tensor_split hsplit vsplit dsplit unsafe_chunk unsafe_split unbind contiguous "
+        "__getitem__"
+    ).split()
+)
+"""Functions whose result may be a view of their first argument."""
+
+
+class _View(NamedTuple):
+    """Which part of a weight's memory a value shows, and how."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    offset: int
+
 
 class LazyWeight(Tensor):
-    """A weight of a paged model as its ``state_dict()`` shows it. Every operation on it is one on the weight."""
+    """A weight of a paged model as its ``state_dict()`` shows it, or a view of one. Every operation on it is one on the
+    weight."""
 
-    _weight: nn.Parameter
-    _mapped: _MappedCopy | None
+    _source: _Source
+    _view: _View
+    _class: type
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        """Empty: what copies a value with its attributes (torch's stager of checkpoints) is not to copy ours."""
+        return {}
 
     @classmethod
     def __torch_function__(
@@ -42,6 +68,10 @@ class LazyWeight(Tensor):
         if func in METADATA:
             with no_torch_function():
                 return func(*args, **(kwargs or {}))
+        if _may_be_view(func, args):
+            shown = _viewed(func, args, kwargs or {})
+            if shown is not None:
+                return shown
         return _with_bytes(func, args, kwargs or {})
 
     @property
@@ -50,11 +80,19 @@ class LazyWeight(Tensor):
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
-        self.__class__ = self.__dict__.pop("_class")  # see _detach
+        kind = self._class  # see _detach
+        del self._class
+        self.__class__ = kind
+
+    def __copy__(self) -> Tensor:
+        return _value(self._source, self._view)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            memo[id(self)] = self.clone()
+            slot = self._source.slot
+            if id(slot) not in memo:  # views of one weight, and tied ones, have one memory in the copy, too
+                memo[id(slot)] = self._source.whole().clone()
+            memo[id(self)] = _view_of(memo[id(slot)], slot, self._view)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -62,14 +100,104 @@ class LazyWeight(Tensor):
         return mapped(self).__reduce_ex__(protocol)
 
 
+class _Source:
+    """The weight that a value and its views are of, with its address once somebody has asked for it."""
+
+    __slots__ = ("weight", "slot", "copy")
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight = weight
+        self.slot: ParamHandle = weight.__dict__["_slot"]
+        self.copy: MappedCopy | None = None
+
+    def whole(self) -> Tensor:
+        """A value of the weight as it is."""
+        slot = self.slot
+        return _value(self, _View(slot.shape, slot.dtype, tuple(slot.stride), 0))
+
+    def mapped(self) -> Tensor:
+        """An ordinary tensor with an address. It follows later changes of the weight only when asked for again."""
+        pager, slot = self.slot.pager, self.slot
+        space = pager.tiers.space
+        if space is None and slot.memory.on_host:
+            return self.weight.detach()  # without NVMe all weights are in memory anyway
+        if self.copy is None:
+            with pager.lock:
+                if pager.mapped_copies is None:
+                    pager.mapped_copies = MappedCopies(str(space.paths[0]) if space else tempfile.gettempdir())
+                self.copy = pager.mapped_copies.of(slot)  # tied weights have one address
+        return self.copy.refresh(self.weight)
+
+
 def lazy_weight(param: nn.Parameter) -> Tensor:
     """The value of ``param`` in a state dict."""
-    slot: ParamHandle = param._slot  # type: ignore[attr-defined]
+    return _Source(param).whole()
+
+
+def mapped(value: Tensor) -> Tensor:
+    """An ordinary tensor with the values that ``value`` has now, always at the same address."""
+    lazy: Any = value
+    return _view_of(lazy._source.mapped(), lazy._source.slot, lazy._view)
+
+
+def _value(source: _Source, view: _View) -> Tensor:
+    slot = source.slot
+    stand_in = slot.stand_in
+    if view.shape != slot.shape or view.dtype is not slot.dtype:
+        stand_in = make_stand_in(view.shape, view.dtype, slot.device)
     with no_torch_function():
-        value = slot.stand_in.as_subclass(LazyWeight)
-    value._weight = param
-    value._mapped = None
+        value = stand_in.as_subclass(LazyWeight)
+    value._source = source
+    value._view = view
     return value
+
+
+def _view_of(whole: Tensor, slot: ParamHandle, view: _View) -> Tensor:
+    """The part of an ordinary tensor, which lies as the weight does, that ``view`` shows."""
+    if view.dtype is not slot.dtype:
+        whole = whole.as_strided((slot.numel,), (1,), 0).view(view.dtype)
+    elif view.offset == 0 and view.shape == slot.shape and view.stride == tuple(slot.stride):
+        return whole
+    return whole.as_strided(view.shape, view.stride, view.offset)
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+def _may_be_view(func: Any, args: Any) -> bool:
+    if not args or type(args[0]) is not LazyWeight:
+        return False
+    if func in _VIEWING_ATTRIBUTES:
+        return True
+    name = getattr(func, "__name__", "")
+    return name in _VIEWING and (name != "__getitem__" or _is_basic(args[1]))
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether indexing makes a view: other than with lists and tensors."""
+    return all(
+        each is None or each is Ellipsis or type(each) is int or type(each) is slice
+        for each in (index if type(index) is tuple else (index,))
+    )
+
+
+def _viewed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a viewing function gives, without bytes; None where it gives a copy."""
+    value = args[0]
+    slot = value._source.slot
+    with bare():
+        whole = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="meta")
+        shape = _view_of(whole, slot, value._view)
+        result = func(shape, *args[1:], **kwargs)
+        if result is shape:
+            return value
+        parts = result if isinstance(result, (list, tuple)) else (result,)
+        if any(part.untyped_storage()._cdata != whole.untyped_storage()._cdata for part in parts):
+            return None
+    values = [
+        _value(value._source, _View(part.shape, part.dtype, part.stride(), part.storage_offset())) for part in parts
+    ]
+    return type(result)(values) if isinstance(result, (list, tuple)) else values[0]
 
 
 def _with_bytes(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -79,8 +207,10 @@ def _with_bytes(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
     def bring(value: Any) -> Any:
         if type(value) is LazyWeight:
             if id(value) not in swapped:
-                weight = value._weight
-                swapped[id(value)] = (value, weight if bare_weight else weight.detach())
+                source, view = value._source, value._view
+                whole = bare_weight and view.shape == source.slot.shape and view.dtype is source.slot.dtype
+                weight = source.weight if whole and view.stride == source.slot.stride else source.weight.detach()
+                swapped[id(value)] = (value, _view_of(weight, source.slot, view))
             return swapped[id(value)][1]
         if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size) and type(value) in (list, tuple):
             return type(value)(bring(item) for item in value)
@@ -95,65 +225,6 @@ def _with_bytes(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
     return result
 
 
-# -- memory with an address --------------------------------------------------------------------------------------------
-
-
-class _MappedCopy:
-    """A copy of a weight in a mapped file without a name, for code that wants an address or a storage.
-
-    Its pages are the page cache's, not the process's: all weights of a model may be mapped at once.
-    """
-
-    def __init__(self, handle: ParamHandle, directory: str) -> None:
-        self._handle = handle
-        self._version: int | None = None
-        with tempfile.TemporaryFile(dir=directory, prefix="deepoffload-") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, handle.nbytes)  # a full disk shows here, not as SIGBUS
-            except OSError as error:
-                remedy = "torch.save and safetensors need room for a copy of the weights on nvme_path (else in TMPDIR)"
-                raise IoFailure(
-                    f"reserving a copy of {handle.name}", error.errno or 0, directory, 0, handle.nbytes, remedy
-                ) from error
-            memory = mmap.mmap(file.fileno(), handle.nbytes)
-        with bare():
-            flat = torch.frombuffer(memory, dtype=handle.dtype, count=handle.numel)
-            self.tensor = flat.as_strided(handle.shape, handle.stride)
-
-    def refresh(self, weight: nn.Parameter) -> Tensor:
-        """The copy, brought up to date."""
-        handle = self._handle
-        handle.pager.catch_up(handle.unit)
-        version = version_of(weight)
-        if version != self._version or handle.escape_crc is not None:
-            handle.pager.pin(handle)
-            try:
-                with bare():
-                    self.tensor.copy_(get_data(weight))
-            finally:
-                handle.pager.unpin(handle)
-            self._version = version
-        return self.tensor
-
-
-def mapped(value: Tensor) -> Tensor:
-    """An ordinary tensor with the values that ``value`` has now. It follows later changes only when asked for again."""
-    lazy: Any = value
-    weight = lazy._weight
-    slot = weight.__dict__["_slot"]
-    space = slot.pager.tiers.space
-    if space is None and slot.memory.on_host:
-        return weight.detach()  # without NVMe all weights are in memory anyway
-    directory = str(space.paths[0]) if space is not None else tempfile.gettempdir()
-    if lazy._mapped is None:
-        known = slot.mapped_copy() if slot.mapped_copy is not None else None  # tied weights have one address
-        if known is None:
-            known = _MappedCopy(slot, directory)
-            slot.mapped_copy = weakref.ref(known)
-        lazy._mapped = known
-    return lazy._mapped.refresh(weight)
-
-
 # -- special doors -----------------------------------------------------------------------------------------------------
 
 
@@ -162,20 +233,26 @@ def _by_address(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _get_data(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return lazy_weight(args[0]._weight)
+    return _value(args[0]._source, args[0]._view)
 
 
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
-    args[0]._weight.data = args[1]
+    """The value shows something else from now on, as an ordinary tensor; the weight stays what it is."""
+    value = args[0]
+    del value._source, value._view
+    value.__class__ = Tensor
+    set_data(value, args[1])
 
 
 def _detach(func: Any, args: Any, kwargs: Any) -> Tensor:
     value = args[0]
     if door_caller() is not nn.Parameter.__new__.__code__:
-        return lazy_weight(value._weight)
+        return _value(value._source, value._view)
     # nn.Parameter(value), as load_state_dict(assign=True) makes it: a paged parameter of its own. Parameter.__new__
     # insists on the class of its argument, until it sets _is_param.
-    made: Any = nn.Parameter(value._weight)
+    source, view = value._source, value._view
+    whole = view.shape == source.slot.shape and view.dtype is source.slot.dtype and view.stride == source.slot.stride
+    made: Any = nn.Parameter(source.weight if whole else value.clone())
     made.__dict__["_class"] = type(made)
     made.__class__ = LazyWeight
     return made
@@ -184,30 +261,29 @@ def _detach(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
     value = args[0]
     wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    if "_class" in value.__dict__:
+    if hasattr(value, "_class"):
         with no_torch_function():
             return func(*args, **kwargs)
     if wanted:
-        raise UnsupportedError(
-            f"a value of a paged model's state_dict() ({value._weight._slot.name}) takes no gradient; clone() it first"
-        )
+        name = value._source.slot.name
+        raise UnsupportedError(f"a value of a paged model's state_dict() ({name}) takes no gradient; clone() it first")
     return value
 
 
 def _stride(func: Any, args: Any, kwargs: Any) -> Any:
-    stride = args[0]._weight.__dict__["_slot"].stride
+    stride = args[0]._view.stride
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return tuple(stride) if dim is None else stride[dim]
+    return stride if dim is None else stride[dim]
 
 
 def _storage_offset(func: Any, args: Any, kwargs: Any) -> int:
-    return 0
+    return int(args[0]._view.offset)
 
 
 def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
-    slot = args[0]._weight.__dict__["_slot"]
+    view = args[0]._view
     with bare():
-        like = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="meta")
+        like = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device="meta")
         return like.is_contiguous(*args[1:], **kwargs)
 
 
@@ -230,3 +306,8 @@ def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
 
 
 _SPECIAL = _special()
+
+_VIEWING_ATTRIBUTES = frozenset(
+    getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH") if hasattr(Tensor, name)
+)
+"""Attributes that are views."""

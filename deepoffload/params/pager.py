@@ -22,6 +22,7 @@ from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.shown import HostMemory, ShownMemory
 from deepoffload.memory.tier_manager import TierManager
+from deepoffload.params.mapped import MappedCopies
 from deepoffload.params.ports import GradientDoor
 from deepoffload.params.prefetcher import Prefetcher
 from deepoffload.params.saved import SavedTensorHooks
@@ -85,6 +86,7 @@ class Pager:
         self._stamps: dict[int, int] = {}
         self._backward_of: Unit | None = None
         self.engine: Any = None
+        self.mapped_copies: MappedCopies | None = None
         self.on_all_dead: Callable[[], None] | None = None
         self.minds_deaths = True
         self._alive = 0

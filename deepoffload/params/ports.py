@@ -36,11 +36,13 @@ class PagerPort(Protocol):
     memory: ShownMemory
     lock: BooksLock
     storages: dict[int, Any]
+    units: list[Any]
     gradients: GradientDoor | None
     adopt_late: Callable[[Tensor, str], Any] | None
     closed_because: str | None
     evict_always: bool
     engine: Any
+    mapped_copies: Any
 
     def memory_of(self, block: Block | None) -> ShownMemory: ...
 

@@ -58,7 +58,7 @@ class ParamHandle(TensorSlot):
 
     Attributes:
         master_stale: the program changed the weight; its 16-bit remainder no longer belongs to it and counts as zero.
-        mapped_copy: a copy with an address, while a state dict's value has one.
+        mapped_copy: a copy with an address, while a value of a state dict has been asked for one.
         windows: of which modules' calls it is part.
         version: torch's in-place counter when deepoffload last looked.
         state_owner: the token of the optimizer whose state the unit's pieces hold for this parameter.

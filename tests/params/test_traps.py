@@ -41,7 +41,8 @@ Silently wrong without care:
 
 Right, but over the budget without care:
 - autocast: test_no_second_copy_of_the_model, test_training, test_tied_weights
-- a state dict: test_values_hold_no_memory, test_safetensors, test_loaded_into_itself_by_assignment
+- a state dict: test_values_hold_no_memory, test_random_views, test_more_weights_than_open_files, test_safetensors,
+  test_loaded_into_itself_by_assignment
 - foreach and fused calls: test_torch_optimizers, test_parameters_to_vector
 - autograd.grad: test_autograd_grad_and_partial_backward, test_nothing_is_pinned_and_no_gradient_lands
 - aliases in cycles and tracebacks: test_aliases_in_reference_cycles_are_collected,
