@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepoffload.checkpoint.pretrained import save_pretrained as save_pretrained
     from deepoffload.config import Config as Config
+    from deepoffload.deepspeed.initialize import add_config_arguments as add_config_arguments
+    from deepoffload.deepspeed.initialize import initialize as initialize
     from deepoffload.optim.adagrad import CPUAdagrad as CPUAdagrad
     from deepoffload.optim.adam import CPUAdam as CPUAdam
     from deepoffload.optim.adam import CPUAdamW as CPUAdamW
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     from deepoffload.optim.sgd import CPUSGD as CPUSGD
     from deepoffload.runtime.context import offload_context as offload_context
     from deepoffload.runtime.context import stats as stats
-    from deepoffload.runtime.initialize import add_config_arguments as add_config_arguments
-    from deepoffload.runtime.initialize import initialize as initialize
 
 __version__ = "0.1.0"
 
@@ -33,8 +33,8 @@ _HOMES = {
     "CPUSGD": "deepoffload.optim.sgd",
     "offload_context": "deepoffload.runtime.context",
     "stats": "deepoffload.runtime.context",
-    "add_config_arguments": "deepoffload.runtime.initialize",
-    "initialize": "deepoffload.runtime.initialize",
+    "add_config_arguments": "deepoffload.deepspeed.initialize",
+    "initialize": "deepoffload.deepspeed.initialize",
     "save_pretrained": "deepoffload.checkpoint.pretrained",
 }
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from deepoffload.config.units import format_bytes, parse_bytes
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.params.torch_private import bare, get_data
 from deepoffload.params.unit import ParamHandle
-from deepoffload.runtime.training import TrainingEngine
 
 log = logging.getLogger("deepoffload")
 
@@ -34,8 +34,15 @@ CONFIG_FILES_BYTES = 1 << 20
 """Room asked for beside the weights, for configuration files and the index."""
 
 
+class HasModule(Protocol):
+    """What ``initialize`` returns first: an engine around a module."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+
 def save_pretrained(
-    model: nn.Module | TrainingEngine,
+    model: nn.Module | HasModule,
     directory: str | os.PathLike[str],
     max_shard_size: int | str = "5GB",
     safe_serialization: bool = True,
@@ -82,8 +89,8 @@ def save_pretrained(
     progress.done(len(layout.files))
 
 
-def _unwrapped(model: nn.Module | TrainingEngine) -> nn.Module:
-    module = model.module if isinstance(model, TrainingEngine) else model
+def _unwrapped(model: nn.Module | HasModule) -> nn.Module:
+    module = model if isinstance(model, nn.Module) else getattr(model, "module", model)
     module = getattr(module, "_orig_mod", module)  # torch.compile's wrapper
     if not isinstance(module, nn.Module):
         raise UsageError(f"save_pretrained takes a torch.nn.Module, not {type(model).__name__}")

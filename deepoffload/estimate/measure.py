@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-import deepoffload
 from deepoffload import machine as limits
 from deepoffload.estimate.dry_run import DryRun, Op, Shape
 from deepoffload.estimate.machine import MachineSpec

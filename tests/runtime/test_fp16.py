@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import deepoffload
+from deepoffload.deepspeed.engine import TrainingEngine
 from deepoffload.errors import LossScaleError, UsageError
 from deepoffload.optim.loss_scale import DynamicLossScale
-from deepoffload.runtime.training import TrainingEngine
 from tests.support.loops import assert_same_bits, relative_difference, weights_of
 from tests.support.models import FAMILIES, batch, llama, mlp, next_token_loss, rows
 from tests.support.paging import EVICTING, TIGHT, Paging, Setting

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import deepoffload
 from deepoffload.config import SchedulerConfig, parse_config
 from deepoffload.config.lr_schedules import SCHEDULES, betas_at, lr_at
+from deepoffload.deepspeed.schedulers import ConfiguredSchedule
 from deepoffload.errors import ClosedError, ConfigError, PlacementError, UnsupportedError, UsageError
 from deepoffload.params.parameter import OffloadedParameter
-from deepoffload.runtime.schedulers import ConfiguredSchedule
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import deepoffload
-from deepoffload.runtime.training import TrainingEngine
+from deepoffload.deepspeed.engine import TrainingEngine
 from tests.support.loops import assert_same_bits, relative_difference, weights_of
 from tests.support.models import FAMILIES, batch, mlp, next_token_loss, rows
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from deepoffload.config import Config
-from deepoffload.errors import ClosedError, LossScaleError, UnsupportedError, UsageError
-from deepoffload.optim.base import HostOptimizer
+from deepoffload.config import Config, Precision
+from deepoffload.errors import ClosedError, UnsupportedError
 from deepoffload.optim.loss_scale import LossScale
 from deepoffload.runtime.engine import Engine
+from deepoffload.runtime.loop import TrainingLoop
 from deepoffload.timeline import Summary
 
 log = logging.getLogger("deepoffload")
@@ -32,9 +32,7 @@ class TrainingEngine:
     Attributes:
         module: the model. optimizer, lr_scheduler: as in the tuple of ``initialize``; either may be None.
         core: the :class:`~deepoffload.runtime.engine.Engine` that moves the bytes.
-        gradient_clipping: largest global norm of the gradients; 0.0 is off.
-        micro_steps: calls of :meth:`step`. global_steps: those at a boundary, applied or skipped.
-        skipped_steps: those of the latter whose gradients held an infinity or NaN.
+        loop: the :class:`~deepoffload.runtime.loop.TrainingLoop` that the calls here end in.
     """
 
     def __init__(
@@ -51,18 +49,17 @@ class TrainingEngine:
         self.core = core
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.gradient_clipping = gradient_clipping
-        self.micro_steps = 0
-        self.global_steps = 0
-        self.skipped_steps = 0
+        self.loop = TrainingLoop(
+            module,
+            core,
+            optimizer,
+            lr_scheduler,
+            accumulation_steps=config.gradient_accumulation_steps,
+            gradient_clipping=gradient_clipping,
+            loss_scale=loss_scale,
+        )
         self._config = config
-        self._loss_scale = loss_scale
-        self._scaled = False
-        self._boundary: bool | None = None
-        self._applied = False
-        self._grad_norm: float | None = None
         self._seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
-        self._tell_scale()
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +75,7 @@ class TrainingEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. With ``fp16.auto_cast``, floating-point tensors in ``args`` become fp16 first."""
-        if self._loss_scale is not None and self._config.fp16.auto_cast:
+        if self._config.precision is Precision.FP16 and self._config.fp16.auto_cast:
             args = _to_half(args)
         with self._timed("forward"):
             return self.module(*args, **kwargs)
@@ -101,26 +98,8 @@ class TrainingEngine:
         Raises:
             UsageError: ``loss`` is no scalar tensor, or has no graph.
         """
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shown = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise UsageError(f"engine.backward takes a tensor with one number, not {shown}; reduce the loss first")
-        if not loss.requires_grad:
-            raise UsageError(
-                "engine.backward: the loss has no graph (computed under no_grad, detached, or all weights are frozen)"
-            )
-        steps = self.gradient_accumulation_steps()
-        if steps > 1 and scale_wrt_gas:
-            loss = (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) / steps
-        early = self.core.gradients.early
-        if early is not None:
-            early.paused = not self.is_gradient_accumulation_boundary()
         with self._timed("backward"):
-            if self._loss_scale is None:
-                loss.backward(retain_graph=retain_graph)
-            else:
-                (loss.float() * self._loss_scale.value).backward(retain_graph=retain_graph)
-                self._scaled = True
-        return loss
+            return self.loop.backward(loss, retain_graph=retain_graph, take_mean=scale_wrt_gas)
 
     def step(self) -> None:
         """End a micro-step. At an accumulation boundary: clip, update, clear the gradients, advance the schedule.
@@ -131,104 +110,44 @@ class TrainingEngine:
             UsageError: the engine has no optimizer; or fp16, and no :meth:`backward` has scaled the loss.
             LossScaleError: fp16 gradients overflow with the loss scale at its minimum. The step counts as skipped.
         """
-        optimizer = self.optimizer
-        if optimizer is None:
-            raise UsageError(
-                "engine.step(): initialize() was given no optimizer, so the engine only infers; pass optimizer=..., or "
-                'say optimizer in the configuration, for example {"type": "AdamW", "params": {"lr": 1e-4}}'
-            )
-        if self._loss_scale is not None and not self._scaled:
-            raise UsageError(
-                "engine.step() in fp16 without engine.backward(loss): loss.backward() does not scale the loss, and its "
-                "gradients would be divided by the scale; call engine.backward(loss)"
-            )
-        boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
-        self._applied = False
-        if not boundary:
-            self._scaled = False
-            return
         with self._timed("step"):
-            self._applied = self._update(optimizer)
-            self.zero_grad()
-        self._scaled = False
-        self.global_steps += 1
-        if self._applied:
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-        else:
-            self.skipped_steps += 1
-            log.warning(
-                "step %d was skipped: its gradients hold an infinity or NaN (%d skipped so far)",
-                self.global_steps,
-                self.skipped_steps,
-            )
-        if self._loss_scale is not None:
-            self._update_scale(self._loss_scale)
-        self._report()
-
-    def _update_scale(self, scale: LossScale) -> None:
-        before = scale.value
-        try:
-            scale.update(overflow=not self._applied)
-        except LossScaleError as error:
-            raise LossScaleError(f"step {self.global_steps}: {error}") from None
-        finally:
-            self._tell_scale()
-        if scale.value != before:
-            log.info("step %d: loss scale %g becomes %g", self.global_steps, before, scale.value)
-
-    def _tell_scale(self) -> None:
-        """Scripts written for DeepSpeed read the scale from the optimizer."""
-        if isinstance(self.optimizer, HostOptimizer):
-            self.optimizer.loss_scale = self.loss_scale
-
-    def _update(self, optimizer: torch.optim.Optimizer) -> bool:
-        if isinstance(optimizer, HostOptimizer):
-            with self._unscaling(optimizer):
-                optimizer.step()
-            self._grad_norm = optimizer.grad_norm
-            return optimizer.applied
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        if self.gradient_clipping > 0:
-            norm = torch.nn.utils.clip_grad_norm_(params, self.gradient_clipping)
-        else:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-        self._grad_norm = float(norm)
-        if not math.isfinite(self._grad_norm):
-            return False
-        optimizer.step()
-        return True
-
-    @contextlib.contextmanager
-    def _unscaling(self, optimizer: HostOptimizer) -> Iterator[None]:
-        """Tell the optimizer what the gradients were scaled by, as ``torch.amp.GradScaler`` does."""
-        if self._loss_scale is None:
-            yield
-            return
-        optimizer.grad_scale = self._loss_scale.value
-        try:
-            yield
-        finally:
-            del optimizer.grad_scale
+            updated = self.loop.step()
+        if updated:
+            self._report()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the optimizer's and the model's parameters."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none)
-        self.module.zero_grad(set_to_none)
+        self.loop.zero_grad(set_to_none)
+
+    @property
+    def gradient_clipping(self) -> float:
+        """Largest global norm of the gradients; 0.0 is off."""
+        return self.loop.gradient_clipping
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of :meth:`step`."""
+        return self.loop.micro_steps
+
+    @property
+    def global_steps(self) -> int:
+        """Calls of :meth:`step` at a boundary, applied or skipped."""
+        return self.loop.updates
+
+    @property
+    def skipped_steps(self) -> int:
+        """Those of the latter whose gradients held an infinity or NaN."""
+        return self.loop.skipped
 
     # -- accumulation ----------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True when the next :meth:`step` updates."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self.loop.is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the steps from now on are boundaries; None goes back to counting."""
-        self._boundary = is_boundary
+        self.loop.forced_boundary = is_boundary
 
     def gradient_accumulation_steps(self) -> int:
         return self._config.gradient_accumulation_steps
@@ -250,15 +169,15 @@ class TrainingEngine:
     @property
     def loss_scale(self) -> float:
         """What the next loss is multiplied by before backward; 1.0 unless the precision is fp16."""
-        return 1.0 if self._loss_scale is None else self._loss_scale.value
+        return self.loop.loss_scale
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of all gradients before clipping, at the last boundary; None before the first."""
-        return self._grad_norm
+        return self.loop.grad_norm
 
     def was_step_applied(self) -> bool:
         """True when the last :meth:`step` updated the weights."""
-        return self._applied
+        return self.loop.applied
 
     def get_lr(self) -> list[float]:
         """Learning rates of the parameter groups for the next update."""
@@ -313,12 +232,17 @@ class TrainingEngine:
         return self.module.named_parameters(prefix, recurse)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module" or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(name)
+        own = hasattr(type(self), name)  # a property of the engine that has raised AttributeError itself
+        if own or name == "module" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"engine.{name} cannot be had" if own else name)
         try:
             return getattr(self.module, name)
         except AttributeError:
-            raise AttributeError(f"neither the engine nor its {type(self.module).__name__} has {name!r}") from None
+            nearest = difflib.get_close_matches(name, [known for known in dir(type(self)) if known[0] != "_"], 1)
+            hint = f"; did you mean engine.{nearest[0]}?" if nearest else ""
+            raise AttributeError(
+                f"neither the engine nor its {type(self.module).__name__} has {name!r}{hint}"
+            ) from None
 
     # -- saving and the end ----------------------------------------------------------------------------------------
 

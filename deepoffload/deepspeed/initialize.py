@@ -14,6 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from deepoffload.config import Config, Precision, StepOverlap, parse_config
+from deepoffload.deepspeed.engine import TrainingEngine
+from deepoffload.deepspeed.schedulers import ConfiguredSchedule
 from deepoffload.errors import BudgetError, ConfigError, DeepOffloadError, UnsupportedError, UsageError
 from deepoffload.optim.adagrad import CPUAdagrad
 from deepoffload.optim.adam import CPUAdam
@@ -26,8 +28,6 @@ from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.construct import give_back
 from deepoffload.runtime.context import engine_of
 from deepoffload.runtime.engine import Engine
-from deepoffload.runtime.schedulers import ConfiguredSchedule
-from deepoffload.runtime.training import TrainingEngine
 
 log = logging.getLogger("deepoffload")
 

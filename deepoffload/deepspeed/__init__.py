@@ -1,0 +1,1 @@
+"""DeepSpeed's surface: its ``initialize``, its engine's names, its learning rate schedules."""

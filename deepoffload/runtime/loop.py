@@ -1,0 +1,203 @@
+"""What a training loop does around a model and its optimizer: accumulate, scale, clip, skip, schedule."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepoffload.errors import LossScaleError, UsageError
+from deepoffload.optim.base import HostOptimizer
+from deepoffload.optim.loss_scale import LossScale
+from deepoffload.runtime.engine import Engine
+
+log = logging.getLogger("deepoffload")
+
+
+class TrainingLoop:
+    """Counts micro-steps and updates the weights at accumulation boundaries.
+
+    Args:
+        core: the engine that moves the model's bytes.
+        accumulation_steps: micro-steps for each update.
+        gradient_clipping: largest global norm of the gradients; 0.0 is off.
+        loss_scale: for fp16, else None.
+
+    Attributes:
+        micro_steps: calls of :meth:`step`. updates: those at a boundary, applied or skipped.
+        skipped: those of the latter whose gradients held an infinity or NaN.
+        applied: whether the last :meth:`step` updated the weights.
+        grad_norm: L2 norm of all gradients before clipping, at the last boundary; None before the first.
+        forced_boundary: whether the steps from now on are boundaries; None counts them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        core: Engine,
+        optimizer: torch.optim.Optimizer | None,
+        schedule: Any,
+        *,
+        accumulation_steps: int,
+        gradient_clipping: float,
+        loss_scale: LossScale | None,
+    ) -> None:
+        self.module = module
+        self.core = core
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.accumulation_steps = accumulation_steps
+        self.gradient_clipping = gradient_clipping
+        self.micro_steps = 0
+        self.updates = 0
+        self.skipped = 0
+        self.applied = False
+        self.grad_norm: float | None = None
+        self.forced_boundary: bool | None = None
+        self._scale = loss_scale
+        self._scaled = False
+        self._tell_scale()
+
+    @property
+    def is_boundary(self) -> bool:
+        """True when the next :meth:`step` updates."""
+        if self.forced_boundary is not None:
+            return self.forced_boundary
+        return (self.micro_steps + 1) % self.accumulation_steps == 0
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by before backward; 1.0 unless the precision is fp16."""
+        return 1.0 if self._scale is None else self._scale.value
+
+    def backward(self, loss: Tensor, *, retain_graph: bool, take_mean: bool) -> Tensor:
+        """Backward of a scalar loss. ``take_mean`` divides it by the accumulation steps.
+
+        Returns:
+            What was differentiated, before the loss scale.
+
+        Raises:
+            UsageError: ``loss`` is no scalar tensor, or has no graph.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shown = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(f"engine.backward takes a tensor with one number, not {shown}; reduce the loss first")
+        if not loss.requires_grad:
+            raise UsageError(
+                "engine.backward: the loss has no graph (computed under no_grad, detached, or all weights are frozen)"
+            )
+        steps = self.accumulation_steps
+        if steps > 1 and take_mean:
+            loss = (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) / steps
+        early = self.core.gradients.early
+        if early is not None:
+            early.paused = not self.is_boundary
+        if self._scale is None:
+            loss.backward(retain_graph=retain_graph)
+        else:
+            (loss.float() * self._scale.value).backward(retain_graph=retain_graph)
+            self._scaled = True
+        return loss
+
+    def step(self) -> bool:
+        """End a micro-step. At a boundary: clip, update, clear the gradients, advance the schedule; True then.
+
+        Gradients with an infinity or NaN update nothing: they are dropped and counted in ``skipped``.
+
+        Raises:
+            UsageError: there is no optimizer; or fp16, and no :meth:`backward` has scaled the loss.
+            LossScaleError: fp16 gradients overflow with the loss scale at its minimum. The step counts as skipped.
+        """
+        optimizer = self._ready_optimizer()
+        boundary = self.is_boundary
+        self.micro_steps += 1
+        self.applied = False
+        if not boundary:
+            self._scaled = False
+            return False
+        self.applied = self._update(optimizer)
+        self.zero_grad()
+        self._scaled = False
+        self.updates += 1
+        if self.applied:
+            if self.schedule is not None:
+                self.schedule.step()
+        else:
+            self.skipped += 1
+            log.warning(
+                "step %d was skipped: its gradients hold an infinity or NaN (%d skipped so far)",
+                self.updates,
+                self.skipped,
+            )
+        if self._scale is not None:
+            self._update_scale(self._scale)
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the optimizer's and the model's parameters."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+        self.module.zero_grad(set_to_none)
+
+    def _ready_optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise UsageError(
+                "engine.step(): initialize() was given no optimizer, so the engine only infers; pass optimizer=..., or "
+                'say optimizer in the configuration, for example {"type": "AdamW", "params": {"lr": 1e-4}}'
+            )
+        if self._scale is not None and not self._scaled:
+            raise UsageError(
+                "engine.step() in fp16 without engine.backward(loss): loss.backward() does not scale the loss, and its "
+                "gradients would be divided by the scale; call engine.backward(loss)"
+            )
+        return self.optimizer
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> bool:
+        if isinstance(optimizer, HostOptimizer):
+            with self._unscaling(optimizer):
+                optimizer.step()
+            self.grad_norm = optimizer.grad_norm
+            return optimizer.applied
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.gradient_clipping > 0:
+            norm = torch.nn.utils.clip_grad_norm_(params, self.gradient_clipping)
+        else:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        self.grad_norm = float(norm)
+        if not math.isfinite(self.grad_norm):
+            return False
+        optimizer.step()
+        return True
+
+    @contextlib.contextmanager
+    def _unscaling(self, optimizer: HostOptimizer) -> Iterator[None]:
+        """Tell the optimizer what the gradients were scaled by, as ``torch.amp.GradScaler`` does."""
+        if self._scale is None:
+            yield
+            return
+        optimizer.grad_scale = self._scale.value
+        try:
+            yield
+        finally:
+            del optimizer.grad_scale
+
+    def _update_scale(self, scale: LossScale) -> None:
+        before = scale.value
+        try:
+            scale.update(overflow=not self.applied)
+        except LossScaleError as error:
+            raise LossScaleError(f"step {self.updates}: {error}") from None
+        finally:
+            self._tell_scale()
+        if scale.value != before:
+            log.info("step %d: loss scale %g becomes %g", self.updates, before, scale.value)
+
+    def _tell_scale(self) -> None:
+        """Scripts written for DeepSpeed read the scale from the optimizer."""
+        if isinstance(self.optimizer, HostOptimizer):
+            self.optimizer.loss_scale = self.loss_scale
