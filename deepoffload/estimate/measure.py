@@ -139,7 +139,7 @@ def disk_share_while_computing(path: str, engine: IoEngine) -> float:
 def process_bytes() -> int:
     """Memory (RssAnon + RssShmem) of a fresh process that has loaded torch and deepoffload and run an operator."""
     # Hooks and checkpointing are kept out of torch.compile, for which torch loads its compiler's front end.
-    root = str(Path(deepoffload.__file__).parents[1])  # however this program found it, the new one does, too
+    root = str(Path(__file__).parents[2])  # however this program found it, the new one does, too
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", _PROCESS],
