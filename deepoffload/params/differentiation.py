@@ -37,9 +37,10 @@ def dtype(func: Any, args: Any, kwargs: Any) -> torch.dtype:
     """``tensor.dtype``. torch asks this of each gradient that a backward starts with, right before the engine reads it
     where no door sees it; :func:`grad` and :func:`backward` are not called when nothing else is paged."""
     tensor: Any = args[0]
+    slot = tensor._slot
     caller = door_frame()
     if caller.f_code is make_grads.__code__ and caller.f_locals.get("grad") is tensor:
-        tensor._slot.pager.hold_until_step(tensor._slot)
+        slot.pager.hold_until_step(slot)
     with no_torch_function():
         found: torch.dtype = func(tensor)
     return found
