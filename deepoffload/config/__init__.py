@@ -6,6 +6,7 @@ from deepoffload.config.parse import parse_config
 from deepoffload.config.schema import (
     AioBackend,
     AioConfig,
+    Buffers,
     Config,
     DebugConfig,
     Fp16Config,
@@ -19,6 +20,7 @@ from deepoffload.config.schema import (
 __all__ = [
     "AioBackend",
     "AioConfig",
+    "Buffers",
     "Config",
     "DebugConfig",
     "Fp16Config",

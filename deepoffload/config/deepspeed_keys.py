@@ -14,7 +14,6 @@ from deepoffload.config.keys import (
     Key,
     Kind,
     Treatment,
-    anything,
     boolean,
     choice,
     choice_of,
@@ -22,6 +21,7 @@ from deepoffload.config.keys import (
     integer,
     list_of,
     mapping,
+    names_or_classes,
     number,
     paths,
     present_group,
@@ -29,7 +29,7 @@ from deepoffload.config.keys import (
     text,
 )
 from deepoffload.config.own_keys import QUEUE_DEPTH_MAX, tier_limit
-from deepoffload.config.schema import Precision
+from deepoffload.config.schema import Buffers, Precision
 from deepoffload.device import Tier
 
 _ONE_RANK = "one process trains, so nothing is reduced, scattered or gathered"
@@ -213,12 +213,6 @@ _PRECISION = (
     _inapplicable("torch_autocast.dtype", _DTYPES, _NO_AUTOCAST, Precision.BF16),
     _inapplicable("torch_autocast.lower_precision_safe_modules", list_of(text()), _NO_AUTOCAST),
     _error("amp", switched_group(), "Apex is not supported; use bf16", "off"),
-    _error(
-        "data_types.keep_in_fp32_modules",
-        either(choice_of("auto"), list_of(text())),
-        "which buffers stay in fp32 does not follow from names",
-        "auto",
-    ),
     # The next two are compared with the precision by parse, where both are known.
     _honoured(
         "data_types.grad_accum_dtype",
@@ -226,7 +220,23 @@ _PRECISION = (
         "fp32, or the dtype of the weights, which is what gradients accumulate in when this is not said.",
     ),
     _honoured("data_types.param_dtype", _DTYPES, "Has to be the dtype of the weights."),
-    _error("data_types.buffer_dtype", anything(), "buffers follow the weights' dtype, as module.to(dtype) does"),
+    Key(
+        "data_types.buffer_dtype",
+        _DTYPES,
+        Treatment.MAPPED,
+        "it becomes buffers; where it is not said, DeepSpeed leaves all buffers as they are",
+        field="buffers",
+        convert=lambda dtype: Buffers(dtype.value) if isinstance(dtype, Precision) else None,
+    ),
+    Key(
+        "data_types.keep_in_fp32_modules",
+        either(choice_of("auto"), names_or_classes(1)),
+        Treatment.MAPPED,
+        "it becomes keep_fp32, which keeps weights, too; DeepSpeed keeps buffers of these names and casts the weights",
+        "auto",
+        field="keep_fp32",
+        convert=lambda names: None if names == "auto" else names,
+    ),
 )
 
 

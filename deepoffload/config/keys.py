@@ -171,6 +171,21 @@ def paths() -> Kind:
     return Kind("a directory or a list of directories", normalise)
 
 
+def names_or_classes(least: int = 0) -> Kind:
+    """One name or class, or a list of at least so many; the result is a tuple."""
+
+    def normalise(value: object) -> object:
+        listed = value if isinstance(value, (list, tuple)) else [value]
+        for item in listed:
+            if not isinstance(item, type) and (not isinstance(item, str) or not item.strip(". ")):
+                raise Mismatch
+        if len(listed) < least:
+            raise Mismatch("expected at least one name; what a model of transformers names itself always stays in fp32")
+        return tuple(dict.fromkeys(item.strip(".") if isinstance(item, str) else item for item in listed))
+
+    return Kind("a name, a class of modules, or a list of these", normalise)
+
+
 def list_of(item: Kind, length: int | None = None) -> Kind:
     """A list whose items are all of one kind; the result is a tuple."""
 

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from deepoffload.config.keys import Key, Kind, Mismatch, Treatment, boolean, choice, integer, paths, size
-from deepoffload.config.schema import AioBackend, GradientDtype, Precision, StepOverlap
+from deepoffload.config.keys import (
+    Key,
+    Kind,
+    Mismatch,
+    Treatment,
+    boolean,
+    choice,
+    integer,
+    names_or_classes,
+    paths,
+    size,
+)
+from deepoffload.config.schema import AioBackend, Buffers, GradientDtype, Precision, StepOverlap
 from deepoffload.device import Device, Tier
 from deepoffload.errors import ConfigError
 
@@ -74,6 +85,22 @@ OWN_KEYS = (
         choice({member.value: member for member in Precision}),
         "The dtype the weights compute in, over fp32 master weights. `keep`: as registered.",
         Precision.KEEP,
+    ),
+    _own(
+        "buffers",
+        choice({member.value: member for member in Buffers}),
+        "The dtype of floating-point buffers. `keep`: one that has the dtype of its module's weights follows them "
+        "(batch norm), every other one stays as it is (rotary frequencies, which stay fp32). `compute`: all take the "
+        "dtype the weights compute in, as with `model.to(dtype)`. A dtype: all take it. See [precision](precision.md).",
+        Buffers.KEEP,
+    ),
+    _own(
+        "keep_fp32",
+        names_or_classes(),
+        "What computes in fp32 in a bf16 or fp16 model: names of parameters, buffers or modules (whole parts of them, "
+        'such as `"router.classifier"`), and classes of modules. What a model of transformers names in '
+        "`_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` stays fp32 by itself.",
+        (),
     ),
     _own(
         "gradient_dtype",

@@ -91,6 +91,8 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str) -> Config
         "durability",
         "timeline",
         "precision",
+        "buffers",
+        "keep_fp32",
         "gradient_dtype",
         "gradient_clipping",
         "dataloader_drop_last",

@@ -34,6 +34,18 @@ class Precision(enum.Enum):
     FP16 = "fp16"
 
 
+class Buffers(enum.Enum):
+    """The type of floating-point buffers."""
+
+    KEEP = "keep"
+    """Where ``precision`` converts the weights, a buffer of their type follows them; every other one stays as it is."""
+    COMPUTE = "compute"
+    """All of them take the type that the weights compute in."""
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
 class GradientDtype(enum.Enum):
     """What gradients accumulate in, in host memory."""
 
@@ -140,6 +152,9 @@ class Config:
     durability: bool = False
     timeline: bool = False
     precision: Precision = Precision.KEEP
+    buffers: Buffers = Buffers.KEEP
+    keep_fp32: tuple[str | type, ...] = ()
+    """Names and classes of what stays in fp32: parts of names of parameters and buffers, or classes of modules."""
     gradient_dtype: GradientDtype = GradientDtype.KEEP
     gradient_clipping: float | None = None
     gradient_accumulation_steps: int = 1

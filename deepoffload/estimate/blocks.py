@@ -16,7 +16,8 @@ from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
 from deepoffload.params.slot import dense_stride
 from deepoffload.params.unit import ParamHandle
-from deepoffload.runtime.plan import DTYPES, ModelPlan, enough_capacity, plan_model
+from deepoffload.runtime.compute_types import compute_types
+from deepoffload.runtime.plan import ModelPlan, enough_capacity, plan_model
 from deepoffload.schedule.cost_model import Bandwidths, Kind
 from deepoffload.schedule.placement import BlockSpec, Placement
 
@@ -101,11 +102,8 @@ def smallest_capacity(model: nn.Module, config: Config, *, nvme_bytes: int | Non
 def _surely_needed(model: nn.Module, config: Config) -> int:
     """What the largest parameter alone takes while it moves into its unit: as registered, and in the dtype it computes
     in. No budget below that will do, and plans for much smaller ones would be of very many very small blocks."""
-    dtype = DTYPES.get(config.precision)
-    needs = (
-        param.nbytes + param.numel() * (dtype if dtype and param.is_floating_point() else param.dtype).itemsize
-        for param in model.parameters()
-    )
+    types = compute_types(config, [model])
+    needs = (param.nbytes + param.numel() * types.of(param).itemsize for param in model.parameters())
     return max(needs, default=PAGE_BYTES)
 
 

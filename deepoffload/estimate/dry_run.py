@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from deepoffload.errors import UsageError
+from deepoffload.runtime.compute_types import KEEP_TYPES, ComputeTypes
 
 LossOf = Callable[[Callable[..., Any]], Tensor]
 """Calls the model it is given (once, with whatever inputs) and returns the loss."""
@@ -91,7 +92,7 @@ def dry_run(
     *,
     windows: Sequence[nn.Module] = (),
     unit_of: Mapping[int, int] | None = None,
-    dtype: torch.dtype | None = None,
+    types: ComputeTypes = KEEP_TYPES,
 ) -> DryRun:
     """One forward and backward of ``model``, which may be on any device; it keeps its parameters and state.
 
@@ -99,13 +100,13 @@ def dry_run(
         loss_of: gets a callable in the place of the model.
         windows: modules whose calls begin a use of units.
         unit_of: ``id(parameter)`` to the number of its unit.
-        dtype: what floating-point parameters and buffers compute in; None: as they are.
+        types: what parameters and buffers compute in; not said: in what they have.
 
     Raises:
         UsageError: the model cannot run without data (it looks at values), or gives no loss.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = _Fakes(model, dtype)
+        fakes = _Fakes(model, types)
         tracker = _Tracker(fakes, unit_of or {})
         with tracker.hooked(windows), tracker:
             try:
@@ -162,24 +163,21 @@ class _Whole(nn.Module):
 class _Fakes:
     """Parameters and buffers without bytes, for a call in the place of a model's own."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, types: ComputeTypes) -> None:
         self.by_name: dict[str, Tensor] = {}
         self.params: list[tuple[nn.Parameter, Tensor]] = []
         for name, param in model.named_parameters():
-            fake = torch.empty(param.shape, dtype=_computes_in(param, dtype), requires_grad=param.requires_grad)
+            fake = torch.empty(param.shape, dtype=types.of(param), requires_grad=param.requires_grad)
             self.by_name[name] = fake
             self.params.append((param, fake))
+        converted = {id(buffer): dtype for buffer, dtype in types.buffers}
         for name, buffer in model.named_buffers():
-            self.by_name[name] = torch.empty(buffer.shape, dtype=_computes_in(buffer, dtype))
+            self.by_name[name] = torch.empty(buffer.shape, dtype=converted.get(id(buffer), buffer.dtype))
 
     def run(self, model: nn.Module, run: Callable[[], None]) -> None:
         """Call ``run`` while ``model`` has these in the place of its own."""
         state = {f"model.{name}": fake for name, fake in self.by_name.items()}
         torch.func.functional_call(_Whole(model), state, (run,))
-
-
-def _computes_in(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 class _Tracker(TorchDispatchMode):

@@ -17,7 +17,7 @@ from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.memory import MemoryEstimate, estimate_memory
 from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_step
 from deepoffload.estimate.subject import Batch, Subject, from_shape
-from deepoffload.runtime.plan import DTYPES
+from deepoffload.runtime.compute_types import compute_types
 from deepoffload.schedule.cost_model import StepOverlap, Workload
 
 HEADS_OF = 128
@@ -85,13 +85,13 @@ def estimate(
     ranks = machine.ranks
     process = machine.process_bytes
     model = subject.module
-    dtype = DTYPES.get(config.precision)
+    types = compute_types(config, [model])
     bandwidths = machine.bandwidths()
     nvme = _nvme_bytes(config, machine)
     whole = plan_blocks(model, config, capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=nvme, bandwidths=bandwidths)
     run = None
     if subject.loss_of is not None:
-        run = dry_run(model, subject.loss_of, windows=whole.modules, unit_of=whole.unit_of, dtype=dtype)
+        run = dry_run(model, subject.loss_of, windows=whole.modules, unit_of=whole.unit_of, types=types)
     empty = replace(whole, placement=replace(whole.placement, capacity_bytes=0), largest_bytes=0)
     beside = estimate_memory(empty, run, process_bytes=process, has_device=machine.has_device)
     memory_bytes = machine.host_memory_bytes // machine.devices_per_node
@@ -117,7 +117,7 @@ def estimate(
         )
     # A block plan depends on the budget in its pieces; the windows and units of this one are what runs.
     if run is not None and subject.loss_of is not None:
-        run = dry_run(model, subject.loss_of, windows=blocks.modules, unit_of=blocks.unit_of, dtype=dtype)
+        run = dry_run(model, subject.loss_of, windows=blocks.modules, unit_of=blocks.unit_of, types=types)
     if ranks > 1:
         blocks = _part(blocks, ranks)
     step = None

@@ -28,8 +28,9 @@ from deepoffload.params.layout import ALIGNMENT_NUMEL, byte_offsets
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter, plain_again
 from deepoffload.params.slot import dense_stride
-from deepoffload.params.torch_private import bare, get_data, set_data_elsewhere, version_of
+from deepoffload.params.torch_private import bare, get_data, version_of
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, Unit, WeightOwner
+from deepoffload.runtime.compute_types import KEEP_TYPES, ComputeTypes
 from deepoffload.schedule.placement import Kind
 
 
@@ -101,7 +102,7 @@ class Assembly:
     """Turns adopted parameters into units with weights, gradient and state blocks.
 
     Args:
-        dtype: what floating-point parameters compute in from now on; None keeps theirs.
+        types: what parameters compute in from now on; not said: in what they have.
         piece_bytes: about the most that a piece of optimizer state may take.
         state_format: the arrays of optimizer state that pieces are planned with.
 
@@ -114,25 +115,21 @@ class Assembly:
         self,
         pager: Pager,
         gradients: Gradients,
-        dtype: torch.dtype | None,
         piece_bytes: int,
+        types: ComputeTypes = KEEP_TYPES,
         state_format: StateFormat = PLAIN_FORMAT,
     ) -> None:
         self.pager = pager
         self.tiers: TierManager = pager.tiers
         self.gradients = gradients
-        self.dtype = dtype
+        self.types = types
         self.piece_bytes = gradients.piece_bytes = piece_bytes
         self.state_format = state_format
         self.typical_bytes: int | None = None
 
-    def target_dtype(self, handle: ParamHandle) -> torch.dtype:
-        return self.dtype if self.dtype is not None and handle.dtype.is_floating_point else handle.dtype
-
     def target_nbytes(self, param: Tensor) -> int:
         """Bytes of a parameter in the dtype it will compute in."""
-        dtype = self.dtype if self.dtype is not None and param.is_floating_point() else param.dtype
-        return param.numel() * dtype.itemsize
+        return param.numel() * self.types.of(param).itemsize
 
     def declare(self, name: str, handles: list[ParamHandle]) -> UnitDraft:
         """The blocks of a unit, still without bytes."""
@@ -141,7 +138,9 @@ class Assembly:
         return draft
 
     def draft(self, name: str, handles: list[ParamHandle]) -> UnitDraft:
-        return UnitDraft(self.pager.new_unit_index(), name, handles, [self.target_dtype(h) for h in handles])
+        params = [handle.tensor for handle in handles]
+        dtypes = [h.dtype if p is None else self.types.of(p) for h, p in zip(handles, params, strict=True)]
+        return UnitDraft(self.pager.new_unit_index(), name, handles, dtypes)
 
     def make(self, draft: UnitDraft) -> None:
         """Declare the blocks of a drafted unit."""
@@ -417,12 +416,3 @@ def refuse_meta(root: nn.Module) -> None:
             f"ends: {shown}. Load or initialise them inside the context (model.to_empty(device='cpu') and a "
             "checkpoint), or build the model without a meta device: the context keeps it within the budget anyway"
         )
-
-
-def convert_buffers(root: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Buffers follow the device, and floating-point ones the dtype, as ``module.to(device, dtype)`` has them."""
-    with bare():
-        for buffer in root.buffers():
-            wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-            if not buffer.is_meta and (buffer.dtype is not wanted or buffer.device != device):
-                set_data_elsewhere(buffer, get_data(buffer).to(device, wanted))

@@ -32,9 +32,10 @@ from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.window import RootWatch, Window
-from deepoffload.runtime.construct import Assembly, adopt, adoptable, convert_buffers, refuse_meta
+from deepoffload.runtime.compute_types import convert_buffers
+from deepoffload.runtime.construct import Assembly, adopt, adoptable, refuse_meta
 from deepoffload.runtime.device import compute_on, find_accelerator, fit_device, with_ring
-from deepoffload.runtime.plan import DTYPES, PIECES_PER_BUDGET, UNITS_PER_BUDGET, ModelPlan, enough_capacity, plan_model
+from deepoffload.runtime.plan import PIECES_PER_BUDGET, UNITS_PER_BUDGET, ModelPlan, enough_capacity, plan_model
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import Bandwidths, Kind
 from deepoffload.schedule.placement import Placement
@@ -141,11 +142,10 @@ class Engine:
 
         Raises:
             PlacementError: the budgets cannot run this model; the message carries the table.
-            UsageError: parameters on the meta device.
+            UsageError: parameters on the meta device, or ``keep_fp32`` names something that no model has.
         """
         for root in roots:
             refuse_meta(root)
-        dtype = DTYPES.get(self.config.precision)
         registered = list(handles)
         try:
             plan = self._plan(roots, registered, self._capacity_bytes())
@@ -164,7 +164,7 @@ class Engine:
         if not self.pager.evict_always:
             self._pin_residents(plan.placement)
         for root in roots:
-            convert_buffers(root, memory.device, dtype)
+            convert_buffers(root, memory.device, plan.assembly.types)
         self.pager.gradients = self.gradients
         self.pager.adopt_late = self.adopt_late
         self.pager.on_all_dead = lambda: self.close("its model was deleted")
@@ -239,12 +239,13 @@ class Engine:
             return None
         with self.pager.lock:
             piece_bytes = self.pager.tiers.arena.capacity_bytes // PIECES_PER_BUDGET
-            return Assembly(self.pager, self.gradients, None, piece_bytes).take_in(name, [(name, param)])[0]
+            return Assembly(self.pager, self.gradients, piece_bytes).take_in(name, [(name, param)])[0]
 
     def refresh(self, root: nn.Module) -> None:
-        """Adopt parameters that came to ``root`` after the context ended, and open windows on new modules."""
+        """Adopt parameters that came to ``root`` after the context ended, open windows on new modules, and move their
+        buffers to the device."""
         capacity = self.pager.tiers.arena.capacity_bytes
-        assembly = Assembly(self.pager, self.gradients, None, capacity // PIECES_PER_BUDGET)
+        assembly = Assembly(self.pager, self.gradients, capacity // PIECES_PER_BUDGET)
         plan = find_units(root, capacity // UNITS_PER_BUDGET, assembly.target_nbytes)
         with self.pager.lock:
             for unit in plan.units:
@@ -254,6 +255,8 @@ class Engine:
         watched = {id(window.module()) for window in self._windows}
         fresh = [(name, module) for name, module in plan.windows if id(module) not in watched]
         self._windows += [Window(self.pager, module, name) for name, module in fresh]
+        for _, module in fresh:
+            convert_buffers(module, self.pager.memory.device, assembly.types)
 
     # -- report ----------------------------------------------------------------------------------------------------
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
-from deepoffload.config import Config, GradientDtype, Precision
+from deepoffload.config import Config, GradientDtype
 from deepoffload.device import Tier
 from deepoffload.errors import PlacementError
 from deepoffload.memory.arena import common_size
@@ -21,12 +20,11 @@ from deepoffload.optim.checks import STATE_DTYPES
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat
+from deepoffload.runtime.compute_types import compute_types
 from deepoffload.runtime.construct import Assembly, UnitDraft
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import Bandwidths, Kind, StepOverlap, Workload
 from deepoffload.schedule.placement import BlockSpec, Placement, plan_placement
-
-DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32, Precision.FP16: torch.float16}
 
 PIECES_PER_BUDGET = 14
 """A state piece takes about this part of the budget at most, so that small budgets have a ring, too."""
@@ -95,11 +93,11 @@ def plan_model(
 
     Raises:
         PlacementError: the budgets cannot run this model; the message carries the table.
+        UsageError: ``keep_fp32`` names something that the model does not have.
     """
     gradients.in_fp32 = config.gradient_dtype is GradientDtype.FP32
-    assembly = Assembly(
-        pager, gradients, DTYPES.get(config.precision), capacity_bytes // PIECES_PER_BUDGET, state_format(config)
-    )
+    types = compute_types(config, roots)
+    assembly = Assembly(pager, gradients, capacity_bytes // PIECES_PER_BUDGET, types, state_format(config))
     drafts, windows = _draft(pager, assembly, roots, list(handles), capacity_bytes // UNITS_PER_BUDGET)
     kept = _state_on_device(drafts, device_bytes) if config.offload_optimizer is Tier.DEVICE else []
     placement = _place(config, drafts, windows, {block.id for block in kept}, capacity_bytes, nvme_bytes, bandwidths)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from deepoffload.config import Config, Precision
 from deepoffload.errors import ConfigError, UsageError
 from deepoffload.estimate import Batch, from_config, from_counts, from_module
 from deepoffload.estimate.dry_run import dry_run
+from deepoffload.runtime.compute_types import ComputeTypes, compute_types
 from tests.support.models import TinyGPT
 
 LLAMA = {
@@ -35,6 +37,10 @@ def written(path: Path, settings: Any) -> Path:
     return path
 
 
+def in_bf16(model: nn.Module) -> ComputeTypes:
+    return compute_types(Config(precision=Precision.BF16), [model])
+
+
 @pytest.mark.parametrize("settings", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_a_config_by_transformers_and_by_its_sizes_is_about_the_same(tmp_path, settings):
     file = written(tmp_path / "config.json", settings)
@@ -50,7 +56,7 @@ def test_activations_of_a_config(tmp_path, settings, arithmetic):
     file = written(tmp_path / "config.json", settings)
     plain = from_config(file, Batch(2, 16), arithmetic=arithmetic)
     saving = from_config(file, Batch(2, 16), arithmetic=arithmetic, checkpointing=True)
-    whole, less = (dry_run(s.module, s.loss_of, dtype=torch.bfloat16) for s in (plain, saving))
+    whole, less = (dry_run(s.module, s.loss_of, types=in_bf16(s.module)) for s in (plain, saving))
     assert less.saved_bytes < whole.saved_bytes
     assert less.recomputes is False or less.flops > whole.flops
     assert whole.peak_bytes >= whole.saved_bytes >= whole.head_bytes > 0
@@ -179,5 +185,5 @@ OTHERS: dict[str, dict[str, Any]] = {
 def test_pictures_sound_and_experts(tmp_path, kind):
     subject = from_config(written(tmp_path / "config.json", {**OTHERS[kind], "architectures": [kind]}), Batch(1, 16))
     assert subject.name == kind
-    run = dry_run(subject.module, subject.loss_of, dtype=torch.bfloat16)
+    run = dry_run(subject.module, subject.loss_of, types=in_bf16(subject.module))
     assert run.flops > 0 and run.saved_bytes > 0

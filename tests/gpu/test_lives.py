@@ -72,6 +72,39 @@ def test_built_on_the_cpu_and_under_the_device(gpu: Gpu) -> None:
         del model, plain
 
 
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.arange(64) / 64.0, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() * self.frequencies).to(x.dtype)
+
+
+def test_buffers_come_along_and_those_of_another_type_stay(gpu: Gpu) -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), Table(), nn.Linear(64, 64))
+
+    def run(model: nn.Sequential) -> Any:
+        loss = model(rows(gpu, 3).bfloat16()).float().square().mean()
+        loss.backward()
+        gradients = [param.grad for param in model.parameters()]
+        return on_cpu([loss, gradients, dict(model.named_buffers())])
+
+    model, plain = gpu.paged(build, 64 << 10, precision="bf16"), gpu.plain(build)
+    table = plain[2].frequencies
+    plain.bfloat16()
+    plain[2].frequencies = table
+    plain.load_state_dict(model.state_dict())
+    assert_same_bits(run(plain), run(model))
+    for one in (plain, model):
+        one.zero_grad()
+        one.append(nn.BatchNorm1d(64).bfloat16())
+    plain.to(gpu.device)  # where a paged model's late layers come by themselves
+    assert_same_bits(run(plain), run(model))
+    assert {buffer.device.type for buffer in model.buffers()} == {torch.device(gpu.device).type}
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 def test_built_on_meta_and_materialised(gpu: Gpu, on_device: bool) -> None:
     with gpu.context(TIGHT):

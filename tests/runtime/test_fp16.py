@@ -17,7 +17,7 @@ import deepoffload
 from deepoffload.deepspeed.engine import TrainingEngine
 from deepoffload.errors import LossScaleError, UsageError
 from deepoffload.optim.loss_scale import DynamicLossScale
-from tests.support.loops import assert_same_bits, relative_difference, weights_of
+from tests.support.loops import assert_same_bits, in_dtype, relative_difference, weights_of
 from tests.support.models import FAMILIES, batch, llama, mlp, next_token_loss, rows
 from tests.support.paging import EVICTING, TIGHT, Paging, Setting
 
@@ -31,7 +31,7 @@ class Plain:
 
     def __init__(self, model: nn.Module) -> None:
         self.masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
-        self.model = model.half()
+        self.model = in_dtype(model, torch.float16)
         self.inner = torch.optim.AdamW(self.masters, lr=1e-3, weight_decay=0.01, fused=True)
 
     def step(self, scale: float, clip: float | None = None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,17 +47,31 @@ class PlainAdamW:
             weight.grad = None
 
 
-def to_bf16(model: nn.Module) -> nn.Module:
-    """What ``precision="bf16"`` does: every weight rounds half up, buffers follow; masters are kept for PlainAdamW."""
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """The model as a user has it in another type: ``from_pretrained(dtype=...)`` of a checkpoint of it for a model of
+    transformers, ``model.to(dtype)`` else."""
+    if not hasattr(model, "from_pretrained"):
+        return model.to(dtype)
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        made = type(model).from_pretrained(directory, dtype=dtype).train(model.training)
+    trained = {name: param.requires_grad for name, param in model.named_parameters()}
+    for name, param in made.named_parameters():
+        param.requires_grad_(trained[name])  # which a checkpoint does not know
+    return made
+
+
+def to_bf16(model: Any) -> Any:
+    """The model in bf16, its weights rounded half up; the fp32 values are kept for PlainAdamW."""
+    values = weights_of(model)
+    made = in_dtype(model, torch.bfloat16)
     masters = {}
-    for param in model.parameters():
-        masters[id(param)] = nn.Parameter(param.detach().clone())
-        param.data = half_up(param.detach())
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(torch.bfloat16)
-    object.__setattr__(model, "fp32_masters", masters)
-    return model
+    for name, param in made.named_parameters():
+        masters[id(param)] = nn.Parameter(values[name])
+        if param.dtype is torch.bfloat16:
+            param.data = half_up(values[name])
+    object.__setattr__(made, "fp32_masters", masters)
+    return made
 
 
 @dataclass

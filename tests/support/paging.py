@@ -16,7 +16,7 @@ import deepoffload
 from deepoffload import offload_context, stats
 from deepoffload.errors import BudgetError
 from deepoffload.optim.device_landing import SLOT_BYTES_MIN, SLOTS
-from tests.support.loops import assert_same_bits, to_bf16
+from tests.support.loops import assert_same_bits, in_dtype, to_bf16
 
 PLENTY_BYTES = 64 << 20
 
@@ -121,7 +121,7 @@ def plain(build: Callable[[], Any], *, precision: str = "keep", seed: int = 0) -
     torch.manual_seed(seed)
     model = build()
     if precision == "fp16":
-        return model.half()
+        return in_dtype(model, torch.float16)
     return to_bf16(model) if precision == "bf16" else model
 
 
