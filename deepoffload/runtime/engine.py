@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from deepoffload import machine
@@ -32,10 +31,12 @@ from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.window import RootWatch, Window
+from deepoffload.runtime.announce import OutsideWatch, announce, summary
 from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adopt, adoptable, refuse_meta
 from deepoffload.runtime.device import compute_on, find_accelerator, fit_device, with_ring
 from deepoffload.runtime.plan import PIECES_PER_BUDGET, UNITS_PER_BUDGET, ModelPlan, enough_capacity, plan_model
+from deepoffload.runtime.ranks import refuse_several_ranks
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import Bandwidths, Kind
 from deepoffload.schedule.placement import Placement
@@ -55,7 +56,7 @@ class Engine:
     """
 
     def __init__(self, config: Config) -> None:
-        _check_supported(config)
+        refuse_several_ranks()
         gc.collect()  # models that are gone, but kept by reference cycles, give their budgets back first
         self.config = config
         paths = [str(Path(path)) for path in config.nvme_path]
@@ -67,6 +68,7 @@ class Engine:
         self.placement: Placement | None = None
         self._windows: list[Window] = []
         self._watches: list[RootWatch] = []
+        self._outside: OutsideWatch | None = None
         self._io: IoEngine | None = None
         self._space: SwapSpace | None = None
         self._bandwidths = NO_DISK
@@ -175,6 +177,9 @@ class Engine:
         self._watches = [RootWatch(root, self.refresh, self._windows) for root in roots]
         machine.return_free_memory()  # what construction used and freed
         log.info("placement\n%s", plan.placement.table())
+        num_parameters = sum(handle.numel for unit in self.pager.units for handle in unit.handles)
+        announce(summary(plan.placement, num_parameters, self.config.nvme_path, memory.device))
+        self._outside = OutsideWatch(self.budgets.host_bytes)
 
     def _plan(self, roots: Sequence[nn.Module], handles: list[ParamHandle], capacity_bytes: int) -> ModelPlan:
         memory = self.pager.memory
@@ -324,6 +329,8 @@ class Engine:
                 window.remove()
             for watch in self._watches:
                 watch.remove()
+            if self._outside is not None:
+                self._outside.remove()
             self._windows.clear()
             self._watches.clear()
             with ExitStack() as last:  # each of them, whatever the one before has met
@@ -373,11 +380,3 @@ def _together(rates: Sequence[Bandwidth]) -> Bandwidths:
         sum(rate.mixed_bytes_per_s for rate in rates),
         NO_DISK.memory_bytes_per_s,
     )
-
-
-def _check_supported(config: Config) -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ConfigError(
-            f"torch.distributed runs with {distributed.get_world_size()} ranks; this version offloads on one rank only"
-        )

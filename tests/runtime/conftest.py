@@ -22,10 +22,14 @@ NOISE = re.compile(
     r"Unraisable|resource_tracker|AddressSanitizer|Warning"
 )
 
+STARTED = re.compile(r"^deepoffload: .* parameters; kept in memory: .*\n", re.MULTILINE)
+"""What every program says when its model is ready."""
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended. ``said``: the JSON object that it printed last, or nothing."""
+    """How a process ended. ``said``: the JSON object that it printed last, or nothing; ``stderr``: without the lines
+    that every start gives."""
 
     code: int
     said: dict[str, Any]
@@ -65,6 +69,6 @@ def run_program(nvme_path: Path, tmp_path: Path) -> Callable[..., Outcome]:
         assert code is None or done.returncode == code, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert not NOISE.search(done.stderr), done.stderr
         assert sorted(os.listdir(nvme_path)) == []
-        return Outcome(done.returncode, said, done.stdout, done.stderr)
+        return Outcome(done.returncode, said, done.stdout, STARTED.sub("", done.stderr))
 
     return run

@@ -1,0 +1,113 @@
+"""What a program is told without asking: one line when a model is ready, and one for a large one that is not paged."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as registry
+
+from deepoffload.config.units import format_bytes
+from deepoffload.schedule.placement import Placement
+
+log = logging.getLogger("deepoffload")
+start_log = logging.getLogger("deepoffload.start")
+
+OUTSIDE_BYTES_MIN = 64 << 20
+OUTSIDE_PER_BUDGET = 10
+"""Ordinary parameters are mentioned from this size on, and from this part of the host budget on."""
+
+
+def announce(line: str) -> None:
+    """Say something that is no warning so that it is seen by default: on stderr, where the program has not set logging
+    up; else it is a record of level INFO. ``logging.getLogger("deepoffload.start").setLevel("WARNING")`` silences it.
+    """
+    configured = start_log.level or logging.getLogger("deepoffload").level
+    if start_log.hasHandlers():
+        start_log.info(line)
+    elif configured <= logging.INFO and start_log.manager.disable < logging.INFO and not start_log.disabled:
+        record = start_log.makeRecord(start_log.name, logging.INFO, __file__, 0, f"deepoffload: {line}", (), None)
+        logging.StreamHandler().handle(record)
+
+
+def summary(placement: Placement, num_parameters: int, paths: Sequence[str], device: torch.device) -> str:
+    """What lies on which tier, and how much memory is used, in one line."""
+    kept = [f"{row.name} {format_bytes(row.host_bytes)}" for row in placement.rows if row.resident_blocks]
+    paged = [f"{row.name} {format_bytes(row.nvme_bytes)}" for row in placement.rows if row.nvme_bytes]
+    used = format_bytes(sum(row.host_bytes for row in placement.rows))
+    computing = "" if device.type == "cpu" else f"; computing on {device}"
+    return (
+        f"{num_parameters / 1e6:.1f} M parameters; kept in memory: {', '.join(kept) or 'nothing'}; on NVMe"
+        f"{' (' + ', '.join(paths) + ')' if paged else ''}: {', '.join(paged) or 'nothing'}; memory used: {used} of "
+        f"{format_bytes(placement.capacity_bytes)}{computing}"
+    )
+
+
+class OutsideWatch:
+    """Sees models that a program, or a library on its own (a trainer's reference model), builds or loads while another
+    one is paged: they take memory that the budget does not count. The first large one is mentioned.
+
+    Args:
+        host_bytes: the host budget.
+    """
+
+    def __init__(self, host_bytes: int) -> None:
+        self._limit_bytes = max(OUTSIDE_BYTES_MIN, host_bytes // OUTSIDE_PER_BUDGET)
+        self._seen_bytes = 0
+        self._said = False
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._hooks: list[Any] = [
+            registry.register_module_parameter_registration_hook(self._on_parameter),
+            registry.register_module_module_registration_hook(self._on_module),
+        ]
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._modules.clear()
+
+    def _on_module(self, module: nn.Module, name: str, child: Any) -> None:
+        if not self._said:
+            self._modules.add(module)
+
+    def _on_parameter(self, module: nn.Module, name: str, param: Any) -> None:
+        nbytes = _ordinary_bytes(param)
+        if nbytes and not self._said:
+            self._modules.add(module)
+            self._seen_bytes += nbytes
+            if self._seen_bytes > self._limit_bytes:
+                self._look(nbytes)
+
+    def _look(self, coming_bytes: int) -> None:
+        """So much has come. Mention the largest model if it is still there: modules come and go, and some are paged.
+        ``coming_bytes`` are those of the parameter that is registered right now."""
+        alive = list(self._modules)
+        inner = {id(child) for module in alive for child in module.children()}
+        roots = [module for module in alive if id(module) not in inner]
+        sizes = [sum(map(_ordinary_bytes, root.parameters())) for root in roots]
+        self._seen_bytes = sum(sizes) + coming_bytes
+        if self._seen_bytes > self._limit_bytes:
+            largest = max(range(len(roots)), key=sizes.__getitem__)
+            log.warning(
+                "a model is built or loaded outside of offload_context while another one is paged: %s of parameters so "
+                "far (%s), in memory that host_budget does not count. Build it inside an offload_context to page it",
+                format_bytes(self._seen_bytes),
+                type(roots[largest]).__name__,
+            )
+            for hook in registry._global_parameter_registration_hooks.values():  # those of other engines, too
+                watch = getattr(hook, "__self__", None)
+                if isinstance(watch, OutsideWatch):
+                    watch._said = True
+                    watch._modules.clear()
+
+
+def _ordinary_bytes(param: Any) -> int:
+    """Bytes of host memory that a parameter takes which is not paged."""
+    if type(param) is not nn.Parameter or param.device.type != "cpu":
+        return 0
+    return int(param.numel() * param.itemsize)

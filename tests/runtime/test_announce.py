@@ -1,0 +1,135 @@
+"""What a program is told without asking: a line at the start, by default, and one about models that are not paged."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import deepoffload
+from deepoffload.errors import ConfigError
+from deepoffload.runtime.announce import OUTSIDE_BYTES_MIN
+from tests.runtime.conftest import ROOT, STARTED
+from tests.support.paging import Paging
+
+PROGRAM = """
+import logging, sys
+import torch, deepoffload
+from torch import nn
+
+def build(**settings):
+    with deepoffload.offload_context(nvme_path=sys.argv[1], **settings):
+        return nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+
+def part(name):
+    print(f"== {name}", file=sys.stderr)
+
+part("paged")
+paged = build(host_budget="1MiB")
+part("fits")
+fits = build(host_budget="64MiB")
+part("taken over")
+deepoffload.initialize(model=nn.Linear(8, 8), config={"host_budget": "1MiB"})
+part("silenced")
+logging.getLogger("deepoffload.start").setLevel("WARNING")
+build(host_budget="1MiB")
+logging.getLogger("deepoffload.start").setLevel(logging.NOTSET)
+logging.getLogger("deepoffload").setLevel("ERROR")
+build(host_budget="1MiB")
+logging.getLogger("deepoffload").setLevel(logging.NOTSET)
+logging.disable(logging.INFO)
+build(host_budget="1MiB")
+logging.disable(logging.NOTSET)
+part("records")
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+build(host_budget="1MiB")
+part("warnings only")
+logging.getLogger().setLevel(logging.WARNING)
+build(host_budget="1MiB")
+"""
+
+
+def test_one_line_at_the_start_that_can_be_silenced(nvme_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(nvme_path)],
+        capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    parts = dict(part.split("\n", 1) for part in done.stderr.split("== ")[1:])
+    for name in ("paged", "fits", "taken over"):
+        assert STARTED.fullmatch(parts[name]), f"{name}: {parts[name]}"
+    assert "kept in memory: nothing" in parts["paged"] and f"on NVMe ({nvme_path}): weights 1.5" in parts["paged"]
+    assert "memory used: 1.00 MiB of 1.00 MiB" in parts["paged"] and "0.4 M parameters" in parts["paged"]
+    assert "kept in memory: weights 1.5" in parts["fits"] and "on NVMe: nothing" in parts["fits"]
+    assert "MiB of 64.00 MiB" in parts["fits"]
+    assert parts["silenced"] == "" and parts["warnings only"] == ""
+    assert parts["records"].count("INFO deepoffload.start ") == 1 and "INFO deepoffload placement" in parts["records"]
+
+
+def small(paging: Paging) -> deepoffload.offload_context:
+    return deepoffload.offload_context(host_budget="1MiB", nvme_path=str(paging.nvme_path))
+
+
+def large() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(OUTSIDE_BYTES_MIN // (16 << 20) + 1)))
+
+
+def test_a_large_model_outside_of_the_budget_is_mentioned_once(
+    paging: Paging, caplog: pytest.LogCaptureFixture
+) -> None:
+    def mentioned() -> int:
+        return sum("outside of offload_context" in record.message for record in caplog.records)
+
+    before = large()
+    with small(paging) as one:
+        first = nn.Linear(64, 64)
+    with small(paging) as other:
+        second = nn.Linear(64, 64)
+    for _ in range(8):  # each of them gone before the next one
+        nn.Linear(2048, 2048, bias=False)
+    with deepoffload.offload_context(host_budget="2GiB") as paged:
+        third = large()
+    with torch.device("meta"):
+        large()
+    assert mentioned() == 0
+    reference = large()
+    assert mentioned() == 1 and caplog.records[-1].levelno == logging.WARNING
+    again = large()
+    assert mentioned() == 1
+    for context in (one, other, paged):
+        assert context.engine is not None
+        context.engine.close()
+    assert len(torch.nn.modules.module._global_parameter_registration_hooks) == 0
+    del before, first, second, third, reference, again
+
+
+@pytest.mark.parametrize("how", ["offload_context", "initialize"])
+def test_a_process_that_a_launcher_started_as_one_of_several(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    def start() -> None:
+        if how == "offload_context":
+            with deepoffload.offload_context(host_budget="1MiB") as context:
+                model = nn.Linear(8, 8)
+            assert model.weight.sum().isfinite() and context.engine is not None
+            context.engine.close()
+        else:
+            model = nn.Linear(8, 8)
+            engine, *_ = deepoffload.initialize(model=model, config={"host_budget": "1MiB"})
+            engine.destroy()
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2.*as one of 2.*one rank only.*--nproc_per_node 1"):
+        start()
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match="as rank 1 of 2"):
+        start()
+    for name, value in {"WORLD_SIZE": "1", "SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    start()
+    monkeypatch.setenv("WORLD_SIZE", "unknown")
+    start()
