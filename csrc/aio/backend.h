@@ -10,6 +10,9 @@
 
 struct doff_op;
 
+#define DOFF_AGAIN_MAX 2000      /* times a chunk is sent again, or a queue asked again, a millisecond apart */
+#define DOFF_INTERRUPTS_MAX 2000 /* times a call is made again after EINTR */
+
 /* The part of a chunk that a backend may look at. */
 struct doff_io {
     int fd;
@@ -28,8 +31,8 @@ struct doff_io {
 };
 
 struct doff_completion {
-    struct doff_io* io;
-    int64_t result; /* bytes moved or -errno */
+    struct doff_io* io; /* NULL, alone: what is in flight will never be reported, because of -result */
+    int64_t result;     /* bytes moved or -errno */
 };
 
 typedef void (*doff_complete_fn)(void* context, const struct doff_completion* done, unsigned count);
@@ -53,7 +56,8 @@ struct doff_backend_table {
     int (*init)(struct doff_backend* backend, unsigned in_flight_max, const char* argument);
     /* Accepts a prefix of ios: its length, or -errno for the first. One caller at a time. */
     int (*submit)(struct doff_backend* backend, struct doff_io** ios, unsigned count);
-    /* Waits for at least one completion; called only while something is in flight. NULL: the backend calls complete. */
+    /* Waits for at least one completion, or -errno; called only while something is in flight. NULL: the backend calls
+     * complete. */
     int (*reap)(struct doff_backend* backend, struct doff_completion* done, unsigned max);
     void (*fini)(struct doff_backend* backend);
 };

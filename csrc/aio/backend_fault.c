@@ -167,6 +167,10 @@ static void* holder_main(void* argument) {
 
 static void inner_complete(void* context, const struct doff_completion* done, unsigned count) {
     struct fault_state* state = context;
+    if (!done->io) {
+        state->outer->complete(state->outer->context, done, 1);
+        return;
+    }
     for (unsigned i = 0; i < count; i++) {
         struct doff_io* io = done[i].io;
         int64_t result = done[i].result;

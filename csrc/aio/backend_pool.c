@@ -27,10 +27,9 @@ struct pool_state {
 static int evict(const struct doff_io* io, int64_t nbytes) {
     off_t from = io->off & ~PAGE_MASK, to = (io->off + nbytes + PAGE_MASK) & ~PAGE_MASK;
     const unsigned how = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
-    if (io->write)
-        while (sync_file_range(io->fd, from, to - from, how))
-            if (errno != EINTR)
-                return -errno;
+    for (unsigned tries = 0; io->write && sync_file_range(io->fd, from, to - from, how); tries++)
+        if (errno != EINTR || tries == DOFF_INTERRUPTS_MAX)
+            return -errno;
     posix_fadvise(io->fd, from, to - from, POSIX_FADV_DONTNEED);
     return 0;
 }

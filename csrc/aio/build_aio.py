@@ -27,6 +27,7 @@ SOURCES = (
     "pump.c",
     "reaper.c",
     "request.c",
+    "sums.c",
 )
 SANITIZERS = ("address", "thread", "undefined")
 

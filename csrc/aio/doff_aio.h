@@ -3,7 +3,8 @@
  * Everything here takes addresses, lengths, file ids and codes; the caller keeps buffers alive until their request is
  * done. Functions that can fail return 0 (or a non-negative value where stated) or -errno. All are safe to call from
  * any thread. After fork() the child's calls return -ECHILD and change nothing: threads and kernel queues stay with the
- * parent.
+ * parent. -ENOTRECOVERABLE: the kernel's queue no longer says what is done (doff_stats.completions_lost_errno says
+ * why); what is in flight stays so, its memory must stay, and nothing more can be submitted.
  *
  * Contract of DOFF_PADDED: address and offset of every segment are multiples of 4096, and both the memory and the file
  * range behind the segment extend to the next multiple of 4096 and belong to the request. A transfer may then round its
@@ -19,6 +20,7 @@
 /* cdef-begin: build_aio.py hands the lines from here to cffi as they are. */
 #define DOFF_PAGE 4096
 #define DOFF_QUEUE_DEPTH_MAX 1024
+#define DOFF_SUM_BYTES 262144 /* what one checksum stands for, at most */
 
 #define DOFF_READ 0
 #define DOFF_WRITE 1
@@ -37,6 +39,7 @@
 
 typedef struct doff_engine doff_engine;
 typedef struct doff_request doff_request;
+typedef struct doff_sums doff_sums;
 
 typedef struct {
     uint64_t address;
@@ -54,6 +57,9 @@ typedef struct {
     int64_t transferred; /* bytes that arrived, without padding */
     uint64_t started_ns; /* CLOCK_MONOTONIC: the first chunk left the queue (0: none did), the last one came back */
     uint64_t finished_ns;
+    uint32_t
+        sum_found; /* different when error is EBADMSG because checksums are: of what was read, of what was written */
+    uint32_t sum_written;
 } doff_result;
 
 typedef struct {
@@ -70,6 +76,7 @@ typedef struct {
     uint64_t requests_done, requests_failed, requests_cancelled, requests_pending;
     uint64_t chunks_done, chunks_buffered, chunks_bounced, chunks_in_flight, chunks_in_flight_max;
     uint64_t short_transfers, retries, direct_refused, submit_calls, unobserved_failures;
+    uint64_t completions_lost_errno; /* why the kernel's queue no longer says what is done; 0: it does */
 } doff_stats;
 
 /* 0 when the backend ("libaio", "io_uring", "pool") can be started here at this queue depth, else -errno. */
@@ -97,17 +104,23 @@ int doff_file_sync(doff_engine* engine, int32_t file);
 /* -EBUSY while requests use the file. */
 int doff_file_close(doff_engine* engine, int32_t file);
 
+/* Room for the checksums of pieces of these lengths, which requests then name in the same order. In flight, a request
+ * holds them, too. NULL: no memory. */
+doff_sums* doff_sums_new(const doff_engine* engine, const int64_t* nbytes, uint32_t pieces);
+void doff_sums_release(doff_sums* sums);
+
 /* One request over any number of segments. Waits up to timeout_ms for room in the queue: -ETIMEDOUT, nothing submitted.
- */
+ * sums: NULL, or what a write leaves its checksums in and a read compares with, as far as they were written: EBADMSG
+ * when they differ. Only with DOFF_PADDED; segments are pieces from the first on, whole but for the last. */
 int doff_submit(doff_engine* engine, int operation, const doff_segment* segments, uint32_t count, uint32_t flags,
-                int64_t timeout_ms, doff_request** out);
+                doff_sums* sums, int64_t timeout_ms, doff_request** out);
 /* The same with one segment, which most requests have; NULL and errno when it fails. */
 doff_request* doff_submit_one(doff_engine* engine, int operation, int32_t file, uint64_t address, int64_t nbytes,
-                              int64_t offset, uint32_t flags, int64_t timeout_ms);
+                              int64_t offset, uint32_t flags, doff_sums* sums, int64_t timeout_ms);
 int doff_request_done(doff_request* request);
 /* 0: done well; 1: done badly, and doff_request_result says how; -ETIMEDOUT: still in flight. */
 int doff_request_wait(doff_request* request, int64_t timeout_ms);
-/* Any number of times once the request is done; -EBUSY before. */
+/* Any number of times once the request is done; -EBUSY before. With -ENOTRECOVERABLE the error is why. */
 int doff_request_result(doff_request* request, doff_result* out);
 /* 1: taken back before any of it was submitted (the result is ECANCELED); 0: too late. */
 int doff_request_cancel(doff_request* request);
@@ -116,7 +129,8 @@ int doff_request_promote(doff_request* request);
 /* The caller forgets the request; one in flight goes on and is freed when done. */
 void doff_request_release(doff_request* request);
 
-/* Anonymous memory on 2 MiB borders, advised for huge pages, not inherited by fork, untouched. *lock_errno: 0, or why
+/* Anonymous memory on 2 MiB borders, advised for huge pages, not inherited by fork, not in core files, untouched.
+ * *lock_errno: 0, or why
  * the best-effort mlock failed. */
 int doff_map(uint64_t nbytes, int lock, uint64_t* address, int32_t* lock_errno);
 int doff_unmap(uint64_t address, uint64_t nbytes);

@@ -121,12 +121,13 @@ int doff_engine_close(doff_engine* engine, int64_t timeout_ms) {
     engine->closed = true; /* from now on doff_submit refuses */
     pthread_cond_broadcast(&engine->room);
     int code = 0;
-    while (!code && engine->stats.requests_pending)
+    while (!code && engine->stats.requests_pending && !engine->lost_errno)
         code = doff_cond_wait_until(&engine->finished, &engine->mutex, until);
-    if (code && engine->stats.requests_pending) {
+    if (engine->stats.requests_pending) {
+        code = engine->lost_errno ? -ENOTRECOVERABLE : -ETIMEDOUT;
         doff_files_close(engine, false);
         pthread_mutex_unlock(&engine->mutex);
-        return -ETIMEDOUT;
+        return code;
     }
     bool again = engine->stop;
     engine->stop = true;
@@ -159,6 +160,7 @@ int doff_engine_stats(doff_engine* engine, doff_stats* out) {
         return -ECHILD;
     pthread_mutex_lock(&engine->mutex);
     *out = engine->stats;
+    out->completions_lost_errno = (uint64_t)engine->lost_errno;
     pthread_mutex_unlock(&engine->mutex);
     return 0;
 }
@@ -212,11 +214,13 @@ static int check_segments(const doff_segment* segments, uint32_t count, uint32_t
 /* With the mutex held: finds the files, waits for room. */
 static int admit(doff_engine* engine, struct doff_request* request, int64_t timeout_ms) {
     uint64_t until = deadline(timeout_ms);
-    while (!engine->closed && engine->stats.requests_pending >= engine->pending_max)
+    while (!engine->closed && !engine->lost_errno && engine->stats.requests_pending >= engine->pending_max)
         if (doff_cond_wait_until(&engine->room, &engine->mutex, until))
             return -ETIMEDOUT;
     if (engine->closed)
         return -ESHUTDOWN;
+    if (engine->lost_errno)
+        return -ENOTRECOVERABLE;
     for (unsigned i = 0; i < request->seg_count; i++)
         if (!(request->segs[i].file = doff_file_get(engine, request->segs[i].file_id)))
             return -EBADF;
@@ -249,7 +253,7 @@ static int submit(doff_engine* engine, struct doff_request* request, int64_t tim
 }
 
 int doff_submit(doff_engine* engine, int operation, const doff_segment* segments, uint32_t count, uint32_t flags,
-                int64_t timeout_ms, doff_request** out) {
+                doff_sums* sums, int64_t timeout_ms, doff_request** out) {
     if (engine->pid != getpid())
         return -ECHILD;
     if (check_segments(segments, count, flags) || (operation != DOFF_READ && operation != DOFF_WRITE))
@@ -257,7 +261,7 @@ int doff_submit(doff_engine* engine, int operation, const doff_segment* segments
     struct doff_request* request = request_new(engine, operation, segments, count, flags);
     if (!request)
         return -ENOMEM;
-    int code = submit(engine, request, timeout_ms);
+    int code = sums && !doff_sums_attach(engine, request, sums) ? -EINVAL : submit(engine, request, timeout_ms);
     if (code)
         doff_request_free(request);
     else
@@ -266,10 +270,10 @@ int doff_submit(doff_engine* engine, int operation, const doff_segment* segments
 }
 
 doff_request* doff_submit_one(doff_engine* engine, int operation, int32_t file, uint64_t address, int64_t nbytes,
-                              int64_t offset, uint32_t flags, int64_t timeout_ms) {
+                              int64_t offset, uint32_t flags, doff_sums* sums, int64_t timeout_ms) {
     const doff_segment segment = {.address = address, .offset = offset, .nbytes = nbytes, .file = file};
     doff_request* request = NULL;
-    errno = -doff_submit(engine, operation, &segment, 1, flags, timeout_ms, &request);
+    errno = -doff_submit(engine, operation, &segment, 1, flags, sums, timeout_ms, &request);
     return request;
 }
 
@@ -283,22 +287,30 @@ int doff_request_wait(doff_request* request, int64_t timeout_ms) {
     doff_engine* engine = request->engine;
     if (engine->pid != getpid())
         return -ECHILD;
-    bool done = atomic_load_explicit(&request->done, memory_order_acquire);
+    bool done = atomic_load_explicit(&request->done, memory_order_acquire), lost = false;
     if (!done) {
         uint64_t until = deadline(timeout_ms);
         pthread_mutex_lock(&engine->mutex);
-        for (int code = 0; !(done = atomic_load_explicit(&request->done, memory_order_relaxed)) && !code;)
-            code = doff_cond_wait_until(&engine->finished, &engine->mutex, until);
+        for (int code = 0; !(done = atomic_load_explicit(&request->done, memory_order_relaxed)) && !code && !lost;)
+            if (!(lost = engine->lost_errno))
+                code = doff_cond_wait_until(&engine->finished, &engine->mutex, until);
         pthread_mutex_unlock(&engine->mutex);
     }
-    return done ? request->result.error != 0 : -ETIMEDOUT;
+    return done ? request->result.error != 0 : lost ? -ENOTRECOVERABLE : -ETIMEDOUT;
 }
 
 int doff_request_result(doff_request* request, doff_result* out) {
     if (request->engine->pid != getpid())
         return -ECHILD;
-    if (!atomic_load_explicit(&request->done, memory_order_acquire))
-        return -EBUSY;
+    if (!atomic_load_explicit(&request->done, memory_order_acquire)) {
+        pthread_mutex_lock(&request->engine->mutex);
+        int lost_errno = request->engine->lost_errno;
+        pthread_mutex_unlock(&request->engine->mutex);
+        if (!lost_errno)
+            return -EBUSY;
+        *out = (doff_result){.error = lost_errno, .file = -1};
+        return -ENOTRECOVERABLE;
+    }
     *out = request->result; /* which does not change any more */
     return 0;
 }

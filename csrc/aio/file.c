@@ -3,12 +3,17 @@
  * Each file has a buffered descriptor, and a direct one where O_DIRECT really works: it is asked by statx(2)
  * (STATX_DIOALIGN, Linux 6.1) and then tried, because overlay, FUSE and network file systems may accept the flag and
  * fail the first transfer. The kernel keeps both views of the file coherent.
+ *
+ * A path is looked up once: in a directory that others may write to, its name may belong to another file a moment
+ * later. The second descriptor is opened through the first (proc_pid_fd(5)).
  */
 #define _GNU_SOURCE
 #include "internal.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
@@ -70,10 +75,12 @@ static int try_direct(int fd, bool create) {
     return code;
 }
 
-static int open_direct(const char* path, int fd_buffered, bool readonly, bool create, doff_file_info* info) {
+static int open_direct(int fd_buffered, bool readonly, bool create, doff_file_info* info) {
+    char path[64];
     int code = ask_alignment(fd_buffered, &info->memory_align, &info->offset_align);
     if (code)
         return -code;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd_buffered);
     int fd = open(path, (readonly ? O_RDONLY : O_RDWR) | O_CLOEXEC | O_DIRECT);
     if (fd < 0)
         return -errno;
@@ -124,21 +131,21 @@ static int adopt(doff_engine* engine, int fd_direct, int fd_buffered, const doff
     return id;
 }
 
-/* Opens, locks, tries direct I/O, unlinks. Returns the direct descriptor, -1 when there is none, or leaves an error. */
-static int prepare(const char* path, int fd, uint32_t flags, uint32_t direct, doff_file_info* info, int* fd_direct) {
+/* Locks, tries direct I/O: the direct descriptor, or -1 when there is none. */
+static int prepare(int fd, bool named, uint32_t flags, uint32_t direct, doff_file_info* info, int* fd_direct) {
     struct stat status;
     if ((flags & DOFF_OPEN_LOCK) && flock(fd, LOCK_EX | LOCK_NB))
         return -errno;
     if (fstat(fd, &status))
         return -errno;
     /* Somebody who clears away files of dead runs was between our creating and our locking it. */
-    if ((flags & DOFF_OPEN_CREATE) && !status.st_nlink)
+    if ((flags & DOFF_OPEN_CREATE) && named && !status.st_nlink)
         return -EAGAIN;
     if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode))
         return S_ISDIR(status.st_mode) ? -EISDIR : -EINVAL;
     *info = (doff_file_info){.memory_align = 1, .offset_align = 1, .device = status.st_dev};
     if (direct != DOFF_DIRECT_OFF) {
-        int code = open_direct(path, fd, flags & DOFF_OPEN_READONLY, flags & DOFF_OPEN_CREATE, info);
+        int code = open_direct(fd, flags & DOFF_OPEN_READONLY, flags & DOFF_OPEN_CREATE, info);
         *fd_direct = code >= 0 ? code : -1;
         info->direct = code >= 0;
         /* Beside direct I/O the page cache sees single blocks only: reading ahead would fill it with neighbours that
@@ -154,23 +161,39 @@ static int prepare(const char* path, int fd, uint32_t flags, uint32_t direct, do
     if (fstat(fd, &status))
         return -errno;
     info->size = status.st_size;
-    return (flags & DOFF_OPEN_UNLINK) && unlink(path) ? -errno : 0;
+    return 0;
+}
+
+/* A new file that never has a name, in the directory of path. */
+static int open_nameless(const char* path) {
+    const char* end = strrchr(path, '/');
+    char* directory = end == path ? strdup("/") : end ? strndup(path, (size_t)(end - path)) : strdup(".");
+    if (!directory)
+        return -ENOMEM;
+    int fd = open(directory, O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600); /* O_EXCL: and never gets one */
+    int code = errno;
+    free(directory);
+    return fd >= 0 ? fd : -code;
 }
 
 int doff_file_open(doff_engine* engine, const char* path, uint32_t flags, uint32_t direct, doff_file_info* out) {
     if (engine->pid != getpid())
         return -ECHILD;
-    int mode = (flags & DOFF_OPEN_READONLY) ? O_RDONLY : O_RDWR, fd_direct = -1;
-    if (flags & DOFF_OPEN_CREATE)
-        mode |= O_CREAT | O_EXCL;
-    int fd = open(path, mode | O_CLOEXEC, 0600);
+    bool create = flags & DOFF_OPEN_CREATE;
+    int mode = (flags & DOFF_OPEN_READONLY) ? O_RDONLY : O_RDWR, fd_direct = -1, code = 0;
+    int fd = create && (flags & DOFF_OPEN_UNLINK) ? open_nameless(path) : -EOPNOTSUPP;
+    bool named = fd < 0; /* network file systems and old kernels do not have nameless files; or it fails again */
+    if (named)
+        fd = open(path, mode | (create ? O_CREAT | O_EXCL : 0) | O_NOFOLLOW | O_CLOEXEC, 0600);
     if (fd < 0)
         return -errno;
-    int code = prepare(path, fd, flags, direct, out, &fd_direct);
+    code = prepare(fd, named, flags, direct, out, &fd_direct);
+    if (!code && named && (flags & DOFF_OPEN_UNLINK))
+        code = unlink(path) ? -errno : 0;
     if (!code)
         code = adopt(engine, fd_direct, fd, out);
     if (code < 0) {
-        if (flags & DOFF_OPEN_CREATE)
+        if (create && named)
             unlink(path);
         if (fd_direct >= 0)
             close(fd_direct);
@@ -200,14 +223,28 @@ static int write_zeros(int fd, int64_t from, int64_t to) {
     if (zeros == MAP_FAILED)
         return -errno;
     int code = 0;
+    unsigned interrupts = 0;
     while (from < to && !code) {
         ssize_t moved = pwrite(fd, zeros, (size_t)(to - from < ZERO_BYTES ? to - from : ZERO_BYTES), from);
         if (moved > 0)
             from += moved;
-        else if (moved == 0 || errno != EINTR)
+        else if (moved == 0 || errno != EINTR || ++interrupts > DOFF_INTERRUPTS_MAX)
             code = moved == 0 ? -ENOSPC : -errno;
     }
     munmap(zeros, ZERO_BYTES);
+    return code;
+}
+
+/* tmpfs and others give up an allocation when a signal arrives, and a profiler's timer always finds one that takes
+ * longer than its period: signals wait. */
+static int allocate(int fd, int64_t size_bytes) {
+    sigset_t all, before;
+    int code = -EINTR;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (unsigned tries = 0; code == -EINTR && tries <= DOFF_INTERRUPTS_MAX; tries++)
+        code = fallocate(fd, 0, 0, size_bytes) ? -errno : 0;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     return code;
 }
 
@@ -219,8 +256,7 @@ int doff_file_grow(doff_engine* engine, int32_t file, int64_t size_bytes) {
     if (fstat(fd, &status)) {
         code = -errno;
     } else if (status.st_size < size_bytes) {
-        while ((code = fallocate(fd, 0, 0, size_bytes) ? -errno : 0) == -EINTR)
-            continue;
+        code = allocate(fd, size_bytes);
         if (code == -EOPNOTSUPP || code == -ENOSYS)
             code = write_zeros(fd, status.st_size, size_bytes);
         /* An allocation that failed half-way must not keep the blocks. */
@@ -253,7 +289,7 @@ int doff_file_close(doff_engine* engine, int32_t id) {
         return -ECHILD;
     pthread_mutex_lock(&engine->mutex);
     struct doff_file* file = doff_file_get(engine, id);
-    int code = !file ? -EBADF : file->users ? -EBUSY : 0;
+    int code = !file ? -EBADF : !file->users ? 0 : engine->lost_errno ? -ENOTRECOVERABLE : -EBUSY;
     if (!code)
         file_close(file);
     pthread_mutex_unlock(&engine->mutex);

@@ -13,7 +13,6 @@
 #define DOFF_SIDE_THREADS 8
 #define DOFF_SEGMENTS_INLINE 4
 #define DOFF_BUSY_BYTES (4u << 20)   /* in flight, a device is busy until the next of them is done */
-#define DOFF_AGAIN_MAX 2000          /* times a chunk is sent again after EAGAIN, one millisecond apart */
 #define DOFF_TRANSFER_MAX 0x7ffff000 /* Linux moves no more than this per call */
 
 enum { DOFF_QUEUE_URGENT, DOFF_QUEUE_READ, DOFF_QUEUE_WRITE, DOFF_QUEUES };
@@ -35,6 +34,7 @@ struct doff_seg {
     int32_t file_id;
     char* buf;
     int64_t off, nbytes, cut; /* cut: bytes already handed out as chunks */
+    uint64_t sum_base;        /* in the request's checksums */
     bool queued;
 };
 
@@ -62,6 +62,14 @@ struct doff_op {
     unsigned again_count;
     char *user, *bounce; /* bounce.c: the memory that io.buf stands for, or NULL; the slot's buffer, or NULL */
     bool aside;          /* goes to the pool beside the main backend */
+    bool summed;         /* sums.c: a write's checksums are taken */
+    int fault_errno; /* what is wrong with a transfer that succeeded: EFAULT (bounce.c), EBADMSG (sums.c; see fault) */
+    char* first;     /* the whole chunk in the caller's memory, whatever of it is still to be moved */
+    size_t whole;
+    struct {
+        int64_t offset, nbytes;
+        uint32_t found, written;
+    } fault;
 };
 
 struct doff_request {
@@ -70,6 +78,7 @@ struct doff_request {
     bool released, urgent, write, padded, started;
     unsigned segs_queued, ops_out, seg_count;
     doff_result result;
+    doff_sums* sums;
     struct doff_seg *segs, inline_segs[DOFF_SEGMENTS_INLINE];
 };
 
@@ -78,6 +87,7 @@ struct doff_engine {
     pthread_mutex_t mutex;
     pthread_cond_t work, room, finished; /* submit thread; doff_submit; waiters */
     pthread_t submitter;
+    int lost_errno; /* a backend no longer reports what is in flight, because of this */
     bool stop, closed, kicked, pumping, has_side_pool, all_buffered_aside;
     bool ended;          /* requests have, and whoever waits for them was not woken yet */
     unsigned references; /* 1 for the handle + requests not released */
@@ -105,7 +115,8 @@ void doff_request_fail(doff_engine* engine, struct doff_request* request, int er
 bool doff_lane_open(const doff_engine* engine, const struct doff_lane* lane, bool top_up);
 struct doff_op* doff_op_pick(doff_engine* engine, struct doff_lane* lane, bool top_up);
 void doff_op_done(doff_engine* engine, struct doff_op* op, int64_t result);
-void doff_op_delay(doff_engine* engine, struct doff_op* op);
+/* error: what it fails with after too many times. */
+void doff_op_delay(doff_engine* engine, struct doff_op* op, int error);
 void doff_request_free(struct doff_request* request);
 
 /* bounce.c; begin and end with the mutex held, the copies without it */
@@ -113,10 +124,21 @@ size_t doff_bounce_length(const doff_engine* engine);
 /* false: no memory */
 bool doff_bounce_begin(doff_engine* engine, struct doff_op* op);
 void doff_bounce_end(struct doff_op* op);
-/* Copies for the first of ios if it needs that; returns how many can be submitted now. */
-unsigned doff_bounce_fill(struct doff_io** ios, unsigned count);
-void doff_bounce_empty(const struct doff_op* op, int64_t moved);
+bool doff_bounce_needed(const struct doff_op* op);
+/* 0, or EFAULT: the memory is not there. */
+int doff_bounce_fill(const struct doff_op* op);
+int doff_bounce_empty(const struct doff_op* op, int64_t moved);
 void doff_bounce_free(doff_engine* engine, unsigned ops);
+
+/* sums.c */
+bool doff_sums_attach(const doff_engine* engine, struct doff_request* request, doff_sums* sums); /* false: too many */
+bool doff_sums_missing(const struct doff_op* op);
+void doff_sums_record(struct doff_op* op);
+/* Once a chunk is read. */
+void doff_sums_check(struct doff_op* op);
+
+/* request.c: what is in flight stays so, what is queued fails, waiters are told. */
+void doff_completions_lost(doff_engine* engine, int error);
 
 /* pump.c; without the mutex */
 void doff_pump_complete(void* engine, const struct doff_completion* done, unsigned count);

@@ -24,7 +24,8 @@ int doff_map(uint64_t nbytes, int lock, uint64_t* address, int32_t* lock_errno) 
         munmap((char*)(uintptr_t)(start + length), base + HUGE_BYTES - start);
     void* memory = (void*)(uintptr_t)start;
     madvise(memory, length, MADV_HUGEPAGE); /* a kernel without huge pages says EINVAL: ordinary pages then */
-    if (madvise(memory, length, MADV_DONTFORK)) {
+    /* Nor in core files: they would be as large as the budget, and hold weights. */
+    if (madvise(memory, length, MADV_DONTFORK) || madvise(memory, length, MADV_DONTDUMP)) {
         int code = errno;
         munmap(memory, length);
         return -code;

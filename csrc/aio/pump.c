@@ -15,19 +15,37 @@
 #define BATCH_MAX 32
 #define DELAY_NS 1000000u
 
+static bool unprepared(const struct doff_io* io) {
+    const struct doff_op* op = (const struct doff_op*)io;
+    return doff_bounce_needed(op) || doff_sums_missing(op);
+}
+
+/* Copies and sums the first of ios if it needs that; returns how many can be submitted now, or -errno for the first. */
+static int prepare(struct doff_io** ios, unsigned count) {
+    struct doff_op* first = (struct doff_op*)ios[0];
+    unsigned ready = 1;
+    if (!unprepared(ios[0]))
+        while (ready < count && !unprepared(ios[ready]))
+            ready++;
+    if (doff_sums_missing(first))
+        doff_sums_record(first);
+    int code = doff_bounce_needed(first) ? doff_bounce_fill(first) : 0;
+    return code ? -code : (int)ready;
+}
+
 static void submit_batch(doff_engine* engine, struct doff_backend* backend, struct doff_io** ios, unsigned count) {
     unsigned sent = 0;
     while (sent < count) {
-        unsigned ready = doff_bounce_fill(ios + sent, count - sent);
-        int code = doff_backend_submit(backend, ios + sent, ready);
+        int ready = prepare(ios + sent, count - sent);
+        int code = ready > 0 ? doff_backend_submit(backend, ios + sent, (unsigned)ready) : ready;
         pthread_mutex_lock(&engine->mutex);
         engine->stats.submit_calls++;
         if (code > 0) {
             sent += (unsigned)code;
-        } else if (code == 0 || code == -EAGAIN || code == -EBUSY) {
+        } else if (code == 0 || code == -EAGAIN || code == -EBUSY || code == -EINTR) {
             while (sent < count)
-                doff_op_delay(engine, (struct doff_op*)ios[sent++]);
-        } else if (code != -EINTR) {
+                doff_op_delay(engine, (struct doff_op*)ios[sent++], code == -EINTR ? EINTR : EAGAIN);
+        } else {
             doff_op_done(engine, (struct doff_op*)ios[sent++], code); /* the error is that of the first */
         }
         pthread_mutex_unlock(&engine->mutex);
@@ -74,10 +92,22 @@ static void pump(doff_engine* engine, bool top_up) {
     doff_unlock(engine);
 }
 
+static void arrived(struct doff_op* op, int64_t moved) {
+    if (op->io.write)
+        return;
+    op->fault_errno = doff_bounce_empty(op, moved);
+    if (!op->fault_errno && op->seg->request->sums && moved >= (int64_t)op->want)
+        doff_sums_check(op);
+}
+
 void doff_pump_complete(void* context, const struct doff_completion* done, unsigned count) {
     doff_engine* engine = context;
+    if (!done->io) {
+        doff_completions_lost(engine, (int)-done->result);
+        return;
+    }
     for (unsigned i = 0; i < count; i++)
-        doff_bounce_empty((const struct doff_op*)done[i].io, done[i].result);
+        arrived((struct doff_op*)done[i].io, done[i].result);
     pthread_mutex_lock(&engine->mutex);
     for (unsigned i = 0; i < count; i++)
         doff_op_done(engine, (struct doff_op*)done[i].io, done[i].result);

@@ -58,9 +58,15 @@ int doff_thread_start(pthread_t* thread, void* (*body)(void*), void* argument, c
     return -code;
 }
 
+static void nap(void) {
+    const struct timespec time = {.tv_nsec = 1000000};
+    nanosleep(&time, NULL);
+}
+
 static void* reaper_main(void* argument) {
     struct doff_backend* backend = argument;
     struct doff_completion done[REAP_MAX];
+    unsigned failures = 0;
     for (;;) {
         pthread_mutex_lock(&backend->mutex);
         while (backend->in_flight <= 0 && !backend->stop)
@@ -70,8 +76,18 @@ static void* reaper_main(void* argument) {
         if (finished)
             return NULL;
         int count = backend->table->reap(backend, done, REAP_MAX);
-        if (count <= 0)
-            continue; /* EINTR */
+        if (count < 0) {
+            if (failures++ < DOFF_AGAIN_MAX) {
+                nap();
+                continue;
+            }
+            *done = (struct doff_completion){.result = count};
+            backend->complete(backend->context, done, 1);
+            return NULL;
+        }
+        if (!count)
+            continue;
+        failures = 0;
         (void)atomic_load_explicit(&backend->submissions, memory_order_acquire);
         pthread_mutex_lock(&backend->mutex);
         backend->in_flight -= count;

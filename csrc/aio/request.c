@@ -53,6 +53,7 @@ void doff_request_dequeue(doff_engine* engine, struct doff_request* request) {
 }
 
 void doff_request_free(struct doff_request* request) {
+    doff_sums_release(request->sums);
     if (request->segs != request->inline_segs)
         free(request->segs);
     free(request);
@@ -92,6 +93,12 @@ void doff_request_fail(doff_engine* engine, struct doff_request* request, int er
             request->result.file = op->seg->file_id;
             request->result.offset = op->io.off;
             request->result.nbytes = (int64_t)op->want;
+        }
+        if (op && op->fault_errno == EBADMSG) {
+            request->result.offset = op->fault.offset;
+            request->result.nbytes = op->fault.nbytes;
+            request->result.sum_found = op->fault.found;
+            request->result.sum_written = op->fault.written;
         }
     }
     doff_request_dequeue(engine, request);
@@ -161,9 +168,13 @@ static struct doff_op* op_cut(doff_engine* engine, struct doff_lane* lane, struc
     op->again_count = 0;
     op->aside = engine->has_side_pool && seg->file->aside;
     op->user = NULL;
+    op->summed = false;
+    op->fault_errno = 0;
+    op->first = seg->buf + seg->cut;
+    op->whole = length;
     op->io = (struct doff_io){.fd = seg->file->fd_direct,
                               .write = seg->request->write,
-                              .buf = seg->buf + seg->cut,
+                              .buf = op->first,
                               .len = padded,
                               .off = seg->off + seg->cut};
     if (route == ROUTE_BOUNCE && doff_bounce_begin(engine, op))
@@ -224,10 +235,10 @@ static void op_resend(struct doff_op* op) {
 }
 
 /* Sent again by the submit thread, a millisecond later. */
-void doff_op_delay(doff_engine* engine, struct doff_op* op) {
+void doff_op_delay(doff_engine* engine, struct doff_op* op, int error) {
     engine->stats.retries++;
     if (op->again_count++ >= DOFF_AGAIN_MAX) {
-        doff_request_fail(engine, op->seg->request, EAGAIN, op);
+        doff_request_fail(engine, op->seg->request, error, op);
         op_release(engine, op);
         return;
     }
@@ -258,11 +269,12 @@ void doff_op_done(doff_engine* engine, struct doff_op* op, int64_t result) {
     if (result == -EINTR || result == -EAGAIN) {
         if (request->result.error) {
             op_release(engine, op);
-        } else if (result == -EINTR) {
+        } else if (result == -EINTR && op->again_count < DOFF_INTERRUPTS_MAX) {
             engine->stats.retries++;
+            op->again_count++;
             op_resend(op);
         } else {
-            doff_op_delay(engine, op);
+            doff_op_delay(engine, op, (int)-result);
         }
         return;
     }
@@ -272,6 +284,11 @@ void doff_op_done(doff_engine* engine, struct doff_op* op, int64_t result) {
         engine->stats.direct_refused++;
         op_buffered(engine, op);
         op_resend(op);
+        return;
+    }
+    if (op->fault_errno && result > 0) {
+        doff_request_fail(engine, request, op->fault_errno, op);
+        op_release(engine, op);
         return;
     }
     if (result <= 0 || result > (int64_t)op->io.len) {
@@ -290,4 +307,23 @@ void doff_op_done(doff_engine* engine, struct doff_op* op, int64_t result) {
     }
     engine->stats.chunks_done++;
     op_release(engine, op);
+}
+
+static void fail_queued(doff_engine* engine, struct doff_queue* queue) {
+    while (queue->head) {
+        struct doff_request* request = queue->head->request;
+        doff_request_fail(engine, request, engine->lost_errno, NULL);
+        doff_request_settle(engine, request);
+    }
+}
+
+void doff_completions_lost(doff_engine* engine, int error) {
+    pthread_mutex_lock(&engine->mutex);
+    engine->lost_errno = error;
+    for (unsigned i = 0; i < DOFF_LANES_MAX; i++)
+        for (unsigned q = 0; q < DOFF_QUEUES; q++)
+            fail_queued(engine, &engine->lanes[i].queue[q]);
+    engine->ended = true;
+    pthread_cond_broadcast(&engine->room);
+    doff_unlock(engine);
 }

@@ -126,7 +126,12 @@ OWN_KEYS = (
         "Length of one disk request.",
         1 << 20,
     ),
-    _own("aio.verify", boolean(), "Keep a checksum of every extent and compare it on every read.", False),
+    _own(
+        "aio.verify",
+        boolean(),
+        "Keep checksums of what is written to disk and compare them with what is read; else damaged bytes train on.",
+        False,
+    ),
     _own("debug.poison", boolean(), "Fill every buffer with NaN when it is taken back.", False),
     _own("debug.evict_always", boolean(), "Evict everything as soon as it may be evicted.", False),
 )

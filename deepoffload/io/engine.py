@@ -16,7 +16,7 @@ from typing import Any
 from ..config.own_keys import QUEUE_DEPTH_MAX, REQUEST_BYTES_MAX
 from ..errors import ClosedError, ConfigError, IoFailure, IoTimeout, UnsupportedError, UsageError
 from ..native.aio import PAGE_BYTES, ffi, lib
-from .ticket import WAIT_SLICE_MS, Ticket
+from .ticket import WAIT_SLICE_MS, Ticket, completions_lost
 
 log = logging.getLogger("deepoffload")
 
@@ -97,10 +97,10 @@ def _close_handle(handle: Any, timeout_s: float) -> bool:
     until = time.monotonic() + timeout_s
     while True:
         code = lib.doff_engine_close(handle, WAIT_SLICE_MS)
+        if code == -errno.ENOTRECOVERABLE or (code == -errno.ETIMEDOUT and time.monotonic() >= until):
+            return False
         if code != -errno.ETIMEDOUT:
             break
-        if time.monotonic() >= until:
-            return False
     if code == 0:
         lib.doff_engine_release(handle)
     return True
@@ -180,7 +180,9 @@ class IoEngine:
             if self._handle is None:
                 return
             if not _close_handle(self._handle, timeout_s):
-                raise IoTimeout(f"transfers are still in flight after {timeout_s:g} s: the device does not answer")
+                lost = self.stats()["completions_lost_errno"]
+                why = completions_lost(lost) if lost else "the device does not answer"
+                raise IoTimeout(f"transfers are still in flight after {timeout_s:g} s: {why}")
             self._finalizer.detach()
             self._handle = None
 
@@ -260,20 +262,19 @@ class IoEngine:
         nbytes: int,
         offset: int,
         flags: int,
-        *,
-        check: Callable[[], None] | None = None,
+        sums: Any = ffi.NULL,
     ) -> Ticket:
         """One request over one piece of one file; for this package's modules. See :meth:`submit`."""
         submit, handle = lib.doff_submit_one, self.handle()
-        request = submit(handle, operation, file.file_id, address, nbytes, offset, flags, 0)
+        request = submit(handle, operation, file.file_id, address, nbytes, offset, flags, sums, 0)
         if not request:
 
             def again() -> tuple[int, Any]:
-                found = submit(handle, operation, file.file_id, address, nbytes, offset, flags, WAIT_SLICE_MS)
+                found = submit(handle, operation, file.file_id, address, nbytes, offset, flags, sums, WAIT_SLICE_MS)
                 return (0 if found else ffi.errno), found
 
             request = self._insist(ffi.errno, again, operation, nbytes, (file,))
-        return Ticket(request, nbytes, ACTIONS[operation], (file,), check)
+        return Ticket(request, nbytes, ACTIONS[operation], (file,))
 
     def submit(
         self,
@@ -283,13 +284,12 @@ class IoEngine:
         nbytes: int,
         flags: int,
         files: Sequence[IoFile],
-        *,
-        check: Callable[[], None] | None = None,
+        sums: Any = ffi.NULL,
     ) -> Ticket:
         """One request over ``count`` native segments; for this package's modules.
 
-        ``files`` are those the segments name (for errors), ``check`` runs once when a ``wait()`` finds it done well and
-        may raise :class:`~deepoffload.errors.IoFailure`.
+        ``files`` are those the segments name (for errors); ``sums`` are native checksums, which a write records and a
+        read compares with.
 
         Raises:
             IoTimeout: No room in the queue within ``submit_timeout_s``; nothing was submitted.
@@ -297,14 +297,14 @@ class IoEngine:
             ClosedError: The engine is closed.
         """
         out, handle = ffi.new("doff_request **"), self.handle()
-        code = lib.doff_submit(handle, operation, segments, count, flags, 0, out)
+        code = lib.doff_submit(handle, operation, segments, count, flags, sums, 0, out)
         if code:
 
             def again() -> tuple[int, Any]:
-                return -lib.doff_submit(handle, operation, segments, count, flags, WAIT_SLICE_MS, out), out[0]
+                return -lib.doff_submit(handle, operation, segments, count, flags, sums, WAIT_SLICE_MS, out), out[0]
 
             self._insist(-code, again, operation, nbytes, files)
-        return Ticket(out[0], nbytes, ACTIONS[operation], files, check)
+        return Ticket(out[0], nbytes, ACTIONS[operation], files)
 
     def _insist(
         self,
@@ -334,6 +334,9 @@ class IoEngine:
             return ClosedError(f"{action} of {nbytes} bytes ({names}): this I/O engine {why}")
         if code == errno.EBADF:
             return ClosedError(f"{action} of {nbytes} bytes: the file ({names}) is closed")
+        if code == errno.ENOTRECOVERABLE:
+            lost = self.stats()["completions_lost_errno"]
+            return IoFailure(action, lost, names, 0, nbytes, completions_lost(lost))
         if code == errno.EINVAL:
             return UsageError(
                 f"{action} of {nbytes} bytes ({names}): address, offset or length is negative or not aligned"
@@ -398,6 +401,9 @@ class IoFile:
         until = time.monotonic() + timeout_s
         while not self.engine.closed:
             code = lib.doff_file_close(self.engine.handle(), self.file_id)
+            if code == -errno.ENOTRECOVERABLE:
+                lost = self.engine.stats()["completions_lost_errno"]
+                raise IoTimeout(f"{self.path}: transfers may still be in flight: {completions_lost(lost)}")
             if code != -errno.EBUSY:
                 return
             if time.monotonic() >= until:

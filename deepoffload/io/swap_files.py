@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import grp
 import os
+import pwd
 import secrets
 import stat
+import warnings
 from collections.abc import Iterable, Sequence
 
 from ..errors import ConfigError, IoFailure
@@ -54,6 +57,31 @@ def check_paths(paths: Sequence[str | os.PathLike[str]], key: str = "nvme_path")
     return checked
 
 
+def warn_of_shared(paths: Sequence[str]) -> None:
+    """Warns of directories in which others may replace our files: writable for them, without a sticky bit."""
+    for path in paths:
+        status = os.stat(path)
+        by_group = status.st_mode & stat.S_IWGRP and not _group_of_one(status.st_gid)
+        if status.st_mode & stat.S_ISVTX or not (status.st_mode & stat.S_IWOTH or by_group):
+            continue
+        who = "everybody" if status.st_mode & stat.S_IWOTH else f"every member of group {status.st_gid}"
+        warnings.warn(
+            f"nvme_path: {path} can be written to by {who} and has no sticky bit: others can remove and replace what "
+            f"this run makes there. Give a directory of your own, or run `chmod +t {path}`.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _group_of_one(gid: int) -> bool:
+    """Whether it is this user's private group, as most distributions make one of the user's name."""
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
 def free_bytes(path: str) -> int:
     """Bytes an ordinary user can still allocate on the file system of ``path``."""
     status = os.statvfs(path)
@@ -63,8 +91,8 @@ def free_bytes(path: str) -> int:
 def create_swap_file(engine: IoEngine, directory: str, label: str, direct: str) -> IoFile:
     """A new, empty, locked file of this process, already without a name: nothing can leave it behind.
 
-    A process killed between making it and removing its name leaves one page, unlocked, which the next run there
-    reclaims. (O_TMPFILE would not leave that, but network and overlay file systems do not have it.)
+    It never has one where the file system has ``O_TMPFILE``. Elsewhere (on network file systems) a process killed
+    between making it and removing its name leaves one page, unlocked, which the next run there reclaims.
 
     Raises:
         ConfigError: Direct I/O is required and does not work there, or nothing can be created there.

@@ -8,7 +8,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from ..errors import BudgetError, ClosedError, ConfigError, IoFailure, IoTimeout, UsageError
 from ..native.aio import PAGE_BYTES, ffi, round_up
@@ -71,7 +72,7 @@ class SwapSpace:
         self.bytes_read = 0
         self.bytes_written = 0
         self._engine = engine
-        self._sums = ChecksumTable() if verify else None
+        self._sums = ChecksumTable(engine) if verify else None
         self._lock = threading.Lock()
         self._closed = False
         self._files: tuple[IoFile, ...] = ()
@@ -153,8 +154,8 @@ class SwapSpace:
             ClosedError: The swap space or its engine is closed.
         """
         nbytes = extent.nbytes if nbytes is None else nbytes
-        check = self._sums.checker(extent, address, nbytes, self._locate) if self._sums is not None else None
-        ticket = self._transfer(READ, extent, address, nbytes, urgent, check)
+        sums = ffi.NULL if self._sums is None else self._sums.known(extent)
+        ticket = self._transfer(READ, extent, address, nbytes, urgent, sums)
         self.bytes_read += nbytes
         return ticket
 
@@ -165,10 +166,8 @@ class SwapSpace:
             As ``read``.
         """
         nbytes = extent.nbytes if nbytes is None else nbytes
-        if self._sums is not None:
-            self._check_transfer(extent, address, nbytes)
-            self._sums.record(extent, address, nbytes)
-        ticket = self._transfer(WRITE, extent, address, nbytes, urgent, None)
+        sums = ffi.NULL if self._sums is None else self._sums.to_record(extent)
+        ticket = self._transfer(WRITE, extent, address, nbytes, urgent, sums)
         self.bytes_written += nbytes
         return ticket
 
@@ -201,14 +200,14 @@ class SwapSpace:
         address: int,
         nbytes: int,
         urgent: bool,
-        check: Callable[[], None] | None,
+        sums: Any,
     ) -> Ticket:
         self._check_transfer(extent, address, nbytes)
         flags = PADDED | URGENT if urgent else PADDED
         if len(extent.pieces) == 1:
             piece = extent.pieces[0]
             file = self._files[piece.path_index]
-            return self._engine.submit_one(operation, file, address, nbytes, piece.offset, flags, check=check)
+            return self._engine.submit_one(operation, file, address, nbytes, piece.offset, flags, sums)
         segments = ffi.new("doff_segment[]", len(extent.pieces))
         count, left = 0, nbytes
         for piece in extent.pieces:
@@ -221,15 +220,7 @@ class SwapSpace:
             address += piece.nbytes
             left -= piece.nbytes
             count += 1
-        return self._engine.submit(operation, segments, count, nbytes, flags, self._files, check=check)
-
-    def _locate(self, extent: Extent, position: int) -> tuple[str, int]:
-        """Path and file offset of a byte of an extent."""
-        for piece in extent.pieces:
-            if position < piece.nbytes:
-                return self._files[piece.path_index].path, piece.offset + position
-            position -= piece.nbytes
-        raise UsageError(f"byte {position} lies behind the extent")
+        return self._engine.submit(operation, segments, count, nbytes, flags, self._files, sums)
 
     def _take(self, padded: int) -> list[Piece]:
         """Pieces on disk for ``padded`` bytes that are known to be free. The lock is held."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -23,9 +24,23 @@ _REMEDIES = {
     errno.EINVAL: "The file system refuses this transfer; direct='off' avoids direct I/O there.",
     errno.EAGAIN: "The kernel's queue stayed full: see /proc/sys/fs/aio-nr, or use another aio.backend.",
     errno.EFAULT: "The memory given is not mapped.",
+    errno.EINTR: "The system interrupts this call again and again: is a profiler or a debugger attached?",
     errno.ETIMEDOUT: "The device did not answer in time: see the kernel's log (dmesg).",
     errno.ECANCELED: "It was cancelled before it was submitted.",
 }
+
+_DAMAGED = (
+    "Checksum {found:#010x} was read where {written:#010x} was written: disk, cable or memory damages data, or another "
+    "program wrote there. The bytes are lost: look for the cause (dmesg, smartctl), then go on from a checkpoint."
+)
+
+
+def completions_lost(code: int) -> str:
+    """What to say when the native engine answers ``ENOTRECOVERABLE`` because of ``code``."""
+    return (
+        f"the kernel's queue no longer says what is done ({errno.errorcode.get(code, code)}: {os.strerror(code)}). "
+        "This engine can transfer nothing more; end this process and start again with another aio.backend."
+    )
 
 
 class FileLike(Protocol):
@@ -49,7 +64,6 @@ class Ticket:
     __slots__ = (
         "nbytes",
         "_action",
-        "_check",
         "_error",
         "_files",
         "_finished",
@@ -62,13 +76,11 @@ class Ticket:
         nbytes: int,
         action: str,
         files: Sequence[FileLike],
-        check: Callable[[], None] | None = None,
     ) -> None:
         self.nbytes = nbytes
         self._handle = handle
         self._action = action
         self._files = files
-        self._check = check
         self._finished = False
         self._error: Callable[[], Exception] | None = None
 
@@ -127,6 +139,11 @@ class Ticket:
                     "it is still in flight and its memory in use"
                 )
             code = lib.doff_request_wait(self._handle, min(WAIT_SLICE_MS, left_ms))
+        if code == -errno.ENOTRECOVERABLE:
+            raise IoTimeout(
+                f"{self._action} of {self.nbytes} bytes ({self._names()}) may still be in flight, its memory in use: "
+                + completions_lost(int(self._native_result().error))
+            )
         if code == -errno.ECHILD:
             raise ClosedError("this transfer belongs to the parent process: a forked child cannot wait for it")
         return int(code)
@@ -137,19 +154,15 @@ class Ticket:
             code = int(result.error)
             file = next((file for file in self._files if file.file_id == result.file), None)
             path = file.path if file else self._names()
-            where = (self._action, code, path, int(result.offset), int(result.nbytes), _REMEDIES.get(code, ""))
+            remedy = _REMEDIES.get(code, "")
+            if result.sum_found != result.sum_written:
+                remedy = _DAMAGED.format(found=int(result.sum_found), written=int(result.sum_written))
+            where = (self._action, code, path, int(result.offset), int(result.nbytes), remedy)
             self._error = lambda: IoFailure(*where)
-        elif self._check is not None:
-            try:
-                self._check()
-            except IoFailure as failure:
-                mismatch = failure
-                self._error = lambda: mismatch
         self._finished = True
-        self._check = None
 
     def _native_result(self) -> Any:
-        """All zero while the request is in flight, and in a forked child."""
+        """All zero while the request is in flight (but for the error of a lost queue), and in a forked child."""
         result = ffi.new("doff_result *")
         lib.doff_request_result(self._handle, result)
         return result

@@ -18,7 +18,7 @@ except ImportError as error:
         "Build it with `pip install -e .` (needs a C compiler and Python's headers)."
     ) from error
 
-__all__ = ["PAGE_BYTES", "HostMapping", "crc32c_blocks", "ffi", "lib", "round_up"]
+__all__ = ["PAGE_BYTES", "HostMapping", "ffi", "lib", "round_up"]
 
 PAGE_BYTES: int = lib.DOFF_PAGE
 
@@ -29,7 +29,7 @@ def round_up(nbytes: int, multiple: int = PAGE_BYTES) -> int:
 
 
 class HostMapping:
-    """One anonymous mapping: 2 MiB aligned, advised for huge pages, not inherited by ``fork``, untouched.
+    """One anonymous mapping: 2 MiB aligned, advised for huge pages, untouched; neither ``fork`` nor core files take it.
 
     Transfers from and to huge pages are about twice as fast as from scattered 4 KiB pages (a disk takes a limited
     number of memory segments at once). Whoever makes tensors over ``buffer`` must drop them before ``close``.
@@ -96,10 +96,3 @@ class HostMapping:
 
     def __repr__(self) -> str:
         return f"HostMapping({self.nbytes} bytes at {self.address:#x})"
-
-
-def crc32c_blocks(address: int, nbytes: int, block_bytes: int) -> Any:
-    """CRC-32C of each block of ``block_bytes`` (the last may be short), as a cffi ``uint32_t[]``. Releases the GIL."""
-    sums = ffi.new("uint32_t[]", max(1, -(-nbytes // block_bytes)))
-    lib.doff_crc32c_blocks(address, nbytes, block_bytes, sums)
-    return sums

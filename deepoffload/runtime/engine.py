@@ -20,6 +20,7 @@ from deepoffload.device import Device
 from deepoffload.errors import ConfigError, PlacementError, UsageError
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
+from deepoffload.io.swap_files import warn_of_shared
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.accelerator import Accelerator
 from deepoffload.memory.arena import Arena
@@ -114,6 +115,7 @@ class Engine:
         if not paths or not self.budgets.nvme_bytes:
             return
         aio = self.config.aio
+        warn_of_shared(paths)
         self._io = IoEngine(backend=aio.backend.value, queue_depth=aio.queue_depth, block_bytes=aio.block_bytes)
         rates = [measure_bandwidth(path, self._io) for path in paths]
         self._bandwidths = _together(rates)

@@ -324,3 +324,36 @@ def test_many_threads_submit_wait_and_cancel(backend, tmp_path):
             thread.join()
         file.close(30)
         assert problems == []
+
+
+def test_memory_that_is_not_there_is_an_error_of_its_request(backend, tmp_path):
+    """Unaligned, so that it is copied: by the kernel, which says EFAULT where our own copy would end the process."""
+    out = run(
+        """
+        import ctypes, mmap
+        libc = ctypes.CDLL(None, use_errno=True)
+        file = engine.open_file(directory + "/data", create=True)
+        file.grow(8 << 20)
+        engine.write(file, memory.address, 8 << 20, 0).wait(20)
+        gone = HostMapping(4 << 20); address = gone.address; gone.close()
+        holes = HostMapping(4 << 20)
+        assert libc.munmap(ctypes.c_void_p(holes.address + (1 << 20)), 1 << 20) == 0
+        closed = HostMapping(4 << 20)
+        assert libc.mprotect(ctypes.c_void_p(closed.address + (1 << 20)), 1 << 20, mmap.PROT_READ) == 0
+        for at, start in (
+            (address + 1, engine.write), (address + 1, engine.read),
+            (holes.address + 1, engine.write), (holes.address + 1, engine.read),
+            (closed.address + 1, engine.read), (1, engine.write), (4095, engine.read),
+        ):
+            try:
+                start(file, at, 3 << 20, 0).wait(20)
+            except IoFailure as failure:
+                print(errno.errorcode[failure.errno], 0 <= failure.offset < 3 << 20, "not mapped" in str(failure))
+        print(engine.write(file, closed.address + 1, 3 << 20, 4 << 20).result() == 3 << 20)
+        print(engine.read(file, memory.address + 1, 8 << 20, 0).result() == 8 << 20)
+        engine.close()
+        """,
+        backend,
+        tmp_path,
+    )
+    assert out.splitlines() == ["EFAULT True True"] * 7 + ["True"] * 2

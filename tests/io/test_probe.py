@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from dataclasses import replace
 
@@ -65,15 +66,71 @@ def test_a_measurement_is_quick_kept_and_leaves_nothing(make_engine, disk, cache
     assert measure_bandwidth(disk, engine, time_s=0.1, use_cache=False) != first
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"path": 1}', "null"])
-def test_a_damaged_cache_is_measured_again(make_engine, disk, cache, damage):
-    engine = make_engine()
-    first = measure_bandwidth(disk, engine, time_s=0.05)
-    (file,) = cache.iterdir()
-    file.write_text(damage)
-    again = measure_bandwidth(disk, engine, time_s=0.05)
-    assert again.measured_at_unix_s > first.measured_at_unix_s
-    assert json.loads(file.read_text())["path"] == str(disk)
+def test_what_cannot_be_ours_is_ignored_with_a_note(make_engine, disk, cache, tmp_path, caplog):
+    given = Bandwidth(str(disk), "pool", True, 1e9, 2e9, 1.5e9, time.time())
+    file = store_bandwidth(given)
+    good = file.read_text()
+
+    def with_value(name: str, value: str) -> str:
+        return json.dumps({**json.loads(good), name: "VALUE"}).replace('"VALUE"', value)
+
+    texts = ["", "{", "[]", "null", '{"path": 1}', "[" * 30_000, '{"a":' * 10_000, good[:-3], " " * (1 << 20) + good]
+    for name in ("read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s", "measured_at_unix_s"):
+        for value in ("NaN", "Infinity", "-Infinity", "1e999", "0", "-1", "true", '"9"', "[1]", "null", "9" * 5000):
+            texts.append(with_value(name, value))
+    texts += [with_value("path", '"/"'), with_value("backend", "1"), with_value("direct", "1"), with_value("more", "1")]
+    for text in texts:
+        file.write_text(text)
+        caplog.clear()
+        assert cached_bandwidth(disk, "pool") is None, text[:80]
+        assert str(file) in caplog.text and "ignored" in caplog.text, text[:80]
+    file.write_text(good)
+    assert cached_bandwidth(disk, "pool") == given
+
+    elsewhere = tmp_path / "elsewhere.json"
+    elsewhere.write_text(good)
+
+    def link() -> None:
+        file.unlink()
+        file.symlink_to(elsewhere)
+
+    def pipe() -> None:
+        file.unlink()
+        os.mkfifo(file)
+
+    def folder() -> None:
+        file.unlink()
+        file.mkdir()
+
+    for change in (link, pipe, folder, lambda: file.chmod(0o622)):
+        change()
+        caplog.clear()
+        assert cached_bandwidth(disk, "pool") is None
+        assert "ignored" in caplog.text
+        file.rmdir() if file.is_dir() else file.unlink()
+        file.write_text(good)
+        file.chmod(0o600)
+    if os.geteuid() == 0:  # only root can give a file away
+        os.chown(file, 12345, -1)
+        caplog.clear()
+        assert cached_bandwidth(disk, "pool") is None
+        assert "belongs to user id 12345" in caplog.text
+    file.write_text("{")
+    assert measure_bandwidth(disk, make_engine(backend="pool"), time_s=0.05).read_bytes_per_s > 0
+    assert cached_bandwidth(disk, "pool") is not None, "and what is measured takes its place"
+
+
+def test_the_folder_is_nobody_elses(disk, cache, tmp_path):
+    given = Bandwidth(str(disk), "pool", True, 1e9, 2e9, 1.5e9, time.time())
+    assert store_bandwidth(given) is not None
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    cache.chmod(0o777)
+    assert store_bandwidth(given) is not None
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    cache.rename(tmp_path / "moved")
+    cache.symlink_to(tmp_path / "moved")
+    before = sorted((tmp_path / "moved").iterdir())
+    assert store_bandwidth(given) is None and sorted((tmp_path / "moved").iterdir()) == before
 
 
 def test_an_old_measurement_is_taken_again(make_engine, disk, cache):

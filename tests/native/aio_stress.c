@@ -1,6 +1,6 @@
 /* Exercises the engine without Python, for the sanitizers (run_sanitizers.sh): threads that submit, wait, cancel,
  * promote, drop and check data, on each backend, with and without faults; then closing with work in flight. A third of
- * the requests begin and end inside blocks, in memory that direct I/O cannot take.
+ * the requests begin and end inside blocks, in memory that direct I/O cannot take; some keep checksums.
  *
  * The disk decides how long it takes: some 80000 chunks of 16 KiB, four at a time, each with the latency of a queue
  * that others keep full. Every wait has its limit, and a call that never returns ends the program with SIGALRM.
@@ -55,11 +55,11 @@ static doff_request* submit(const struct worker* worker, int operation, char* me
     unsigned flags = (aligned && seed % 3 ? DOFF_PADDED : 0) | (seed % 5 ? 0 : DOFF_URGENT);
     if (seed % 2) {
         request = doff_submit_one(worker->engine, operation, worker->file, (uint64_t)(uintptr_t)memory, nbytes, base,
-                                  flags, 30000);
+                                  flags, NULL, 30000);
         CHECK(request);
         return request;
     }
-    CHECK(doff_submit(worker->engine, operation, segments, 2, flags, 30000, &request) == 0);
+    CHECK(doff_submit(worker->engine, operation, segments, 2, flags, NULL, 30000, &request) == 0);
     return request;
 }
 
@@ -71,6 +71,27 @@ static void finish(doff_request* request) {
     CHECK(doff_request_result(request, &result) == 0 && result.error == 0);
     CHECK(doff_request_done(request) == 1);
     doff_request_release(request);
+}
+
+/* Two segments with checksums, which the caller forgets while requests use them. */
+static void write_and_read_summed(const struct worker* worker, char* memory, int64_t nbytes) {
+    int64_t base = (int64_t)worker->number * AREA_BYTES, half = nbytes / 2 / DOFF_PAGE * DOFF_PAGE;
+    const int64_t lengths[2] = {half, nbytes - half};
+    doff_sums* sums = doff_sums_new(worker->engine, lengths, 2);
+    CHECK(sums);
+    for (int operation = DOFF_WRITE; operation >= DOFF_READ; operation--) {
+        doff_request* request = NULL;
+        doff_segment segments[2];
+        for (int i = 0; i < 2; i++)
+            segments[i] = (doff_segment){.address = (uint64_t)(uintptr_t)memory + (uint64_t)(i * half),
+                                         .offset = base + i * half,
+                                         .nbytes = lengths[i],
+                                         .file = worker->file};
+        CHECK(doff_submit(worker->engine, operation, segments, 2, DOFF_PADDED, sums, 30000, &request) == 0);
+        if (operation == DOFF_READ)
+            doff_sums_release(sums);
+        finish(request);
+    }
 }
 
 static void* work(void* argument) {
@@ -94,6 +115,8 @@ static void* work(void* argument) {
         doff_request_release(dropped);
         finish(read);
         CHECK(!memcmp(from, to, (size_t)nbytes));
+        if (turn % 4 == 0)
+            write_and_read_summed(worker, out, nbytes);
     }
     return NULL;
 }
