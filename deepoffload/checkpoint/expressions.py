@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from deepoffload.errors import UnsupportedError
+from deepoffload.params.torch_private import TorchDispatchMode, tree_flatten, tree_map_only
 
 Opener = Callable[[], AbstractContextManager[Tensor]]
 """Gives the bytes of a source for as long as the context lasts."""

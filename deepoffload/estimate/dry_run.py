@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from deepoffload.errors import UsageError
+from deepoffload.params.torch_private import TorchDispatchMode, fake_tensors, tree_flatten, tree_map
 from deepoffload.runtime.compute_types import KEEP_TYPES, ComputeTypes
 
 LossOf = Callable[[Callable[..., Any]], Tensor]
@@ -105,7 +103,7 @@ def dry_run(
     Raises:
         UsageError: the model cannot run without data (it looks at values), or gives no loss.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensors():
         fakes = _Fakes(model, types)
         tracker = _Tracker(fakes, unit_of or {})
         with tracker.hooked(windows), tracker:

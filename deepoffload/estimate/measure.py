@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
 from deepoffload import machine as limits
 from deepoffload.estimate.dry_run import DryRun, Op, Shape
@@ -26,6 +25,7 @@ from deepoffload.io.ticket import Ticket
 from deepoffload.native import cpu_adam
 from deepoffload.native.aio import HostMapping
 from deepoffload.native.cpu_adam import AdamHyper, DType, Segment, StateLayout
+from deepoffload.params.torch_private import tree_flatten, tree_map
 
 STREAM_NUMEL = 1 << 24
 """Elements of the update that is timed: 470 MB are touched, more than any cache holds."""

@@ -18,7 +18,7 @@ from deepoffload.native.cpu_adam import AdamHyper, StateDType, StateLayout
 from deepoffload.optim.rule import Job
 from deepoffload.optim.state import array_offset, lead_offset
 from deepoffload.params.layout import PieceSegment
-from deepoffload.params.torch_private import bare, get_grad
+from deepoffload.params.torch_private import bare, fused_adam, fused_adamw, get_grad
 from deepoffload.params.unit import IN_BLOCK, ParamHandle, StatePiece
 
 
@@ -54,7 +54,7 @@ def _run_segment(
     master, write_back = _master(memory, piece, part, handle, weight)
     hyper: AdamHyper = job.hyper
     step = torch.full((), float(hyper.step), dtype=torch.float32, device=memory.device)
-    fused = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
+    fused = fused_adamw if hyper.decoupled else fused_adam
     fused(
         [master],
         [grad],

@@ -27,7 +27,15 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedGradient, show_stand_in
 from deepoffload.params.reference_counts import LONE
 from deepoffload.params.slot import make_stand_in
-from deepoffload.params.torch_private import bare, call_when_accumulated, get_data, get_grad, set_data, set_grad
+from deepoffload.params.torch_private import (
+    bare,
+    call_when_accumulated,
+    get_data,
+    get_grad,
+    make_subclass,
+    set_data,
+    set_grad,
+)
 from deepoffload.params.unit import IN_BLOCK, GradientOwner, GradientSlot, GradientState, ParamHandle
 from deepoffload.schedule.placement import Kind
 from deepoffload.timeline import Lane
@@ -234,7 +242,7 @@ class Gradients:
             if slot.shown is None:
                 with bare():
                     stand_in = make_stand_in(slot.shape, slot.dtype, slot.device)
-                    shown = Tensor._make_subclass(OffloadedGradient, stand_in)  # no view, as autograd's own is none
+                    shown = make_subclass(OffloadedGradient, stand_in)  # no view, as autograd's own is none
                 show_stand_in(shown, slot, OffloadedGradient)
                 slot.show(shown)
                 return shown

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deepoffload.optim.ordinary import import_state
+from deepoffload.params.torch_private import optimizer_hooks
 from deepoffload.params.unit import ParamHandle
 
 Group = dict[str, Any]
@@ -25,7 +26,7 @@ _OWN_SETTINGS = ("state_dtype", "master_weights")
 
 def pack(optimizer: Any, state: Mapping[Any, Any], export_group: Callable[[Group], Group]) -> dict[str, Any]:
     """``state`` and the optimizer's groups with numbers for parameters; torch's hooks are called."""
-    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+    for hook in optimizer_hooks(optimizer, "state_dict_pre"):
         hook(optimizer)
     numbers: dict[int, int] = {}
     groups = []
@@ -38,7 +39,7 @@ def pack(optimizer: Any, state: Mapping[Any, Any], export_group: Callable[[Group
         "state": {numbers[id(key)] if isinstance(key, Tensor) else key: value for key, value in state.items()},
         "param_groups": groups,
     }
-    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+    for hook in optimizer_hooks(optimizer, "state_dict_post"):
         changed = hook(optimizer, packed)
         packed = packed if changed is None else changed
     return packed
@@ -53,7 +54,7 @@ def load_into(
 ) -> None:
     """Check all of ``state_dict``, then hand it to ``optimizer.__setstate__``."""
     loaded = dict(state_dict)
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+    for hook in optimizer_hooks(optimizer, "load_state_dict_pre"):
         changed = hook(optimizer, loaded)
         loaded = loaded if changed is None else changed
     groups = _groups(optimizer.param_groups, loaded["param_groups"], import_group)
@@ -70,7 +71,7 @@ def load_into(
         param, group = params[number]
         state[param] = _entry(number, entry, param, arrays_of(group))
     optimizer.__setstate__({"state": state, "param_groups": groups})
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+    for hook in optimizer_hooks(optimizer, "load_state_dict_post"):
         hook(optimizer)
 
 

@@ -18,7 +18,8 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as _registry
+
+from deepoffload.params.torch_private import forward_hooks_of_all, forward_pre_hooks_of_all
 
 _TELLING_NAMES = frozenset(
     "data grad zero_grad numpy data_ptr untyped_storage storage _typed_storage set_ __array__ asarray dlpack "
@@ -46,7 +47,7 @@ def may_cast(module: nn.Module) -> bool:
 
 def hooks_of(module: nn.Module) -> tuple[int, ...]:
     """What changes when forward hooks, or a forward of its own, are put on a module or below it."""
-    ids: list[int] = [*_registry._global_forward_pre_hooks, *_registry._global_forward_hooks]
+    ids: list[int] = [*forward_pre_hooks_of_all, *forward_hooks_of_all]
     for child in module.modules():
         ids += child._forward_pre_hooks
         ids += child._forward_hooks
@@ -56,8 +57,8 @@ def hooks_of(module: nn.Module) -> tuple[int, ...]:
 
 def _run_by(module: nn.Module) -> Iterator[Any]:
     """The classes, hooks and callable attributes of all modules at and below ``module``."""
-    yield from _registry._global_forward_pre_hooks.values()
-    yield from _registry._global_forward_hooks.values()
+    yield from forward_pre_hooks_of_all.values()
+    yield from forward_hooks_of_all.values()
     yield from {type(child) for child in module.modules()}
     for child in module.modules():
         yield from child._forward_pre_hooks.values()

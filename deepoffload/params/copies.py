@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as _registry
 
-from deepoffload.params.torch_private import bare, get_data
+from deepoffload.params.torch_private import bare, get_data, parameter_registration_hooks
 
 _NEAR = 32
 """How far back in ``copy.deepcopy``'s memo the module is looked for whose parameter is copied."""
@@ -34,7 +33,7 @@ def page_in_context(copy: nn.Parameter, name: str, memo: dict[int, Any]) -> None
     Args:
         memo: that of ``deepcopy``. It knows the modules of the copy, whose registration torch does not tell.
     """
-    for hook in list(_registry._global_parameter_registration_hooks.values()):
+    for hook in list(parameter_registration_hooks.values()):
         taker = getattr(getattr(hook, "__self__", None), "take_copy", None)
         if taker is not None:
             whole = next((made for made in memo.values() if isinstance(made, nn.Module)), None)

@@ -19,7 +19,7 @@ from deepoffload.errors import UnsupportedError
 from deepoffload.params.mapped import MappedCopies, MappedCopy
 from deepoffload.params.metadata import METADATA
 from deepoffload.params.slot import make_stand_in
-from deepoffload.params.torch_private import bare, door_caller, no_torch_function, set_data
+from deepoffload.params.torch_private import PARAMETER_NEW, bare, door_caller, no_torch_function, set_data
 from deepoffload.params.unit import ParamHandle
 
 _GRAPHLESS = frozenset({"copy_", "equal", "clone"})
@@ -246,7 +246,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
 
 def _detach(func: Any, args: Any, kwargs: Any) -> Tensor:
     value = args[0]
-    if door_caller() is not nn.Parameter.__new__.__code__:
+    if door_caller() is not PARAMETER_NEW:
         return _value(value._source, value._view)
     # nn.Parameter(value), as load_state_dict(assign=True) makes it: a paged parameter of its own. Parameter.__new__
     # insists on the class of its argument, until it sets _is_param.

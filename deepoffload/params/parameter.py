@@ -23,12 +23,16 @@ from deepoffload.params.metadata import LAYOUT, METADATA
 from deepoffload.params.new_data import set_new_data
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import (
+    MODULE_APPLY,
+    MODULE_SAVE,
+    PARAMETER_NEW,
     door_caller,
     get_data,
     no_torch_function,
     refuse_tracing,
     set_data,
     set_grad,
+    unscale_and_check,
     version_of,
 )
 from deepoffload.params.unit import ParamHandle
@@ -119,7 +123,7 @@ def through_the_door(func: Callable[..., Any], types: Iterable[type], args: Any,
         with no_torch_function():
             return func(*args, **kwargs)
     name = getattr(func, "__name__", "")
-    if name.startswith(("_foreach_", "_fused_")) or func is torch._amp_foreach_non_finite_check_and_unscale_:
+    if name.startswith(("_foreach_", "_fused_")) or func is unscale_and_check:
         return _one_by_one(func, args, kwargs)
     return _paged_call(func, name, types, args, kwargs)
 
@@ -176,7 +180,7 @@ def _of_moved_model(tensor: Any, result: Any) -> Any:
     slot = tensor._slot
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is nn.Module._apply.__code__:
+        if frame.f_code is MODULE_APPLY:
             building = isinstance(slot, ParamHandle) and slot.unit is None and slot.pager.closed_because is None
             if building and result.device == slot.pager.memory.device:
                 return tensor if result.dtype is tensor.dtype else result.to(tensor.device)
@@ -340,10 +344,10 @@ def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     caller = door_caller()
-    if caller is nn.Module._save_to_state_dict.__code__ and type(args[0]) is OffloadedParameter:
+    if caller is MODULE_SAVE and type(args[0]) is OffloadedParameter:
         if args[0]._slot.unit is not None and args[0]._slot.pager.closed_because is None:
             return lazy_weight(args[0])
-    if caller is nn.Parameter.__new__.__code__:
+    if caller is PARAMETER_NEW:
         # nn.Parameter(paged) insists on getting its own class back: give it a new parameter of that class.
         return _new_parameter_like(args[0])
     return _paged_call(func, "detach", (), args, kwargs)

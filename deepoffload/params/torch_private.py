@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.utils import _python_dispatch
+from torch.nn.modules import module as _modules
+from torch.utils import _python_dispatch, _pytree
 from torch.utils.hooks import RemovableHandle
 
 from deepoffload.errors import UnsupportedError
@@ -55,6 +56,24 @@ _PROXY = _need(_need(torch._C, "_TorchDispatchModeKey"), "PROXY")
 _current_node = _need(torch._C, "_current_autograd_node")
 _len_dispatch_stack = _need(torch._C, "_len_torch_dispatch_stack")
 _len_function_stack = _need(torch._C, "_len_torch_function_stack")
+
+fused_adam: Callable[..., None] = _need(torch, "_fused_adam_")
+fused_adamw: Callable[..., None] = _need(torch, "_fused_adamw_")
+unscale_and_check: Callable[..., None] = _need(torch, "_amp_foreach_non_finite_check_and_unscale_")
+make_subclass: Callable[[type, Tensor], Any] = _need(Tensor, "_make_subclass")
+active_ddp_module: Callable[[], Any] = _need(nn.parallel.DistributedDataParallel, "_get_active_ddp_module")
+parameter_registration_hooks: Mapping[int, Any] = _need(_modules, "_global_parameter_registration_hooks")
+forward_pre_hooks_of_all: Mapping[int, Any] = _need(_modules, "_global_forward_pre_hooks")
+forward_hooks_of_all: Mapping[int, Any] = _need(_modules, "_global_forward_hooks")
+TorchDispatchMode: Any = _need(_python_dispatch, "TorchDispatchMode")
+tree_flatten = _pytree.tree_flatten
+tree_map = _pytree.tree_map
+tree_map_only = _pytree.tree_map_only
+
+MODULE_APPLY: CodeType = _need(nn.Module, "_apply").__code__
+"""What ``model.to(...)``, ``model.half()`` and the like run for each parameter."""
+MODULE_SAVE: CodeType = _need(nn.Module, "_save_to_state_dict").__code__
+PARAMETER_NEW: CodeType = nn.Parameter.__new__.__code__
 
 _base: Any = torch._C.TensorBase
 _data = _base.data
@@ -206,6 +225,18 @@ def _unasked(function: Any, *, needed: bool) -> Any:
 autograd_grad = _unasked(torch.autograd.grad, needed=True)
 autograd_backward = _unasked(torch.autograd.backward, needed=False)  # torch 2.8 does not check there
 make_grads = _need(torch.autograd, "_make_grads")
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer, what: str) -> list[Callable[..., Any]]:
+    """The hooks of an optimizer around ``what``: ``state_dict_pre``, ``load_state_dict_post`` and so on."""
+    return list(_need(optimizer, f"_optimizer_{what}_hooks").values())
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Operations have shapes and no bytes inside. Imported when it is used: it takes a quarter of a second."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def in_functorch() -> bool:

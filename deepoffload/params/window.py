@@ -27,6 +27,7 @@ from deepoffload.params.membership import Membership
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter
 from deepoffload.params.torch_private import (
+    active_ddp_module,
     get_unwrapped,
     in_backward,
     in_functorch,
@@ -441,7 +442,7 @@ leave_to_python(_Hook.__call__)
 
 
 def _refuse_wrappers() -> None:
-    if nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
+    if active_ddp_module() is not None:
         raise UnsupportedError(
             "DistributedDataParallel around a paged model would not average gradients: use the model without it"
         )

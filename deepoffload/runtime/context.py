@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
 from deepoffload.config import Config, parse_config
 from deepoffload.errors import UsageError
+from deepoffload.params.torch_private import parameter_registration_hooks
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.construct import ConstructionHooks
 from deepoffload.runtime.engine import Engine
@@ -75,8 +75,8 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
 
 
 def _inside_another() -> bool:
-    hooks = torch.nn.modules.module._global_parameter_registration_hooks
-    return any(isinstance(getattr(hook, "__self__", None), ConstructionHooks) for hook in hooks.values())
+    hooks = parameter_registration_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), ConstructionHooks) for hook in hooks)
 
 
 def engine_of(model: nn.Module) -> Engine:

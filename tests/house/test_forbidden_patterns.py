@@ -21,6 +21,9 @@ FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 80
 PRINTING_PARTS = ("cli", "report", "estimate")
 """Parts of the package whose job is to print."""
+TORCH_PRIVATE = ROOT / "deepoffload" / "params" / "torch_private.py"
+FOREACH = "_foreach_"
+"""torch's documentation names these functions, though with an underscore."""
 
 
 def statements(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -125,6 +128,20 @@ def long_functions(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{node.name} has {lines} lines, more than {FUNCTION_LINES_MAX}"
 
 
+def private_names_of_torch(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """``torch._x``, ``nn.Module._x`` and the like, and imports of private names or modules of torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr) and not node.attr.endswith("__"):
+            if root_name(node) in ("torch", "nn", "distributed") and not node.attr.startswith(FOREACH):
+                yield node.lineno, ast.unparse(node)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            if any(name.startswith("_") for name in names):
+                yield node.lineno, ast.unparse(node)
+        if isinstance(node, ast.Attribute) and node.attr == "__code__" and root_name(node) in ("torch", "nn"):
+            yield node.lineno, ast.unparse(node)
+
+
 Rule = Callable[[ast.Module], Iterator[tuple[int, str]]]
 EVERYWHERE: tuple[Rule, ...] = (stubs, swallowed_exceptions, changes_to_torch, global_statements)
 RULES: tuple[tuple[Rule, list[Path]], ...] = (
@@ -133,6 +150,7 @@ RULES: tuple[tuple[Rule, list[Path]], ...] = (
     (asserts_that_act, [*PACKAGE, *OTHERS]),
     (prints, [path for path in PACKAGE if path.relative_to(ROOT).parts[1] not in PRINTING_PARTS]),
     (mocks, [*PACKAGE, *TESTS]),
+    (private_names_of_torch, [path for path in PACKAGE if path != TORCH_PRIVATE]),
     (long_functions, [*PACKAGE, *OTHERS]),
 )
 
@@ -160,6 +178,9 @@ def test_pattern_is_absent(rule, paths):
         (stubs, "def f():\n    raise NotImplementedError"),
         (prints, "print(1)"),
         (mocks, "from unittest import mock"),
+        (private_names_of_torch, "torch._C._storage_Use_Count(1)"),
+        (private_names_of_torch, "from torch.utils._pytree import tree_map"),
+        (private_names_of_torch, "code = nn.Module.forward.__code__"),
         (long_functions, "def f():\n" + "    x = 1\n" * (FUNCTION_LINES_MAX + 1)),
     ],
 )
