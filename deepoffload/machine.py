@@ -1,6 +1,6 @@
 """What this process may use of the machine: memory, cores and disk.
 
-``Machine`` is a value: whoever decides something from it takes it as an argument, and only :func:`measure` looks. A
+``Machine`` is a value: a function that decides by it takes it as an argument, and only :func:`measure` looks. A
 container's limits count, not the host's: cgroup v2 (https://docs.kernel.org/admin-guide/cgroup-v2.html, "Memory" and
 "CPU") and v1 (https://docs.kernel.org/admin-guide/cgroup-v1/memory.html).
 """

@@ -33,7 +33,7 @@ def num_parameters(shape: Shape, seq: int) -> int:
 
 
 class GPT(nn.Module):
-    """A decoder. Its values are to be set by :func:`fill`.
+    """A decoder. :func:`fill` sets its values.
 
     Args:
         seq: the longest sequence, in tokens.
@@ -59,7 +59,7 @@ class GPT(nn.Module):
 def fill(
     model: GPT, *, seed: int = 0, gathered: Callable[[nn.Parameter], AbstractContextManager[object]] = nullcontext
 ) -> None:
-    """GPT-2's initial values, all of which bf16 can hold: whoever rounds them, and whenever, starts from the same.
+    """GPT-2's initial values, all of which bf16 can hold, so that every contender starts from the same values.
 
     Args:
         gathered: entered while a parameter is written.

@@ -1,4 +1,4 @@
-"""What the disk gives to whoever asks best: reads and writes at once, in the same round as the training steps."""
+"""What the disk gives to the best tool: reads and writes at once, in the same round as the training steps."""
 
 from __future__ import annotations
 

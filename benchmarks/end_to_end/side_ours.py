@@ -47,7 +47,7 @@ class Ours:
 
     def finish(self) -> None:
         for param in self.model.parameters():
-            param.detach().flatten()[0].item()  # whoever reads a weight sees the finished step
+            param.detach().flatten()[0].item()  # a read of a weight sees the finished step
 
     def stats(self) -> dict[str, float]:
         return self.engine.stats()

@@ -89,7 +89,7 @@ struct doff_engine {
     pthread_t submitter;
     int lost_errno; /* a backend no longer reports what is in flight, because of this */
     bool stop, closed, kicked, pumping, has_side_pool, all_buffered_aside;
-    bool ended;          /* requests have, and whoever waits for them was not woken yet */
+    bool ended;          /* requests have, and their waiter has not been woken yet */
     unsigned references; /* 1 for the handle + requests not released */
     uint32_t queue_depth, block_bytes, pending_max;
     struct doff_backend backend, side_pool;
@@ -111,7 +111,7 @@ void doff_request_enqueue(doff_engine* engine, struct doff_request* request);
 void doff_request_dequeue(doff_engine* engine, struct doff_request* request);
 void doff_request_settle(doff_engine* engine, struct doff_request* request);
 void doff_request_fail(doff_engine* engine, struct doff_request* request, int error, const struct doff_op* op);
-/* Whether a chunk would go out now; top_up: whoever asks is awake anyway and fills the queue to its depth. */
+/* Whether a chunk would go out now; top_up: the caller is awake anyway and fills the queue to its depth. */
 bool doff_lane_open(const doff_engine* engine, const struct doff_lane* lane, bool top_up);
 struct doff_op* doff_op_pick(doff_engine* engine, struct doff_lane* lane, bool top_up);
 void doff_op_done(doff_engine* engine, struct doff_op* op, int64_t result);

@@ -1,6 +1,6 @@
 /* Sending chunks: the submit thread, and what happens when a backend reports completions.
  *
- * Whoever finds that chunks can be sent calls pump(): the submit thread after doff_submit, and the thread that reported
+ * A thread that finds chunks to send calls pump(): the submit thread after doff_submit, and the thread that reported
  * a completion (it is awake anyway, so a steady stream costs one thread switch per completion, not two). One pumps at a
  * time; the others leave, because the one inside looks again before it goes.
  *

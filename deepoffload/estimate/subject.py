@@ -1,4 +1,4 @@
-"""What is to be estimated: a live module, a transformers configuration, or numbers; always a module to plan on."""
+"""What an estimate is about: a live module, a transformers configuration, or numbers; always a module to plan on."""
 
 from __future__ import annotations
 

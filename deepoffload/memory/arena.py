@@ -158,7 +158,7 @@ class Arena(Ranges):
         self._before_release.append(call)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Writable bytes of a range; whoever holds the view keeps the mapping alive."""
+        """Writable bytes of a range; the view keeps the mapping alive."""
         return memoryview(self.buffer)[offset : offset + nbytes]
 
     def close(self) -> None:

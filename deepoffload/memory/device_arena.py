@@ -1,7 +1,7 @@
 """The memory of a device that deepoffload manages: one tensor of exactly the budget, and who may write where and when.
 
 A range is given back by the host while the device may still be reading it. What was launched until then is told by
-events; whoever gets the range next has the device wait for these, never the host.
+events; the next user of the range has the device wait for these, never the host.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ class DeviceMemory:
         self.transfers.launched(Lane.TO_DEVICE, copy.ready, block, block.nbytes)
 
     def _copy_out(self, copy: _Copy) -> None:
-        """Start taking what the program wrote to the host. Whoever then uses the host's bytes waits for it."""
+        """Start taking what the program wrote to the host. The next use of the host's bytes waits for it."""
         block, stream = copy.block, self.accelerator.copy_out
         copy.dirty = False  # it is not asked for again while it is on its way
         try:

@@ -28,7 +28,7 @@ class _Launched:
 class DeviceTransfers:
     """Every copy in flight, the oldest first. Guarded by the tier manager's lock.
 
-    No thread of its own: the end of a copy is noticed by whoever asks next.
+    No thread of its own: the next caller notices the end of a copy.
 
     Attributes:
         in_bytes, out_bytes: bytes copied to the device and from it so far.

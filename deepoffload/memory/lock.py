@@ -103,7 +103,7 @@ SHIELD = InterruptShield()
 class BooksLock(_RLock):  # type: ignore[misc]
     """A re-entrant lock inside which the main thread is not interrupted by Ctrl-C.
 
-    Taking it is Python's own lock and nothing else (whoever handles an interrupt asks who has it), since every event of
+    Taking it is Python's own lock and nothing else (the interrupt handler asks who has it), since every event of
     a model takes it several times.
     """
 
@@ -124,7 +124,7 @@ class BooksLock(_RLock):  # type: ignore[misc]
         return bool(self._is_owned())
 
     def acquire_idle(self) -> bool:
-        """Take the lock if nobody has it, this thread included. Whoever got it calls :meth:`release`.
+        """Take the lock if nobody has it, this thread included. The caller that gets it calls :meth:`release`.
 
         For finalizers, which may run in the middle of anything, also of what the lock guards.
         """

@@ -4,7 +4,7 @@ The arena is the budget: a block is resident only while it has a range there, so
 that somebody leases, or whose memory somebody still refers to, stays. Everything else is evicted when room is needed,
 farthest next use first (Belady's choice, on the order that the caller's ``next_use`` knows).
 
-No thread of its own: transfers run in the I/O engine's native threads, and whoever calls in here also collects what has
+No thread of its own: transfers run in the I/O engine's native threads, and each call in here also collects what has
 completed. One re-entrant lock guards all of it; completions never need that lock, so waiting under it cannot deadlock.
 """
 
@@ -389,7 +389,7 @@ class TierManager:
 
     def _may_move(self, block: Block) -> bool:
         """A block can move while nobody refers to its memory: between two operations of one thread a lease is no
-        obstacle, since whoever leases takes addresses only when all its blocks are there."""
+        obstacle, since a lease's holder takes addresses only when all its blocks are there."""
         if block.state not in (BlockState.CLEAN, BlockState.DIRTY) or (block.leases and len(self._threads) > 1):
             return False
         owner = shower(block)

@@ -32,7 +32,7 @@ class HostMapping:
     """One anonymous mapping: 2 MiB aligned, advised for huge pages, untouched; neither ``fork`` nor core files take it.
 
     Transfers from and to huge pages are about twice as fast as from scattered 4 KiB pages (a disk takes a limited
-    number of memory segments at once). Whoever makes tensors over ``buffer`` must drop them before ``close``.
+    number of memory segments at once). Drop all tensors over ``buffer`` before ``close``.
 
     Args:
         nbytes: Size; rounded up to whole 4 KiB pages (``nbytes`` then says the rounded size).

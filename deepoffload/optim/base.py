@@ -191,7 +191,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             UsageError: another optimizer has taken over a paged parameter.
             ValueError: a setting of a group is out of range. Nothing has been changed in any of these.
             IoFailure: a transfer failed on the way. What was not updated yet will be when it is used next, or by
-                another call of ``step()``, which goes on with this step and makes no second one of the same gradients.
+                another call of ``step()``, which resumes this step and makes no second one of the same gradients.
         """
         loss = None
         if closure is not None:
@@ -237,7 +237,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def _enter_step(self, work: _Work, pagers: list[Pager], grad_factor: float, *, whole: bool) -> list[HostUpdate]:
         """From here on the step happens: it counts, ordinary parameters make it, and every unit has it to make.
 
-        ``whole``: of all gradients, so that a failure is gone on with by the next :meth:`step`.
+        ``whole``: of all gradients, so that the next :meth:`step` resumes after a failure.
         """
         updates = []
         for pager in pagers:

@@ -1,4 +1,4 @@
-"""Updates inside backward (``step_overlap="in_backward"``): a unit makes its step as soon as its last gradient landed.
+"""Updates inside backward (``step_overlap="in_backward"``): a unit is updated as soon as its last gradient has landed.
 
 Gradients then wait for nothing and take no memory beyond their unit's. The price: what must see all gradients first
 (clipping, skipping a step, a second backward into the same step) is refused.
@@ -64,7 +64,7 @@ class EarlyUpdates:
             )
 
     def landed(self, handle: ParamHandle) -> None:
-        """A gradient has landed; if it was its unit's last one, the unit makes its step now."""
+        """A gradient has landed; if it was its unit's last one, the unit is updated now."""
         unit = handle.unit
         if self.paused or unit is None or handle not in self._owners:
             return

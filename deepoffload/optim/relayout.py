@@ -1,4 +1,4 @@
-"""Pieces of optimizer state that an optimizer needs in another format: laid out anew, with what they hold.
+"""Pieces of optimizer state that an optimizer needs in another format: laid out again, with what they hold.
 
 Pieces are planned when the model is built, for two fp32 arrays. The first step of an optimizer with other needs (8-bit
 or bf16 moments, amsgrad's third array, Lion's single one) comes here once.

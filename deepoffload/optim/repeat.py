@@ -1,4 +1,4 @@
-"""The step of an optimizer of ordinary parameters, made again without looking everything up anew.
+"""The step of an optimizer of ordinary parameters, repeated without looking everything up again.
 
 Between two steps of a training loop nothing changes but values, most of the time. A plan keeps what the last step has
 found out: where weights and states lie, which layout and settings they have. It is checked against what is there now,

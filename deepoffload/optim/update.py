@@ -83,7 +83,7 @@ class HostUpdate:
 
         A unit whose weights or gradients the program has views of is never deferred: it would see old values through
         them. Nor is any where everything stays in memory: there is nothing to overlap with then. Raises what the
-        transfers raise; :meth:`Pager.catch_up_all` goes on with the rest then.
+        transfers raise; :meth:`Pager.catch_up_all` resumes with the rest then.
         """
         with self.pager.lock:
             defer = defer and not self.memory.all_stay()

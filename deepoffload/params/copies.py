@@ -27,7 +27,7 @@ def plain_copy(param: Any) -> nn.Parameter:
 
 def page_in_context(copy: nn.Parameter, name: str, memo: dict[int, Any]) -> None:
     """``copy.deepcopy`` of a paged model while an ``offload_context`` is open: the copy is paged, too (a teacher, the
-    clones that ``nn.TransformerEncoder`` makes of its layer). Whoever has registration hooks on then is asked, by the
+    clones that ``nn.TransformerEncoder`` makes of its layer). The owner of registration hooks is asked, by the
     method ``take_copy``: torch calls the hooks for no copy.
 
     Args:

@@ -1,7 +1,7 @@
 """What is registered below a module, remembered without keeping it alive, and cheap to compare.
 
-Parameters and modules arrive after a model was built (adapters, ``load_state_dict(assign=True)``, a new head); whoever
-has hooks on a module asks at its next call whether anything has changed.
+Parameters and modules arrive after a model was built (adapters, ``load_state_dict(assign=True)``, a new head);
+hooks on a module ask at its next call whether anything has changed.
 """
 
 from __future__ import annotations

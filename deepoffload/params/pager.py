@@ -285,7 +285,7 @@ class Pager:
                 self.prefetcher.end_of_step()
 
     def rests(self) -> bool:
-        """True when nothing is to be learnt from an event, because nothing will ever be moved."""
+        """True when an event teaches nothing, because nothing ever moves."""
         return self.memory.all_stay() and self.tiers.timeline is None and not self._deaths and not self.evict_always
 
     def _event(self, key: tuple[object, ...], blocks: tuple[int, ...]) -> None:

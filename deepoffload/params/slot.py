@@ -72,7 +72,7 @@ class TensorSlot:
     """A paged tensor's place. ``block`` and ``byte_offset`` say where, ``dtype``, ``shape`` and ``stride`` how; the
     tensor is on ``device``.
 
-    The tensor object is held weakly: whoever owns it (the module, the user) decides how long it lives.
+    The tensor object is held weakly: its owner (the module, the user) decides how long it lives.
 
     Attributes:
         storage: what the tensor object shows the bytes by, None while it shows the stand-in.

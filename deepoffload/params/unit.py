@@ -148,7 +148,7 @@ class ParamHandle(TensorSlot):
         self.rewritten()
 
     def rewritten(self) -> None:
-        """The resident bytes are not what the program was handed, but nor has the program changed them."""
+        """The resident bytes are not what the program was handed, and the program has not changed them."""
         if self.escape_crc is not None:
             self.escape_crc = self.crc() if self.aliased() else None
 

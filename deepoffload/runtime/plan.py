@@ -47,7 +47,7 @@ STATE_FIELDS = {
 
 def state_format(config: Config) -> StateFormat:
     """What optimizer state is planned with: the format that the configuration's optimizer needs, or two fp32 arrays
-    where it names none. Pieces of another format are laid out anew in the first step."""
+    where it names none. The first step lays pieces of another format out again."""
     said = config.optimizer
     if said is None:
         return PLAIN_FORMAT

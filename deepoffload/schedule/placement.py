@@ -163,7 +163,7 @@ def _memory_message(placement: Placement, total_bytes: int, has_nvme: bool) -> s
 
 
 class _Problem:
-    """What is to be placed, with everything that does not depend on the budget worked out once."""
+    """The blocks to place, with everything that does not depend on the budget worked out once."""
 
     def __init__(
         self,

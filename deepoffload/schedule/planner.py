@@ -2,7 +2,7 @@
 
 Evicting the block whose next use lies farthest ahead is optimal for blocks of one size (Belady, "A study of replacement
 algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966); least-recently-used never hits in a cyclic
-order that is longer than the memory. All functions are pure; whoever calls them carries the moves out.
+order that is longer than the memory. All functions are pure; their callers carry the moves out.
 """
 
 from __future__ import annotations

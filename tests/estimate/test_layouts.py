@@ -1,4 +1,4 @@
-"""Optimizer state is planned in the layout that it will have: nothing is laid out anew when training begins."""
+"""Optimizer state is planned in the layout that it will have: nothing is laid out again when training begins."""
 
 from __future__ import annotations
 

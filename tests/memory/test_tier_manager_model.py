@@ -240,7 +240,7 @@ class TierManagerMachine(RuleBasedStateMachine):
         entry.content = None
         if entry.owner is not None:
             self.seen.limbo += entry.owner.references > 0
-            replacement = Owner()  # what was shown is the old owner's; the block is shown anew
+            replacement = Owner()  # what was shown is the old owner's; the block is shown again
             entry.block.owner = entry.owner = replacement
 
     @rule(which=PICKS)

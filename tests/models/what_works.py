@@ -54,7 +54,7 @@ _OTHERWISE = """
   gradients in 16 bits; ours casts again and adds in 32, and a step inside the block is seen by the next forward. One
   forward per block, or `cache_enabled=False`, is the same bit for bit.
 - A weight's cast under `torch.autocast` is made again for backward: an edit of the weight in between raises "modified
-  by an inplace operation", where plain PyTorch goes on with the old cast. So does an edit of a weight under
+  by an inplace operation", where plain PyTorch continues with the old cast. So does an edit of a weight under
   `torch.autograd.graph.allow_mutation_on_saved_tensors`.
 - `copy.deepcopy` of a paged model is an ordinary model, outside of every budget, unless an `offload_context` is open:
   then the copy is paged, too (a teacher). `deepoffload.initialize` pages a copy afterwards.

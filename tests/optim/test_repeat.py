@@ -49,13 +49,13 @@ def assert_equal(a: Any, b: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", (*VARIANTS, *STORED), ids=str)
 def test_a_repeated_step_has_the_same_bits(kind: Kind, dtype: torch.dtype) -> None:
-    repeated, anew = kind.ours(parameters(dtype)), kind.ours(parameters(dtype))
+    repeated, fresh = kind.ours(parameters(dtype)), kind.ours(parameters(dtype))
     for seed in range(5):
         step(repeated, seed)
-        forget(anew)
-        step(anew, seed)
+        forget(fresh)
+        step(fresh, seed)
         assert repeated._plan is not None
-    assert_equal(everything(repeated), everything(anew))
+    assert_equal(everything(repeated), everything(fresh))
 
 
 def _new_data(optimizer: Any) -> None:
@@ -171,26 +171,26 @@ EVENTS: tuple[Callable[[Any], None], ...] = (
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_what_the_program_changes_is_noticed(kind: Kind, dtype: torch.dtype, event: Callable[[Any], None]) -> None:
-    repeated, anew = kind.ours(parameters(dtype)), kind.ours(parameters(dtype))
-    for optimizer in (repeated, anew):
+    repeated, fresh = kind.ours(parameters(dtype)), kind.ours(parameters(dtype))
+    for optimizer in (repeated, fresh):
         for seed in range(6):
             if seed in (2, 4):
                 event(optimizer)
-            if optimizer is anew:
+            if optimizer is fresh:
                 forget(optimizer)
             step(optimizer, seed)
-    assert_equal(everything(repeated), everything(anew))
+    assert_equal(everything(repeated), everything(fresh))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_gradients_that_come_and_go(kind: Kind) -> None:
-    repeated, anew = kind.ours(parameters()), kind.ours(parameters())
-    for optimizer in (repeated, anew):
+    repeated, fresh = kind.ours(parameters()), kind.ours(parameters())
+    for optimizer in (repeated, fresh):
         for seed, only in enumerate((slice(None), slice(1, 3), slice(1, 3), slice(0, 2), slice(0, 0), slice(None))):
-            if optimizer is anew:
+            if optimizer is fresh:
                 forget(optimizer)
             step(optimizer, seed, only)
-    assert_equal(everything(repeated), everything(anew))
+    assert_equal(everything(repeated), everything(fresh))
 
 
 def _strided(grad: Tensor) -> Tensor:
@@ -207,17 +207,17 @@ def _negative(grad: Tensor) -> Tensor:
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_gradients_of_other_forms(change: Callable[[Tensor], Tensor], max_grad_norm: float | None) -> None:
     repeated = deepoffload.CPUAdamW(parameters()[:2], max_grad_norm=max_grad_norm)
-    anew = deepoffload.CPUAdamW(parameters()[:2], max_grad_norm=max_grad_norm)
+    fresh = deepoffload.CPUAdamW(parameters()[:2], max_grad_norm=max_grad_norm)
     for seed in range(4):
-        for optimizer in (repeated, anew):
+        for optimizer in (repeated, fresh):
             for param in optimizer.param_groups[0]["params"]:
                 grad = gradient(param, seed)
                 param.grad = change(grad) if optimizer is repeated and seed == 2 else grad
-        forget(anew)
+        forget(fresh)
         repeated.step()
-        anew.step()
-        assert repeated.grad_norm == anew.grad_norm
-    assert_equal(everything(repeated), everything(anew))
+        fresh.step()
+        assert repeated.grad_norm == fresh.grad_norm
+    assert_equal(everything(repeated), everything(fresh))
 
 
 def test_a_repeated_step_is_checked_as_the_first() -> None:
@@ -258,11 +258,11 @@ def test_a_repeated_step_skips_and_invalidates_graphs_too() -> None:
 
 @pytest.mark.parametrize("kind", VARIANTS, ids=str)
 def test_a_skipped_step_does_not_count(kind: Kind) -> None:
-    repeated, anew = kind.ours(parameters()), kind.ours(parameters())
-    for optimizer in (repeated, anew):
+    repeated, fresh = kind.ours(parameters()), kind.ours(parameters())
+    for optimizer in (repeated, fresh):
         optimizer.skip_non_finite = True
         for seed in range(6):
-            if optimizer is anew:
+            if optimizer is fresh:
                 forget(optimizer)
             if seed in (2, 3):
                 for param in optimizer.param_groups[0]["params"]:
@@ -271,7 +271,7 @@ def test_a_skipped_step_does_not_count(kind: Kind) -> None:
                 assert not optimizer.applied
             else:
                 step(optimizer, seed)
-    assert_equal(everything(repeated), everything(anew))
+    assert_equal(everything(repeated), everything(fresh))
 
 
 def test_copies_go_their_own_ways() -> None:

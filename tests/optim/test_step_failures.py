@@ -173,7 +173,7 @@ class Interrupting:
 
 @pytest.mark.parametrize("overlap", ["none", "deferred"])
 def test_interrupted_again_and_again(paging: Paging, overlap: str) -> None:
-    """A step that is gone on with, and interrupted once more anywhere in that, still is one step."""
+    """A step that resumes, and is interrupted once more anywhere in that, still is one step."""
 
     def begin() -> tuple[nn.Module, Any]:
         model = paging.build(mlp, replace(SERIAL, step_overlap=overlap), key="mlp")

@@ -1,4 +1,4 @@
-"""Whoever holds an alias of a weight holds its memory: nothing that a program keeps goes stale when bytes come and
+"""An alias of a weight holds its memory: nothing that a program keeps goes stale when bytes come and
 go."""
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def test_frozen_weights(same: Same) -> None:
 
 
 def test_frozen_weight_changed_between_forward_and_backward_is_refused(same: Same) -> None:
-    """Plain PyTorch goes on with the old cast, which is no longer there."""
+    """Plain PyTorch continues with the old cast, which is no longer there."""
     setting = same.setting
     model = same.paging.build(Frozen, setting)
     with torch.autocast("cpu", torch.bfloat16):
@@ -180,7 +180,7 @@ def test_weight_changed_between_forward_and_backward_is_refused(same: Same) -> N
             loss.backward()
         except RuntimeError as error:
             return "modified by an inplace operation" in str(error)
-        return True  # plain PyTorch kept the cast and goes on with it
+        return True  # plain PyTorch kept the cast and continues with it
 
     same(mlp, program)
 

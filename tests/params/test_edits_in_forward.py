@@ -1,5 +1,5 @@
-"""Modules whose weights are changed while their forward runs, in the ways that move no version counter and whoever does
-it, train as in plain PyTorch."""
+"""Modules whose weights are changed while their forward runs, in the ways that move no version counter,
+train as in plain PyTorch, wherever the edit is written."""
 
 from __future__ import annotations
 

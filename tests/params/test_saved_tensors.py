@@ -1,4 +1,5 @@
-"""What autograd saves of a weight: right bit for bit whoever else wants to pack it, and whenever the graph is used."""
+"""What autograd saves of a weight: right bit for bit, under other hooks, too, and
+whenever the graph is used."""
 
 from __future__ import annotations
 

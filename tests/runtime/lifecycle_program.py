@@ -269,7 +269,7 @@ def child(kind: str, training: Training) -> None:
 
 def deleted() -> None:
     """The model and what refers to it go out of scope; nobody calls the garbage collector."""
-    # Whoever makes the first optimizer imports Dynamo, and exceptions handled there keep this frame until collected.
+    # The first optimizer imports Dynamo, and exceptions handled there keep this frame until collected.
     torch.optim.SGD([nn.Parameter(torch.ones(1))])
     gc.collect()
     gc.disable()

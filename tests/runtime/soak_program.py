@@ -97,7 +97,7 @@ class Nuisance:
 
 
 def look(model: Shuffled, step: int) -> list[float]:
-    """Whoever looks at weights sees the finished step."""
+    """A look at weights sees the finished step."""
     seen = []
     if step % 5 == 2:
         model.eval()

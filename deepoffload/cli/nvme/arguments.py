@@ -151,7 +151,7 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
         paths.append(mapping.rpartition(":")[0] or mapping)
         notes.append(f"--folder_to_device_mapping {mapping}: no effect of the device: nothing goes to a GPU")
     if not paths:
-        raise ConfigError("--path: name a directory on the disk that is to be measured")
+        raise ConfigError("--path: name a directory on the disk to measure")
     blocks, depths = _values("--block-size", given.blocks), _values("--queue-depth", given.depths)
     if given.sweep_config:
         blocks, depths = _sweep_config(given.sweep_config, blocks, depths, notes)

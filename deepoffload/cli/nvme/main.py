@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ds_nvme_bench: {error}", file=sys.stderr)
         return EXIT_USAGE
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`); the interpreter would complain again when it flushes at its end.
+        # The reader of our output has gone (`| head`); the interpreter would complain again when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAULT
 

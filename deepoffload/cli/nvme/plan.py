@@ -25,7 +25,7 @@ FILES = (1, 4)
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings in the order in which they are to be measured, the most useful first."""
+    """Settings in the order of measuring, the most useful first."""
 
     settings: tuple[Setting, ...]
     size_bytes: int
