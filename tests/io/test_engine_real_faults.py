@@ -327,7 +327,7 @@ def test_many_threads_submit_wait_and_cancel(backend, tmp_path):
 
 
 def test_memory_that_is_not_there_is_an_error_of_its_request(backend, tmp_path):
-    """Unaligned, so that it is copied: by the kernel, which says EFAULT where our own copy would end the process."""
+    """Unaligned, so that it is copied: EFAULT, as of a direct transfer, where a copy alone would end the process."""
     out = run(
         """
         import ctypes, mmap
