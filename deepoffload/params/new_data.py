@@ -28,7 +28,7 @@ def set_new_data(tensor: Any, value: Any) -> None:
         raise UnsupportedError(
             f"{slot.name}.data = ...: a paged parameter keeps its shape, dtype and device ({tuple(slot.shape)}, "
             f"{slot.dtype}, {tensor.device}; given {tuple(value.shape)}, {value.dtype}, {value.device}). "
-            "Convert the model before offload_context ends (or set precision), or replace the parameter with a new "
+            "Convert the model before offload_context ends (or set precision, or keep_fp32), or replace it with a new "
             "nn.Parameter"
         )
     slot.pager.pin(slot)
