@@ -444,6 +444,7 @@ class TierManager:
         with self.lock:
             if block.state is not BlockState.DIRTY or self.space is None or not self._may_go(block):
                 return False
+            self._note_changes(block)  # later ones are told from the bytes that are written now
             self.transfers.start_write(block, self.address(block))
             return True
 

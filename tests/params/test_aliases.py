@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload.errors import BudgetError
+from deepoffload.runtime.context import engine_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
-from tests.support.paging import EVICTING, TIGHT, Paging, Same, plain
+from tests.support.paging import EVICTING, SERIAL, TIGHT, Paging, Same, plain
 
 
 def use_everything(model: nn.Module, times: int = 2) -> None:
@@ -318,6 +319,21 @@ def test_exponential_moving_average(same: Same) -> None:
         return average
 
     same(mlp, program, room=4.0)
+
+
+def test_unseen_edit_that_brings_old_values_back(paging: Paging) -> None:
+    """Weights are swapped for an average and back: what is on disk by then is not what was there at the first look."""
+    model = paging.build(mlp, SERIAL)
+    weight: Any = model[0].weight
+    block, tiers = weight._slot.block, engine_of(model).pager.tiers
+    old = weight.detach().clone()
+    with torch.no_grad():
+        weight.copy_(torch.ones_like(old))
+        assert tiers.write_behind(block)
+        tiers.drain()
+        weight.data.copy_(old)
+    assert tiers.evict(block)
+    assert_same_bits(old, weight.detach().clone())
 
 
 def test_edit_of_a_weight_lands_in_the_master(paging: Paging) -> None:
