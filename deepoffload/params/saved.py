@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 
 from deepoffload.errors import ClosedError
 from deepoffload.params.ports import PagerPort
@@ -54,11 +55,16 @@ _HINT_IN_ANOMALY = (
 
 
 class SavedWeight:
-    """A weight, or a view of one, saved for backward."""
+    """A weight, or a view of one, saved for backward.
+
+    Attributes:
+        version: the version that it must still have; None behind a checkpoint, which runs the forward again and goes on
+            with what the weight is then.
+    """
 
     __slots__ = ("handle", "size", "stride", "offset", "version")
 
-    def __init__(self, handle: ParamHandle, tensor: Tensor, version: int) -> None:
+    def __init__(self, handle: ParamHandle, tensor: Tensor, version: int | None) -> None:
         self.handle = handle
         self.size = tensor.size()
         self.stride = tensor.stride()
@@ -74,8 +80,8 @@ class SavedCast(SavedWeight):
 
     __slots__ = ("dtype", "base_stride")
 
-    def __init__(self, handle: ParamHandle, weight: Tensor, tensor: Tensor, base: Tensor) -> None:
-        super().__init__(handle, tensor, version_of(weight))
+    def __init__(self, handle: ParamHandle, tensor: Tensor, base: Tensor, version: int | None) -> None:
+        super().__init__(handle, tensor, version)
         self.dtype = tensor.dtype
         self.base_stride = base.stride()
 
@@ -140,12 +146,13 @@ class SavedTensorHooks:
         again: for what is saved of weights that :func:`restore` gave, which have version counters of their own.
     """
 
-    __slots__ = ("pager", "below", "again")
+    __slots__ = ("pager", "below", "again", "run_again")
 
     def __init__(self, pager: PagerPort, below: Hooks | None, *, again: bool = False) -> None:
         self.pager = pager
         self.below = below
         self.again = again
+        self.run_again = below is not None and getattr(below[0], "__module__", "") == checkpoint.__name__
 
     def pack(self, tensor: Tensor) -> Any:
         try:
@@ -153,6 +160,8 @@ class SavedTensorHooks:
         except (RuntimeError, NotImplementedError):  # sparse, or wrapped by functorch: never one of ours
             slot = None
         if isinstance(slot, ParamHandle) and tensor.dtype is slot.dtype and not (tensor.is_conj() or tensor.is_neg()):
+            if self.run_again:
+                return SavedWeight(slot, tensor, None)
             weight = slot.tensor if self.again else None
             return SavedWeight(slot, tensor, tensor._version if weight is None else version_of(weight))
         if slot is None and tensor.dtype in _NARROW:
@@ -174,7 +183,7 @@ class SavedTensorHooks:
         handle = None if weight is None else weight.__dict__.get("_slot")
         if not isinstance(handle, ParamHandle) or handle.pager is not self.pager or base.shape != handle.shape:
             return None
-        return SavedCast(handle, weight, tensor, base)
+        return SavedCast(handle, tensor, base, None if self.run_again else version_of(weight))
 
     def _cast_of_frozen(self, tensor: Tensor) -> SavedCast | None:
         """The same of a frozen weight, whose cast has no graph: it is known by its values, among those of the modules
@@ -186,7 +195,7 @@ class SavedTensorHooks:
             for handle in entry.window.of_shape(base.shape):
                 weight = handle.tensor
                 if weight is not None and not weight.requires_grad and _is_cast(base, weight):
-                    return SavedCast(handle, weight, tensor, base)
+                    return SavedCast(handle, tensor, base, None if self.run_again else version_of(weight))
         return None
 
     def unpack(self, packed: Any) -> Tensor:
@@ -269,7 +278,7 @@ def restore(saved: SavedWeight) -> Tensor:
             param = handle.tensor
             if param is None:
                 raise ClosedError(f"{handle.name} was deleted between forward and backward")
-            if not pager.is_version(handle, saved.version, version_of(param)):
+            if saved.version is not None and not pager.is_version(handle, saved.version, version_of(param)):
                 raise RuntimeError(
                     f"{_CHANGED}: parameter {handle.name} {list(saved.size)} was changed (an optimizer step counts) "
                     "after the forward pass that saved it"

@@ -19,9 +19,10 @@ Silently wrong without care:
   test_gradient_shared_by_two_parameters
 - wrappers that average gradients: test_distributed_data_parallel_is_refused
 - writes that move no version: test_writes_through_an_alias_reach_the_weight, test_edits_by_a_module,
-  test_edits_by_hooks
+  test_edits_by_hooks, test_unseen_edit_that_brings_old_values_back
 - a weight changed between forward and backward:
-  test_weight_changed_between_forward_and_backward_is_refused_as_torch_does
+  test_weight_changed_between_forward_and_backward_is_refused_as_torch_does,
+  test_own_edits_in_a_forward_that_runs_again
 - an activation changed between forward and backward: test_operations_and_edits, test_random_programs
 - one parameter in several places: test_tied_twice_used_unused_scalar_and_empty_parameters, test_tied_after_paging,
   test_same_objects_and_marks
