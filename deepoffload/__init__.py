@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepoffload import errors as errors
     from deepoffload.checkpoint.pretrained import save_pretrained as save_pretrained
     from deepoffload.config import Config as Config
     from deepoffload.deepspeed.initialize import add_config_arguments as add_config_arguments
@@ -54,6 +55,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("deepoffload.errors")  # which sets the attribute
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'deepoffload' has no attribute {name!r}")
@@ -63,4 +66,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *_HOMES, "errors"})

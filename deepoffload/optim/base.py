@@ -65,9 +65,6 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     rule: ClassVar[Rule]
     grad_scale: Tensor | float
     """What the gradients are too large by. There only for the time of a call of :meth:`step`, by which it is set."""
-    _step_supports_amp_scaling = True
-    """torch's name: ``GradScaler.step`` sets ``grad_scale`` and ``found_inf`` and calls :meth:`step`. It would else
-    unscale the gradients itself, which it refuses for fp16 ones."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
         checks.clip_norm(max_grad_norm)
@@ -91,6 +88,16 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def cur_scale(self) -> float:
         """:attr:`loss_scale` by DeepSpeed's other name."""
         return self.loss_scale
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch's name. Where it is true, ``GradScaler.step`` sets ``grad_scale`` and ``found_inf`` and calls
+        :meth:`step` at once. Else it unscales the gradients itself, which it refuses for fp16 ones.
+
+        True for fp16 parameters only. With others a program may clip between unscaling and step; Lightning refuses to
+        clip for an optimizer that claims this, also where nothing is scaled (``bf16-mixed``).
+        """
+        return any(param.dtype is torch.float16 for param, _ in self._each())
 
     # -- what tells the optimizers apart ---------------------------------------------------------------------------
 
@@ -182,8 +189,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient. Returns what ``closure`` returned.
 
-        A ``torch.amp.GradScaler`` may call this: the gradients, fp16 ones too, are then unscaled inside the update, and
-        an overflow changes nothing.
+        A ``torch.amp.GradScaler`` may call this: fp16 gradients are then unscaled inside the update, others before it,
+        and an overflow changes nothing.
 
         Raises:
             ClosedError: a parameter's engine was closed.

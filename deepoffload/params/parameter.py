@@ -54,8 +54,9 @@ class OffloadedParameter(nn.Parameter):
 
     _slot: ParamHandle
 
-    def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> Any:  # noqa: PYI034
+    def __new__(cls, data: Tensor | None = None, requires_grad: bool = True, *, _slot: Any = None) -> Any:  # noqa: PYI034
         # type(p)(tensor, requires_grad=...) as accelerate and peft write it: an ordinary parameter, adopted on arrival.
+        # accelerate's init_empty_weights also hands over p.__dict__.
         return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
 
     @classmethod

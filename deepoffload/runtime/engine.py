@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -17,10 +16,10 @@ from deepoffload import machine
 from deepoffload.config import Config, StepOverlap
 from deepoffload.config.resolve import Budgets, resolve_budgets
 from deepoffload.device import Device
-from deepoffload.errors import ConfigError, PlacementError, UsageError
+from deepoffload.errors import PlacementError, UsageError
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
-from deepoffload.io.swap_files import warn_of_shared
+from deepoffload.io.swap_files import check_paths, warn_of_shared
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.accelerator import Accelerator
 from deepoffload.memory.arena import Arena
@@ -60,8 +59,7 @@ class Engine:
         refuse_several_ranks()
         gc.collect()  # models that are gone, but kept by reference cycles, give their budgets back first
         self.config = config
-        paths = [str(Path(path)) for path in config.nvme_path]
-        self._check_paths(paths)
+        paths = check_paths(config.nvme_path) if config.nvme_path else []
         accelerator = find_accelerator(config)
         device = Device.parse("cpu" if accelerator is None else str(accelerator.device))
         free_bytes = 0 if accelerator is None else accelerator.free_bytes()
@@ -102,14 +100,6 @@ class Engine:
             log.warning(warning)
 
     # -- set-up ----------------------------------------------------------------------------------------------------
-
-    def _check_paths(self, paths: Sequence[str]) -> None:
-        for path in paths:
-            if not os.path.isdir(path):
-                what = "is not a directory" if os.path.exists(path) else "does not exist"
-                raise ConfigError(f"nvme_path {path!r} {what}; create it or give another directory")
-            if not os.access(path, os.W_OK | os.X_OK):
-                raise ConfigError(f"nvme_path {path!r} is not writable by this user; give a directory that is")
 
     def _open_disk(self, paths: list[str]) -> None:
         if not paths or not self.budgets.nvme_bytes:

@@ -35,3 +35,9 @@ def test_import_alone_loads_nothing_of_ours_but_the_list_of_names():
 
 def test_nothing_that_is_offered_loads_a_package_that_only_some_need():
     assert not {name.partition(".")[0] for name in loaded_by_import(everything=True)} & set(HEAVY)
+
+
+def test_errors_are_there_after_a_bare_import():
+    program = "import deepoffload; assert 'errors' in dir(deepoffload); print(deepoffload.errors.ConfigError.__name__)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "ConfigError"

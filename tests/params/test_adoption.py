@@ -211,6 +211,25 @@ def test_built_on_meta_and_materialised(same: Same) -> None:
     same(build, backward)
 
 
+@pytest.mark.parametrize("load", ["to_empty", "assign"])
+def test_built_by_init_empty_weights(same: Same, load: str) -> None:
+    """accelerate makes each new parameter from the class and the attributes of the registered one."""
+    from accelerate import init_empty_weights
+
+    values = {name: torch.randn_like(param) for name, param in mlp().named_parameters()}
+
+    def build() -> nn.Module:
+        with init_empty_weights():
+            model = mlp()
+        assert all(param.is_meta for param in model.parameters())
+        if load == "to_empty":
+            model.to_empty(device="cpu")
+        model.load_state_dict({name: value.clone() for name, value in values.items()}, assign=load == "assign")
+        return model
+
+    same(build, backward)
+
+
 def test_materialised_parameters_are_placed(paging: Paging) -> None:
     """``to_empty`` registers nothing; what it made is still part of the units and of the placement table."""
     with paging.context(RESIDENT, 1 << 20) as context:

@@ -96,6 +96,31 @@ def test_grad_scaler(same: Same, foreach: bool) -> None:
     same(mlp, program)
 
 
+def test_ours_clipped_between_unscaling_and_step(same: Same) -> None:
+    """As accelerate, transformers' Trainer and Lightning do it, the last only where the optimizer does not say that it
+    unscales by itself."""
+
+    def program(model: nn.Sequential) -> Any:
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        seen = []
+        for seed in range(4):
+            scaler.scale(model(rows(seed=seed)).square().mean()).backward()
+            if seed == 2:
+                model[4].weight.grad[0, 0] = float("inf")
+            assert not optimizer._step_supports_amp_scaling
+            if seed != 1:  # else the scaler unscales at the step
+                scaler.unscale_(optimizer)
+                seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append(scaler.get_scale())
+        return seen, weights_of(model)
+
+    same(mlp, program)
+
+
 def test_optimizer_made_before_the_context_ends(paging: Paging) -> None:
     """Adoption keeps the parameter objects: an optimizer, a list or a weak reference made before stays right."""
 

@@ -80,6 +80,13 @@ def test_a_path_that_is_a_file(paging: Paging, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "x"
 
 
+def test_a_path_that_keeps_no_files_is_refused_also_when_nothing_would_go_there() -> None:
+    for path in ("/proc", "/sys"):
+        with pytest.raises(ConfigError, match=f"nvme_path: {path} is on a file system that keeps no files"):
+            with offload_context(host_budget="64MiB", nvme_path=path):
+                pytest.fail("entered")
+
+
 def test_a_path_that_is_not_writable(run_program: Run) -> None:
     said = run_program("bad_input_program", "not_writable").said
     assert said["kind"] == "ConfigError" and re.search(r"nvme_path.*closed.*not writable", said["message"])

@@ -334,6 +334,7 @@ def test_grad_scaler_in_a_plain_loop(setting: Setting, paging: Paging) -> None:
     fp16 = Setting(**{**vars(setting), "precision": "fp16"})
     plain, model = Plain(seeded(mlp)), paging.build(mlp, fp16)
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    assert optimizer._step_supports_amp_scaling  # torch's name; with another type of weights it is false
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
     for step, scale in enumerate((2.0**12, 2.0**12, 2.0**13, 2.0**12, 2.0**12)):
         assert scaler.get_scale() == scale
