@@ -335,7 +335,7 @@ def test_memory_that_is_not_there_is_an_error_of_its_request(backend, tmp_path):
         file = engine.open_file(directory + "/data", create=True)
         file.grow(8 << 20)
         engine.write(file, memory.address, 8 << 20, 0).wait(20)
-        gone = HostMapping(4 << 20); address = gone.address; gone.close()
+        address = 4096  # nothing is ever mapped there: vm.mmap_min_addr
         holes = HostMapping(4 << 20)
         assert libc.munmap(ctypes.c_void_p(holes.address + (1 << 20)), 1 << 20) == 0
         closed = HostMapping(4 << 20)
