@@ -68,7 +68,7 @@ template <class V, class R, WeightForm kForm, DType kGrad> struct EightBitUpdate
     using Second = EightBit<V, false>;
     static_assert(R::kStates == 2, "exp_avg and exp_avg_sq");
 
-    static inline void block(const C& c, const UpdateArgs& a, const Cursor& w, std::size_t i) {
+    static __attribute__((flatten)) inline void block(const C& c, const UpdateArgs& a, const Cursor& w, std::size_t i) {
         std::uint8_t* const codes1 = static_cast<std::uint8_t*>(a.state[0]) + i;
         std::uint8_t* const codes2 = static_cast<std::uint8_t*>(a.state[1]) + i;
         float* const absmax1 = a.absmax[0] + i / kStateBlock;
@@ -76,16 +76,24 @@ template <class V, class R, WeightForm kForm, DType kGrad> struct EightBitUpdate
         const F scale1 = V::set1(Scalar::load(absmax1)), scale2 = V::set1(Scalar::load(absmax2));
         alignas(64) float first[kStateBlock], second[kStateBlock];
         F largest1 = V::set1(0.0f), largest2 = largest1;
-        for (std::size_t j = 0; j < kStateBlock; j += V::kWidth) {
+        const auto updated = [&](std::size_t j) {
             F state[2] = {First::load(codes1 + j, scale1), Second::load(codes2 + j, scale2)};
             const F grad = Element<kGrad>::template load<V>(static_cast<const G*>(a.grad) + i + j);
             const F weight = R::template apply<V>(c, W::template load<V>(w, i + j), grad, state);
-            W::template store<V>(w, i + j, weight);
             V::store(first + j, state[0]);
             V::store(second + j, state[1]);
             largest1 = First::larger_magnitude(largest1, state[0]);
             largest2 = Second::larger_magnitude(largest2, state[1]);
-        }
+            return weight;
+        };
+        if constexpr (V::kPairs && kForm == WeightForm::kSplitBf16)
+            for (std::size_t j = 0; j < kStateBlock; j += 2 * V::kWidth) {
+                const F weight = updated(j);
+                W::template store_pair<V>(w, i + j, weight, updated(j + V::kWidth));
+            }
+        else
+            for (std::size_t j = 0; j < kStateBlock; j += V::kWidth)
+                W::template store<V>(w, i + j, updated(j));
         First::store_block(codes1, absmax1, first, largest1);
         Second::store_block(codes2, absmax2, second, largest2);
     }

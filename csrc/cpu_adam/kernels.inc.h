@@ -51,6 +51,9 @@ template <> struct Weight<WeightForm::kSplitBf16> {
     template <class V> static inline void store(const Cursor& c, std::size_t i, typename V::F x) {
         V::store_split(static_cast<std::uint16_t*>(c.weight) + i, c.remainder + i, x);
     }
+    template <class V> static inline void store_pair(const Cursor& c, std::size_t i, typename V::F x, typename V::F y) {
+        V::store_split_pair(static_cast<std::uint16_t*>(c.weight) + i, c.remainder + i, x, y);
+    }
 };
 template <DType kCopy> struct MasterWeight {
     using Type = std::uint16_t;
@@ -102,8 +105,10 @@ template <class V, class R, StateDType kState, WeightForm kForm, DType kGrad> st
     static constexpr bool kMaster = kForm == WeightForm::kMasterBf16 || kForm == WeightForm::kMasterFp16;
     static constexpr int kSlots = R::kStates > 0 ? R::kStates : 1; // an array has at least one element
 
-    template <bool kStreamed = false>
-    static inline void vector(const C& c, const UpdateArgs& a, const Cursor& w, std::size_t i) {
+    static constexpr bool kPairs = V::kPairs && kForm == WeightForm::kSplitBf16;
+
+    // Updates the states and returns the new weight.
+    static inline F updated(const C& c, const UpdateArgs& a, const Cursor& w, std::size_t i) {
         F state[kSlots];
         for (int s = 0; s < R::kStates; ++s)
             state[s] = SE::template load<V>(static_cast<ST*>(a.state[s]) + i);
@@ -111,10 +116,21 @@ template <class V, class R, StateDType kState, WeightForm kForm, DType kGrad> st
         const F weight = R::template apply<V>(c, W::template load<V>(w, i), grad, state);
         for (int s = 0; s < R::kStates; ++s)
             SE::template store<V>(static_cast<ST*>(a.state[s]) + i, state[s]);
+        return weight;
+    }
+
+    template <bool kStreamed = false>
+    static inline void vector(const C& c, const UpdateArgs& a, const Cursor& w, std::size_t i) {
+        const F weight = updated(c, a, w, i);
         if constexpr (kStreamed)
             W::template stream<V>(w, i, weight);
         else
             W::template store<V>(w, i, weight);
+    }
+
+    static inline void pair(const C& c, const UpdateArgs& a, const Cursor& w, std::size_t i) {
+        const F first = updated(c, a, w, i), second = updated(c, a, w, i + V::kWidth);
+        W::template store_pair<V>(w, i, first, second);
     }
 
     template <bool kStreamed> static inline void prefetch_all(const UpdateArgs& a, std::size_t i) {
@@ -158,12 +174,18 @@ template <class V, class R, StateDType kState, WeightForm kForm, DType kGrad> st
             std::memcpy(static_cast<ST*>(a.state[s]) + i, state[s], n * sizeof(ST));
     }
 
-    template <bool kStreamed> static inline std::size_t blocks(const C& c, const UpdateArgs& a, const Cursor& w) {
+    // Flat: the compiler's budget for inlining ends before a file that has all kernels does.
+    template <bool kStreamed>
+    static __attribute__((flatten)) inline std::size_t blocks(const C& c, const UpdateArgs& a, const Cursor& w) {
         std::size_t i = 0;
         for (; i + kUnroll <= a.n; i += kUnroll) {
             prefetch_all<kStreamed>(a, i);
-            for (std::size_t j = 0; j < kUnroll; j += V::kWidth)
-                vector<kStreamed>(c, a, w, i + j);
+            if constexpr (kPairs)
+                for (std::size_t j = 0; j < kUnroll; j += 2 * V::kWidth)
+                    pair(c, a, w, i + j);
+            else
+                for (std::size_t j = 0; j < kUnroll; j += V::kWidth)
+                    vector<kStreamed>(c, a, w, i + j);
         }
         return i;
     }
@@ -330,8 +352,12 @@ template <class V, DType kSrc> struct SumOfSquares {
 
 // ---- split and merge of fp32 into bf16 and a 16-bit remainder ----
 
-template <class V> void split_run(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_t n) {
+template <class V>
+__attribute__((flatten)) void split_run(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_t n) {
     std::size_t i = 0;
+    if constexpr (V::kPairs)
+        for (; i + 2 * V::kWidth <= n; i += 2 * V::kWidth)
+            V::store_split_pair(hi + i, lo + i, V::load(src + i), V::load(src + i + V::kWidth));
     for (; i + V::kWidth <= n; i += V::kWidth)
         V::store_split(hi + i, lo + i, V::load(src + i));
     if (i == n)

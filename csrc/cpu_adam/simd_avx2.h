@@ -87,12 +87,41 @@ struct Avx2 {
         const __m256i high = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(hi)), 16);
         return _mm256_castsi256_ps(_mm256_add_epi32(high, _mm256_cvtepi16_epi32(load128(lo))));
     }
+    static inline F off_tie(F x) { // see simd_scalar.h
+        const __m256i u = _mm256_castps_si256(x);
+        const __m256i tie =
+            _mm256_cmpeq_epi32(_mm256_and_si256(u, _mm256_set1_epi32(0x1FFFF)), _mm256_set1_epi32(0x8000));
+        return _mm256_castsi256_ps(_mm256_add_epi32(u, tie));
+    }
     static inline void store_split(std::uint16_t* hi, std::int16_t* lo, F x) {
+        x = off_tie(x);
         if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) != 0, 0))
             x = guard(x);
         const __m256i u = _mm256_castps_si256(x);
         store128(hi, narrow(_mm256_srli_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x8000)), 16)));
         store128(lo, narrow(_mm256_and_si256(u, _mm256_set1_epi32(0xFFFF))));
+    }
+    // Two vectors: one look at both for NaNs and lower halves of 0x8000 costs less than off_tie and a look at each.
+    static inline void store_split_pair(std::uint16_t* hi, std::int16_t* lo, F x, F y) {
+        const __m256i u = _mm256_castps_si256(x), v = _mm256_castps_si256(y);
+        const __m256i all = _mm256_set1_epi32(0xFFFF), half = _mm256_set1_epi32(0x8000);
+        const __m256i low = narrow_pair(_mm256_and_si256(u, all), _mm256_and_si256(v, all));
+        const __m256i tie = _mm256_cmpeq_epi16(low, _mm256_set1_epi16(INT16_MIN));
+        const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, y, _CMP_UNORD_Q));
+        if (__builtin_expect(_mm256_movemask_epi8(_mm256_or_si256(tie, nan)) != 0, 0))
+            return store_split_each(hi, lo, x, y);
+        const __m256i high = narrow_pair(_mm256_srli_epi32(_mm256_add_epi32(u, half), 16),
+                                         _mm256_srli_epi32(_mm256_add_epi32(v, half), 16));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(hi), high);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(lo), low);
+    }
+    static __attribute__((noinline, cold)) void store_split_each(std::uint16_t* hi, std::int16_t* lo, F x, F y) {
+        store_split(hi, lo, x);
+        store_split(hi + kWidth, lo + kWidth, y);
+    }
+    // The low halves of 16 integers of 32 bits that fit in 16 bits.
+    static inline __m256i narrow_pair(__m256i x, __m256i y) {
+        return _mm256_permute4x64_epi64(_mm256_packus_epi32(x, y), 0xD8);
     }
     static __attribute__((noinline, cold)) F guard(F x) {
         const __m256i u = _mm256_castps_si256(x), all = _mm256_set1_epi32(0x7FFFFFFF);

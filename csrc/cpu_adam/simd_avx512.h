@@ -88,12 +88,40 @@ struct Avx512 {
         const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(load256(hi)), 16);
         return _mm512_castsi512_ps(_mm512_add_epi32(high, _mm512_cvtepi16_epi32(load256(lo))));
     }
+    static inline F off_tie(F x) { // see simd_scalar.h
+        const __m512i u = _mm512_castps_si512(x);
+        const __mmask16 tie =
+            _mm512_cmpeq_epi32_mask(_mm512_and_si512(u, _mm512_set1_epi32(0x1FFFF)), _mm512_set1_epi32(0x8000));
+        return _mm512_castsi512_ps(_mm512_mask_sub_epi32(u, tie, u, _mm512_set1_epi32(1)));
+    }
     static inline void store_split(std::uint16_t* hi, std::int16_t* lo, F x) {
+        x = off_tie(x);
         if (__builtin_expect(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0, 0))
             x = guard(x);
         const __m512i u = _mm512_castps_si512(x);
         store256(hi, _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x8000)), 16)));
         store256(lo, _mm512_cvtepi32_epi16(u));
+    }
+    // Two vectors: one look at both for NaNs and lower halves of 0x8000 costs less than off_tie and a look at each.
+    static inline void store_split_pair(std::uint16_t* hi, std::int16_t* lo, F x, F y) {
+        const __m512i u = _mm512_castps_si512(x), v = _mm512_castps_si512(y), half = _mm512_set1_epi32(0x8000);
+        const __m512i low = _mm512_permutex2var_epi16(u, every_other(0), v);
+        const __mmask32 tie = _mm512_cmpeq_epi16_mask(low, _mm512_set1_epi16(INT16_MIN));
+        if (__builtin_expect(!_kortestz_mask32_u8(tie, _mm512_cmp_ps_mask(x, y, _CMP_UNORD_Q)), 0))
+            return store_split_each(hi, lo, x, y);
+        _mm512_storeu_si512(lo, low);
+        _mm512_storeu_si512(
+            hi, _mm512_permutex2var_epi16(_mm512_add_epi32(u, half), every_other(1), _mm512_add_epi32(v, half)));
+    }
+    // The 16-bit elements first, first + 2, ... of two vectors.
+    static inline __m512i every_other(int first) {
+        const __m512i from_zero = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30,
+                                                   28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+        return _mm512_add_epi16(from_zero, _mm512_set1_epi16(static_cast<short>(first)));
+    }
+    static __attribute__((noinline, cold)) void store_split_each(std::uint16_t* hi, std::int16_t* lo, F x, F y) {
+        store_split(hi, lo, x);
+        store_split(hi + kWidth, lo + kWidth, y);
     }
     static __attribute__((noinline, cold)) F guard(F x) {
         const __m512i u = _mm512_castps_si512(x), all = _mm512_set1_epi32(0x7FFFFFFF);

@@ -80,7 +80,13 @@ struct Neon {
         const int32x4_t low = vmovl_s16(vreinterpret_s16_u16(load64(lo)));
         return vreinterpretq_f32_u32(vaddq_u32(vshll_n_u16(load64(hi), 16), vreinterpretq_u32_s32(low)));
     }
+    static inline F off_tie(F x) { // see simd_scalar.h
+        const uint32x4_t u = vreinterpretq_u32_f32(x);
+        const uint32x4_t tie = vceqq_u32(vandq_u32(u, vdupq_n_u32(0x1FFFF)), vdupq_n_u32(0x8000));
+        return vreinterpretq_f32_u32(vaddq_u32(u, tie));
+    }
     static inline void store_split(std::uint16_t* hi, std::int16_t* lo, F x) {
+        x = off_tie(x);
         if (__builtin_expect(vminvq_u32(vceqq_f32(x, x)) == 0, 0))
             x = guard(x);
         const uint32x4_t u = vreinterpretq_u32_f32(x);

@@ -62,8 +62,15 @@ inline float float_of_fp16(std::uint16_t h) {
     return float_of(sign | ((exponent + 112u) << 23) | (mantissa << 13));
 }
 
+// How a master x is split: hi is x rounded to the nearest bf16, ties to even, and lo = x - (hi << 16), modulo 2^32, a
+// signed 16-bit integer. An even hi owns both ties next to it, 65,537 masters with remainders from -0x8000 to +0x8000,
+// and the last of them has no code. So that master, the tie that rounds towards zero, is moved towards zero by one
+// unit in its last place first: it then rounds to the same hi, and every other one is split without loss. Without that
+// tie, to round half up is to round half to even, which saves the look at the last bit of hi.
+inline std::uint32_t off_tie(std::uint32_t u) { return u - ((u & 0x1FFFFu) == 0x8000u ? 1u : 0u); }
+
 // A NaN whose rounded upper half would be an infinity or a zero becomes the canonical quiet NaN of its sign, so that
-// the bf16 weight always shows it. Every other bit pattern is split without loss.
+// the bf16 weight always shows it. For what off_tie has returned.
 inline std::uint32_t split_guard(std::uint32_t u) {
     const bool nan = (u & 0x7FFFFFFFu) > 0x7F800000u;
     const bool shown = (((u + 0x8000u) >> 16) & 0x7FFFu) > 0x7F80u;
@@ -125,7 +132,7 @@ struct Scalar {
                         static_cast<std::uint32_t>(static_cast<std::int32_t>(low)));
     }
     static inline void store_split(std::uint16_t* hi, std::int16_t* lo, F x) {
-        const std::uint32_t u = split_guard(bits_of(x));
+        const std::uint32_t u = split_guard(off_tie(bits_of(x)));
         const auto h = static_cast<std::uint16_t>((u + 0x8000u) >> 16), l = static_cast<std::uint16_t>(u);
         std::memcpy(hi, &h, 2);
         std::memcpy(lo, &l, 2);

@@ -235,9 +235,11 @@ def sum_of_squares(src: int, numel: int, *, dtype: DType, num_threads: int) -> t
 
 
 def split_fp32(src: int, hi: int, lo: int, numel: int, *, num_threads: int) -> None:
-    """Split fp32 into bf16 ``hi = (x + 0x8000) >> 16`` and int16 ``lo = x - (hi << 16)``, modulo 2**32.
+    """Split fp32 into bf16 ``hi``, x rounded to nearest even, and int16 ``lo = x - (hi << 16)``, modulo 2**32.
 
-    Lossless but for NaNs whose ``hi`` would be an infinity or a zero: those become the quiet NaN of their sign.
+    Lossless with two exceptions. An x halfway between two bf16 numbers of which the even one is nearer to zero would
+    need the remainder 2**15: it is first moved towards zero by one unit in its last place, which leaves ``hi`` as it
+    is. And NaNs whose ``hi`` would be an infinity or a zero become the quiet NaN of their sign.
     """
     _cpu_adam.split_fp32(src, hi, lo, numel, num_threads)
 

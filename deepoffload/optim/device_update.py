@@ -1,7 +1,7 @@
 """The update of units whose optimizer state is kept on the device, by torch's fused kernels there.
 
 The host's path in the same order (``csrc/cpu_adam``): the fp32 master is put together from the bf16 weight and its
-remainder, or is the state's own array, or the weight; Adam; and the weight rounds half up again. torch's kernels
+remainder, or is the state's own array, or the weight; Adam; and the split again. torch's kernels
 calculate in another order than ours, so results agree within rounding, not bit for bit.
 """
 
@@ -90,15 +90,18 @@ def _master(
     high = weight.view(torch.int16).to(torch.int32) << 16
     joined = (high + remainder.to(torch.int32)).view(torch.float32)
 
-    def split() -> None:
-        bits = joined.view(torch.int32)
-        rounded = (bits + 0x8000) >> 16
-        nan = joined.isnan()  # to add 0x8000 could carry into the sign
-        rounded = torch.where(nan, (bits >> 16) | 0x40, rounded)
-        weight.view(torch.int16).copy_(rounded)
-        remainder.copy_(torch.where(nan, 0, bits - (rounded << 16)))
+    return joined, partial(split, weight, remainder, joined)
 
-    return joined, split
+
+def split(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
+    """``cpu_adam.split_fp32`` on a device: bf16, int16 and fp32. A NaN loses what of it the weight does not show."""
+    bits = master.view(torch.int32)
+    bits = bits - ((bits & 0x1FFFF) == 0x8000).int()  # the tie whose remainder would not fit
+    rounded = (bits + 0x8000) >> 16
+    nan = master.isnan()  # to add 0x8000 could carry into the sign
+    rounded = torch.where(nan, (bits >> 16) | 0x40, rounded)
+    weight.view(torch.int16).copy_(rounded)
+    remainder.copy_(torch.where(nan, 0, bits - (rounded << 16)))
 
 
 def _write_back(weight: Tensor, master: Tensor) -> None:

@@ -21,7 +21,7 @@ from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
 from deepoffload.native.aio import round_up
-from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType, StateLayout
+from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.state import LAYOUTS, PieceView, equalise_room, make_pieces, whole_segment
 from deepoffload.params.layout import ALIGNMENT_NUMEL, byte_offsets
@@ -202,7 +202,7 @@ class Assembly:
         try:
             if dtype is handle.dtype:
                 ctypes.memmove(self.tiers.address(unit.weights) + offset, handle.address(), handle.nbytes)
-            elif handle.dtype is torch.float32 and dtype is torch.bfloat16:
+            elif handle.dtype is torch.float32 and dtype is torch.bfloat16 and _has_state(unit, handle):
                 self._split(unit, handle, offset)
             else:
                 self._convert(unit, handle, offset, dtype)
@@ -238,12 +238,11 @@ class Assembly:
         memory.settle(block)
 
     def _split(self, unit: Unit, handle: ParamHandle, offset: int) -> None:
-        """fp32 to bf16; what rounding leaves over goes into the optimizer state, so that the fp32 value stays the
-        master."""
+        """fp32 to bf16 as ``Tensor.to`` does it; what rounding leaves over goes into the optimizer state, so that the
+        fp32 value stays the master."""
         threads = torch.get_num_threads()
-        left = handle.numel
         for piece in unit.pieces:
-            if piece.kind is not StateLayout.SPLIT_BF16 or handle not in piece.handles:
+            if handle not in piece.handles:
                 continue
             for part in whole_segment(piece.layout, piece.handles.index(handle)):
                 self.tiers.acquire(piece.block)
@@ -258,13 +257,6 @@ class Assembly:
                     )
                 finally:
                     self.tiers.release(piece.block)
-                left -= part.numel
-        if left:  # frozen: there is no state, but the weight rounds the same way
-            rest = torch.empty(1 << 16, dtype=torch.int16, device="cpu")
-            source, target = handle.address(), self.tiers.address(unit.weights) + offset
-            for start in range(0, handle.numel, rest.numel()):
-                numel = min(rest.numel(), handle.numel - start)
-                cpu_adam.split_fp32(source + start * 4, target + start * 2, rest.data_ptr(), numel, num_threads=threads)
 
     def _fill_master(self, unit: Unit, handle: ParamHandle) -> None:
         """The fp32 master of an fp16 weight is the value that the weight was registered with."""
@@ -341,6 +333,10 @@ class UnitDraft:
             )
             equalise_room([weights, block, *(piece.block for piece in self.unit.pieces)])
         return self.unit
+
+
+def _has_state(unit: Unit, handle: ParamHandle) -> bool:
+    return any(handle in piece.handles for piece in unit.pieces)
 
 
 def _trainable(handle: ParamHandle) -> bool:

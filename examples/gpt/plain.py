@@ -12,15 +12,6 @@ from torch import Tensor, nn
 from gpt.training import BETAS
 
 
-def to_bf16(weight: Tensor) -> Tensor:
-    """fp32 to bf16, the upper half of ``bits + 0x8000``: round to nearest, ties away from zero.
-
-    It differs from torch's rounding on exact ties only, and it makes the bf16 weight a part of its fp32 master.
-    """
-    bits = weight.contiguous().view(torch.int32)
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
 class PlainAdamW(torch.optim.AdamW):
     """torch's fused AdamW with global-norm clipping; for bf16 weights on fp32 master weights.
 
@@ -37,7 +28,7 @@ class PlainAdamW(torch.optim.AdamW):
         if bf16:
             masters = [weight.data for weight in self.weights]
             for weight in self.weights:
-                weight.data = to_bf16(weight.data)
+                weight.data = weight.data.to(torch.bfloat16)
         super().__init__(masters, lr=lr, betas=BETAS, fused=True)
 
     @torch.no_grad()
@@ -54,7 +45,7 @@ class PlainAdamW(torch.optim.AdamW):
         loss = super().step(closure)
         if self.bf16:
             for master, weight in zip(masters, self.weights, strict=True):
-                weight.copy_(to_bf16(master))
+                weight.copy_(master)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -6,12 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import deepoffload
 from deepoffload import offload_context
+from deepoffload.optim.device_update import split
+from tests.native.every_split import BORDERS, UPPER_HALVES, numbers
+from tests.native.every_split import split as host_split
 
 STEPS = 6
 
@@ -81,6 +85,20 @@ def test_as_on_the_host(simulated_gpu: str, tmp_path: Path, precision: str, budg
     assert losses_there == pytest.approx(losses, rel=1e-3)
     for ours, theirs in zip((*weights_there, *moments_there), (*weights, *moments), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2**-7 if precision != "fp32" else 1e-4, atol=1e-4)
+
+
+def test_a_split_is_that_of_the_host(simulated_gpu: str) -> None:
+    """For every bf16 number at every border of rounding."""
+    for bits in numbers(BORDERS, UPPER_HALVES // 4):
+        hi, lo, _ = host_split(bits)
+        master = torch.from_numpy(bits.view(np.float32)).to(simulated_gpu)
+        weight = torch.zeros_like(master, dtype=torch.bfloat16)
+        remainder = torch.zeros_like(master, dtype=torch.int16)
+        split(weight, remainder, master)
+        number = ~np.isnan(bits.view(np.float32))
+        assert torch.equal(weight.isnan().cpu(), torch.from_numpy(~number))
+        assert np.array_equal(weight.view(torch.int16).cpu().numpy()[number], hi.view(np.int16)[number])
+        assert np.array_equal(remainder.cpu().numpy()[number], lo[number])
 
 
 @pytest.mark.parametrize("overlap", ["none", "deferred", "in_backward"])

@@ -37,11 +37,12 @@ def generating(family: Family) -> bool:
 
 @dataclass(frozen=True)
 class Feature:
-    """One column: what the page calls it, the program, and the families it is for."""
+    """One column: what the page calls it, the program, the families it is for, and what it is compared with."""
 
     name: str
     program: Program
     suits: Callable[[Family], bool] = everywhere
+    reference: str = "the model as built, in fp32"
 
 
 SAVING = "`deepoffload.save_pretrained`, reload"
@@ -86,11 +87,25 @@ class OwnModel(Feature):
     precision: str = "keep"
 
 
+LOADED = "`from_pretrained` of the same checkpoint"
+
 OWN = (
-    OwnModel("`from_pretrained`, fp32", programs.after_loading, build=loaded, checkpoint="float32"),
-    OwnModel("`from_pretrained`, bf16", programs.after_loading, build=loaded, checkpoint="bfloat16"),
-    OwnModel('`precision="bf16"`', programs.first_gradients, suits=everywhere, precision="bf16"),
-    OwnModel('`precision="fp16"`', programs.first_gradients, suits=finite_in_fp16, precision="fp16"),
+    OwnModel("`from_pretrained`, fp32", programs.after_loading, build=loaded, checkpoint="float32", reference=LOADED),
+    OwnModel("`from_pretrained`, bf16", programs.after_loading, build=loaded, checkpoint="bfloat16", reference=LOADED),
+    OwnModel(
+        '`precision="bf16"`',
+        programs.first_gradients,
+        suits=everywhere,
+        precision="bf16",
+        reference="`model.to(torch.bfloat16)`",
+    ),
+    OwnModel(
+        '`precision="fp16"`',
+        programs.first_gradients,
+        suits=finite_in_fp16,
+        precision="fp16",
+        reference="`model.half()`",
+    ),
     OwnModel(
         "LoRA, then paging",
         partial(programs.lora, late=False),

@@ -25,6 +25,9 @@ STEPS_DIFFERENCE = {"keep": 1e-2, "bf16": 1e-2}
 nothing but
 rounding (of the keys' biases, which no softmax can see)."""
 
+LOSS_DIFFERENCE = {"keep": 1e-4, "bf16": 4e-2}
+"""Losses here are up to 36; one bf16 weight that rounds the other way in an early step moves a later loss by 1e-2."""
+
 
 class Reference:
     """Plain runs, each made once."""
@@ -75,7 +78,7 @@ def compare_with_plain(
     assert one_step < ONE_STEP_DIFFERENCE[precision]
     assert all_steps < (steps_difference or STEPS_DIFFERENCE[precision])
     for one, other in zip(expected.losses, got.losses, strict=True):
-        assert abs(float(one) - float(other)) < {"keep": 1e-4, "bf16": 2e-2}[precision]
+        assert abs(float(one) - float(other)) < LOSS_DIFFERENCE[precision]
 
 
 @pytest.mark.parametrize("precision", ["keep", "bf16"])

@@ -22,7 +22,8 @@ losses, gradients, tokens, weights and buffers are compared. The first rows are 
 is accepted with, all with a little more, and all with everything evicted as soon as it may be: every weight goes
 to disk and back all the time. Memory that is taken back is filled with NaN, so that a late reader would be seen.
 
-- **=** the same numbers, bit for bit, also after updates (`CPUAdamW` on both sides)
+- **=** the same numbers, bit for bit, as plain PyTorch with what the row is compared with; also after updates
+  (`CPUAdamW` on both sides)
 - **~** the same up to rounding; the note says why
 - **(=)** as **=** when there is memory enough, else refused with an error that says so; the note says more
 - **no** refused with an error that says so
@@ -81,8 +82,9 @@ def markdown() -> str:
 
 def _table(families: Sequence[Family], notes: list[str]) -> str:
     features = [feature for feature in (*LIFE, *OWN) if any(feature.suits(family) for family in families)]
-    lines = [_row(["", *(family.name for family in families)]), _row(["---"] * (len(families) + 1))]
-    lines += [_row([feature.name, *(_cell(family, feature, notes) for family in families)]) for feature in features]
+    lines = [_row(["", "compared with", *(family.name for family in families)]), _row(["---"] * (len(families) + 2))]
+    for feature in features:
+        lines.append(_row([feature.name, feature.reference, *(_cell(family, feature, notes) for family in families)]))
     return "\n".join(lines) + "\n"
 
 

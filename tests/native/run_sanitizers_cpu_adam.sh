@@ -42,4 +42,4 @@ LD_PRELOAD="$("$cxx" -print-file-name=libasan.so) $("$cxx" -print-file-name=libu
     ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH="$work/tree" \
     "$python" -m pytest -q --capture=sys -p no:cacheprovider --confcutdir tests/native \
     tests/native/test_cpu_adam.py tests/native/test_cpu_adam_states.py tests/native/test_cpu_adam_sisters.py \
-    tests/native/test_cpu_adam_arguments.py tests/native/test_landing.py
+    tests/native/test_cpu_adam_arguments.py tests/native/test_landing.py tests/native/test_rounding.py

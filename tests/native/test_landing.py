@@ -139,43 +139,6 @@ def test_misaligned_buffers_and_untouched_neighbours(offset_bytes: int) -> None:
         assert all(guards_intact(view) for view in (src, dst, hi, lo))
 
 
-def split(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    hi, lo, back = np.zeros(bits.size, np.uint16), np.zeros(bits.size, np.int16), np.zeros(bits.size, np.uint32)
-    cpu_adam.split_fp32(bits.ctypes.data, hi.ctypes.data, lo.ctypes.data, bits.size, num_threads=2)
-    cpu_adam.merge_fp32(hi.ctypes.data, lo.ctypes.data, back.ctypes.data, bits.size, num_threads=2)
-    return hi, lo, back
-
-
-def interesting_bits() -> np.ndarray:
-    """Random patterns, everything around exponent borders, and all NaNs near the two ends of their range."""
-    rng = np.random.default_rng(11)
-    borders = (np.arange(512, dtype=np.uint32) << 23)[:, None] + np.arange(-40_000, 40_000, 7, dtype=np.int64)[None, :]
-    return np.concatenate([rng.integers(0, 1 << 32, 2_000_003, dtype=np.uint32), borders.ravel().astype(np.uint32)])
-
-
-def test_split_and_merge_are_lossless() -> None:
-    bits = interesting_bits()
-    hi, lo, back = split(bits)
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    natural = ((bits.astype(np.uint64) + 0x8000) >> 16).astype(np.uint16)
-    replaced = nan & ((natural & 0x7FFF) <= 0x7F80)
-    assert np.array_equal(back[~replaced], bits[~replaced])
-    assert np.array_equal(hi[~replaced], natural[~replaced])
-    assert np.array_equal(lo[~replaced], bits[~replaced].astype(np.uint16).view(np.int16))
-    assert replaced.any()  # the guarded payloads are in the sample: quiet NaN of the same sign
-    assert np.array_equal(back[replaced], (bits[replaced] & 0x80000000) | 0x7FC00000)
-
-
-def test_the_bf16_half_shows_what_the_number_is() -> None:
-    bits = interesting_bits()
-    hi, _, _ = split(bits)
-    values, weight = torch.from_numpy(bits.view(np.float32)), torch.from_numpy(hi.view(np.int16)).view(torch.bfloat16)
-    assert torch.equal(values.isnan(), weight.isnan())
-    ties = torch.from_numpy((bits & 0xFFFF) == 0x8000)
-    plain = ~values.isnan() & ~ties
-    assert torch.equal(weight[plain], values[plain].to(torch.bfloat16))
-
-
 def test_fill_and_copy() -> None:
     n = 3_000_001
     source = at_offset(np.random.default_rng(0).integers(0, 256, n, dtype=np.uint8), 1)

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from tests.support.models import batch, next_token_loss
 
 
-def half_up(values: Tensor) -> Tensor:
-    """fp32 to bf16 with ties away from zero: the upper half of the bits plus 0x8000, which is what a split leaves."""
-    bits = values.contiguous().view(torch.int32)
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+@torch.no_grad()
+def nudge(master: Tensor) -> None:
+    """What deepoffload does to the fp32 master of a bf16 weight: from halfway above an even bf16 number one ulp towards
+    zero. ``.to(torch.bfloat16)`` makes the same of both."""
+    bits = master.contiguous().view(torch.int32)
+    master.copy_((bits - ((bits & 0x1FFFF) == 0x8000).int()).view(torch.float32))
 
 
 class PlainAdamW:
-    """``torch.optim.AdamW`` over fp32 master weights; bf16 models compute with their upper halves.
+    """``torch.optim.AdamW`` over fp32 master weights; bf16 models compute with these rounded by ``copy_``.
 
     In fp32 the weights are the masters, and this is torch's optimizer itself.
     """
@@ -40,7 +42,9 @@ class PlainAdamW:
         if self._split:
             with torch.no_grad():
                 for weight, master in zip(self._weights, self.masters, strict=True):
-                    weight.copy_(half_up(master.detach()))
+                    if weight.dtype is torch.bfloat16:
+                        nudge(master)
+                    weight.copy_(master)
 
     def zero_grad(self) -> None:
         for weight in self._weights:
@@ -62,14 +66,14 @@ def in_dtype(model: Any, dtype: torch.dtype) -> Any:
 
 
 def to_bf16(model: Any) -> Any:
-    """The model in bf16, its weights rounded half up; the fp32 values are kept for PlainAdamW."""
+    """The model in bf16; the fp32 masters of its weights are kept for PlainAdamW."""
     values = weights_of(model)
     made = in_dtype(model, torch.bfloat16)
     masters = {}
     for name, param in made.named_parameters():
         masters[id(param)] = nn.Parameter(values[name])
         if param.dtype is torch.bfloat16:
-            param.data = half_up(values[name])
+            nudge(masters[id(param)])
     object.__setattr__(made, "fp32_masters", masters)
     return made
 
