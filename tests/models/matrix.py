@@ -97,14 +97,14 @@ OWN = (
         programs.first_gradients,
         suits=everywhere,
         precision="bf16",
-        reference="`model.to(torch.bfloat16)`",
+        reference="`from_pretrained(dtype=bfloat16)`, `.to(bfloat16)`",
     ),
     OwnModel(
         '`precision="fp16"`',
         programs.first_gradients,
         suits=finite_in_fp16,
         precision="fp16",
-        reference="`model.half()`",
+        reference="`from_pretrained(dtype=float16)`, `.half()`",
     ),
     OwnModel(
         "LoRA, then paging",
