@@ -8,17 +8,19 @@ plain PyTorch has them the same way:
 - a child that its module converts to the module's own ``dtype`` in each call (the routers of Switch Transformers and
   NLLB-MoE): a paged weight keeps its type, so it has that one from the start.
 
-Buffers: see :func:`_follows`.
+Buffers: see :func:`_as_loaded` and :func:`_follows`.
 """
 
 from __future__ import annotations
 
+import copy
 import dis
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import isfunction
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -185,13 +187,14 @@ def _buffers(root: nn.Module, wish: Buffers, types: ComputeTypes) -> Iterator[tu
     below = _Below()
     around: dict[int, nn.Module] = {id(child): module for module in root.modules() for child in module.children()}
     everything = _DTYPES_OF_BUFFERS.get(wish) or types.dtype or _usual(root.parameters())
+    loaded = _as_loaded(root, types.dtype) if wish is Buffers.KEEP and types.dtype is not None else {}
     seen: set[int] = set()
     for module in root.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if not buffer.is_floating_point() or is_lazy(buffer) or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
-            dtype = types.exceptions.get(id(buffer))
+            dtype = types.exceptions.get(id(buffer)) or loaded.get(id(buffer))
             if dtype is None and wish is not Buffers.KEEP:
                 dtype = everything
             if dtype is None and types.dtype is not None:
@@ -226,6 +229,46 @@ def _follows(
     if len(wanted) > 1 and at is not module:  # a few of the weights around it are kept in fp32
         wanted -= {torch.float32}
     return wanted.pop() if len(wanted) == 1 else None
+
+
+def _as_loaded(root: nn.Module, dtype: torch.dtype) -> dict[int, torch.dtype]:
+    """The types of buffers in models of transformers, by ``id``, as ``from_pretrained(dtype=...)`` leaves them.
+
+    Which of its tables a model computes in fp32 on purpose does not show in a model that was built in fp32, so the
+    model is built once more, in ``dtype`` and without bytes.
+    """
+    found: dict[int, torch.dtype] = {}
+    inside: set[int] = set()
+    for name, module in root.named_modules():
+        config = module.__dict__.get("config")
+        if id(module) in inside or config is None or not hasattr(type(module), "_from_config"):
+            continue
+        inside.update(id(child) for child in module.modules())
+        wide = [buffer for buffer in module.buffers() if buffer.is_floating_point() and buffer.dtype is not dtype]
+        if not wide or _usual(module.parameters()) is dtype:
+            continue  # there is nothing to convert, or it was loaded in that type
+        mine = dict(module.named_buffers(remove_duplicate=False))
+        for key, twin in _twin(type(module), config, dtype, name).items():
+            buffer = mine.get(key)
+            if buffer is not None and buffer.shape == twin.shape and twin.is_floating_point():
+                found[id(buffer)] = twin.dtype
+    return found
+
+
+def _twin(kind: Any, config: Any, dtype: torch.dtype, name: str) -> dict[str, Tensor]:
+    """Buffers of the same model built in ``dtype`` on the meta device; none where it cannot be built without bytes."""
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            return dict(kind._from_config(copy.deepcopy(config), dtype=dtype).named_buffers())
+    except Exception as error:  # code of the model's own, which nobody else runs without bytes
+        log.warning(
+            "%s cannot be built without bytes (%s: %s), so which of its buffers are fp32 on purpose is a guess: tables "
+            'that are computed and not saved stay in fp32; buffers="compute" converts them',
+            name or kind.__name__,
+            type(error).__name__,
+            error,
+        )
+        return {}
 
 
 class _Below:

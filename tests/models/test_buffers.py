@@ -34,6 +34,9 @@ ROTARY: dict[str, Callable[[], Any]] = {
 }
 
 
+LAYER = {"layers": 1, "attention_heads": 4, "ffn_dim": 48, "layerdrop": 0.0}
+
+
 @contextlib.contextmanager
 def quiet() -> Any:
     """Without the progress bars of transformers."""
@@ -105,6 +108,45 @@ def test_every_family_has_the_buffers_of_plain(paging: Paging, precision: str) -
         assert wanted == {name: param.dtype for name, param in model.named_parameters()}, family.name
         kept |= {family.name for found in wanted.values() if found is torch.float32}
     assert kept == ({"T5", "GPT-OSS"} if precision == "fp16" else set())
+
+
+def test_position_tables_that_transformers_makes_narrower(paging: Paging) -> None:
+    """M2M100's and XGLM's sinusoids follow ``dtype=`` in ``from_pretrained``, where rotary frequencies do not."""
+    small = {"vocab_size": 64, "d_model": 32, "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0}
+    layers = {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in LAYER.items()}
+
+    def build(name: str, **settings: Any) -> Any:
+        import transformers
+
+        kind = getattr(transformers, f"{name.partition('For')[0]}Config")
+        return getattr(transformers, name)(kind(**small, **settings))
+
+    for make in (
+        lambda: build("M2M100ForConditionalGeneration", **layers),
+        lambda: build("XGLMForCausalLM", ffn_dim=48, num_layers=2, attention_heads=4),
+    ):
+        reference = converted(make)
+        model = paging.build(make, replace(RESIDENT, **BF16))
+        assert_same_bits(buffers_of(reference), buffers_of(model))
+        assert any(buffer.dtype is torch.bfloat16 for buffer in model.buffers())
+        ids = tokens(3)
+        assert_same_bits(*(found(input_ids=ids, labels=ids).loss.detach() for found in (reference, model)))
+
+
+def test_a_model_that_cannot_be_built_twice_says_that_its_tables_are_a_guess(
+    paging: Paging, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    class Once(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            if torch.get_default_dtype() is torch.bfloat16:
+                raise OSError("its files are gone")
+            super().__init__(config)
+
+    model = paging.build(lambda: Once(llama(num_hidden_layers=1).config), replace(RESIDENT, **BF16))
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    assert "its files are gone" in caplog.text and "buffers=" in caplog.text
 
 
 def test_first_gradients_of_other_families(paging: Paging) -> None:
