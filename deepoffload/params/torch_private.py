@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepoffload.errors import UnsupportedError
 
-TESTED_VERSIONS = "torch 2.8 to 2.15"
+TESTED_VERSIONS = "torch 2.10 to 2.15"
 """What ``make test-versions`` tests the ends of, and ``pyproject.toml`` asks for the least of."""
 
 
@@ -223,7 +223,7 @@ def _unasked(function: Any, *, needed: bool) -> Any:
 
 
 autograd_grad = _unasked(torch.autograd.grad, needed=True)
-autograd_backward = _unasked(torch.autograd.backward, needed=False)  # torch 2.8 does not check there
+autograd_backward = _unasked(torch.autograd.backward, needed=False)  # not every torch checks there
 make_grads = _need(torch.autograd, "_make_grads")
 
 
