@@ -94,7 +94,7 @@ def predict(
     first = estimate(subject, machine, config)
     if first.run is None:
         raise SystemExit(first.problem)
-    return estimate(subject, machine, config, op_times=measure_ops(first.run))
+    return estimate(subject, machine, config, time_ops=measure_ops)
 
 
 def real(options: argparse.Namespace, shape: DecoderShape, budget: int, more: dict[str, str], overlap: str) -> Any:

@@ -97,7 +97,10 @@ def one_row(spec: dict[str, Any]) -> dict[str, Any]:
         before = after
     table = side.engine.placement.table()
     side.close()
-    found = [(steps, now, estimate(subject, now.machine, config, op_times=now.ops)) for steps, now in rounds]
+    found = [
+        (steps, now, estimate(subject, now.machine, config, time_ops=lambda run, ops=now.ops: ops))
+        for steps, now in rounds
+    ]
     return {"placement": table, "rounds": [as_json(*each) for each in found]}
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +15,12 @@ from deepoffload.config import Config, OptimizerConfig, Precision, StepOverlap
 from deepoffload.errors import DeepOffloadError, PlacementError, UsageError
 from deepoffload.estimate import measure, plots, report, zero_infinity
 from deepoffload.estimate.arguments import parse
+from deepoffload.estimate.dry_run import DryRun
 from deepoffload.estimate.machine import MachineSpec, read_machine
-from deepoffload.estimate.questions import Estimate, estimate, largest_model
+from deepoffload.estimate.progress import Progress
+from deepoffload.estimate.questions import Estimate, estimate, largest_model, surely_too_large
 from deepoffload.estimate.states import estimate_model_states_mem_needs_all_live
+from deepoffload.estimate.step_time import OpTimes
 from deepoffload.estimate.subject import Batch, Subject, from_config, from_counts
 
 EXIT_OK, EXIT_DOES_NOT_FIT, EXIT_USAGE = 0, 1, 2
@@ -25,10 +30,23 @@ BUDGET_POINTS = 12
 def main(argv: Sequence[str] | None = None, prog: str = "python -m deepoffload.estimate") -> int:
     """Returns 0 when the model fits, 1 when it does not, 2 for a mistake in the command."""
     try:
-        return _run(parse(argv, prog))
+        with without_collections():
+            return _run(parse(argv, prog))
     except DeepOffloadError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return EXIT_USAGE
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Leave garbage where it is: plans are many small objects, and every collection looks at all of torch."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -46,16 +64,21 @@ def _run(options: argparse.Namespace) -> int:
     if not (options.config or options.parameters or options.largest):
         return EXIT_OK
     batch, config = Batch(options.batch, options.seq), _config(options)
-    subject = None if options.largest else _subject(options, batch)
-    machine = _machine(options)
-    if subject is None:
+    if options.largest:
         found = largest_model(
-            machine, config, batch, checkpointing=options.checkpointing, vocabulary=options.vocabulary
+            _machine(options), config, batch, checkpointing=options.checkpointing, vocabulary=options.vocabulary
         )
     else:
+        subject = _subject(options, batch)
+        for note in subject.notes:
+            print(note, file=sys.stderr)
+        machine = read_machine(options.machine) if options.machine else measure.unmeasured_machine(options.measure)
         if options.deepspeed:
             estimate_model_states_mem_needs_all_live(subject.module, machine.devices_per_node, machine.nodes)
             print()
+        # What no rates can change is said before they are measured.
+        if not options.machine and not surely_too_large(subject, machine, config):
+            machine = _machine(options)
         found = _estimate(subject, machine, config, options)
     print(json.dumps(report.as_json(found), indent=1) if options.json else report.text(found))
     return EXIT_OK if found.fits else EXIT_DOES_NOT_FIT
@@ -64,7 +87,8 @@ def _run(options: argparse.Namespace) -> int:
 def _machine(options: argparse.Namespace) -> MachineSpec:
     if options.machine:
         return read_machine(options.machine)
-    return measure.measure_machine(options.measure, fresh=options.measure is not None)
+    with Progress(sys.stderr) as progress:
+        return measure.measure_machine(options.measure, fresh=options.measure is not None, progress=progress)
 
 
 def _config(options: argparse.Namespace) -> Config:
@@ -93,12 +117,16 @@ def _subject(options: argparse.Namespace, batch: Batch) -> Subject:
 
 
 def _estimate(subject: Subject, machine: MachineSpec, config: Config, options: argparse.Namespace) -> Estimate:
-    known: dict[str, Any] = {}
-    if options.machine is None:  # this machine: the model's own operators can be timed
-        if options.measure and subject.loss_of is not None:
-            first = estimate(subject, machine, config, **known)
-            if first.run is not None:
-                known["op_times"] = measure.measure_ops(first.run)
+    timed: dict[int, OpTimes] = {}
+
+    def time_ops(run: DryRun) -> OpTimes:
+        """Seconds of the model's own operators on this machine; measured once for all budgets."""
+        if not timed:
+            with Progress(sys.stderr) as progress:
+                timed[0] = measure.measure_ops(run, progress=progress)
+        return timed[0]
+
+    known: dict[str, Any] = {"time_ops": time_ops} if options.measure else {}
     found = estimate(subject, machine, config, **known)
     if options.plot_budget:
         _plot_budgets(found, known, options.plot_budget)

@@ -96,7 +96,8 @@ def smallest_capacity(model: nn.Module, config: Config, *, nvme_bytes: int | Non
         return enough
     # NVMe ends before the budget does: what it cannot hold has to stay in memory.
     everything = attempt(UNBOUNDED_BYTES).placement.resident_bytes
-    return round_up(first_that_fits(lambda capacity: _fits(attempt, capacity), everything))
+    least = max(0, everything - (nvme_bytes or 0))
+    return round_up(first_that_fits(lambda capacity: _fits(attempt, capacity), everything, least))
 
 
 def _surely_needed(model: nn.Module, config: Config) -> int:
@@ -107,9 +108,15 @@ def _surely_needed(model: nn.Module, config: Config) -> int:
     return max(needs, default=PAGE_BYTES)
 
 
-def first_that_fits(fits: Callable[[int], bool], most: int) -> int:
-    """The least number up to ``most`` (which fits) from which on it fits, to one part in 512."""
-    low, high = 0, most
+def first_that_fits(fits: Callable[[int], bool], most: int, least: int = 0) -> int:
+    """The least number up to ``most`` (which fits) from which on it fits, to one part in 512. None below ``least``
+    fits, and the answer is sought near it."""
+    low, high, step = least, most, max(most >> 6, 1)
+    while least and low + step < high:
+        if fits(low + step):
+            high = low + step
+            break
+        low, step = low + step, 2 * step
     while high - low > max(high >> 9, 1):
         middle = (low + high) // 2
         if fits(middle):

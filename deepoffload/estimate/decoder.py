@@ -18,7 +18,9 @@ DEFAULT_VOCABULARY = 32_000
 @dataclass(frozen=True)
 class DecoderShape:
     """Sizes of a decoder. ``gated``: three matrices in the perceptron (Llama), not two (GPT). ``positions``: rows of a
-    learned table of positions; 0 for none."""
+    learned table of positions; 0 for none. ``experts``: gated perceptrons in each layer, of which each token uses
+    ``experts_per_token``; 0: one perceptron, which all use. ``expert_inner``, ``shared_inner``: the width of an expert,
+    where it is not ``intermediate``, and of one more that all tokens use."""
 
     layers: int
     hidden: int
@@ -31,15 +33,22 @@ class DecoderShape:
     biased: bool = False
     tied: bool = True
     positions: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_inner: int = 0
+    shared_inner: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocabulary"):
             positive_integer(name, getattr(self, name))
-        for name in ("intermediate", "kv_heads", "head_width", "positions"):
+        optional = ("experts", "experts_per_token", "expert_inner", "shared_inner")
+        for name in ("intermediate", "kv_heads", "head_width", "positions", *optional):
             if getattr(self, name):
                 positive_integer(name, getattr(self, name))
         if not self.head_width and self.hidden % self.heads:
             raise ConfigError(f"hidden {self.hidden} is not a multiple of heads {self.heads}")
+        if self.experts_per_token > self.experts:
+            raise ConfigError(f"a token cannot use {self.experts_per_token} of {self.experts} experts")
         if self.heads % (self.kv_heads or self.heads):
             raise ConfigError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
 
@@ -104,21 +113,57 @@ class _Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, self.heads * self.width))
 
 
+class _Experts(nn.Module):
+    """Gated perceptrons behind a router, in two parameters, and perhaps one that all tokens use. Every expert gets as
+    many tokens as every other: how many it really gets depends on the data."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        count, inner = shape.experts, shape.expert_inner or shape.inner
+        self.count, self.per_token = count, shape.experts_per_token
+        self.router = nn.Linear(shape.hidden, count, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, shape.hidden))
+        self.down = nn.Parameter(torch.empty(count, shape.hidden, inner))
+        self.shared = _Perceptron(shape, shape.shared_inner) if shape.shared_inner else None
+        self.shared_gate = nn.Linear(shape.hidden, 1, bias=False) if shape.shared_inner else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        shares, _ = self.router(tokens).softmax(-1).topk(self.per_token)
+        rows = -(-len(tokens) * self.per_token // self.count)
+        sent = tokens.repeat_interleave(self.per_token, 0)
+        sent = F.pad(sent, (0, 0, 0, rows * self.count - len(sent))).view(self.count, rows, -1)
+        gate, up = torch.bmm(sent, self.gate_up.transpose(1, 2)).chunk(2, -1)
+        done = torch.bmm(F.silu(gate) * up, self.down.transpose(1, 2)).flatten(0, 1)
+        done = done[: len(tokens) * self.per_token].view(len(tokens), self.per_token, -1)
+        y = (done * shares.unsqueeze(-1)).sum(1)
+        if self.shared is not None and self.shared_gate is not None:
+            y = y + self.shared_gate(tokens).sigmoid() * self.shared(tokens)
+        return y.view_as(x)
+
+
+class _Perceptron(nn.Module):
+    def __init__(self, shape: DecoderShape, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden, inner, bias=shape.biased) if shape.gated else None
+        self.up = nn.Linear(shape.hidden, inner, bias=shape.biased)
+        self.down = nn.Linear(inner, shape.hidden, bias=shape.biased)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x))
+
+
 class _Layer(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(shape.hidden, bias=shape.biased)
         self.attention = _Attention(shape)
         self.norm_2 = nn.LayerNorm(shape.hidden, bias=shape.biased)
-        self.gate = nn.Linear(shape.hidden, shape.inner, bias=shape.biased) if shape.gated else None
-        self.up = nn.Linear(shape.hidden, shape.inner, bias=shape.biased)
-        self.down = nn.Linear(shape.inner, shape.hidden, bias=shape.biased)
+        self.perceptron = _Experts(shape) if shape.experts else _Perceptron(shape, shape.inner)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_1(x))
-        y = self.norm_2(x)
-        y = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
-        return x + self.down(y)
+        return x + self.perceptron(self.norm_2(x))
 
 
 class Decoder(nn.Module):

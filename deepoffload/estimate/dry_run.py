@@ -84,6 +84,51 @@ class DryRun:
         return sum(visit.flops for visit in self.visits)
 
 
+@dataclass
+class Span:
+    """What happens to live bytes in a part of a visit: a visit is one span, or two where the forward ends in it.
+
+    ``net_bytes``: more at its end than at its beginning. ``over_bytes``: most at a time, over those at its beginning.
+    ``freed``: of bytes that another visit made, by the number of that visit. ``after_forward``: of the backward.
+    """
+
+    visit: int
+    after_forward: bool
+    net_bytes: int = 0
+    over_bytes: int = 0
+    freed: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A run of forward and backward, visit by visit. The other attributes are those of :class:`DryRun`."""
+
+    visits: tuple[Visit, ...]
+    spans: tuple[Span, ...]
+    head_bytes: int
+    largest_chunk_bytes: int
+    recomputes: bool
+    calls: Mapping[Op, tuple[Any, tuple[Any, ...], dict[str, Any]]]
+
+    def summary(self) -> DryRun:
+        live = peak = saved = forward_peak = 0
+        for span in self.spans:
+            if not span.after_forward:
+                saved, forward_peak = live + span.net_bytes, max(peak, live + span.over_bytes)
+            peak = max(peak, live + span.over_bytes)
+            live += span.net_bytes
+        return DryRun(
+            visits=tuple(visit for visit in self.visits if visit.ops or visit.units),
+            saved_bytes=saved,
+            head_bytes=self.head_bytes,
+            peak_bytes=peak,
+            forward_peak_bytes=forward_peak,
+            largest_chunk_bytes=self.largest_chunk_bytes,
+            recomputes=self.recomputes,
+            calls=self.calls,
+        )
+
+
 def dry_run(
     model: nn.Module,
     loss_of: LossOf,
@@ -92,6 +137,18 @@ def dry_run(
     unit_of: Mapping[int, int] | None = None,
     types: ComputeTypes = KEEP_TYPES,
 ) -> DryRun:
+    """What a forward and backward of ``model`` takes; arguments and errors as of :func:`record`."""
+    return record(model, loss_of, windows=windows, unit_of=unit_of, types=types).summary()
+
+
+def record(
+    model: nn.Module,
+    loss_of: LossOf,
+    *,
+    windows: Sequence[nn.Module] = (),
+    unit_of: Mapping[int, int] | None = None,
+    types: ComputeTypes = KEEP_TYPES,
+) -> Recording:
     """One forward and backward of ``model``, which may be on any device; it keeps its parameters and state.
 
     Args:
@@ -116,14 +173,10 @@ def dry_run(
                     f"{type(model).__name__} cannot be run on shapes alone ({type(error).__name__}: {error}); give a "
                     "loss function that suits it, or the number of parameters, layers and the hidden size instead"
                 ) from error
-    visits = tuple(visit for visit in tracker.visits if visit.ops or visit.units)
-    forward = tracker.after_forward
-    return DryRun(
-        visits=visits,
-        saved_bytes=forward.live_bytes,
-        head_bytes=forward.head_bytes,
-        peak_bytes=tracker.peak_bytes,
-        forward_peak_bytes=forward.peak_bytes,
+    return Recording(
+        visits=tuple(tracker.visits),
+        spans=tuple(tracker.spans),
+        head_bytes=tracker.head_bytes,
         largest_chunk_bytes=tracker.largest_chunk_bytes,
         recomputes=tracker.recomputes,
         calls=tracker.calls,
@@ -138,13 +191,6 @@ def _step(model: nn.Module, loss_of: LossOf, tracker: _Tracker) -> None:
         loss = loss.sum()
     tracker.end_forward()
     loss.backward()
-
-
-@dataclass(frozen=True)
-class _AfterForward:
-    live_bytes: int = 0
-    head_bytes: int = 0
-    peak_bytes: int = 0
 
 
 class _Whole(nn.Module):
@@ -183,21 +229,20 @@ class _Tracker(TorchDispatchMode):
 
     def __init__(self, fakes: _Fakes, unit_of: Mapping[int, int]) -> None:
         super().__init__()
-        self.live_bytes = 0
-        self.peak_bytes = 0
+        self.head_bytes = 0
         self.in_backward = False
-        self.after_forward = _AfterForward()
         self.visits: list[Visit] = [Visit(False, ())]
+        self.spans: list[Span] = [Span(0, False)]
         self.largest_chunk_bytes = 0
         self.recomputes = False
         self.calls: dict[Op, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[int, tuple[int, int]] = {}  # bytes, and the number of the visit that made them
         self._since_entry: set[int] = set()
         self._unit_by_storage: dict[int, int] = {}
         self._unit_of = unit_of
         self._inside: list[tuple[int, ...]] = []
         for tensor in fakes.by_name.values():
-            self._sizes[tensor.untyped_storage()._cdata] = 0
+            self._sizes[tensor.untyped_storage()._cdata] = (0, 0)
         self._fakes = fakes
         for param, fake in fakes.params:
             unit = unit_of.get(id(param))
@@ -216,7 +261,8 @@ class _Tracker(TorchDispatchMode):
                     dict.fromkeys(self._unit_of[id(p)] for p in module.parameters() if id(p) in self._unit_of)
                 )
                 stack.callback(module.register_forward_pre_hook(self._enter(units)).remove)
-                stack.callback(module.register_forward_hook(self._leave(units)).remove)
+                # always: checkpointing ends a recomputation with an exception, inside the last module it needs
+                stack.callback(module.register_forward_hook(self._leave(units), always_call=True).remove)
             for _, fake in self._fakes.params:
                 if fake.requires_grad:
                     stack.callback(fake.register_post_accumulate_grad_hook(self._land).remove)
@@ -246,6 +292,10 @@ class _Tracker(TorchDispatchMode):
     def _visit(self, backward: bool, units: tuple[int, ...]) -> None:
         if (self.visits[-1].backward, self.visits[-1].units) != (backward, units):
             self.visits.append(Visit(backward, units))
+            self._begin_span()
+
+    def _begin_span(self) -> None:
+        self.spans.append(Span(len(self.visits) - 1, self.in_backward))
 
     def _pack(self, tensor: Tensor) -> Any:
         unit = self._unit_by_storage.get(tensor.untyped_storage()._cdata)
@@ -283,23 +333,30 @@ class _Tracker(TorchDispatchMode):
         if key in self._sizes:
             return 0
         size = storage.nbytes()
-        self._sizes[key] = size
+        self._sizes[key] = (size, len(self.visits) - 1)
         self._since_entry.add(key)
-        self.live_bytes += size
+        self._change(size)
         if size <= MALLOC_CHUNK_MAX_BYTES:
             self.largest_chunk_bytes = max(self.largest_chunk_bytes, size)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._gone, key).atexit = False
         return size
 
     def _gone(self, key: int) -> None:
-        self.live_bytes -= self._sizes.pop(key)
+        size, made_in = self._sizes.pop(key)
+        if made_in != len(self.visits) - 1:
+            self.spans[-1].freed[made_in] += size
+        self._change(-size)
         self._since_entry.discard(key)
 
+    def _change(self, nbytes: int) -> None:
+        span = self.spans[-1]
+        span.net_bytes += nbytes
+        span.over_bytes = max(span.over_bytes, span.net_bytes)
+
     def end_forward(self) -> None:
-        head_bytes = sum(self._sizes[key] for key in self._since_entry)
-        self.after_forward = _AfterForward(self.live_bytes, head_bytes, self.peak_bytes)
+        self.head_bytes = sum(self._sizes[key][0] for key in self._since_entry)
         self.in_backward = True
+        self._begin_span()
 
     def _count(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, made: list[Tensor]) -> None:
         taken = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]

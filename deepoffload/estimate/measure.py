@@ -18,6 +18,7 @@ from deepoffload import machine as limits
 from deepoffload.estimate.dry_run import DryRun, Op, Shape
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.overheads import measure_overheads
+from deepoffload.estimate.progress import silent
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import measure_bandwidth
 from deepoffload.io.swap_space import SwapSpace
@@ -49,7 +50,25 @@ print((int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) *
 """
 
 
-def measure_machine(nvme_path: str | None = None, *, fresh: bool = True) -> MachineSpec:
+Report = Callable[..., None]
+"""Called with what is measured now, and perhaps how much of how much is done; see ``progress``."""
+
+
+def unmeasured_machine(nvme_path: str | None = None) -> MachineSpec:
+    """Memory and disk space of this machine, which need no measuring, and usual rates.
+
+    Raises:
+        ConfigError: the path is missing.
+    """
+    found = limits.measure([nvme_path] if nvme_path else [])
+    return MachineSpec(
+        name=os.uname().nodename,
+        host_memory_bytes=found.memory_available_bytes,
+        nvme_bytes=sum(disk.free_bytes for disk in found.disks),
+    )
+
+
+def measure_machine(nvme_path: str | None = None, *, fresh: bool = True, progress: Report = silent) -> MachineSpec:
     """Memory, rates, fixed costs and (with a path) disk of this machine; takes some seconds.
 
     Args:
@@ -58,22 +77,21 @@ def measure_machine(nvme_path: str | None = None, *, fresh: bool = True) -> Mach
     Raises:
         ConfigError: the path is missing or not writable.
     """
-    found = limits.measure([nvme_path] if nvme_path else [])
-    spec = MachineSpec(
-        name=os.uname().nodename,
-        host_memory_bytes=found.memory_available_bytes,
-        nvme_bytes=sum(disk.free_bytes for disk in found.disks),
-        process_bytes=process_bytes(),
-    )
-    return measure_rates(spec, nvme_path, fresh=fresh)
+    spec = unmeasured_machine(nvme_path)
+    progress("memory of a process")
+    return measure_rates(replace(spec, process_bytes=process_bytes()), nvme_path, fresh=fresh, progress=progress)
 
 
-def measure_rates(spec: MachineSpec, nvme_path: str | None = None, *, fresh: bool = True) -> MachineSpec:
+def measure_rates(
+    spec: MachineSpec, nvme_path: str | None = None, *, fresh: bool = True, progress: Report = silent
+) -> MachineSpec:
     """``spec`` with what this machine's processor, memory and disk give now.
 
     Arguments as of :func:`measure_machine`.
     """
+    progress("fixed costs of a step")
     fixed = measure_overheads(nvme_path)
+    progress("processor and memory")
     spec = replace(
         spec,
         flops_per_s=_matmul_rate(torch.bfloat16),
@@ -86,6 +104,7 @@ def measure_rates(spec: MachineSpec, nvme_path: str | None = None, *, fresh: boo
     )
     if nvme_path is None:
         return spec
+    progress(f"disk at {nvme_path}")
     with IoEngine() as engine:
         disk = measure_bandwidth(nvme_path, engine, use_cache=not fresh, time_s=DISK_TIME_S)
         share = disk_share_while_computing(nvme_path, engine)
@@ -202,7 +221,7 @@ def _seconds(call: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def measure_ops(run: DryRun) -> dict[Op, float]:
+def measure_ops(run: DryRun, *, progress: Report = silent) -> dict[Op, float]:
     """Seconds of each kernel call of a dry run, repeated with real tensors of the same shapes, strides and types.
 
     The calls take turns, as in the model: each finds the caches full of the others' data. Calls that cannot be repeated
@@ -210,13 +229,15 @@ def measure_ops(run: DryRun) -> dict[Op, float]:
     """
     calls = {op: _Repeated(*run.calls[op]) for op in run.calls}
     with torch.no_grad():
-        for op in list(calls):
+        for number, op in enumerate(list(calls)):
+            progress("operators of the model, first calls", number, len(run.calls))
             try:
                 calls[op].once()
             except (RuntimeError, TypeError, ValueError, IndexError):
                 del calls[op]
         evict = torch.zeros(max(1, COLD_BYTES - sum(call.nbytes for call in calls.values())), dtype=torch.uint8)
-        for _ in range(ROUNDS):
+        for number in range(ROUNDS):
+            progress("operators of the model, round", number + 1, ROUNDS)
             evict.fill_(1)
             for call in calls.values():
                 call.once()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from deepoffload.config import Config
 from deepoffload.config.resolve import may_use_nvme, unsaid_host_bytes, unsaid_nvme_bytes
+from deepoffload.config.units import format_bytes
 from deepoffload.errors import ConfigError, PlacementError
 from deepoffload.estimate.blocks import UNBOUNDED_BYTES, BlockPlan, plan_blocks, smallest_capacity
 from deepoffload.estimate.checks import positive_integer
@@ -15,9 +16,10 @@ from deepoffload.estimate.decoder import DecoderShape
 from deepoffload.estimate.dry_run import DryRun, dry_run
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.memory import MemoryEstimate, estimate_memory
+from deepoffload.estimate.repeats import dry_run_once_per_layer
 from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_step
 from deepoffload.estimate.subject import Batch, Subject, from_shape
-from deepoffload.runtime.compute_types import compute_types
+from deepoffload.runtime.compute_types import ComputeTypes, compute_types
 from deepoffload.schedule.cost_model import StepOverlap, Workload
 
 HEADS_OF = 128
@@ -26,9 +28,10 @@ HEADS_OF = 128
 
 @dataclass(frozen=True)
 class Estimate:
-    """Everything about one model on one machine.
+    """Everything about one model on one machine. Bytes are one rank's.
 
-    capacity_bytes: the budget of the arena: as said, or what the engine would take. room_bytes: the largest budget that
+    capacity_bytes: the budget of the arena: as said, or what the engine would take. nvme_bytes: what may be used of
+    NVMe; None: there is none. whole_bytes: weights, gradients and optimizer state. room_bytes: the largest budget that
     leaves room for the activations of this batch. problem: why it does not fit (then only ``run`` and
     ``smallest_bytes`` may be known). smallest_bytes: the least budget with which it can be placed.
     steps_of_endurance: optimizer steps after which the node's drives are worn out; None where nothing is known of that.
@@ -38,6 +41,8 @@ class Estimate:
     machine: MachineSpec
     config: Config
     capacity_bytes: int
+    nvme_bytes: int | None
+    whole_bytes: int
     room_bytes: int
     smallest_bytes: int | None
     run: DryRun | None
@@ -71,81 +76,132 @@ def estimate(
     machine: MachineSpec,
     config: Config,
     *,
-    op_times: OpTimes | None = None,
+    time_ops: Callable[[DryRun], OpTimes] | None = None,
 ) -> Estimate:
     """Plan ``subject`` on ``machine``: memory by tier, and a step on the simulated clock.
 
     Without budgets in ``config`` they are those that ``offload_context`` would take of this machine.
     With several ranks every rank's share of the model is what one rank would plan for a model of that part.
 
+    Args:
+        time_ops: gives seconds of a run's operators as measured; it is asked only where the model fits.
+
     Raises:
         ConfigError: the configuration asks for what the machine does not have.
         UsageError: the model cannot be run on shapes.
     """
-    ranks = machine.ranks
-    process = machine.process_bytes
-    model = subject.module
+    ranks, process = machine.ranks, machine.process_bytes
+    model, bandwidths = subject.module, machine.bandwidths()
     types = compute_types(config, [model])
-    bandwidths = machine.bandwidths()
-    nvme = _nvme_bytes(config, machine)
-    whole = plan_blocks(model, config, capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=nvme, bandwidths=bandwidths)
-    run = None
-    if subject.loss_of is not None:
-        run = dry_run(model, subject.loss_of, windows=whole.modules, unit_of=whole.unit_of, types=types)
-    empty = replace(whole, placement=replace(whole.placement, capacity_bytes=0), largest_bytes=0)
-    beside = estimate_memory(empty, run, process_bytes=process, has_device=machine.has_device)
-    memory_bytes = machine.host_memory_bytes // machine.devices_per_node
-    near = sum(row.pageable for row in beside.rows if row.name not in _MODEL_ROWS)
-    room = max(0, memory_bytes - near - whole.largest_bytes)
-    capacity = config.host_budget
-    if capacity is None:
-        capacity = unsaid_host_bytes(max(0, memory_bytes - process))
+    capacity, nvme = budgets(machine, config)
     # One rank of several plans for its part: the same plan in a memory and on disks that are so many times larger.
     planned, nvme_planned = capacity * ranks, None if nvme is None else nvme * ranks
+    blocks, problem = None, ""
     try:
-        if room == 0:
-            raise PlacementError(
-                "activations, processes and the largest layer leave nothing of host memory for the model; use smaller "
-                "batches or activation checkpointing"
-            )
-        smallest = smallest_capacity(model, config, nvme_bytes=nvme_planned, bandwidths=bandwidths)
         blocks = plan_blocks(model, config, capacity_bytes=planned, nvme_bytes=nvme_planned, bandwidths=bandwidths)
     except PlacementError as error:
-        least = _smallest(model, config, nvme_planned, machine)
-        return Estimate(
-            subject, machine, config, capacity, room, _share(least, ranks), run, None, None, None, str(error)
-        )
-    # A block plan depends on the budget in its pieces; the windows and units of this one are what runs.
-    if run is not None and subject.loss_of is not None:
-        run = dry_run(model, subject.loss_of, windows=blocks.modules, unit_of=blocks.unit_of, types=types)
+        problem = str(error)
+    # The units of a run in a budget without end serve as well where there is no plan: its activations are the same.
+    known = blocks or plan_blocks(model, config, capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=bandwidths)
+    run = _run(subject, known, types)
+    room = _room(known, run, machine)
+    smallest = _smallest(model, config, nvme_planned, machine)
+    whole = sum(block.nbytes for block in known.placement.blocks)
+    found = Estimate(
+        subject=subject,
+        machine=machine,
+        config=config,
+        capacity_bytes=capacity,
+        nvme_bytes=nvme,
+        whole_bytes=-(-whole // ranks),
+        room_bytes=room,
+        smallest_bytes=None if smallest is None else -(-smallest // ranks),
+        run=run,
+        blocks=None,
+        memory=None,
+        step=None,
+        problem=problem if room else NO_ROOM,
+    )
+    if blocks is None or not found.fits:
+        return found
     if ranks > 1:
         blocks = _part(blocks, ranks)
+    memory = estimate_memory(blocks, run, process_bytes=process, has_device=machine.has_device, ranks=ranks)
+    problem = _too_much(memory, machine, room)
     step = None
     if run is not None:
         workload = Workload(config.gradient_accumulation_steps, StepOverlap(config.step_overlap.value))
+        op_times = time_ops(run) if time_ops is not None and not problem else None
         step = estimate_step(blocks, run, machine, workload, tokens=subject.batch.tokens, op_times=op_times)
-    written = step.ever_written if step is not None else None
-    memory = estimate_memory(
-        blocks, run, process_bytes=process, has_device=machine.has_device, ranks=ranks, written=written
+        memory = estimate_memory(
+            blocks,
+            run,
+            process_bytes=process,
+            has_device=machine.has_device,
+            ranks=ranks,
+            written=step.ever_written,
+        )
+    return replace(found, blocks=blocks, memory=memory, step=step, problem=problem)
+
+
+NO_ROOM = (
+    "activations, processes and the largest layer leave nothing of host memory for the model; use smaller batches or "
+    "activation checkpointing"
+)
+
+
+def budgets(machine: MachineSpec, config: Config) -> tuple[int, int | None]:
+    """Bytes of host memory and of NVMe (None: there is none) that one rank may use.
+
+    Raises:
+        ConfigError: the configuration asks for what the machine does not have.
+    """
+    memory_bytes = machine.host_memory_bytes // machine.devices_per_node
+    capacity = config.host_budget
+    if capacity is None:
+        capacity = unsaid_host_bytes(max(0, memory_bytes - machine.process_bytes))
+    if config.nvme_budget and not machine.nvme_bytes:
+        raise ConfigError(
+            f"an NVMe budget of {format_bytes(config.nvme_budget)}, but the machine has no NVMe: measure a disk "
+            "(--measure DIRECTORY), or give the machine file nvme_bytes"
+        )
+    if not machine.nvme_bytes or not may_use_nvme(config):
+        return capacity, None
+    free = machine.nvme_bytes // machine.devices_per_node
+    if config.nvme_budget is not None and config.nvme_budget > free:
+        raise ConfigError(
+            f"an NVMe budget of {format_bytes(config.nvme_budget)}, but a rank has {format_bytes(free)}; lower it"
+        )
+    return capacity, unsaid_nvme_bytes(free) if config.nvme_budget is None else config.nvme_budget
+
+
+def surely_too_large(subject: Subject, machine: MachineSpec, config: Config) -> bool:
+    """Whether memory and NVMe together cannot hold the model, whatever their rates are."""
+    capacity, nvme = budgets(machine, config)
+    whole = plan_blocks(
+        subject.module, config, capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=machine.bandwidths()
     )
-    problem = _too_much(memory, machine, room)
-    return Estimate(
-        subject, machine, config, capacity, room, _share(smallest, ranks), run, blocks, memory, step, problem
-    )
+    return sum(block.nbytes for block in whole.placement.blocks) > (capacity + (nvme or 0)) * machine.ranks
+
+
+def _room(blocks: BlockPlan, run: DryRun | None, machine: MachineSpec) -> int:
+    """The largest budget beside which there is memory for everything else."""
+    empty = replace(blocks, placement=replace(blocks.placement, capacity_bytes=0), largest_bytes=0)
+    beside = estimate_memory(empty, run, process_bytes=machine.process_bytes, has_device=machine.has_device)
+    near = sum(row.pageable for row in beside.rows if row.name not in _MODEL_ROWS)
+    return max(0, machine.host_memory_bytes // machine.devices_per_node - near - blocks.largest_bytes)
+
+
+def _run(subject: Subject, blocks: BlockPlan, types: ComputeTypes) -> DryRun | None:
+    if subject.loss_of is None:
+        return None
+    # nobody else uses a model that has no bytes, so it may lack layers for a while
+    bare = all(param.is_meta for param in subject.module.parameters())
+    run = dry_run_once_per_layer if bare else dry_run
+    return run(subject.module, subject.loss_of, windows=blocks.modules, unit_of=blocks.unit_of, types=types)
 
 
 _MODEL_ROWS = ("weights", "gradients", "optimizer state", "slots for state", "prefetch window")
-
-
-def _share(nbytes: int | None, ranks: int) -> int | None:
-    return None if nbytes is None else -(-nbytes // ranks)
-
-
-def _nvme_bytes(config: Config, machine: MachineSpec) -> int | None:
-    if not machine.nvme_bytes or not may_use_nvme(config):
-        return None
-    free = machine.nvme_bytes // machine.devices_per_node
-    return unsaid_nvme_bytes(free) if config.nvme_budget is None else config.nvme_budget
 
 
 def _smallest(model: object, config: Config, nvme: int | None, machine: MachineSpec) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from deepoffload.config.units import format_bytes
+from deepoffload.estimate.advice import advice
 from deepoffload.estimate.questions import Estimate
 from deepoffload.estimate.zero_infinity import Comparison
 
@@ -26,14 +27,15 @@ def text(estimate: Estimate) -> str:
             f"{format_bytes(machine.host_memory_bytes)}, NVMe {format_bytes(machine.nvme_bytes)}"
         ),
         "",
-        f"{'It fits.' if estimate.fits else 'It does not fit: ' + estimate.problem}",
-        f"budget: {format_bytes(estimate.capacity_bytes)} per rank"
-        + (f"; the smallest is {format_bytes(estimate.smallest_bytes)}" if estimate.smallest_bytes else "")
-        + f", the largest that leaves room for activations {format_bytes(estimate.room_bytes)}",
+        f"It {'fits' if estimate.fits else 'does not fit'}. Per rank: weights, gradients and optimizer state "
+        f"{format_bytes(estimate.whole_bytes)}; host budget {format_bytes(estimate.capacity_bytes)}"
+        + (f" (the least is {format_bytes(estimate.smallest_bytes)})" if estimate.smallest_bytes else "")
+        + f", NVMe {format_bytes(estimate.nvme_bytes or 0)}; beside activations and processes there is room for a host "
+        f"budget of {format_bytes(estimate.room_bytes)}",
     ]
     lines += ["", *_memory(estimate)] if estimate.memory is not None else []
-    lines += ["", *_step(estimate)] if estimate.step is not None else []
-    return "\n".join(lines)
+    lines += ["", *_step(estimate)] if estimate.step is not None and estimate.fits else []
+    return "\n".join([*lines, "", advice(estimate)])
 
 
 def _memory(estimate: Estimate) -> list[str]:
@@ -127,9 +129,12 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "precision": estimate.config.precision.value,
         "fits": estimate.fits,
         "problem": estimate.problem,
+        "advice": advice(estimate),
         "budget_bytes": estimate.capacity_bytes,
         "smallest_budget_bytes": estimate.smallest_bytes,
         "largest_budget_bytes": estimate.room_bytes,
+        "model_bytes": estimate.whole_bytes,
+        "nvme_budget_bytes": estimate.nvme_bytes or 0,
     }
     if memory is not None:
         found["memory"] = {

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from deepoffload.estimate.blocks import BlockPlan
+from deepoffload.estimate.coarser import coarser
 from deepoffload.estimate.dry_run import DryRun, Op, Visit
 from deepoffload.estimate.machine import MachineSpec
-from deepoffload.params.prefetcher import WRITE_BEHIND_SHARE
+from deepoffload.params.prefetcher import BUSY_TRANSFERS, EVENTS_PER_PLAN, WRITE_BEHIND_SHARE
 from deepoffload.schedule.clock import Phase, StepTimes, TimedRun, TimedUse, steady_step
 from deepoffload.schedule.cost_model import Kind, StepOverlap, Workload, update_seconds
 from deepoffload.schedule.placement import BlockSpec
@@ -63,7 +64,8 @@ def estimate_step(
         tokens: of one micro-batch.
         op_times: seconds of operators as measured; what is not in it is worked out from the machine's rates.
     """
-    costs = _Costs(blocks, run, machine, op_times or {}, workload.accumulation_steps)
+    blocks, pieces_in_one = coarser(blocks)
+    costs = _Costs(blocks, run, machine, op_times or {}, workload.accumulation_steps, pieces_in_one)
     uses = list(_uses(costs, workload))
     placement, bandwidths = blocks.placement, machine.bandwidths()
     sizes = {block.id: block.nbytes for block in placement.blocks}
@@ -80,6 +82,8 @@ def estimate_step(
             empty=[block.id for block in placement.blocks if block.kind is Kind.GRADIENT],
             write_behind_share=WRITE_BEHIND_SHARE,
             computing_share=machine.nvme_share_while_computing,
+            events_per_plan=EVENTS_PER_PLAN,
+            busy_transfers=BUSY_TRANSFERS,
         )
 
     first = uses
@@ -108,12 +112,20 @@ class _Costs:
     """Seconds of everything that a step computes."""
 
     def __init__(
-        self, blocks: BlockPlan, run: DryRun, machine: MachineSpec, op_times: OpTimes, accumulation_steps: int
+        self,
+        blocks: BlockPlan,
+        run: DryRun,
+        machine: MachineSpec,
+        op_times: OpTimes,
+        accumulation_steps: int,
+        pieces_in_one: Mapping[int, int],
     ) -> None:
+        self._pieces_in_one = pieces_in_one
         self.visits = run.visits
         self.weights: dict[int, BlockSpec] = {}
         self.gradients: dict[int, BlockSpec] = {}
         self.state: dict[int, list[BlockSpec]] = defaultdict(list)
+        self._state_bytes: dict[int, int] = defaultdict(int)
         for block in blocks.placement.blocks:
             if block.kind is Kind.WEIGHT:
                 self.weights[block.unit] = block
@@ -121,6 +133,7 @@ class _Costs:
                 self.gradients[block.unit] = block
             else:
                 self.state[block.unit].append(block)
+                self._state_bytes[block.unit] += blocks.content_bytes[block.id]
         self._content = blocks.content_bytes
         self._machine = machine
         self._op_times = op_times
@@ -156,11 +169,11 @@ class _Costs:
 
     def update_s(self, unit: int, piece: BlockSpec) -> float:
         """The piece and the weights are read and written, the gradients read."""
-        whole = sum(self._content[block.id] for block in self.state[unit])
-        share = self._content[piece.id] / whole
+        share = self._content[piece.id] / self._state_bytes[unit]
         weights, gradients = self._content[self.weights[unit].id], self._content[self.gradients[unit].id]
         touched = 2 * self._content[piece.id] + share * (2 * weights + gradients)
-        return update_seconds(round(touched), self._bandwidths) + self._machine.piece_overhead_s + self._plan_s
+        fixed = (self._machine.piece_overhead_s + self._plan_s) * self._pieces_in_one.get(piece.id, 1)
+        return update_seconds(round(touched), self._bandwidths) + fixed
 
 
 def _uses(costs: _Costs, workload: Workload) -> Iterator[TimedUse]:

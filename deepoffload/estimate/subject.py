@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,7 @@ from deepoffload.estimate.checks import positive_integer
 from deepoffload.estimate.decoder import DEFAULT_VOCABULARY, Decoder, DecoderShape, shape_of_count
 from deepoffload.estimate.dry_run import LossOf
 from deepoffload.estimate.inputs import transformers_loss
-
-_FIELDS = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
-    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
-    "vocabulary": ("vocab_size", "vocabulary_size"),
-    "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_width": ("head_dim",),
-}
-"""Our names of a decoder's sizes, and what configuration files call them."""
-
-_LEARNED_POSITIONS = ("n_positions",)
-_GATED = ("silu", "swish", "swiglu", "geglu", "reglu")
+from deepoffload.estimate.shapes import shape_in
 
 
 @dataclass(frozen=True)
@@ -53,13 +40,14 @@ class Batch:
 @dataclass(frozen=True)
 class Subject:
     """A model to plan for. ``module`` may be on the meta device. ``loss_of``: how to run it (None: only its states are
-    estimated). ``source``: how its sizes became known, for people."""
+    estimated). ``source``: how its sizes became known, for people. ``notes``: what they should know about that."""
 
     module: nn.Module
     name: str
     source: str
     batch: Batch
     loss_of: LossOf | None
+    notes: tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -119,8 +107,9 @@ def from_config(
     """
     batch = batch or Batch()
     file, settings = _read(Path(path))
-    if not arithmetic and "model_type" in settings and importlib.util.find_spec("transformers") is not None:
-        model = _with_transformers(settings)
+    notes: tuple[str, ...] = ()
+    if not arithmetic:
+        model, why_not = _by_transformers(settings)
         if model is not None:
             if checkpointing:
                 # the old name goes away in transformers 6
@@ -134,8 +123,13 @@ def from_config(
                 batch,
                 transformers_loss(model, batch.size, batch.length),
             )
-    shape = _shape_in(settings, file)
-    return from_shape(shape, batch, checkpointing=checkpointing, source=f"{file}, by the sizes in it")
+        notes = (f"{file}: {why_not}, so the sizes in it are taken for those of a decoder (--arithmetic)",)
+    try:
+        shape = shape_in(settings, file)
+    except ConfigError as error:
+        raise ConfigError(f"{'; '.join((*notes, str(error)))}") from None
+    subject = from_shape(shape, batch, checkpointing=checkpointing, source=f"{file}, by the sizes in it")
+    return replace(subject, notes=notes)
 
 
 def _read(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -151,14 +145,27 @@ def _read(path: Path) -> tuple[Path, dict[str, Any]]:
     return file, settings
 
 
-def _with_transformers(settings: Mapping[str, Any]) -> Any:
-    """The model on the meta device, or None when this transformers does not know it."""
-    import transformers
+def _by_transformers(settings: Mapping[str, Any]) -> tuple[Any, str]:
+    """The model on the meta device; or None, and why there is none."""
+    kind = settings.get("model_type")
+    if kind is None:
+        return None, "it has no model_type"
+    if importlib.util.find_spec("transformers") is None:
+        return None, "transformers is not installed"
+    try:
+        import transformers
 
+        known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    except Exception as error:  # whatever goes wrong in another package's import: versions that do not fit together
+        return None, f"transformers is installed and cannot be imported ({type(error).__name__}: {error})"
+    if kind not in known:
+        return None, f"transformers {transformers.__version__} does not know the model type {kind!r}"
+    model = _built(transformers, settings)
+    return model, "" if model is not None else f"transformers has no model to train for {kind!r}"
+
+
+def _built(transformers: Any, settings: Mapping[str, Any]) -> Any:
     fields = {key: value for key, value in settings.items() if key not in ("model_type", "transformers_version")}
-    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    if settings["model_type"] not in known:
-        return None
     try:
         config = transformers.AutoConfig.for_model(settings["model_type"], **fields)
         named = [getattr(transformers, name, None) for name in settings.get("architectures") or ()]
@@ -175,21 +182,3 @@ def _with_transformers(settings: Mapping[str, Any]) -> Any:
             f"transformers {transformers.__version__} cannot build a {settings['model_type']} of this configuration: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _shape_in(settings: Mapping[str, Any], file: Path) -> DecoderShape:
-    sizes: dict[str, int] = {}
-    for ours, theirs in _FIELDS.items():
-        found = next((key for key in theirs if settings.get(key) is not None), None)
-        if found is not None:
-            sizes[ours] = positive_integer(f"{file}: {found}", settings[found])
-        elif ours in ("layers", "hidden", "vocabulary"):
-            raise ConfigError(
-                f"{file}: has no {theirs[0]} (nor {', '.join(theirs[1:])}); give parameters, layers and hidden size"
-            )
-    sizes.setdefault("heads", max(1, sizes["hidden"] // 64))
-    positions = next((settings[key] for key in _LEARNED_POSITIONS if settings.get(key)), 0)
-    activation = str(settings.get("hidden_act") or settings.get("activation_function") or "")
-    tied = bool(settings.get("tie_word_embeddings", True))
-    gated = activation in _GATED
-    return DecoderShape(**sizes, gated=gated, tied=tied, positions=int(positions), biased=not gated)

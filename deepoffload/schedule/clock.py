@@ -145,6 +145,8 @@ class TimedRun:
             lie on disk at the beginning.
         write_behind_share: most of the memory that may be on its way to the disk without anybody waiting for it.
         computing_share: see ``Disk``.
+        events_per_plan: how many events may pass without a plan, where nothing can change (1: every event plans).
+        busy_transfers: blocks on their way in each direction that are enough until the next event or two.
     """
 
     def __init__(
@@ -160,6 +162,8 @@ class TimedRun:
         empty: Iterable[int] = (),
         write_behind_share: float = 0.5,
         computing_share: float = 1.0,
+        events_per_plan: int = 1,
+        busy_transfers: int = 3,
     ) -> None:
         self.trace = Trace()
         self.disk = Disk(bandwidths, computing_share)
@@ -177,6 +181,13 @@ class TimedRun:
         self._state.update(dict.fromkeys(self._resident, _State.DIRTY))
         self._state.update(dict.fromkeys(empty, _State.EMPTY))
         self._writing: set[int] = set()
+        self._reading: set[int] = set()
+        self._events_per_plan = events_per_plan
+        self._busy_transfers = busy_transfers
+        self._unplanned = 0
+        self._settled = 0
+        self._predicted = False
+        self._stuck_at: tuple[int, int] | None = None
         self._stamps: dict[int, int] = {}
         self._uses = 0
         self._faults = self._read_bytes = self._written_bytes = 0
@@ -216,7 +227,7 @@ class TimedRun:
         """Bring the blocks of an event; returns the seconds waited."""
         begun = self.disk.now
         blocks = use.event.blocks
-        self.trace.observe(use.event)
+        self._predicted = self.trace.observe(use.event)
         self._pump(blocks)
         for block in dict.fromkeys(blocks):
             if block in use.named:
@@ -259,6 +270,8 @@ class TimedRun:
 
     def _pump(self, in_use: Sequence[int]) -> None:
         self._collect()
+        if self._may_wait():
+            return
         self._write_behind(in_use)
         moves = plan_prefetch(
             self.trace.upcoming(),
@@ -279,6 +292,17 @@ class TimedRun:
             else:
                 self._hold(move.block)
                 self._read(move.block, urgent=False)
+        self._stuck_at = None if moves else (self._settled, self._free_bytes)
+
+    def _may_wait(self) -> bool:
+        """As the prefetcher leaves planning to a later event: enough is on its way, or nothing has changed."""
+        self._unplanned += 1
+        if self._unplanned < self._events_per_plan and self._predicted:
+            busy = min(len(self._reading), len(self._writing)) >= self._busy_transfers
+            if busy or self._stuck_at == (self._settled, self._free_bytes):
+                return True
+        self._unplanned = 0
+        return False
 
     def _write_behind(self, in_use: Sequence[int]) -> None:
         budget = self._write_behind_bytes - sum(self._disk_nbytes[block] for block in self._writing)
@@ -335,6 +359,7 @@ class TimedRun:
 
     def _read(self, block: int, *, urgent: bool) -> None:
         self._state[block] = _State.READING
+        self._reading.add(block)
         self._read_bytes += self._disk_nbytes[block]
         self.disk.read(block, self._disk_nbytes[block], urgent=urgent)
 
@@ -353,6 +378,8 @@ class TimedRun:
         for block in self.disk.collect():
             self._state[block] = _State.CLEAN
             self._writing.discard(block)
+            self._reading.discard(block)
+            self._settled += 1
 
 
 def steady_step(
@@ -364,7 +391,8 @@ def steady_step(
     warm_up: int = 2,
     steps: int = 2,
 ) -> tuple[StepTimes, TimedRun]:
-    """The mean of ``steps`` steps after ``warm_up`` others, in which the order was learned; and the run itself.
+    """The mean of ``steps`` steps after ``warm_up`` others, in which the order was learned; and the run itself. It
+    ends sooner where a step is like the one before it: all others would be like that.
 
     ``first``: a step before all others that is not like them (it has no update to make that was put off). ``discards``:
     see ``TimedRun.step``.
@@ -372,12 +400,15 @@ def steady_step(
     run = make()
     if first:
         run.step(first)
-    for _ in range(warm_up):
-        run.step(uses, discards)
-    played = [run.step(uses, discards) for _ in range(steps)]
+    every: list[StepTimes] = []
+    for _ in range(warm_up + steps):
+        every.append(run.step(uses, discards))
+        if len(every) > 1 and _alike(every[-1], every[-2]):
+            break
+    played = every[-steps:]
 
     def mean(name: str) -> float:
-        return float(sum(getattr(step, name) for step in played)) / steps
+        return float(sum(getattr(step, name) for step in played)) / len(played)
 
     return StepTimes(
         forward_s=mean("forward_s"),
@@ -389,3 +420,14 @@ def steady_step(
         read_bytes=round(mean("read_bytes")),
         written_bytes=round(mean("written_bytes")),
     ), run
+
+
+ALIKE_SHARE = 1e-3
+"""Steps that differ by less take the same time."""
+
+
+def _alike(one: StepTimes, other: StepTimes) -> bool:
+    return all(
+        math.isclose(getattr(one, name), getattr(other, name), rel_tol=ALIKE_SHARE, abs_tol=ALIKE_SHARE * one.seconds)
+        for name in ("forward_s", "backward_s", "update_s", "wait_s", "busy_s")
+    ) and math.isclose(one.read_bytes + one.written_bytes, other.read_bytes + other.written_bytes, rel_tol=ALIKE_SHARE)

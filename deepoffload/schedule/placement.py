@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from deepoffload.errors import PlacementError
 from deepoffload.schedule.cost_model import (
@@ -183,29 +185,39 @@ class _Problem:
         if len({block.id for block in self.blocks}) != len(self.blocks):
             raise ValueError("block ids must be unique")
         trained = {block.unit for block in self.blocks if block.kind is not Kind.WEIGHT}
-        self._traffic: dict[int, Traffic] = {}
-        per_byte: dict[int, Traffic] = {}
-        for block in self.blocks:
-            updated = block.unit in trained
-            self._traffic[block.id] = block_traffic(block.kind, block.nbytes, workload, updated=updated)
-            per_byte[block.id] = block_traffic(block.kind, 1, workload, updated=updated)
-        prices = bandwidths.prices(sum(self._traffic.values(), Traffic()))
-        self._worth = {block: seconds_saved(traffic, prices) for block, traffic in per_byte.items()}
-        kind_rank = {kind: rank for rank, kind in enumerate(_KINDS)}
+        # Models are of few sorts of blocks and of very many blocks: what one costs is worked out once a sort.
+        self._per_byte = {
+            (kind, updated): block_traffic(kind, 1, workload, updated=updated)
+            for kind in _KINDS
+            for updated in (False, True)
+        }
+        self._sort = {block.id: (block.kind, block.unit in trained) for block in self.blocks}
+        prices = bandwidths.prices(self._traffic(self.blocks))
+        worth = {sort: seconds_saved(traffic, prices) for sort, traffic in self._per_byte.items()}
+        self._worth = {block: worth[sort] for block, sort in self._sort.items()}
         ranked: list[tuple[tuple[bool, float, int, float], BlockSpec]] = []
-        for kind in _KINDS:
+        for rank, kind in enumerate(_KINDS):
             of_kind = [block for block in self.blocks if block.kind is kind]
-            for number, block in enumerate(of_kind):
-                key = (block.id not in keep, -self._worth[block.id], kind_rank[kind], _spread(number))
-                ranked.append((key, block))
+            for place, block in zip(_spread(len(of_kind)), of_kind, strict=True):
+                ranked.append(((block.id not in keep, -self._worth[block.id], rank, place), block))
         self._ranked = [block for _, block in sorted(ranked, key=lambda entry: entry[0])]
         self._prefix_bytes = list(accumulate((block.nbytes for block in self._ranked), initial=0))
         self._suffix_needs = _suffix_needs(self._ranked)
         working_bytes = min(
-            kept_bytes + needs.window(2, False, event_weight_bytes).nbytes
-            for kept_bytes, needs in list(zip(self._prefix_bytes, self._suffix_needs, strict=True))[len(self._keep) :]
+            self._prefix_bytes[count] + self._suffix_needs[count].window_bytes(2, False, event_weight_bytes)
+            for count in range(len(self._keep), len(self._ranked) + 1)
         )
         self.minimum_bytes = max(working_bytes, set_up_bytes)
+
+    def _traffic(self, blocks: Iterable[BlockSpec]) -> Traffic:
+        """Of all of ``blocks``, when they are paged."""
+        nbytes: Counter[tuple[Kind, bool]] = Counter()
+        for block in blocks:
+            nbytes[self._sort[block.id]] += block.nbytes
+        return Traffic(
+            sum(self._per_byte[sort].read_bytes * count for sort, count in nbytes.items()),
+            sum(self._per_byte[sort].written_bytes * count for sort, count in nbytes.items()),
+        )
 
     def window(self, paged: Iterable[BlockSpec], ring_pieces: int, prefetches_weights: bool) -> Window:
         return _suffix_needs(tuple(paged))[0].window(ring_pieces, prefetches_weights, self._event_weight_bytes)
@@ -241,8 +253,8 @@ class _Problem:
                 break
             if count < len(self._keep):
                 continue
-            needs = self._suffix_needs[count].window(pieces, prefetches_weights, self._event_weight_bytes)
-            if kept_bytes + needs.nbytes <= capacity_bytes:
+            needed = self._suffix_needs[count].window_bytes(pieces, prefetches_weights, self._event_weight_bytes)
+            if kept_bytes + needed <= capacity_bytes:
                 best = count
         return best
 
@@ -251,7 +263,7 @@ class _Problem:
     ) -> Placement:
         paged = [block for block in self.blocks if block.id not in resident]
         resident_bytes = sum(block.nbytes for block in self.blocks if block.id in resident)
-        traffic = sum((self._traffic[block.id] for block in paged), Traffic())
+        traffic = self._traffic(paged)
         dynamic_bytes = max(capacity_bytes - resident_bytes, 0)
         rows = [self._row(kind, resident) for kind in _KINDS]
         rows.append(_window_row(window, dynamic_bytes) if paged else Row("windows + ring", reason="not needed"))
@@ -279,7 +291,7 @@ class _Problem:
         every = [block for block in self.blocks if block.kind is kind]
         kept = [block for block in every if block.id in resident]
         paged = [block for block in every if block.id not in resident]
-        moved = sum((self._traffic[block.id] for block in paged), Traffic())
+        moved = self._traffic(paged)
         if not every:
             reason = "none"
         elif all(block.id in self._keep for block in every):
@@ -303,16 +315,16 @@ class _Problem:
         )
 
 
-def _spread(number: int) -> float:
-    """Numbers in the order of these values are spread evenly, however many of them are taken. Then what stays on NVMe
-    is needed in an even stream. (The radical inverse in base 2: J. G. van der Corput, "Verteilungsfunktionen", 1935.)
+def _spread(count: int) -> list[float]:
+    """Numbers for ``count`` blocks. In their order blocks are spread evenly, however many of them are taken: then what
+    stays on NVMe is needed in an even stream. (The radical inverse in base 2: J. G. van der Corput,
+    "Verteilungsfunktionen", 1935.)
     """
-    value, digit = 0.0, 0.5
-    while number:
-        value += digit * (number & 1)
-        number >>= 1
+    values, digit = [0.0], 0.5
+    while len(values) < count:
+        values += [value + digit for value in values]
         digit /= 2
-    return value
+    return values[:count]
 
 
 def _window_row(window: Window, dynamic_bytes: int) -> Row:
@@ -328,8 +340,7 @@ def _window_row(window: Window, dynamic_bytes: int) -> Row:
     return Row("windows + ring", host_bytes=max(dynamic_bytes, window.nbytes), reason=", ".join(parts))
 
 
-@dataclass(frozen=True)
-class _Needs:
+class _Needs(NamedTuple):
     """Totals over the blocks that are paged, from which their window follows."""
 
     weight_total_bytes: int = 0
@@ -339,20 +350,19 @@ class _Needs:
     state_max_bytes: int = 0
 
     def and_block(self, block: BlockSpec) -> _Needs:
+        weights, weight, gradient, states, state = self
         size = block.nbytes
         if block.kind is Kind.WEIGHT:
-            return replace(
-                self,
-                weight_total_bytes=self.weight_total_bytes + size,
-                weight_max_bytes=max(self.weight_max_bytes, size),
-            )
+            return _Needs(weights + size, max(weight, size), gradient, states, state)
         if block.kind is Kind.GRADIENT:
-            return replace(self, gradient_max_bytes=max(self.gradient_max_bytes, size))
-        return replace(
-            self,
-            state_total_bytes=self.state_total_bytes + size,
-            state_max_bytes=max(self.state_max_bytes, size),
-        )
+            return _Needs(weights, weight, max(gradient, size), states, state)
+        return _Needs(weights, weight, gradient, states + size, max(state, size))
+
+    def window_bytes(self, ring_pieces: int, prefetches_weights: bool, event_weight_bytes: int) -> int:
+        """``window(...).nbytes``, which is asked for every number of blocks that could stay."""
+        weights, weight, gradient, states, state = self
+        needed = max(event_weight_bytes, weight) + (weight if prefetches_weights else 0)
+        return min(needed, weights) + gradient + min(ring_pieces * state, states)
 
     def window(self, ring_pieces: int, prefetches_weights: bool, event_weight_bytes: int) -> Window:
         weights = max(event_weight_bytes, self.weight_max_bytes)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deepoffload.config import Config, Precision
+from deepoffload.config.units import parse_bytes
 from deepoffload.errors import ConfigError
 from deepoffload.estimate import Batch, MachineSpec, estimate, from_counts, largest_model, read_machine
 from deepoffload.estimate.__main__ import main
+from deepoffload.estimate.advice import advice
+from deepoffload.estimate.dry_run import dry_run
+from deepoffload.estimate.measure import measure_ops
+from deepoffload.estimate.progress import Progress
 from deepoffload.estimate.zero_infinity import (
     DGX2,
     STRATEGIES,
@@ -53,9 +60,63 @@ def test_table_and_json_say_the_same(machine_file, capsys):
 def test_what_does_not_fit_says_so_and_what_would(machine_file, capsys):
     assert main([*SMALL, "--machine", machine_file, "--host-budget", "1MiB"]) == 1
     text = capsys.readouterr().out
-    assert "does not fit" in text and "the smallest is" in text
+    assert "It does not fit." in text and "(the least is" in text
+    assert text.splitlines()[-1].startswith("Give it a host_budget of at least")
     assert main([*SMALL, "--machine", machine_file, "--host-budget", "100MiB", "--nvme-budget", "0"]) == 1
-    assert "Set nvme_path" in capsys.readouterr().out
+    assert "or a disk with" in capsys.readouterr().out.splitlines()[-1]
+
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def test_the_last_line_says_what_works():
+    """Over budgets, memories and disks: the sentence agrees with the table, and what it names fits."""
+    subject = replace(from_counts(20_000_000, 4, 256, vocabulary=1000), loss_of=None)
+    given, wrong, seen = 0, [], set()
+    for memory in (300 * MIB, 420 * MIB, 1 * GIB):
+        for budget in (1 * MIB, 60 * MIB, 200 * MIB, 2 * GIB, None):
+            for disk in (0, 40 * MIB, 10 * GIB):
+                machine = MachineSpec(host_memory_bytes=memory, nvme_bytes=disk, process_bytes=64 * MIB)
+                found = estimate(subject, machine, Config(precision=Precision.BF16, host_budget=budget))
+                said = advice(found)
+                seen.add(said.split(" ")[0] + said.split(" ")[1])
+                numbers = re.findall(r"host_budget (?:of at least|from|of) ([\d.]+ [KMGT]?i?B)", said)
+                for number in numbers:
+                    given += 1
+                    again = replace(found.config, host_budget=parse_bytes(number))
+                    if not estimate(subject, machine, again).fits:
+                        wrong.append(f"{memory} {budget} {disk}: {said}")
+                if found.fits != said.startswith("Train"):
+                    wrong.append(f"{memory} {budget} {disk}: fits is {found.fits}: {said}")
+    assert not wrong, "\n".join(wrong)
+    assert given > 10 and len(seen) > 2
+
+
+def test_a_disk_is_needed_for_an_nvme_budget(tmp_path, capsys):
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({"host_memory_bytes": "1 GiB"}))
+    for machine in (["--machine", str(file)], []):
+        assert main([*SMALL, *machine, "--nvme-budget", "10GB"]) == 2
+        assert "the machine has no NVMe: measure a disk (--measure DIRECTORY)" in capsys.readouterr().err
+
+
+def test_what_cannot_fit_is_said_before_anything_is_measured(tmp_path, capsys):
+    said = [*SMALL, "--measure", str(tmp_path), "--host-budget", "50MiB", "--nvme-budget", "50MiB"]
+    assert main(said) == 1
+    captured = capsys.readouterr()
+    assert "measuring" not in captured.err
+    last = captured.out.splitlines()[-1]
+    assert last.startswith("Give it a host_budget of at least") and "more NVMe: " in last
+
+
+def test_progress_is_shown_while_operators_are_measured(capsys):
+    subject = from_counts(200_000, 2, 64, Batch(1, 16), vocabulary=100)
+    with Progress(sys.stderr) as progress:
+        times = measure_ops(dry_run(subject.module, subject.loss_of), progress=progress)
+    captured = capsys.readouterr()
+    assert times and "measuring: operators of the model, round (15 of 15)" in captured.err
+    assert not captured.out
 
 
 def test_the_smallest_budget_is_one_that_fits_and_less_is_not():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,98 @@ def test_activations_of_a_config(tmp_path, settings, arithmetic):
 def test_a_config_that_lacks_something_names_it(tmp_path, settings, named):
     with pytest.raises(ConfigError, match=named):
         from_config(written(tmp_path / "config.json", settings))
+
+
+MIXTRAL = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+MIXTRAL_8X7B = {
+    **MIXTRAL,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
+QWEN_MOE = {
+    **LLAMA,
+    "model_type": "qwen2_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
+
+
+def test_experts_gates_and_groups_are_counted_by_sizes(tmp_path):
+    off = []
+    for settings in (
+        MIXTRAL,
+        MIXTRAL_8X7B,
+        QWEN_MOE,
+        {**LLAMA, "tie_word_embeddings": True, "model_type": "gemma", "hidden_act": "gelu", "head_dim": 16},
+    ):
+        file = written(tmp_path / "config.json", {**settings, "architectures": None})
+        built, counted = from_config(file), from_config(file, arithmetic=True)
+        if built.num_parameters != pytest.approx(counted.num_parameters, rel=0.01):
+            off.append(f"{settings['model_type']}: {counted.num_parameters} instead of {built.num_parameters}")
+        if counted.num_parameters < 1e9:
+            runs = [dry_run(s.module, s.loss_of, types=in_bf16(s.module)) for s in (built, counted)]
+            if runs[1].flops != pytest.approx(runs[0].flops, rel=0.5):
+                off.append(f"{settings['model_type']}: operations {runs[1].flops} instead of {runs[0].flops}")
+    assert not off, off
+    whole = from_config(written(tmp_path / "config.json", MIXTRAL_8X7B), arithmetic=True)
+    assert whole.num_parameters == pytest.approx(46.7e9, rel=0.001)
+
+
+def test_what_sizes_do_not_tell_is_refused_with_the_reason(tmp_path):
+    accepted = []
+    for more, reason in (
+        ({"kv_lora_rank": 512}, "latent keys"),
+        ({"is_encoder_decoder": True}, "an encoder and a decoder"),
+        ({"vision_config": {"hidden_size": 3}}, "parts for text"),
+        ({"state_size": 16}, "a state-space model"),
+        ({"layers_block_type": ["mamba", "attention"]}, "several sorts"),
+        ({**MIXTRAL, "first_k_dense_replace": 3}, "dense layers before"),
+        ({**MIXTRAL, "decoder_sparse_step": 2}, "dense layers between"),
+        ({**MIXTRAL, "num_experts_per_tok": None}, "num_experts_per_tok"),
+        ({"num_zero_experts": 4}, "num_zero_experts"),
+        ({"multi_query": True}, "one key and value"),
+    ):
+        try:
+            from_config(written(tmp_path / "config.json", {**LLAMA, **more}), arithmetic=True)
+        except ConfigError as error:
+            assert reason in str(error)
+        else:
+            accepted.append(more)
+    assert not accepted, accepted
+
+
+def test_sizes_are_not_taken_without_saying_so(tmp_path):
+    file = written(tmp_path / "config.json", {**LLAMA, "model_type": "grandllama"})
+    (note,) = from_config(file).notes
+    assert "does not know the model type 'grandllama', so the sizes in it are taken" in note
+    assert not from_config(file, arithmetic=True).notes
+    with pytest.raises(ConfigError, match="does not know the model type 'grandllama'.*latent keys"):
+        from_config(written(file, {**LLAMA, "model_type": "grandllama", "kv_lora_rank": 8}))
+
+
+def test_transformers_that_cannot_be_imported_is_done_without(tmp_path):
+    file = written(tmp_path / "config.json", LLAMA)
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text("raise ImportError('torch is too old')")
+    code = f"from deepoffload.estimate import from_config; s = from_config({str(file)!r}); print(s.notes, s.source)"
+    path = f"{tmp_path}:{Path(__file__).parents[2]}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": path})
+    assert "transformers is installed and cannot be imported (ImportError: torch is too old)" in done.stdout, (
+        done.stderr
+    )
+    assert "by the sizes in it" in done.stdout
 
 
 def test_a_config_that_is_not_there_or_no_json(tmp_path):

@@ -1,0 +1,60 @@
+"""Fewer and larger pieces of optimizer state, for the clock: one use of many pieces takes as long as many uses.
+
+A unit's pieces are of one size, and pass through a ring of slots one after the other. Pieces that are so many times
+larger, in slots that are so many times larger, take the same time; only the ends of the stream are less exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from deepoffload.estimate.blocks import BlockPlan
+from deepoffload.schedule.cost_model import Kind
+from deepoffload.schedule.placement import BlockSpec
+
+PIECES_MAX = 2000
+"""Pieces that are played; the slots at the ends of the stream are about one part in a hundred of them."""
+
+
+def coarser(blocks: BlockPlan, most: int = PIECES_MAX) -> tuple[BlockPlan, dict[int, int]]:
+    """``blocks`` with at most about ``most`` pieces of state, and how many pieces are in each that was put together."""
+    placement = blocks.placement
+    count = sum(block.kind is Kind.STATE for block in placement.blocks)
+    factor = -(-count // most)
+    if factor == 1:
+        return blocks, {}
+    content = dict(blocks.content_bytes)
+    kept: list[BlockSpec] = []
+    pieces_in_one: dict[int, int] = {}
+    for unit in _by_unit(placement.blocks):
+        for resident in (True, False):
+            mine = [block for block in unit if (block.id in placement.resident) is resident]
+            kept += [block for block in mine if block.kind is not Kind.STATE]
+            pieces = [block for block in mine if block.kind is Kind.STATE]
+            for first in range(0, len(pieces), factor):
+                group = pieces[first : first + factor]
+                kept.append(replace(group[0], nbytes=sum(block.nbytes for block in group)))
+                content[group[0].id] = sum(blocks.content_bytes[block.id] for block in group)
+                pieces_in_one[group[0].id] = len(group)
+    ids = frozenset(block.id for block in kept)
+    more_bytes = (factor - 1) * placement.window.ring_bytes
+    return replace(
+        blocks,
+        content_bytes=content,
+        placement=replace(
+            placement,
+            blocks=tuple(kept),
+            resident=placement.resident & ids,
+            paged=placement.paged & ids,
+            capacity_bytes=placement.capacity_bytes + more_bytes,
+            lookahead_bytes=placement.lookahead_bytes + more_bytes,
+        ),
+    ), pieces_in_one
+
+
+def _by_unit(blocks: Iterable[BlockSpec]) -> Iterator[list[BlockSpec]]:
+    by_unit: dict[int, list[BlockSpec]] = {}
+    for block in blocks:
+        by_unit.setdefault(block.unit, []).append(block)
+    yield from by_unit.values()

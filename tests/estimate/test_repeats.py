@@ -1,0 +1,164 @@
+"""Layers that repeat are run a few times, and the answer is that of the whole model, to the byte."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepoffload.config import Config, Precision
+from deepoffload.estimate import Batch, MachineSpec, Subject, estimate, from_config, from_counts
+from deepoffload.estimate.blocks import UNBOUNDED_BYTES, plan_blocks, smallest_capacity
+from deepoffload.estimate.coarser import coarser
+from deepoffload.estimate.decoder import Decoder
+from deepoffload.estimate.dry_run import DryRun, dry_run
+from deepoffload.estimate.repeats import dry_run_once_per_layer, find_repeats
+from deepoffload.estimate.step_time import estimate_step
+from deepoffload.runtime.compute_types import compute_types
+from deepoffload.schedule.cost_model import StepOverlap, Workload
+
+RATES = MachineSpec().bandwidths()
+BF16 = Config(precision=Precision.BF16)
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "hidden_act": "silu",
+}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"model_type": "llama", **SIZES},
+    "MixtralForCausalLM": {"model_type": "mixtral", **SIZES, "num_local_experts": 4},
+    "Qwen3MoeForCausalLM": {"model_type": "qwen3_moe", **SIZES, "num_experts": 8, "moe_intermediate_size": 16,
+                            "head_dim": 8},
+    "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3", **SIZES, **LATENT, "num_hidden_layers": 8,
+                              "first_k_dense_replace": 2, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+                              "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 4},
+    "Gemma3ForCausalLM": {"model_type": "gemma3_text", **SIZES, "num_hidden_layers": 16, "head_dim": 8,
+                          "sliding_window": 8, "sliding_window_pattern": 3,
+                          "layer_types": [*(["sliding_attention"] * 2 + ["full_attention"]) * 5, "sliding_attention"]},
+    "GPT2LMHeadModel": {"model_type": "gpt2", "n_embd": 32, "n_layer": 6, "n_head": 4, "vocab_size": 64},
+    "T5ForConditionalGeneration": {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 7,
+                                   "num_heads": 4, "vocab_size": 64, "is_encoder_decoder": True, "pad_token_id": 0,
+                                   "decoder_start_token_id": 0},
+    "BertForMaskedLM": {"model_type": "bert", **SIZES, "hidden_act": "gelu"},
+    "FalconForCausalLM": {"model_type": "falcon", "hidden_size": 32, "num_hidden_layers": 6,
+                          "num_attention_heads": 4, "vocab_size": 64},
+    "PhiForCausalLM": {"model_type": "phi", **SIZES, "num_key_value_heads": 4, "hidden_act": "gelu_new"},
+}  # fmt: skip
+
+
+SPLIT = ("LlamaForCausalLM", "T5ForConditionalGeneration")
+"""Families whose layers are cut into units, too, and recomputed."""
+
+
+def differences(subject: Subject, *, split: bool) -> list[str]:
+    """What the two runs do not agree in. ``split``: in the least budget, which cuts layers into units of their own."""
+    capacity = UNBOUNDED_BYTES
+    if split:
+        capacity = smallest_capacity(subject.module, BF16, nvme_bytes=UNBOUNDED_BYTES, bandwidths=RATES)
+    blocks = plan_blocks(subject.module, BF16, capacity_bytes=capacity, nvme_bytes=UNBOUNDED_BYTES, bandwidths=RATES)
+    layers = {id(module): len(list(module.children())) for module in subject.module.modules()}
+    assert subject.loss_of is not None
+    said = {"windows": blocks.modules, "unit_of": blocks.unit_of, "types": compute_types(BF16, [subject.module])}
+    fast = dry_run_once_per_layer(subject.module, subject.loss_of, **said)
+    assert layers == {id(module): len(list(module.children())) for module in subject.module.modules()}
+    whole = dry_run(subject.module, subject.loss_of, **said)
+    names = [field.name for field in fields(DryRun) if field.name != "calls"]
+    found = [name for name in names if getattr(fast, name) != getattr(whole, name)]
+    return found + (["calls"] if set(fast.calls) != set(whole.calls) else [])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_run_of_few_layers_tells_what_the_whole_model_does(tmp_path: Path, checkpointing: bool) -> None:
+    wrong = []
+    for kind, settings in FAMILIES.items():
+        if checkpointing and kind not in SPLIT:
+            continue
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps({**settings, "architectures": [kind]}))
+        subject = from_config(file, Batch(1, 16), checkpointing=checkpointing)
+        assert find_repeats(subject.module), kind
+        for split in (False, True) if kind in SPLIT else (False,):
+            wrong += [f"{kind}, split {split}: {name}" for name in differences(subject, split=split)]
+    assert not wrong, wrong
+
+
+class Uneven(nn.Module):
+    """Layers that look alike and do other things by their number: they must be run one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).sin().cos() if number % 2 else layer(x)
+        return x.sum()
+
+
+class Backwards(nn.Module):
+    """The list is used from its end, and twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*reversed(self.layers), *self.layers):
+            x = layer(x).relu()
+        return x.sum()
+
+
+def test_layers_that_only_look_alike_are_run_one_by_one() -> None:
+    for kind in (Uneven, Backwards):
+        with torch.device("meta"):
+            model = kind()
+        subject = Subject(model, "", "", Batch(1, 4), lambda call: call(torch.zeros(4, 8)))
+        assert find_repeats(model) and not differences(subject, split=False), kind
+
+
+def test_larger_pieces_of_state_take_about_as_long() -> None:
+    subject = from_counts(400_000_000, 12, 1024, Batch(1, 64), vocabulary=1000)
+    machine = MachineSpec(nvme_bytes=1 << 40)
+    off = []
+    for budget in (200 << 20, 1 << 30, 3 << 30):
+        for overlap in StepOverlap:
+            found = estimate(subject, machine, Config(precision=Precision.BF16, host_budget=budget))
+            assert found.blocks is not None and found.run is not None
+            count = len(found.blocks.placement.blocks)
+            larger, pieces_in_one = coarser(found.blocks, most=60)
+            assert len(larger.placement.blocks) < count and sum(pieces_in_one.values()) > 100
+            seconds = [
+                estimate_step(blocks, found.run, machine, Workload(1, overlap), tokens=64).seconds
+                for blocks in (found.blocks, larger)
+            ]
+            # 60 pieces pass through 16 slots here; what is played has 2000
+            if seconds[1] != pytest.approx(seconds[0], rel=0.25):
+                off.append((budget, overlap, seconds))
+    assert not off, off
+
+
+def test_a_model_of_eight_billion_parameters_is_answered_soon(tmp_path: Path) -> None:
+    """About a second when the machine has nothing else to do; it was twenty."""
+    file = tmp_path / "config.json"
+    settings = FAMILIES["LlamaForCausalLM"] | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+    }  # fmt: skip
+    file.write_text(json.dumps(settings))
+    subject = from_config(file)
+    begun = time.process_time()
+    found = estimate(subject, MachineSpec(host_memory_bytes=1 << 36, nvme_bytes=1 << 42), BF16)
+    assert found.fits and found.step is not None
+    assert time.process_time() - begun < 5
+    assert isinstance(from_counts(10**6, 2, 64, vocabulary=1000).module, Decoder)
