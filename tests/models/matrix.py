@@ -57,6 +57,7 @@ LIFE = (
     Feature("activation checkpoints", partial(programs.checkpointing, use_reentrant=False)),
     Feature("reentrant checkpoints", partial(programs.checkpointing, use_reentrant=True)),
     Feature("autocast to bf16", programs.autocast),
+    Feature("`autograd.grad`, `backward(inputs=...)`", programs.asked_for),
     Feature("greedy generation", partial(programs.generate, num_beams=1), generating),
     Feature("beam search", partial(programs.generate, num_beams=2), generating),
     Feature("training after evaluation", partial(programs.train, seed=12)),

@@ -128,6 +128,19 @@ def autocast(subject: Subject) -> Any:
     return loss.detach(), gradients
 
 
+def asked_for(subject: Subject) -> Any:
+    """Gradients that are returned instead of accumulated, and those of some parameters only."""
+    params = [param for param in subject.model.parameters() if param.requires_grad]
+    subject.model.train()
+    torch.manual_seed(14)
+    found = torch.autograd.grad(subject.family.loss(subject.model, 1400), params, allow_unused=True)
+    returned = [None if grad is None else grad.detach().clone() for grad in found]
+    subject.family.loss(subject.model, 1401).backward(inputs=params[::2])
+    gradients = gradients_of(subject.model)
+    subject.optimizer.zero_grad()
+    return returned, gradients
+
+
 def generate(subject: Subject, *, num_beams: int) -> Any:
     subject.model.eval()
     prompt = subject.family.prompt(7)

@@ -51,6 +51,11 @@ _OTHERWISE = """
 - `torch.func` and `torch.vmap` over paged parameters work through modules (`functional_call`, a module inside a
   transform). Given a raw parameter outside of any module they see no bytes (NaN): torch shows it to nobody. Pass
   `param.detach()`.
+- `functional_call` with other weights over a non-reentrant checkpoint: the checkpoint runs again with the module's own
+  weights, so torch finds wrong gradients; ours raises `CheckpointError`. Put `functional_call` inside the checkpoint.
+- The `backward` of a loss of a tensor subclass, where torch handles it, runs with `__torch_function__` switched off:
+  hooks, and custom functions that keep a weight as an attribute, then see no bytes (NaN). Call
+  `loss.as_subclass(torch.Tensor).backward()`.
 - Under one `torch.autocast` block, torch uses the cast of a weight again in a second forward, and adds the two
   gradients in 16 bits; ours casts again and adds in 32, and a step inside the block is seen by the next forward. One
   forward per block, or `cache_enabled=False`, is the same bit for bit.
