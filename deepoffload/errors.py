@@ -20,18 +20,18 @@ class ConfigError(DeepOffloadError, ValueError):
 
 class BudgetError(DeepOffloadError, ValueError):
     """A byte budget cannot hold what must be there at once. The message carries the placement table where there is
-    one."""
+    one.
 
-
-class PlacementError(BudgetError):
-    """The model cannot be placed within the budgets; raised before training starts.
-
-    ``enough_bytes``: a memory budget with which it can be, when that is what is missing.
+    ``enough_bytes``: a memory budget that holds it, where memory is what is missing and that is known.
     """
 
     def __init__(self, message: str, enough_bytes: int | None = None) -> None:
         super().__init__(message)
         self.enough_bytes = enough_bytes
+
+
+class PlacementError(BudgetError):
+    """The model cannot be placed within the budgets; raised before training starts."""
 
 
 class UsageError(DeepOffloadError, ValueError):

@@ -134,6 +134,13 @@ void doff_request_release(doff_request* request);
  * the best-effort mlock failed. */
 int doff_map(uint64_t nbytes, int lock, uint64_t* address, int32_t* lock_errno);
 int doff_unmap(uint64_t address, uint64_t nbytes);
+/* The same without mlock, and spare addresses after it that have no memory yet. doff_unmap takes both together. */
+int doff_map_with_spare(uint64_t nbytes, uint64_t spare, uint64_t* address);
+/* Pages of the spare addresses get memory when they are touched, from open to close. */
+int doff_spare_open(uint64_t address, uint64_t nbytes);
+int doff_spare_close(uint64_t address, uint64_t nbytes);
+/* The system takes back the memory of these pages; they read as zeros. */
+int doff_forget(uint64_t address, uint64_t nbytes);
 
 /* CRC-32C (Castagnoli) of each block of block_bytes; the last may be short. sums: ceil(nbytes / block_bytes) values. */
 void doff_crc32c_blocks(uint64_t address, uint64_t nbytes, uint64_t block_bytes, uint32_t* sums);

@@ -9,15 +9,10 @@ from torch import nn
 
 from deepoffload.config import Config
 from deepoffload.errors import PlacementError, UsageError
-from deepoffload.memory.arena import Arena
-from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import PAGE_BYTES, round_up
-from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
-from deepoffload.params.slot import dense_stride
-from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.compute_types import compute_types
-from deepoffload.runtime.plan import ModelPlan, enough_capacity, plan_model
+from deepoffload.runtime.plan import ModelPlan, dry_pager, enough_capacity, plan_model
 from deepoffload.schedule.cost_model import Bandwidths, Kind
 from deepoffload.schedule.placement import BlockSpec, Placement
 
@@ -67,7 +62,9 @@ def plan_blocks(
         PlacementError: it does not fit; the message carries the table.
         UsageError: the model has no parameters.
     """
-    pager, gradients, handles = _dry_pager(model)
+    pager, gradients, handles = dry_pager(model)
+    if not handles:
+        raise UsageError(f"{type(model).__name__} has no parameters that could be placed")
     plan = plan_model(
         pager,
         gradients,
@@ -132,19 +129,6 @@ def _fits(attempt: Callable[[int], object], capacity_bytes: int) -> bool:
     except PlacementError:
         return False
     return True
-
-
-def _dry_pager(model: nn.Module) -> tuple[Pager, Gradients, list[ParamHandle]]:
-    """A pager that has no memory and a handle for each parameter, which the parameters know nothing of."""
-    pager = Pager(TierManager(Arena(PAGE_BYTES), None), prefetch=False)
-    handles = [
-        ParamHandle(pager, name, param, param.dtype, dense_stride(param))
-        for name, param in model.named_parameters()
-        if param.numel() and not param.is_complex()
-    ]
-    if not handles:
-        raise UsageError(f"{type(model).__name__} has no parameters that could be placed")
-    return pager, Gradients(pager), handles
 
 
 def _block_plan(pager: Pager, plan: ModelPlan) -> BlockPlan:

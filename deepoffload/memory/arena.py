@@ -4,6 +4,10 @@ Everything that deepoffload manages in host memory lives in this mapping, so the
 other memory to take. Blocks of two lifetimes share it (unit weights and gradients, and the pieces of optimizer state),
 so the allocator is two-ended: one kind grows from the low end, the other from the high end, which keeps holes of like
 sizes together. The memory of a device has the same allocator.
+
+Memory that the program refers to cannot be moved, so free bytes may lie in pieces for good. Host memory is pages, and
+only their addresses have to lie together: the arena has spare addresses, and :meth:`Arena.lend` gives them the memory
+of the pieces. So a block fits wherever its bytes do.
 """
 
 from __future__ import annotations
@@ -105,6 +109,13 @@ class Ranges:
                 self._remove_hole(before)
         self._add_hole(start, end - start)
 
+    def shrink(self, offset: int, nbytes: int) -> None:
+        """Give back what a used range has beyond ``nbytes`` (of which a page stays at least)."""
+        size, kept = self._used[offset], round_up(max(nbytes, 1))
+        if kept < size:
+            self._used[offset], self._used[offset + kept] = kept, size - kept
+            Ranges.free(self, offset + kept)
+
     def layout(self) -> list[tuple[int, int, bool]]:
         """(offset, bytes, used) of every range and hole, in address order."""
         parts = [(offset, size, True) for offset, size in self._used.items()]
@@ -141,17 +152,95 @@ class Ranges:
         del self._hole_sizes[start]
 
 
-class Arena(Ranges):
-    """Host memory: the allocator over one :class:`HostMapping` of ``capacity_bytes``."""
+SPARE_SHARE = 4
+"""Spare addresses, in parts of the budget. They may fall into pieces, too."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+_HUGE_BYTES = 2 << 20
+
+
+class Arena(Ranges):
+    """Host memory: the allocator over one :class:`HostMapping` of ``capacity_bytes``.
+
+    Args:
+        lends: False where every page has to stay where it is (a device's driver knows it by its address).
+    """
+
+    def __init__(self, capacity_bytes: int, *, lends: bool = True) -> None:
         super().__init__(capacity_bytes, "host_budget")
-        mapping = HostMapping(self.capacity_bytes)
+        # On a page border of the largest kind: no such page may reach from the budget's memory into the spare.
+        self._spare_start = round_up(self.capacity_bytes, _HUGE_BYTES)
+        behind_bytes = self._spare_start - self.capacity_bytes
+        spare_bytes = behind_bytes + SPARE_SHARE * self.capacity_bytes if lends else 0
+        mapping = HostMapping(self.capacity_bytes, spare=spare_bytes)
         self.address = mapping.address
+        self.mapped_bytes = mapping.nbytes + mapping.spare_bytes
+        self._mapping = mapping
+        self._spare = Ranges(mapping.spare_bytes - behind_bytes, "host_budget") if mapping.spare_bytes else None
+        self._borrowed: dict[int, list[int]] = {}
         # Tensors and views over it keep the buffer; when the last of them goes, so does the mapping.
-        self.buffer: Any = ffi.buffer(ffi.cast("char *", self.address), self.capacity_bytes)
+        self.buffer: Any = ffi.buffer(ffi.cast("char *", self.address), self.mapped_bytes)
         self._before_release: list[Callable[[], None]] = []
         weakref.finalize(self.buffer, _release, mapping, self._before_release).atexit = False
+
+    def lend(self, nbytes: int) -> int | None:
+        """Offset of a range at spare addresses, with the memory of so many bytes of holes, which are in use until it is
+        freed; None when less is free, or the system does not let pages go.
+
+        It costs system calls, and the pages are new ones: for where nothing else helps.
+        """
+        size = round_up(max(nbytes, 1))
+        if self._spare is None or self.free_bytes < size:
+            return None
+        spare = self._spare.allocate(size)
+        if spare is None:
+            return None
+        offset = self._spare_start + spare
+        parts: list[int] = []
+        left = size
+        for start, hole_bytes in sorted(self._hole_sizes.items(), key=lambda hole: hole[1]):
+            taken = min(hole_bytes, left)
+            if not self._mapping.forget(start, taken):
+                break
+            self._take(start, hole_bytes, start, taken)
+            parts.append(start)
+            left -= taken
+            if not left:
+                break
+        if left or not self._mapping.open_spare(offset, size):
+            for start in parts:
+                super().free(start)
+            self._spare.free(spare)
+            return None
+        self._borrowed[offset] = parts
+        return offset
+
+    def free(self, offset: int) -> None:
+        parts = self._borrowed.pop(offset, None)
+        if parts is None or self._spare is None:
+            super().free(offset)
+            return
+        self._mapping.close_spare(offset, self._spare.size_of(offset - self._spare_start))
+        self._spare.free(offset - self._spare_start)
+        for start in parts:
+            super().free(start)
+
+    def shrink(self, offset: int, nbytes: int) -> None:
+        if offset not in self._borrowed:  # nothing would come together
+            super().shrink(offset, nbytes)
+
+    def size_of(self, offset: int) -> int:
+        if self._spare is not None and offset in self._borrowed:
+            return self._spare.size_of(offset - self._spare_start)
+        return super().size_of(offset)
+
+    def memory_of(self, offset: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of the memory that a range has: its own, or the holes that it borrows."""
+        parts = self._borrowed.get(offset)
+        return [(start, Ranges.size_of(self, start)) for start in ([offset] if parts is None else parts)]
+
+    def holds(self, address: int) -> bool:
+        """Whether an address lies in it."""
+        return 0 <= address - self.address < self.mapped_bytes
 
     def before_release(self, call: Callable[[], None]) -> None:
         """Have ``call`` made before the mapping goes, whenever that is."""

@@ -1,11 +1,76 @@
-"""Which blocks to slide so that scattered holes become one."""
+"""Slides blocks together so that scattered holes become one."""
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
-from deepoffload.memory.block import Block
+from deepoffload.memory.arena import Arena
+from deepoffload.memory.block import Block, BlockState, shower
+from deepoffload.memory.transfers import TierCounters
+
+
+class Compactor:
+    """Args:
+    resident: the blocks that have a range in ``arena``, as they are at any time.
+    threads: those that have leased blocks so far.
+    note_changes: to be called before a block's bytes are copied.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        resident: Mapping[int, Block],
+        threads: Set[int],
+        note_changes: Callable[[Block], None],
+        counters: TierCounters,
+        poison: bool,
+    ) -> None:
+        self._arena = arena
+        self._resident = resident
+        self._threads = threads
+        self._note_changes = note_changes
+        self._counters = counters
+        self._poison = poison
+
+    def compact(self, nbytes: int, limit_bytes: float = math.inf) -> bool:
+        """Merge holes into one of ``nbytes`` by sliding the fewest bytes between them; False when that cannot be done,
+        or not within ``limit_bytes``."""
+        if self._arena.free_bytes < nbytes:
+            return False
+        by_offset = {b.offset: b for b in self._resident.values()}
+        run = cheapest_run(self._arena.layout(), by_offset, nbytes, self._may_move, limit_bytes)
+        if run is None:
+            return False
+        self._counters.compactions += 1
+        for block in run:
+            self._slide(block)
+        return True
+
+    def _may_move(self, block: Block) -> bool:
+        """A block can move while nobody refers to its memory: between two operations of one thread a lease is no
+        obstacle, since a lease's holder takes addresses only when all its blocks are there."""
+        if block.state not in (BlockState.CLEAN, BlockState.DIRTY) or (block.leases and len(self._threads) > 1):
+            return False
+        owner = shower(block)
+        return not block.copying and (owner is None or owner.can_release())
+
+    def _slide(self, block: Block) -> None:
+        self._note_changes(block)
+        old = block.offset
+        new = self._arena.slide_down(old) if old is not None else None
+        if old is None or new is None:
+            raise RuntimeError(f"block {block.name} has nothing below it to slide into")
+        ctypes.memmove(self._arena.address + new, self._arena.address + old, block.nbytes)
+        block.offset = new
+        owner = shower(block)
+        if owner is not None:
+            owner.relocate(new)
+        if self._poison:
+            size = self._arena.size_of(new)
+            start = max(old, new + size)
+            ctypes.memset(self._arena.address + start, 0xFF, old + size - start)
 
 
 def cheapest_run(

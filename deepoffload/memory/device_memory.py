@@ -403,7 +403,7 @@ class DeviceMemory:
                 return offset
             if self.arena.empty_limbo() or self._evict_farthest():
                 continue
-            if not collected:
+            if not collected and any(not copy.leases and not self._may_go(copy) for copy in self._copies.values()):
                 collected = True
                 gc.collect()  # views in reference cycles, or in the traceback of a caught exception
                 continue

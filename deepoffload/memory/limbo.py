@@ -26,5 +26,9 @@ class Limbo(Generic[Range]):
         self._entries = [entry for entry in self._entries if entry not in free]
         return [what for what, _ in free]
 
+    def held(self) -> list[Range]:
+        """All of them."""
+        return [what for what, _ in self._entries]
+
     def clear(self) -> None:
         self._entries.clear()

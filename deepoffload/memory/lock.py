@@ -45,6 +45,10 @@ class InterruptShield:
         self._engaged += 1
         self.refresh()
 
+    def is_engaged(self) -> bool:
+        """Whether there are engines that have not ended."""
+        return self._engaged > 0
+
     def refresh(self) -> None:
         """Take over SIGINT if Python's own handler is there (Jupyter reinstalls it for every cell)."""
         if self._engaged and threading.get_ident() == self._main:

@@ -2,37 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import enum
+from collections.abc import Container, Iterable, Sequence
 
-from deepoffload.memory.block import Block
+from deepoffload.errors import BudgetError
+from deepoffload.memory.arena import Arena
+from deepoffload.memory.block import Block, shower
 
 SHOWN_MAX = 8
 
 
-def no_room(block: Block, room_bytes: int, capacity_bytes: int, held: Mapping[Block, str], has_nvme: bool) -> str:
-    """The message, with what to change.
+class Hold(enum.Enum):
+    """Why a block cannot leave memory."""
+
+    IN_USE = "in use"
+    REFERRED_TO = "still referred to by the program"
+    STATIC = "static"
+
+
+def _why_it_stays(block: Block, static: Container[int]) -> Hold | None:
+    owner = shower(block)
+    if block.leases:
+        return Hold.IN_USE
+    if owner is not None and not owner.can_release():
+        return Hold.REFERRED_TO
+    return Hold.STATIC if block.id in static else None
+
+
+def no_room(
+    block: Block,
+    arena: Arena,
+    resident: Iterable[Block],
+    static: Container[int],
+    viewed: Sequence[int],
+    *,
+    least_bytes: int,
+    has_nvme: bool,
+    table: str,
+) -> BudgetError:
+    """The error, with what to change. Its ``enough_bytes`` is a budget with which the program gets past this.
 
     Args:
-        room_bytes: what ``block`` takes.
-        held: the blocks that cannot leave, and why each cannot.
+        viewed: offsets of memory that was given back while the program has views of it.
+        least_bytes: what the models need at once, as placement sees it; 0 when there is no placement yet.
     """
     what = f"{block.name} ({block.kind.name.lower()}, {block.nbytes:,} bytes)"
-    if room_bytes > capacity_bytes:
-        return (
-            f"{what} alone is larger than the budget of {capacity_bytes:,} bytes. A step needs the largest weight, its "
-            f"gradient and pieces of its optimizer state at once: raise host_budget to {3 * block.nbytes:,} bytes or "
-            "more."
+    budget_bytes = arena.capacity_bytes
+    if block.room_bytes > budget_bytes:
+        return BudgetError(
+            f"{what} alone is larger than the budget of {budget_bytes:,} bytes: raise host_budget to at least "
+            f"{block.room_bytes} bytes, for this one alone.{table}",
+            block.room_bytes,
         )
-    if not has_nvme:
-        return (
-            f"no room for {what}: the budget is {capacity_bytes:,} bytes and nothing can leave memory without NVMe; "
-            "set nvme_path, or raise host_budget."
+    present = list(resident)
+    held = {b: hold for b in present if (hold := _why_it_stays(b, static)) is not None}
+    unowned_bytes = arena.used_bytes - sum(b.room_bytes for b in present)
+    stay_bytes = sum(b.room_bytes for b in held) + unowned_bytes
+    lacking_bytes = block.room_bytes - (budget_bytes - stay_bytes)
+    viewed_bytes = sum(arena.size_of(offset) for offset in viewed)
+    lines = [f"no room for {what}: {budget_bytes:,} bytes are budgeted and {stay_bytes:,}, in whole pages, must stay:"]
+    for b in sorted(held, key=lambda b: (held[b] is Hold.STATIC, -b.room_bytes))[:SHOWN_MAX]:
+        lines.append(f"  {b.name} ({b.kind.name.lower()}): {b.room_bytes:,} bytes, {held[b].value}")
+    if viewed_bytes:
+        lines.append(f"  memory that was given back and that the program has views of: {viewed_bytes:,} bytes")
+    if unowned_bytes > viewed_bytes:
+        lines.append(f"  the way of gradients from the device: {unowned_bytes - viewed_bytes:,} bytes")
+    if lacking_bytes <= 0:
+        lines.append(
+            f"Memory is fragmented: {budget_bytes - stay_bytes:,} bytes are free, or can be, but lie in pieces between "
+            "what must stay, and the system does not let pages have other addresses (ulimit -v, mlockall, "
+            "vm.overcommit_memory = 2): let it, or raise host_budget."
         )
-    largest = sorted(held, key=lambda b: -b.nbytes)[:SHOWN_MAX]
-    lines = "\n".join(f"  {b.name} ({b.kind.name.lower()}): {b.nbytes:,} bytes, {held[b]}" for b in largest)
-    return (
-        f"no room for {what}: {capacity_bytes:,} bytes are budgeted and {sum(b.nbytes for b in held):,} must stay:\n"
-        f"{lines}\n"
+        return BudgetError("\n".join(lines) + table)
+    kept_bytes = viewed_bytes + sum(b.room_bytes for b, hold in held.items() if hold is Hold.REFERRED_TO)
+    enough_bytes = max(budget_bytes + lacking_bytes, least_bytes + kept_bytes)
+    lines.append(
         "Views of weights that the program keeps hold their memory, and one call (torch.cat, say) may need many at "
-        "once: drop the views, use the weights one by one, or raise host_budget."
+        "once: drop the views, use the weights one by one,"
+        if has_nvme
+        else "Nothing can leave memory without NVMe: set nvme_path,"
     )
+    lines.append(f"or raise host_budget by {enough_bytes - budget_bytes:,} bytes, to {enough_bytes} bytes.")
+    return BudgetError("\n".join(lines) + table, enough_bytes)

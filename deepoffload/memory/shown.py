@@ -88,7 +88,7 @@ class HostMemory:
 
     def holds(self, tensor: Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
-        return tensor.device == self.device and 0 <= address - self._arena.address < self._arena.capacity_bytes
+        return tensor.device == self.device and self._arena.holds(address)
 
     def checksum(self, block: Block, offset_bytes: int, nbytes: int) -> int:
         if block.offset is None:

@@ -17,11 +17,11 @@ import math
 import threading
 from collections.abc import Callable, Container, Iterable
 
-from deepoffload.errors import BudgetError, ClosedError, IoFailure
+from deepoffload.errors import ClosedError, IoFailure
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena, common_size
 from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState, Census, DeviceCopies, shower
-from deepoffload.memory.compaction import cheapest_run
+from deepoffload.memory.compaction import Compactor
 from deepoffload.memory.limbo import Limbo
 from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.no_room import no_room
@@ -48,6 +48,8 @@ class TierManager:
         copies: what a device holds of the blocks; None where the CPU computes.
         is_away: whether a block, by id, exists and has its bytes on NVMe only.
         is_empty: whether a block, by id, exists and has no bytes anywhere yet.
+        least_bytes: of memory, with which placement says that the models run.
+        explain: the table of that placement, for errors.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class TierManager:
         self.next_use: Callable[[int], float] = lambda block_id: math.inf
         self.foreseen: frozenset[int] = frozenset()
         self.explain: Callable[[], str] = lambda: ""
+        self.least_bytes = 0
         self.before_leaving: Callable[[Block], None] = lambda block: None
         self._blocks: dict[int, Block] = {}
         self._census: Census = {state: {} for state in BlockState}
@@ -71,7 +74,9 @@ class TierManager:
         self.static: set[int] = set()
         self.transfers = Transfers(space, self.counters, self._free_memory, timeline)
         self._threads: set[int] = set()
+        self._compactor = Compactor(arena, self._resident, self._threads, self._note_changes, self.counters, poison)
         self._limbo: Limbo[int] = Limbo()
+        self._survivors: set[int] = set()
         self._ids = 0
         self.copies: DeviceCopies | None = None
 
@@ -120,6 +125,23 @@ class TierManager:
             if self._blocks.pop(block.id, None) is not None:
                 del self._census[block.state][block.id]
             self.static.discard(block.id)
+
+    def shrink(self, block: Block, nbytes: int) -> None:
+        """Give back the end of a resident block of which only the first ``nbytes`` are still wanted, before it is
+        removed. Its tensors show their stand-ins from now on; nothing happens where the program refers to the bytes."""
+        with self.lock:
+            owner = shower(block)
+            if block.offset is None or (owner is not None and not owner.can_release()):
+                return
+            self.will_change(block)
+            if owner is not None:
+                owner.release()
+            if self.poison:
+                start, end = block.offset + nbytes, block.offset + self.arena.size_of(block.offset)
+                ctypes.memset(self.arena.address + start, 0xFF, end - start)
+            self.arena.shrink(block.offset, nbytes)
+            block.nbytes = nbytes
+            block.room_bytes = self.arena.size_of(block.offset)
 
     def keep(self, block: Block) -> None:
         """From now on the block stays in memory once it is there, and needs no extent."""
@@ -289,28 +311,55 @@ class TierManager:
         """An arena offset for ``block``; evicts, waits and moves others for it as far as that goes."""
         nbytes = block.room_bytes
         high = block.kind is Kind.STATE
-        collected = False
+        compact, collected = self._compactor.compact, False
         while True:
             offset = self.arena.allocate(nbytes, high=high)
             if offset is not None:
                 return offset
             if self._empty_limbo():
                 continue
-            if self._compact(nbytes, SLIDE_WORTH * nbytes) or self._evict_farthest(block) or self._compact(nbytes):
+            if compact(nbytes, SLIDE_WORTH * nbytes) or self._evict_farthest(block) or compact(nbytes):
                 continue
             if self.transfers.in_flight():
                 self.drain()
                 continue
             if self.copies is not None and self.copies.end_copies():
                 continue
-            if not collected:
-                # Aliases in reference cycles, or in the traceback of a caught exception, hold memory until collected.
-                collected = True
-                gc.collect()
+            offset = self.arena.lend(nbytes)
+            if offset is not None:
+                self.counters.lent += 1
+                return offset
+            if not collected and not self._referred_to() <= self._survivors:
+                collected = self._collect()
                 continue
             if self._let_one_go(block):
                 continue
-            raise BudgetError(self._no_room(block))
+            if not collected:
+                collected = self._collect()
+                continue
+            raise no_room(
+                block,
+                self.arena,
+                self._resident.values(),
+                self.static,
+                self._limbo.held(),
+                least_bytes=self.least_bytes,
+                has_nvme=self.space is not None,
+                table=self.explain(),
+            )
+
+    def _referred_to(self) -> set[int]:
+        """Offsets of the memory that stays only because the program refers to it."""
+        held = (b for b in self._resident.values() if not b.leases and (owner := shower(b)) and not owner.can_release())
+        return {*self._limbo.held(), *(b.offset for b in held if b.offset is not None)}
+
+    def _collect(self) -> bool:
+        """Collect garbage: aliases in reference cycles, or in the traceback of a caught exception, hold memory until
+        then. That takes as long as the program's heap is large, so what has been through it is no reason for another
+        one, except before an error."""
+        gc.collect()
+        self._survivors = self._referred_to()
+        return True
 
     def _evict_farthest(self, wanted: Block) -> bool:
         candidates = [
@@ -341,15 +390,6 @@ class TierManager:
         self.static.discard(block.id)
         return True
 
-    def _no_room(self, block: Block) -> str:
-        held = {
-            b: "in use" if b.leases else "static" if b.id in self.static else "still referred to by the program"
-            for b in self._resident.values()
-            if b.leases or not self._may_go(b)
-        }
-        capacity_bytes, has_nvme = self.arena.capacity_bytes, self.space is not None
-        return no_room(block, block.room_bytes, capacity_bytes, held, has_nvme) + self.explain()
-
     def _free_memory(self, block: Block, aliases: list[Alias] | None = None) -> None:
         offset = block.offset
         if offset is None:
@@ -363,7 +403,8 @@ class TierManager:
 
     def _free_range(self, offset: int) -> None:
         if self.poison:
-            ctypes.memset(self.arena.address + offset, 0xFF, self.arena.size_of(offset))
+            for start, nbytes in self.arena.memory_of(offset):
+                ctypes.memset(self.arena.address + start, 0xFF, nbytes)
         self.arena.free(offset)
 
     def _empty_limbo(self) -> bool:
@@ -372,44 +413,6 @@ class TierManager:
         for offset in free:
             self._free_range(offset)
         return bool(free)
-
-    def _compact(self, nbytes: int, limit_bytes: float = math.inf) -> bool:
-        """Merge holes into one of ``nbytes`` by sliding the fewest bytes between them; False when that cannot be done,
-        or not within ``limit_bytes``."""
-        if self.arena.free_bytes < nbytes:
-            return False
-        by_offset = {b.offset: b for b in self._resident.values()}
-        run = cheapest_run(self.arena.layout(), by_offset, nbytes, self._may_move, limit_bytes)
-        if run is None:
-            return False
-        self.counters.compactions += 1
-        for block in run:
-            self._slide(block)
-        return True
-
-    def _may_move(self, block: Block) -> bool:
-        """A block can move while nobody refers to its memory: between two operations of one thread a lease is no
-        obstacle, since a lease's holder takes addresses only when all its blocks are there."""
-        if block.state not in (BlockState.CLEAN, BlockState.DIRTY) or (block.leases and len(self._threads) > 1):
-            return False
-        owner = shower(block)
-        return not block.copying and (owner is None or owner.can_release())
-
-    def _slide(self, block: Block) -> None:
-        self._note_changes(block)
-        old = block.offset
-        new = self.arena.slide_down(old) if old is not None else None
-        if old is None or new is None:
-            raise RuntimeError(f"block {block.name} has nothing below it to slide into")
-        ctypes.memmove(self.arena.address + new, self.arena.address + old, block.nbytes)
-        block.offset = new
-        owner = shower(block)
-        if owner is not None:
-            owner.relocate(new)
-        if self.poison:
-            size = self.arena.size_of(new)
-            start = max(old, new + size)
-            ctypes.memset(self.arena.address + start, 0xFF, old + size - start)
 
     # -- transfers -------------------------------------------------------------------------------------------------
 
@@ -429,7 +432,7 @@ class TierManager:
             high = block.kind is Kind.STATE
             offset = self.arena.allocate(block.room_bytes, high=high)
             nbytes = block.room_bytes
-            if offset is None and compact and self._compact(nbytes, SLIDE_WORTH * nbytes):
+            if offset is None and compact and self._compactor.compact(nbytes, SLIDE_WORTH * nbytes):
                 offset = self.arena.allocate(block.room_bytes, high=high)
             if offset is None:
                 return False
@@ -463,7 +466,7 @@ class TierManager:
         """Slide blocks together once where splinters between them add up to ``granule_bytes``, if that is cheap."""
         with self.lock:
             if self.arena.free_bytes - self.arena.whole_bytes(granule_bytes) >= granule_bytes:
-                self._compact(granule_bytes, SLIDE_WORTH * granule_bytes)
+                self._compactor.compact(granule_bytes, SLIDE_WORTH * granule_bytes)
 
     def in_flight_bytes(self, state: BlockState) -> int:
         """Bytes of the blocks that are being read, or written."""

@@ -27,7 +27,8 @@ class TierCounters:
     """Running totals of one tier manager.
 
     faults: reads that were waited for at a use that no plan had foreseen. waits: foreseen uses whose read was not
-    done in time. wait_s: seconds spent waiting for transfers of any kind.
+    done in time. wait_s: seconds spent waiting for transfers of any kind. lent: blocks that got the memory of several
+    holes.
     """
 
     faults: int = 0
@@ -36,6 +37,7 @@ class TierCounters:
     prefetches: int = 0
     evictions: int = 0
     compactions: int = 0
+    lent: int = 0
 
 
 class Transfers:

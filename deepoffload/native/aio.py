@@ -37,17 +37,24 @@ class HostMapping:
     Args:
         nbytes: Size; rounded up to whole 4 KiB pages (``nbytes`` then says the rounded size).
         lock: Try ``mlock``. Best effort, because ordinary users may lock 8 MiB: ``lock_errno`` says 0 or why not.
+        spare: Addresses to reserve after the memory, in bytes; they have none of their own until :meth:`open_spare`.
+            Best effort, not with ``lock``: ``spare_bytes`` says how many there are.
 
     Raises:
         BudgetError: The system refuses so much address space.
     """
 
-    def __init__(self, nbytes: int, *, lock: bool = False) -> None:
+    def __init__(self, nbytes: int, *, lock: bool = False, spare: int = 0) -> None:
         self.address = 0
         self.nbytes = round_up(nbytes)
+        self.spare_bytes = round_up(spare)
         self._pid = os.getpid()
         address, lock_errno = ffi.new("uint64_t *"), ffi.new("int32_t *")
-        code = lib.doff_map(nbytes, lock, address, lock_errno) if nbytes > 0 else -22
+        if not spare or nbytes <= 0 or lib.doff_map_with_spare(nbytes, spare, address):
+            self.spare_bytes = 0
+        code = 0
+        if not self.spare_bytes:
+            code = lib.doff_map(nbytes, lock, address, lock_errno) if nbytes > 0 else -22
         if code:
             raise BudgetError(
                 f"the system refuses to map {nbytes} bytes of memory: {os.strerror(-code)}. "
@@ -56,6 +63,19 @@ class HostMapping:
         self.address = int(address[0])
         self.lock_errno = int(lock_errno[0])
         self._buffer: Any = ffi.buffer(ffi.cast("char *", self.address), self.nbytes)
+
+    def open_spare(self, offset: int, nbytes: int) -> bool:
+        """Have spare pages take memory when they are touched; False when the system refuses. Offsets begin with the
+        mapping."""
+        return lib.doff_spare_open(self.address + offset, nbytes) == 0
+
+    def close_spare(self, offset: int, nbytes: int) -> None:
+        """Give the memory of spare pages back to the system."""
+        lib.doff_spare_close(self.address + offset, nbytes)
+
+    def forget(self, offset: int, nbytes: int) -> bool:
+        """Give the memory of other pages back to the system, which read as zeros then; False when it is locked."""
+        return lib.doff_forget(self.address + offset, nbytes) == 0
 
     @property
     def buffer(self) -> Any:
@@ -86,7 +106,7 @@ class HostMapping:
         address, self.address = self.address, 0
         self._buffer = None
         if address and self._pid == os.getpid():
-            lib.doff_unmap(address, self.nbytes)
+            lib.doff_unmap(address, self.nbytes + self.spare_bytes)
 
     def __enter__(self) -> HostMapping:
         return self

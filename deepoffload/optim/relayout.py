@@ -7,7 +7,7 @@ or bf16 moments, amsgrad's third array, Lion's single one) comes here once.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack
 
 import torch
@@ -32,7 +32,7 @@ def fit_pieces(tiers: TierManager, unit: Unit, jobs: Mapping[ParamHandle, Job]) 
         job = jobs.get(handle)
         if job is not None and (job.arrays or LAYOUTS[handle.dtype] is not StateLayout.FP32):
             wanted[handle] = StateFormat(job.fields, job.state_dtype)
-    lay_out(tiers, unit, wanted)
+    lay_out(tiers, unit, wanted, {handle for handle, job in jobs.items() if job.first})
 
 
 def add_fields(tiers: TierManager, unit: Unit, fields: Mapping[ParamHandle, tuple[str, ...]]) -> None:
@@ -45,8 +45,17 @@ def add_fields(tiers: TierManager, unit: Unit, fields: Mapping[ParamHandle, tupl
     lay_out(tiers, unit, wanted)
 
 
-def lay_out(tiers: TierManager, unit: Unit, wanted: Mapping[ParamHandle, StateFormat]) -> None:
-    """Lay out a unit's pieces so that each parameter in ``wanted`` has the format given there."""
+def lay_out(
+    tiers: TierManager,
+    unit: Unit,
+    wanted: Mapping[ParamHandle, StateFormat],
+    unused: Set[ParamHandle] = frozenset(),
+) -> None:
+    """Lay out a unit's pieces so that each parameter in ``wanted`` has the format given there.
+
+    Args:
+        unused: parameters whose arrays hold nothing yet.
+    """
     present = _formats(unit)
     changed = {h: f for h, f in wanted.items() if h in present and present[h] != f}
     if not changed:
@@ -62,6 +71,10 @@ def lay_out(tiers: TierManager, unit: Unit, wanted: Mapping[ParamHandle, StateFo
         new += make_pieces(tiers, unit, trained, limit_bytes, state_format, alignment_numel=STATE_BLOCK)
     try:
         _inherit_places(tiers, old, new)
+        if tiers.space is None:  # old and new ones are in memory at once
+            for piece in old:
+                if all(piece.handles[part.tensor] in unused for part in piece.layout.segments):
+                    _drop_arrays(tiers, piece)
         for piece in new:
             _fill(tiers, piece, old)
     except BaseException:
@@ -84,6 +97,14 @@ def _inherit_places(tiers: TierManager, old: list[StatePiece], new: list[StatePi
         if piece.block.nbytes <= left:
             left -= piece.block.nbytes
             tiers.keep(piece.block)
+
+
+def _drop_arrays(tiers: TierManager, piece: StatePiece) -> None:
+    """Keep what completes the weights, which comes first in a piece, and give back the memory behind it."""
+    left_bytes = piece.layout.numel * lead_bytes(piece.kind)
+    if piece.block.resident and left_bytes:
+        piece.format = StateFormat((), piece.format.dtype)
+        tiers.shrink(piece.block, left_bytes)
 
 
 def _fill(tiers: TierManager, piece: StatePiece, old: list[StatePiece]) -> None:

@@ -211,8 +211,7 @@ class Window:
             if opened:
                 pager.close_stale()
             frame = sys._getframe(2)  # the module's call
-            entry = _Entry(self, frame)
-            opened.append(entry)
+            entry = self._begin(frame)
             if self._waiting or self._has_changed():
                 self._scan(module)
                 self._hooks_before, self._hooks = 0, ()
@@ -236,9 +235,18 @@ class Window:
                     param = reference()
                     if param is not None:
                         param.__class__ = nn.Parameter
-            frame_end = _FrameEnd()
-            entry.frame_end = weakref.ref(frame_end, partial(_frame_ended, entry))
-            frame.f_locals["_deepoffload_window"] = frame_end
+            self._watch_frame(entry, frame)
+
+    def _begin(self, frame: FrameType) -> _Entry:
+        entry = _Entry(self, frame)
+        self.pager.opened().append(entry)
+        return entry
+
+    def _watch_frame(self, entry: _Entry, frame: FrameType) -> None:
+        """Have the call ended with its frame, if not before."""
+        frame_end = _FrameEnd()
+        entry.frame_end = weakref.ref(frame_end, partial(_frame_ended, entry))
+        frame.f_locals["_deepoffload_window"] = frame_end
 
     def _take(self, entry: _Entry, module: nn.Module) -> None:
         """Bring and lease the bytes, and put our saved-tensor hooks on."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ from deepoffload.native.aio import round_up
 from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.state import LAYOUTS, PieceView, equalise_room, make_pieces, whole_segment
-from deepoffload.params.layout import ALIGNMENT_NUMEL, byte_offsets
+from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceSegment, byte_offsets
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter, plain_again
 from deepoffload.params.slot import dense_stride
 from deepoffload.params.torch_private import bare, get_data, version_of
-from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, Unit, WeightOwner
+from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, StatePiece, Unit, WeightOwner
 from deepoffload.runtime.compute_types import KEEP_TYPES, ComputeTypes
 from deepoffload.schedule.placement import Kind
 
@@ -241,40 +241,41 @@ class Assembly:
         """fp32 to bf16 as ``Tensor.to`` does it; what rounding leaves over goes into the optimizer state, so that the
         fp32 value stays the master."""
         threads = torch.get_num_threads()
-        for piece in unit.pieces:
-            if handle not in piece.handles:
-                continue
-            for part in whole_segment(piece.layout, piece.handles.index(handle)):
-                self.tiers.acquire(piece.block)
-                try:
-                    self.tiers.will_change(piece.block)
-                    cpu_adam.split_fp32(  # addresses are taken now: to make room for the piece, others may have moved
-                        handle.address() + part.start * 4,
-                        self.tiers.address(unit.weights) + offset + part.start * 2,
-                        PieceView(self.tiers, piece).lead(part),
-                        part.numel,
-                        num_threads=threads,
-                    )
-                finally:
-                    self.tiers.release(piece.block)
+        for piece, part in parts_to_fill(unit, handle, torch.bfloat16):
+            self.tiers.acquire(piece.block)
+            try:
+                self.tiers.will_change(piece.block)
+                cpu_adam.split_fp32(  # addresses are taken now: to make room for the piece, others may have moved
+                    handle.address() + part.start * 4,
+                    self.tiers.address(unit.weights) + offset + part.start * 2,
+                    PieceView(self.tiers, piece).lead(part),
+                    part.numel,
+                    num_threads=threads,
+                )
+            finally:
+                self.tiers.release(piece.block)
+            self._done_from(handle, part.start)
 
     def _fill_master(self, unit: Unit, handle: ParamHandle) -> None:
         """The fp32 master of an fp16 weight is the value that the weight was registered with."""
-        for piece in unit.pieces:
-            if handle not in piece.handles:
-                continue
-            for part in whole_segment(piece.layout, piece.handles.index(handle)):
-                self.tiers.acquire(piece.block)
-                try:
-                    self.tiers.will_change(piece.block)
-                    buffer, base = self.tiers.arena.buffer, self.tiers.arena.address
-                    start = handle.address() + part.start * handle.itemsize - base
-                    target = PieceView(self.tiers, piece).lead(part) - base
-                    with bare():
-                        value = torch.frombuffer(buffer, dtype=handle.dtype, count=part.numel, offset=start)
-                        torch.frombuffer(buffer, dtype=torch.float32, count=part.numel, offset=target).copy_(value)
-                finally:
-                    self.tiers.release(piece.block)
+        for piece, part in parts_to_fill(unit, handle, torch.float16):
+            self.tiers.acquire(piece.block)
+            try:
+                self.tiers.will_change(piece.block)
+                buffer, base = self.tiers.arena.buffer, self.tiers.arena.address
+                start = handle.address() + part.start * handle.itemsize - base
+                target = PieceView(self.tiers, piece).lead(part) - base
+                with bare():
+                    value = torch.frombuffer(buffer, dtype=handle.dtype, count=part.numel, offset=start)
+                    torch.frombuffer(buffer, dtype=torch.float32, count=part.numel, offset=target).copy_(value)
+            finally:
+                self.tiers.release(piece.block)
+            self._done_from(handle, part.start)
+
+    def _done_from(self, handle: ParamHandle, start: int) -> None:
+        """The elements from ``start`` on have moved into the unit: the room of what was registered goes to the rest."""
+        if handle.block is not None:
+            self.tiers.shrink(handle.block, start * handle.itemsize)
 
     def _convert(self, unit: Unit, handle: ParamHandle, offset: int, dtype: torch.dtype) -> None:
         """Any other change of dtype, as ``Tensor.to`` does it."""
@@ -308,6 +309,21 @@ class UnitDraft:
         largest = max(handle.nbytes for handle in self.handles)
         return round_up(self.unit.weights.room_bytes) + round_up(largest) + round_up(max(pieces, default=0))
 
+    def set_up_changes(self) -> Iterator[int]:
+        """By how many bytes the memory in use changes, in order, while the unit is filled and nothing can leave."""
+        yield self.unit.weights.room_bytes
+        made: set[int] = set()
+        for handle, dtype in zip(self.handles, self.dtypes, strict=True):
+            held = round_up(handle.nbytes)
+            for piece, part in parts_to_fill(self.unit, handle, dtype):
+                if piece.block.id not in made:
+                    made.add(piece.block.id)
+                    yield piece.block.room_bytes
+                left = round_up(max(part.start * handle.itemsize, 1))
+                yield left - held
+                held = left
+            yield -held
+
     def make(
         self,
         pager: Pager,
@@ -339,16 +355,33 @@ def _has_state(unit: Unit, handle: ParamHandle) -> bool:
     return any(handle in piece.handles for piece in unit.pieces)
 
 
+def parts_to_fill(unit: Unit, handle: ParamHandle, dtype: torch.dtype) -> list[tuple[StatePiece, PieceSegment]]:
+    """The parts of a parameter whose state gets something when its weights take ``dtype``, the last ones first: what
+    was registered can then go part by part."""
+    split = handle.dtype is torch.float32 and dtype is torch.bfloat16
+    if not split and (dtype is not torch.float16 or handle.dtype is torch.float16):
+        return []
+    kind = LAYOUTS[dtype]
+    pieces = [piece for piece in unit.pieces if piece.kind is kind and handle in piece.handles]
+    parts = [(p, part) for p in pieces for part in whole_segment(p.layout, p.handles.index(handle))]
+    return parts[::-1]
+
+
 def _trainable(handle: ParamHandle) -> bool:
     param = handle.tensor
     return param is not None and param.requires_grad
 
 
 class ConstructionHooks:
-    """torch's global registration hooks, on while a context is open."""
+    """torch's global registration hooks, on while a context is open.
 
-    def __init__(self, pager: Pager) -> None:
+    Args:
+        refuse: raises for a parameter that the budget cannot hold.
+    """
+
+    def __init__(self, pager: Pager, refuse: Callable[[Tensor, str], None]) -> None:
         self.pager = pager
+        self._refuse = refuse
         self.handles: list[ParamHandle] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._removable: list[Any] = []
@@ -386,6 +419,7 @@ class ConstructionHooks:
     def _adopt(self, param: Any, name: str) -> ParamHandle | None:
         if not adoptable(self.pager, param):
             return None
+        self._refuse(param, name)
         handle = adopt(self.pager, param, name)
         self.handles.append(handle)
         return handle

@@ -50,7 +50,7 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
                 "offload_context inside offload_context: build the models one after the other, or all in one"
             )
         self.engine = Engine(self.config)
-        self._hooks = ConstructionHooks(self.engine.pager)
+        self._hooks = ConstructionHooks(self.engine.pager, self.engine.refuse_too_large)
         self._hooks.__enter__()
         return self
 

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from deepoffload import machine
 from deepoffload.config import Config, StepOverlap
 from deepoffload.config.resolve import Budgets, resolve_budgets
 from deepoffload.device import Device
-from deepoffload.errors import PlacementError, UsageError
+from deepoffload.errors import BudgetError, PlacementError, UsageError
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
 from deepoffload.io.swap_files import check_paths, warn_of_shared
@@ -26,8 +27,10 @@ from deepoffload.memory.arena import Arena
 from deepoffload.memory.device_memory import DeviceMemory
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
+from deepoffload.native.aio import round_up
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.in_backward import EarlyUpdates
+from deepoffload.params.outer_window import OuterWindow
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.window import RootWatch, Window
@@ -35,7 +38,15 @@ from deepoffload.runtime.announce import OutsideWatch, announce, summary
 from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adopt, adoptable, refuse_meta
 from deepoffload.runtime.device import compute_on, find_accelerator, fit_device, with_ring
-from deepoffload.runtime.plan import PIECES_PER_BUDGET, UNITS_PER_BUDGET, ModelPlan, enough_capacity, plan_model
+from deepoffload.runtime.plan import (
+    NO_DISK,
+    PIECES_PER_BUDGET,
+    UNITS_PER_BUDGET,
+    ModelPlan,
+    enough_capacity,
+    enough_for,
+    plan_model,
+)
 from deepoffload.runtime.ranks import refuse_several_ranks
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import Bandwidths, Kind
@@ -43,9 +54,6 @@ from deepoffload.schedule.placement import Placement
 from deepoffload.timeline import Summary, Timeline
 
 log = logging.getLogger("deepoffload")
-
-NO_DISK = Bandwidths(2e9, 2e9, 2e9, 2e10)
-"""Stands where there is no NVMe path: nothing is moved, so any rate gives the same placement."""
 
 
 class Engine:
@@ -57,7 +65,8 @@ class Engine:
 
     def __init__(self, config: Config) -> None:
         refuse_several_ranks()
-        gc.collect()  # models that are gone, but kept by reference cycles, give their budgets back first
+        if SHIELD.is_engaged():
+            gc.collect()  # models that are gone, but kept by reference cycles, give their budgets back first
         self.config = config
         paths = check_paths(config.nvme_path) if config.nvme_path else []
         accelerator = find_accelerator(config)
@@ -66,6 +75,7 @@ class Engine:
         self.budgets: Budgets = resolve_budgets(config, machine.measure(paths), device, free_bytes)
         self.placement: Placement | None = None
         self._windows: list[Window] = []
+        self._outer: list[OuterWindow] = []
         self._watches: list[RootWatch] = []
         self._outside: OutsideWatch | None = None
         self._io: IoEngine | None = None
@@ -73,7 +83,7 @@ class Engine:
         self._bandwidths = NO_DISK
         try:
             self._open_disk(paths)
-            arena = Arena(self.budgets.host_bytes)
+            arena = Arena(self.budgets.host_bytes, lends=accelerator is None)
             self.timeline = Timeline() if config.timeline else None
             tiers = TierManager(arena, self._space, poison=config.debug.poison, timeline=self.timeline)
         except BaseException:
@@ -167,11 +177,34 @@ class Engine:
                 self.gradients.track(handle)
         self._windows = [Window(self.pager, module, name) for name, module in plan.windows]
         self._watches = [RootWatch(root, self.refresh, self._windows) for root in roots]
+        self._outer = [OuterWindow(self.pager, module, name) for name, module in plan.outer]
         machine.return_free_memory()  # what construction used and freed
         log.info("placement\n%s", plan.placement.table())
         num_parameters = sum(handle.numel for unit in self.pager.units for handle in unit.handles)
         announce(summary(plan.placement, num_parameters, self.config.nvme_path, memory.device))
         self._outside = OutsideWatch(self.budgets.host_bytes)
+
+    def refuse_too_large(self, param: Tensor, name: str) -> None:
+        """Raise for a parameter that is larger than the budget by itself, naming one that is enough for it alone: what
+        else is to come is not known while a model is built."""
+        capacity_bytes = self._capacity_bytes()
+        if round_up(param.nbytes) <= capacity_bytes:
+            return
+        alone = nn.Module()
+        alone._parameters["weight"] = param if isinstance(param, nn.Parameter) else None
+        enough = enough_for(alone, replace(self.config, keep_fp32=()), capacity_bytes, self._nvme_bytes())
+        said = f"{name} ({param.nbytes:,} bytes) alone is larger than the budget of {capacity_bytes:,} bytes"
+        if enough is None:
+            raise BudgetError(f"{said}, and NVMe cannot hold what memory does not: raise host_budget and nvme_budget")
+        enough = with_ring(self.gradients, enough)
+        raise BudgetError(
+            f"{said}. A step needs a weight, its gradient and pieces of its optimizer state at once: raise host_budget "
+            f"to at least {enough} bytes, which is enough for a model of this parameter alone",
+            enough,
+        )
+
+    def _nvme_bytes(self) -> int | None:
+        return self.budgets.nvme_bytes if self._space is not None else None
 
     def _plan(self, roots: Sequence[nn.Module], handles: list[ParamHandle], capacity_bytes: int) -> ModelPlan:
         memory = self.pager.memory
@@ -182,7 +215,7 @@ class Engine:
             roots,
             handles,
             capacity_bytes=capacity_bytes,
-            nvme_bytes=self.budgets.nvme_bytes if self._space is not None else None,
+            nvme_bytes=self._nvme_bytes(),
             bandwidths=self._bandwidths,
             device_bytes=memory.arena.capacity_bytes if isinstance(memory, DeviceMemory) else 0,
         )
@@ -211,6 +244,7 @@ class Engine:
         self.pager.prefetcher.lookahead_bytes = placement.lookahead_bytes
         self.pager.prefetcher.reserve_bytes = placement.reserve_bytes
         self.pager.prefetcher.granule_bytes = self.pager.tiers.common_room_bytes(placement.resident)
+        self.pager.tiers.least_bytes = placement.minimum_bytes
         self.pager.tiers.explain = lambda: f"\n{placement.table()}"
 
     def _pin_residents(self, placement: Placement) -> None:
@@ -223,6 +257,7 @@ class Engine:
         handles = []
         for name, param in model.named_parameters():
             if adoptable(self.pager, param):
+                self.refuse_too_large(param, name)
                 handles.append(adopt(self.pager, param, name))
         if not handles:
             where = "the CPU" if self.pager.memory.on_host else f"the CPU or {self.pager.memory.device}"
@@ -254,6 +289,9 @@ class Engine:
         self._windows += [Window(self.pager, module, name) for name, module in fresh]
         for _, module in fresh:
             convert_buffers(module, self.pager.memory.device, assembly.types)
+        watched |= {id(window.module()) for window in self._outer}
+        outer = [(name, module) for name, module in plan.outer if id(module) not in watched]
+        self._outer += [OuterWindow(self.pager, module, name) for name, module in outer]
 
     # -- report ----------------------------------------------------------------------------------------------------
 
@@ -317,13 +355,14 @@ class Engine:
             self.pager.closed_because = because
             self.pager.ignore_deaths()
             self.pager.refuse_open_graphs()
-            for window in self._windows:
+            for window in (*self._windows, *self._outer):
                 window.remove()
             for watch in self._watches:
                 watch.remove()
             if self._outside is not None:
                 self._outside.remove()
             self._windows.clear()
+            self._outer.clear()
             self._watches.clear()
             with ExitStack() as last:  # each of them, whatever the one before has met
                 last.callback(SHIELD.disengage)

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import nn
 
 from deepoffload.config import Config, GradientDtype
 from deepoffload.device import Tier
 from deepoffload.errors import PlacementError
-from deepoffload.memory.arena import common_size
+from deepoffload.memory.arena import Arena, common_size
 from deepoffload.memory.block import Block
-from deepoffload.native.aio import round_up
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.native.aio import PAGE_BYTES, round_up
 from deepoffload.optim.checks import STATE_DTYPES
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
+from deepoffload.params.slot import dense_stride
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat
 from deepoffload.runtime.compute_types import compute_types
 from deepoffload.runtime.construct import Assembly, UnitDraft
@@ -31,6 +34,9 @@ PIECES_PER_BUDGET = 14
 
 UNITS_PER_BUDGET = 8
 """A unit's weights take at most this part of the budget, where the model can be split so far."""
+
+NO_DISK = Bandwidths(2e9, 2e9, 2e9, 2e10)
+"""Stands where there is no NVMe path: nothing is moved, so any rate gives the same placement."""
 
 PLANS_MAX = 20
 """How often a plan is made again to find a budget that is enough."""
@@ -63,12 +69,13 @@ def state_format(config: Config) -> StateFormat:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model cut into units, the modules that are to have windows (with their names), the placement, and the blocks of
-    optimizer state that live on a device and are no part of it."""
+    """A model cut into units, the modules that are to have windows (with their names), those that were split, the
+    placement, and the blocks of optimizer state that live on a device and are no part of it."""
 
     assembly: Assembly
     drafts: list[UnitDraft]
     windows: list[tuple[str, nn.Module]]
+    outer: list[tuple[str, nn.Module]]
     placement: Placement
     on_device: list[Block]
 
@@ -98,10 +105,10 @@ def plan_model(
     gradients.in_fp32 = config.gradient_dtype is GradientDtype.FP32
     types = compute_types(config, roots)
     assembly = Assembly(pager, gradients, capacity_bytes // PIECES_PER_BUDGET, types, state_format(config))
-    drafts, windows = _draft(pager, assembly, roots, list(handles), capacity_bytes // UNITS_PER_BUDGET)
+    drafts, windows, outer = _draft(pager, assembly, roots, list(handles), capacity_bytes // UNITS_PER_BUDGET)
     kept = _state_on_device(drafts, device_bytes) if config.offload_optimizer is Tier.DEVICE else []
     placement = _place(config, drafts, windows, {block.id for block in kept}, capacity_bytes, nvme_bytes, bandwidths)
-    return ModelPlan(assembly, drafts, windows, placement, kept)
+    return ModelPlan(assembly, drafts, windows, outer, placement, kept)
 
 
 def weights_on_device_bytes(drafts: Iterable[UnitDraft]) -> int:
@@ -126,14 +133,16 @@ def _state_on_device(drafts: Sequence[UnitDraft], device_bytes: int) -> list[Blo
 
 def _draft(
     pager: Pager, assembly: Assembly, roots: Sequence[nn.Module], handles: list[ParamHandle], max_unit_bytes: int
-) -> tuple[list[UnitDraft], list[tuple[str, nn.Module]]]:
+) -> tuple[list[UnitDraft], list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
     by_tensor = {id(handle.tensor): handle for handle in handles if handle.tensor is not None}
     drafts: list[UnitDraft] = []
     windows: list[tuple[str, nn.Module]] = []
+    outer: list[tuple[str, nn.Module]] = []
     drafted: set[int] = set()
     for root in roots:
         plan = find_units(root, max_unit_bytes, assembly.target_nbytes)
         windows.extend(plan.windows)
+        outer.extend(plan.outer)
         for unit in plan.units:
             mine = []
             for name, param in unit.params:
@@ -152,7 +161,7 @@ def _draft(
     assembly.typical_bytes = common_size(draft.nbytes for draft in drafts)
     for draft in drafts:
         assembly.make(draft)
-    return drafts, windows
+    return drafts, windows, outer
 
 
 def _place(
@@ -184,8 +193,17 @@ def _place(
         workload=Workload(config.gradient_accumulation_steps, StepOverlap(config.step_overlap.value)),
         num_parameters=trained or None,
         keep=frozenset(spec.id for spec in specs if spec.kind in kept_kinds),
-        set_up_bytes=max((draft.set_up_bytes() for draft in drafts), default=0),
+        set_up_bytes=_set_up_bytes(drafts, can_leave=nvme_bytes is not None),
     )
+
+
+def _set_up_bytes(drafts: Sequence[UnitDraft], *, can_leave: bool) -> int:
+    """What must be in memory at once while the parameters move, one by one, into their units."""
+    if can_leave:
+        return max((draft.set_up_bytes() for draft in drafts), default=0)
+    registered = sum(round_up(handle.nbytes) for draft in drafts for handle in draft.handles)
+    changes = (change for draft in drafts for change in draft.set_up_changes())
+    return max(accumulate(changes, initial=registered))
 
 
 def window_bytes(drafts: Sequence[UnitDraft], windows: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, int]]:
@@ -212,3 +230,33 @@ def enough_capacity(attempt: Callable[[int], object], capacity_bytes: int) -> in
         else:
             break
     return capacity_bytes
+
+
+def dry_pager(model: nn.Module) -> tuple[Pager, Gradients, list[ParamHandle]]:
+    """A pager that has no memory and a handle for each parameter, which the parameters know nothing of."""
+    pager = Pager(TierManager(Arena(PAGE_BYTES, lends=False), None), prefetch=False)
+    handles = [
+        ParamHandle(pager, name, param, param.dtype, dense_stride(param))
+        for name, param in model.named_parameters()
+        if param.numel() and not param.is_complex()
+    ]
+    return pager, Gradients(pager), handles
+
+
+def enough_for(model: nn.Module, config: Config, capacity_bytes: int, nvme_bytes: int | None) -> int | None:
+    """A budget above ``capacity_bytes`` that is enough for ``model``; None when more memory is not what is missing."""
+
+    def attempt(capacity_bytes: int) -> None:
+        pager, gradients, handles = dry_pager(model)
+        plan_model(
+            pager,
+            gradients,
+            config,
+            [model],
+            handles,
+            capacity_bytes=capacity_bytes,
+            nvme_bytes=nvme_bytes,
+            bandwidths=NO_DISK,
+        )
+
+    return enough_capacity(attempt, capacity_bytes + PAGE_BYTES)

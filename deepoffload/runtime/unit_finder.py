@@ -27,10 +27,14 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The units of one root module, and further modules to put windows on (they use parameters of other units)."""
+    """The units of one root module, and the modules to put windows on.
+
+    ``outer``: modules that were split and are no window: the root, and those with parameters of their own.
+    """
 
     units: tuple[UnitPlan, ...]
     windows: tuple[tuple[str, nn.Module], ...]
+    outer: tuple[tuple[str, nn.Module], ...]
 
 
 class _Finder:
@@ -40,6 +44,7 @@ class _Finder:
         self.nbytes = nbytes
         self.units: list[UnitPlan] = []
         self.windows: list[tuple[str, nn.Module]] = []
+        self.outer: list[tuple[str, nn.Module]] = []
         self._taken: set[int] = set()
 
     def visit(self, module: nn.Module, name: str, *, repeated: bool) -> None:
@@ -59,6 +64,8 @@ class _Finder:
         if direct:
             own = [(key, param) for key, param in module.named_parameters(recurse=False) if not is_lazy(param)]
             self._add(name, None, own)
+        if callable_module and (direct or not name):
+            self.outer.append((name, module))
         for key, child in module.named_children():
             self.visit(child, f"{name}.{key}" if name else key, repeated=isinstance(module, _CONTAINERS))
 
@@ -82,4 +89,4 @@ def find_units(root: nn.Module, max_unit_bytes: int, nbytes: Callable[[Tensor], 
     """
     finder = _Finder(type(root).__name__, max_unit_bytes, nbytes)
     finder.visit(root, "", repeated=False)
-    return ModelPlan(tuple(finder.units), tuple(finder.windows))
+    return ModelPlan(tuple(finder.units), tuple(finder.windows), tuple(finder.outer))

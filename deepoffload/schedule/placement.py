@@ -127,7 +127,7 @@ def plan_placement(
     table, when the least window does not fit or NVMe is missing or too small.
     """
     problem = _Problem(blocks, event_weight_bytes, bandwidths, workload, num_parameters, keep, set_up_bytes)
-    total_bytes = sum(block.nbytes for block in problem.blocks)
+    total_bytes = max(sum(block.nbytes for block in problem.blocks), set_up_bytes)
     if total_bytes <= capacity_bytes:
         everything = frozenset(block.id for block in problem.blocks)
         return problem.placement(everything, Window(), capacity_bytes, nvme_capacity_bytes)
@@ -135,8 +135,7 @@ def plan_placement(
     if nvme_capacity_bytes is None or capacity_bytes < least_bytes:
         paged = [block for block in problem.blocks if block.id not in keep]
         placement = problem.placement(keep, problem.window(paged, 2, False), capacity_bytes, nvme_capacity_bytes)
-        message = _memory_message(placement, total_bytes, nvme_capacity_bytes is not None)
-        raise PlacementError(message, least_bytes)
+        raise PlacementError(_memory_message(placement, least_bytes, nvme_capacity_bytes is not None), least_bytes)
     resident, window = problem.choose(capacity_bytes, max(ring_pieces, 2))
     placement = problem.placement(resident, window, capacity_bytes, nvme_capacity_bytes)
     if placement.nvme_bytes > nvme_capacity_bytes:
@@ -148,14 +147,18 @@ def plan_placement(
     return placement
 
 
-def _memory_message(placement: Placement, total_bytes: int, has_nvme: bool) -> str:
+def _memory_message(placement: Placement, least_bytes: int, has_nvme: bool) -> str:
     remedy = "Raise host_budget (on a CPU device it is one pool with device_budget)"
     capacity = f"{human_bytes(placement.capacity_bytes)} ({placement.capacity_bytes} bytes)"
     if not has_nvme:
+        total_bytes = sum(block.nbytes for block in placement.blocks)
+        what = "Weights, gradients and optimizer state are"
+        if total_bytes < least_bytes:
+            what = "While parameters take the type that they compute in, the model needs"
         return (
-            f"Weights, gradients and optimizer state are {human_bytes(total_bytes)} ({total_bytes} bytes), more than "
+            f"{what} {human_bytes(least_bytes)} ({least_bytes} bytes), more than "
             f"the memory budget of {capacity}, and there is no NVMe to put the rest on. Set nvme_path. Or: "
-            f"{remedy[0].lower()}{remedy[1:]} to at least {total_bytes} bytes.\n{placement.table()}"
+            f"{remedy[0].lower()}{remedy[1:]} to at least {least_bytes} bytes.\n{placement.table()}"
         )
     return (
         f"The working set does not fit: a step needs at least {human_bytes(placement.minimum_bytes)} "

@@ -91,10 +91,82 @@ def test_a_view_outlives_the_arena(arena: Arena) -> None:
     assert bytes(view) == bytes(range(10))
 
 
+def filled(arena: Arena, offset: int, value: int) -> bytes:
+    """Fill a range with one value; what it then has to hold."""
+    content = bytes([value]) * arena.size_of(offset)
+    arena.view(offset, len(content))[:] = content
+    return content
+
+
+def test_pages_of_several_holes_make_one_range(arena: Arena) -> None:
+    held = [pages(arena, 2) * PAGE_BYTES for _ in range(8)]
+    content = {offset: filled(arena, offset, number + 1) for number, offset in enumerate(held)}
+    assert arena.lend(PAGE_BYTES) is None, "nothing is free"
+    for offset in held[::2]:
+        arena.free(offset)
+    assert arena.allocate(5 * PAGE_BYTES) is None
+    lent = arena.lend(5 * PAGE_BYTES)
+    assert lent is not None and lent >= arena.capacity_bytes
+    content[lent] = filled(arena, lent, 99)
+    assert arena.size_of(lent) == 5 * PAGE_BYTES and arena.free_bytes == 3 * PAGE_BYTES
+    assert sum(size for _, size in arena.memory_of(lent)) == 5 * PAGE_BYTES
+    assert all(bytes(arena.view(offset, len(content[offset]))) == content[offset] for offset in (*held[1::2], lent))
+    assert arena.holds(arena.address + lent)
+    assert arena.lend(4 * PAGE_BYTES) is None, "only three pages are free"
+    arena.free(lent)
+    assert arena.free_bytes == 8 * PAGE_BYTES and largest_hole_bytes(arena) == 2 * PAGE_BYTES
+    for offset in held[1::2]:
+        arena.free(offset)
+    assert pages(arena, PAGES) == 0
+
+
+def test_lent_pages_take_no_more_memory_than_the_budget() -> None:
+    capacity_bytes, chunk_bytes = 64 << 20, 1 << 20
+    before = rss_bytes()
+    arena = Arena(capacity_bytes)
+    held = [arena.allocate(chunk_bytes) or 0 for _ in range(capacity_bytes // chunk_bytes)]
+    for offset in held:
+        filled(arena, offset, 1)
+    assert rss_bytes() - before > capacity_bytes - (8 << 20)
+    for _ in range(3):
+        for offset in held[::2]:
+            arena.free(offset)
+        lent = arena.lend(capacity_bytes // 2)
+        assert lent is not None
+        filled(arena, lent, 2)
+        assert rss_bytes() - before < capacity_bytes + (8 << 20)
+        arena.free(lent)
+        assert rss_bytes() - before < capacity_bytes // 2 + (8 << 20)
+        held[::2] = [arena.allocate(chunk_bytes) or 0 for _ in held[::2]]
+
+
+def rss_bytes() -> int:
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+
+def test_an_arena_that_does_not_lend_has_no_spare_addresses() -> None:
+    arena = Arena(PAGES * PAGE_BYTES, lends=False)
+    assert arena.lend(PAGE_BYTES) is None and arena.mapped_bytes == arena.capacity_bytes
+
+
+def test_a_range_gives_its_end_back(arena: Arena) -> None:
+    first, second = pages(arena, 6) * PAGE_BYTES, pages(arena, 10) * PAGE_BYTES
+    arena.shrink(first, PAGE_BYTES + 1)
+    assert (arena.size_of(first), arena.free_bytes) == (2 * PAGE_BYTES, 4 * PAGE_BYTES)
+    arena.shrink(first, 3 * PAGE_BYTES)
+    assert arena.size_of(first) == 2 * PAGE_BYTES, "it does not grow again"
+    arena.shrink(second, 0)
+    assert arena.free_bytes == 13 * PAGE_BYTES, "a page stays"
+    arena.free(first)
+    arena.free(second)
+    assert largest_hole_bytes(arena) == PAGES * PAGE_BYTES
+
+
 @given(
     st.lists(
         st.one_of(
-            st.tuples(st.just("allocate"), st.integers(0, 5 * PAGE_BYTES), st.booleans()),
+            st.tuples(st.sampled_from(["allocate", "lend"]), st.integers(0, 5 * PAGE_BYTES), st.booleans()),
             st.tuples(st.sampled_from(["free", "slide"]), st.integers(0, 99), st.booleans()),
         ),
         max_size=60,
@@ -103,17 +175,32 @@ def test_a_view_outlives_the_arena(arena: Arena) -> None:
 def test_ranges_never_overlap_and_holes_are_all_that_is_left(steps: list[tuple[str, int, bool]]) -> None:
     arena = Arena(PAGES * PAGE_BYTES)
     used: dict[int, int] = {}
+    lent: dict[int, list[tuple[int, int]]] = {}
     peak = 0
     for action, number, high in steps:
-        if action == "allocate":
+        if action == "lend":
+            size = max(PAGE_BYTES, round_up(number))
+            free_bytes = arena.free_bytes
+            offset = arena.lend(number)
+            assert (offset is not None) == (size <= free_bytes), "every free byte can be had"
+            if offset is not None:
+                lent[offset] = arena.memory_of(offset)
+                assert sum(part for _, part in lent[offset]) == arena.size_of(offset) == size
+                used.update(lent[offset])
+        elif lent and high and action == "free":
+            for start, _ in lent[offset := min(lent)]:
+                del used[start]
+            arena.free(offset)
+            del lent[offset]
+        elif action == "allocate":
             size = max(PAGE_BYTES, round_up(number))
             offset = arena.allocate(number, high=high)
             if offset is None:
                 assert largest_hole_bytes(arena) < size
             else:
                 used[offset] = size
-        elif used:
-            offset = sorted(used)[number % len(used)]
+        elif own := sorted(used.keys() - {start for parts in lent.values() for start, _ in parts}):
+            offset = own[number % len(own)]
             if action == "free":
                 arena.free(offset)
                 del used[offset]
@@ -125,7 +212,7 @@ def test_ranges_never_overlap_and_holes_are_all_that_is_left(steps: list[tuple[s
         peak = max(peak, sum(used.values()))
         assert arena.used_bytes == sum(used.values()) == arena.capacity_bytes - arena.free_bytes
         assert largest_hole_bytes(arena) == _largest_gap(used, arena.capacity_bytes)
-        assert {offset: arena.size_of(offset) for offset in used} == used
+        assert {part: size for offset in used for part, size in arena.memory_of(offset)} == used
     assert arena.peak_bytes == peak
 
 
