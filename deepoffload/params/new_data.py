@@ -13,7 +13,8 @@ from deepoffload.params.unit import GradientSlot, ParamHandle, SlotOwner
 
 
 def set_new_data(tensor: Any, value: Any) -> None:
-    """``tensor.data = value`` of a paged tensor adopts the value: its bytes are copied into the unit's block.
+    """``tensor.data = value`` of a paged tensor adopts the value: its bytes are copied into the unit's block. Views
+    that were taken before keep the old values.
 
     Raises:
         UnsupportedError: another shape, dtype or device, unless the model is still being built.
@@ -33,6 +34,10 @@ def set_new_data(tensor: Any, value: Any) -> None:
         )
     slot.pager.pin(slot)
     try:
+        slot.take_back_if_set(tensor)
+        if slot.shows_the_same(value):
+            return
+        slot.part_from_views()
         slot.pager.will_change(slot)
         if isinstance(slot, ParamHandle) and slot.unit is None:
             slot.restride(value)  # still being built: channels_last and the like are taken over

@@ -144,6 +144,7 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
             slot.pager.note_use(slot)
             slot.pager.pin(slot)
             pinned.append(slot)
+            slot.take_back_if_set(tensor)
         _before_mutation(name, args, kwargs)
         pager = paged[0]._slot.pager if paged else None
         pushed: bool | None = False
@@ -318,6 +319,7 @@ def _get_data(func: Any, args: Any, kwargs: Any) -> Tensor:
     slot = tensor._slot
     slot.pager.pin(slot)
     try:
+        slot.take_back_if_set(tensor)
         shown = get_data(tensor)
         if type(tensor) is OffloadedParameter:
             slot.note_escape()

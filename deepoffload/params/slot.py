@@ -22,6 +22,7 @@ from deepoffload.params.torch_private import (
     modes_active,
     set_data,
     set_data_elsewhere,
+    swap_memory,
     throw_on_mutable_data_ptr,
 )
 
@@ -235,10 +236,51 @@ class TensorSlot:
             return
         with bare():
             given = get_data(tensor)
-            self.pager.forget_storage(self)
-            self._show(tensor)
-            self.pager.remember_storage(self)
+            views = self._copy_for_views(shown=False)
+            self._show_elsewhere(tensor, views)
             self._take(given)
+
+    def take_back_if_set(self, tensor: Tensor) -> None:
+        """Before the program looks at the shown bytes: ``Tensor.set_`` has no door, but moves the version."""
+
+    def part_from_views(self) -> None:
+        """The bytes are about to be replaced by others, which torch would put into other memory: let views that the
+        program holds keep the ones that they show, in memory of their own. The bytes must be shown.
+
+        Raises:
+            UnsupportedError: this torch has no way to do so; nothing has changed.
+        """
+        tensor = self.tensor
+        if tensor is not None:
+            with bare():
+                views = self._copy_for_views(shown=True)
+                if views is not None:
+                    self._show_elsewhere(tensor, views)
+
+    def _copy_for_views(self, *, shown: bool) -> torch.UntypedStorage | None:
+        """A copy of the bytes for the views of them, None where there is no view. ``shown``: the tensor object shows
+        them, too."""
+        if self.storage is None or not LONE.storage_is_shared(self, shown=shown):
+            return None
+        if swap_memory is None:
+            raise UnsupportedError(
+                f"{self.name}.data = ...: the program holds views of the old values, and torch {torch.__version__} has "
+                "no way to let them keep these. clone() what you keep, or use a newer torch (2.13 has one)"
+            )
+        return self.storage.clone()
+
+    def _show_elsewhere(self, tensor: Tensor, views: torch.UntypedStorage | None) -> None:
+        """Show our memory by another storage. Views of the one before get ``views``, and keep the block where it is as
+        before: arrays of NumPy and capsules have its address."""
+        before = self.storage
+        owner: Any = self.block.owner if self.block is not None else None
+        if views is not None and owner is not None:
+            owner.retired.append(self.alias())
+        self.pager.forget_storage(self)
+        self._show(tensor)
+        self.pager.remember_storage(self)
+        if views is not None and before is not None and swap_memory is not None:
+            swap_memory(before, views)
 
     def _take(self, given: Tensor) -> None:
         tensor = self.tensor
@@ -251,6 +293,13 @@ class TensorSlot:
             self.pager.will_change(self)
             self.copy_in(given)
             self.taken()
+
+    def shows_the_same(self, values: Tensor) -> bool:
+        """Whether ``values`` is a view of all of the bytes that are shown, element by element (``p.data = p.data``)."""
+        if type(values) is not Tensor or values.layout is not torch.strided or self.storage is None:
+            return False
+        same = values.untyped_storage()._cdata == self.storage._cdata and values.stride() == self.stride
+        return same and values.data_ptr() == self.data_ptr
 
     def copy_in(self, values: Tensor) -> None:
         """Overwrite the resident bytes, also with a view of themselves (``p.data = p.data.t()``)."""

@@ -111,6 +111,12 @@ def set_data_elsewhere(tensor: Tensor, value: Tensor) -> None:
         _swap_implementation(tensor, value.detach().requires_grad_(tensor.requires_grad))
 
 
+swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] | None
+swap_memory = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
+"""Exchanges what two storages refer to: every view of the one then shows the memory of the other. None in a torch that
+has no such function (2.8 has none, 2.13 has it)."""
+
+
 def get_data(tensor: Tensor) -> Tensor:
     """``tensor.data`` without any door."""
     with no_torch_function():

@@ -128,6 +128,10 @@ class ParamHandle(TensorSlot):
         self.master_stale |= changed
         return changed
 
+    def take_back_if_set(self, tensor: Tensor) -> None:
+        if version_of(tensor) != self.version and self.displaced():
+            self.take_back()
+
     def is_to_be_updated(self) -> bool:
         return self.unit is not None and self.unit.pending is not None
 
