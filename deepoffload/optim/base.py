@@ -22,7 +22,7 @@ from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim import checks
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.in_backward import EarlyUpdates, InBackward
-from deepoffload.optim.ordinary import OrdinaryUpdate, check_ordinary, plain_state, sum_of_squares
+from deepoffload.optim.ordinary import OrdinaryUpdate, check_has_bytes, check_ordinary, plain_state, sum_of_squares
 from deepoffload.optim.paged_state import read_state, write_state
 from deepoffload.optim.rule import Hyper, Job, Rule
 from deepoffload.optim.state import LEAD_KEYS
@@ -146,11 +146,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self._check_settings(group)
         for param in group["params"]:
             handle = _handle_of(param)
-            if handle is None and param.is_meta:
-                raise UsageError(
-                    f"{self.rule.name}: a parameter of shape {tuple(param.shape)} is on the meta device, without values"
-                )
-            if handle is not None and not group.get("master_weights", True):
+            if handle is None:
+                check_has_bytes(param, self.rule.name)
+            elif not group.get("master_weights", True):
                 raise UnsupportedError(f"{handle.name} is paged: its fp32 master is kept; use master_weights=True")
 
     def _each(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:

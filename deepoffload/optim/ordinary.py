@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepoffload.errors import UnsupportedError
+from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import Segment, StateDType, StateLayout
 from deepoffload.optim.eight_bit import decode, encode, num_blocks, torch_dtype
@@ -18,6 +18,18 @@ from deepoffload.optim.gradients import NATIVE_DTYPES
 from deepoffload.optim.rule import SCALE_SUFFIX, Hyper, Job, Rule
 from deepoffload.optim.state import LAYOUTS, LEAD_KEYS
 from deepoffload.optim.threads import num_threads
+from deepoffload.params.torch_private import is_wrapper
+
+
+def check_has_bytes(param: Tensor, name: str) -> None:
+    """Raise for a parameter without values, and for one whose values are in other tensors."""
+    if param.is_meta:
+        raise UsageError(f"{name}: a parameter of shape {tuple(param.shape)} is on the meta device, without values")
+    if is_wrapper(param):
+        raise UnsupportedError(
+            f"{name}: a parameter of shape {tuple(param.shape)} is a {type(param).__name__}, whose bytes are in the "
+            "tensors that it wraps, perhaps on several ranks: give it to one of torch's optimizers"
+        )
 
 
 def check_ordinary(param: Tensor, name: str, state_dtype: str = "fp32") -> None:

@@ -21,6 +21,7 @@ from deepoffload.params.copies import page_in_context, plain_copy
 from deepoffload.params.lazy import lazy_weight
 from deepoffload.params.metadata import LAYOUT, METADATA
 from deepoffload.params.new_data import set_new_data
+from deepoffload.params.sharding import refuse_sharding
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import (
     MODULE_APPLY,
@@ -317,6 +318,7 @@ def _assign_grad(func: Any, args: Any, kwargs: Any) -> None:
 def _get_data(func: Any, args: Any, kwargs: Any) -> Tensor:
     tensor = args[0]
     slot = tensor._slot
+    refuse_sharding(slot.name)
     slot.pager.pin(slot)
     try:
         slot.take_back_if_set(tensor)
@@ -350,10 +352,22 @@ def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     if caller is MODULE_SAVE and type(args[0]) is OffloadedParameter:
         if args[0]._slot.unit is not None and args[0]._slot.pager.closed_because is None:
             return lazy_weight(args[0])
+    refuse_sharding(args[0]._slot.name)
     if caller is PARAMETER_NEW:
         # nn.Parameter(paged) insists on getting its own class back: give it a new parameter of that class.
         return _new_parameter_like(args[0])
     return _paged_call(func, "detach", (), args, kwargs)
+
+
+def _view_as(func: Any, args: Any, kwargs: Any) -> Any:
+    if type(args[0]) in PAGED_CLASSES:
+        refuse_sharding(args[0]._slot.name)
+    return _paged_call(func, "view_as", (), args, kwargs)
+
+
+def _is_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
+    refuse_sharding(args[0]._slot.name)
+    return LAYOUT[Tensor.is_contiguous](func, args, kwargs)
 
 
 def _new_parameter_like(tensor: Any) -> Any:
@@ -413,6 +427,8 @@ def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
         Tensor.share_memory_: _share_memory,
         Tensor.__dlpack__: _dlpack,
         **LAYOUT,
+        Tensor.view_as: _view_as,
+        Tensor.is_contiguous: _is_contiguous,
         Tensor.__repr__: _repr,
         Tensor.backward: differentiation.backward,
         torch.autograd.backward: differentiation.backward,

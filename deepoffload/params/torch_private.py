@@ -51,6 +51,8 @@ _peek_interpreter_stack = _need(torch._C._functorch, "peek_interpreter_stack")
 storage_at: Callable[[int, torch.device, int], Any] = _need(torch._C, "_construct_storage_from_data_pointer")
 _swap_implementation = _need(torch._C, "_swap_tensor_impl")
 _disable_current_modes = _need(_python_dispatch, "_disable_current_modes")
+is_wrapper: Callable[[Any], bool] = _need(_python_dispatch, "is_traceable_wrapper_subclass")
+"""Whether a tensor's bytes are in other tensors that it wraps (DTensor, quantized ones)."""
 _dispatch_mode = _need(torch._C, "_get_dispatch_mode")
 _PROXY = _need(_need(torch._C, "_TorchDispatchModeKey"), "PROXY")
 _current_node = _need(torch._C, "_current_autograd_node")
@@ -113,8 +115,8 @@ def set_data_elsewhere(tensor: Tensor, value: Tensor) -> None:
 
 swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] | None
 swap_memory = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
-"""Exchanges what two storages refer to: every view of the one then shows the memory of the other. None in a torch that
-has no such function (2.8 has none, 2.13 has it)."""
+"""Exchanges what two storages refer to: every view of the one then shows the memory of the other. None in an older
+torch, which has no such function (2.13 has it)."""
 
 
 def get_data(tensor: Tensor) -> Tensor:

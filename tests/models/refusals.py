@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from deepoffload import CPUAdamW
 from deepoffload.errors import DeepOffloadError, UnsupportedError
 from tests.support.models import rows
 
@@ -34,13 +40,40 @@ def trace_operations(model: Any) -> None:
 
 
 def data_parallel(model: Any) -> None:
+    with one_rank():
+        nn.parallel.DistributedDataParallel(model)(rows())
+
+
+@contextmanager
+def one_rank() -> Iterator[DeviceMesh]:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        nn.parallel.DistributedDataParallel(model)(rows())
+        yield init_device_mesh("cpu", (1,))
     finally:
         distributed.destroy_process_group()
 
 
+def tensor_parallel(model: Any) -> None:
+    with one_rank() as mesh:
+        parallelize_module(model, mesh, {"0": ColwiseParallel()})
+
+
+def replicated(model: Any) -> None:
+    with one_rank() as mesh:
+        distribute_module(model, mesh)
+
+
+def fully_sharded(model: Any) -> None:
+    with one_rank() as mesh:
+        fully_shard(model, mesh=mesh)
+
+
+def optimizer_over_dtensors(model: Any) -> None:
+    with one_rank() as mesh:
+        CPUAdamW(parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel()).parameters())
+
+
+SHARDED = "is paged and cannot be sharded"
 KEEPS = "a paged parameter keeps its shape, dtype and device"
 
 REFUSALS = (
@@ -81,5 +114,14 @@ REFUSALS = (
         data_parallel,
         "DistributedDataParallel around a paged model would not average gradients",
         "the model without it, on one rank",
+    ),
+    Refusal("`parallelize_module`", tensor_parallel, SHARDED, "the model as it is, or a copy"),
+    Refusal("`distribute_module`, `distribute_tensor`", replicated, SHARDED, "the model as it is, or a copy"),
+    Refusal("`fully_shard`, `FullyShardedDataParallel`", fully_sharded, SHARDED, "the model as it is, or a copy"),
+    Refusal(
+        "`CPUAdam` and the like over DTensors",
+        optimizer_over_dtensors,
+        "is a DTensor, whose bytes are in the tensors that it wraps",
+        "torch's optimizers",
     ),
 )
