@@ -9,14 +9,12 @@ long as the module runs.
 from __future__ import annotations
 
 import sys
-import weakref
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepoffload.params.window import Entry, FrameEnd, Window, frame_ended
+from deepoffload.params.window import Window
 
 
 class OuterWindow(Window):
@@ -36,14 +34,11 @@ class OuterWindow(Window):
             if pager.opened():
                 pager.close_stale()
             frame = sys._getframe(2)  # the module's call
-            entry = Entry(self, frame)
-            pager.opened().append(entry)
+            entry = self._begin(frame)
             if torch.is_grad_enabled():
                 entry.pushed = pager.push_hooks()
             pager.shared_by_threads()
-            frame_end = FrameEnd()
-            entry.frame_end = weakref.ref(frame_end, partial(frame_ended, entry))
-            frame.f_locals["_deepoffload_window"] = frame_end
+            self._watch_frame(entry, frame)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         with self.pager.lock:

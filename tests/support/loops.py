@@ -140,12 +140,13 @@ def _bits(tensor: Tensor) -> Tensor:
     return plain if plain.dtype is torch.bool else plain.view(kinds[plain.dtype.itemsize])
 
 
-def assert_same_bits(expected: Any, got: Any, where: str = "") -> None:
-    """Nested lists, tuples and dicts of tensors and plain values are equal, tensors bit for bit and free of NaN."""
+def assert_same_bits(expected: Any, got: Any, where: str = "", *, nan_is_wrong: bool = True) -> None:
+    """Nested lists, tuples and dicts of tensors and plain values are equal, tensors bit for bit and free of NaN
+    (without ``nan_is_wrong``: where the expected ones are)."""
     if isinstance(expected, Tensor):
         assert isinstance(got, Tensor), f"{where}: {got!r} instead of a tensor"
         assert got.shape == expected.shape and got.dtype is expected.dtype, f"{where}: {got.shape} {got.dtype}"
-        assert not got.is_floating_point() or not bool(got.isnan().any()), f"{where}: NaN"
+        assert not (nan_is_wrong and got.is_floating_point() and bool(got.isnan().any())), f"{where}: NaN"
         if not torch.equal(_bits(expected), _bits(got)):
             wrong = int((_bits(expected) != _bits(got)).sum())
             largest = (expected.double() - got.double()).abs().max().item()
@@ -153,11 +154,11 @@ def assert_same_bits(expected: Any, got: Any, where: str = "") -> None:
     elif isinstance(expected, dict):
         assert list(expected) == list(got), f"{where}: {list(got)} instead of {list(expected)}"
         for key, value in expected.items():
-            assert_same_bits(value, got[key], f"{where}[{key!r}]")
+            assert_same_bits(value, got[key], f"{where}[{key!r}]", nan_is_wrong=nan_is_wrong)
     elif isinstance(expected, (list, tuple)):
         assert len(expected) == len(got), f"{where}: {len(got)} instead of {len(expected)}"
         for index, (one, other) in enumerate(zip(expected, got, strict=True)):
-            assert_same_bits(one, other, f"{where}[{index}]")
+            assert_same_bits(one, other, f"{where}[{index}]", nan_is_wrong=nan_is_wrong)
     else:
         assert expected == got, f"{where}: {got!r} instead of {expected!r}"
 

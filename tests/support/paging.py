@@ -74,10 +74,12 @@ class Paging:
         ) as context:
             yield context
 
-    def build(self, build: Callable[[], Any], setting: Setting, *, seed: int = 0, key: object = None) -> Any:
+    def build(
+        self, build: Callable[[], Any], setting: Setting, *, seed: int = 0, key: object = None, **config: Any
+    ) -> Any:
         """What ``build`` makes, paged. ``key`` names the model among those whose least budget is known already."""
         budget = self._budget_bytes(build, setting, seed, key)
-        with self.context(setting, budget):
+        with self.context(setting, budget, **config):
             torch.manual_seed(seed)
             return build()
 
