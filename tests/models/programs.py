@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 
 import deepoffload
 from tests.models.zoo import Family, Stack
@@ -139,6 +141,64 @@ def asked_for(subject: Subject) -> Any:
     gradients = gradients_of(subject.model)
     subject.optimizer.zero_grad()
     return returned, gradients
+
+
+def edits(subject: Subject) -> Any:
+    """Activations that are edited in place after autograd may have saved them: gradients, or the words of the error."""
+
+    def edit(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            with torch.no_grad():
+                output.mul_(2.0)
+
+    found: list[Any] = []
+    subject.model.train()
+    leaves = [module for module in subject.model.modules() if not any(True for _ in module.children())]
+    for leaf in (leaves[0], leaves[len(leaves) // 2], leaves[-1]):
+        handle = leaf.register_forward_hook(edit)
+        torch.manual_seed(15)
+        try:
+            subject.family.loss(subject.model, 1500).backward()
+            found.append(gradients_of(subject.model))
+        except RuntimeError as error:
+            found.append(re.sub(r", which is output \d+ of [\w:]+,", "", str(error)))
+        handle.remove()
+        subject.optimizer.zero_grad()
+    return found
+
+
+def with_hooks(model: Any) -> Any:
+    """The model with hooks on its parameters that write down what they see."""
+    model.seen_by_hooks = []
+    for param in model.parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(lambda p: model.seen_by_hooks.append(p.grad.clone()))
+    return model
+
+
+def hooks(subject: Subject) -> Any:
+    """What hooks see of two gradients that add up."""
+    subject.model.train()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        subject.family.loss(subject.model, seed).backward()
+    seen, subject.model.seen_by_hooks = subject.model.seen_by_hooks, []
+    return [seen, gradients_of(subject.model)]
+
+
+def distributed_checkpoint(subject: Subject) -> Any:
+    """Saved in the background, changed, and loaded again."""
+    directory = subject.directory / "distributed"
+    checkpoint.async_save({"model": subject.model.state_dict()}, checkpoint_id=str(directory)).result()
+    before = values_of(subject.model)
+    with torch.no_grad():
+        for param in subject.model.parameters():
+            param.mul_(2.0)
+    state = {"model": subject.model.state_dict()}
+    checkpoint.load(state, checkpoint_id=str(directory))
+    subject.model.load_state_dict(state["model"])
+    shutil.rmtree(directory)
+    return before, values_of(subject.model)
 
 
 def generate(subject: Subject, *, num_beams: int) -> Any:
