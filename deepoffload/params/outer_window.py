@@ -9,12 +9,14 @@ long as the module runs.
 from __future__ import annotations
 
 import sys
+import weakref
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepoffload.params.window import Window
+from deepoffload.params.window import Entry, FrameEnd, Window, frame_ended
 
 
 class OuterWindow(Window):
@@ -28,20 +30,24 @@ class OuterWindow(Window):
 
     def enter(self, module: nn.Module, args: Any) -> None:
         pager = self.pager
+        if pager.memory.all_stay() or not torch.is_grad_enabled():
+            return  # what autograd keeps by reference is no harm, or it keeps nothing
         if module is not self.module() or pager.closed_because is not None:
             return
         with pager.lock:
             if pager.opened():
                 pager.close_stale()
             frame = sys._getframe(2)  # the module's call
-            entry = self._begin(frame)
-            if torch.is_grad_enabled():
-                entry.pushed = pager.push_hooks()
+            entry = Entry(self, frame)
+            pager.opened().append(entry)
+            entry.pushed = pager.push_hooks()
             pager.shared_by_threads()
-            self._watch_frame(entry, frame)
+            frame_end = FrameEnd()
+            entry.frame_end = weakref.ref(frame_end, partial(frame_ended, entry))
+            frame.f_locals["_deepoffload_window"] = frame_end
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        with self.pager.lock:
-            opened = self.pager.opened()
-            if opened and opened[-1].window is self and module is self.module():
+        opened = self.pager.opened()
+        if opened and opened[-1].window is self and opened[-1].frame_id == id(sys._getframe(2)):
+            with self.pager.lock:
                 self.close(opened.pop())

@@ -42,7 +42,7 @@ _Shown = list[tuple[ParamHandle, Callable[[], Tensor | None]]]
 """Parameters of a window, each with a weak reference to its tensor object."""
 
 
-class _Entry:
+class Entry:
     """One running call of a window's module. Empty until :meth:`Window.enter` is through, and when that has failed:
     torch calls the post hook then, too, which must not end the call around this one.
 
@@ -56,7 +56,7 @@ class _Entry:
     def __init__(self, window: Window, frame: FrameType) -> None:
         self.window = window
         self.frame_id = id(frame)
-        self.frame_end: weakref.ref[_FrameEnd] | None = None
+        self.frame_end: weakref.ref[FrameEnd] | None = None
         self.thread = threading.get_ident()
         self.over = False
         self.shown: _Shown = []
@@ -65,7 +65,7 @@ class _Entry:
         self.pushed: bool | None = False
 
 
-class _FrameEnd:
+class FrameEnd:
     """Lives in the frame of a module's call, and so shows its end, however it ends.
 
     torch runs no post hook when Ctrl-C ends the call. With this, parameters, leases and hooks are as before as soon as
@@ -75,7 +75,7 @@ class _FrameEnd:
     __slots__ = ("__weakref__",)
 
 
-def _frame_ended(entry: _Entry, _: Any) -> None:
+def frame_ended(entry: Entry, _: Any) -> None:
     """A call's frame is gone and its window still open. Runs anywhere; what cannot be done now, the next call does."""
     entry.over = True
     pager = entry.window.pager
@@ -211,7 +211,8 @@ class Window:
             if opened:
                 pager.close_stale()
             frame = sys._getframe(2)  # the module's call
-            entry = self._begin(frame)
+            entry = Entry(self, frame)
+            opened.append(entry)
             if self._waiting or self._has_changed():
                 self._scan(module)
                 self._hooks_before, self._hooks = 0, ()
@@ -235,20 +236,11 @@ class Window:
                     param = reference()
                     if param is not None:
                         param.__class__ = nn.Parameter
-            self._watch_frame(entry, frame)
+            frame_end = FrameEnd()
+            entry.frame_end = weakref.ref(frame_end, partial(frame_ended, entry))
+            frame.f_locals["_deepoffload_window"] = frame_end
 
-    def _begin(self, frame: FrameType) -> _Entry:
-        entry = _Entry(self, frame)
-        self.pager.opened().append(entry)
-        return entry
-
-    def _watch_frame(self, entry: _Entry, frame: FrameType) -> None:
-        """Have the call ended with its frame, if not before."""
-        frame_end = _FrameEnd()
-        entry.frame_end = weakref.ref(frame_end, partial(_frame_ended, entry))
-        frame.f_locals["_deepoffload_window"] = frame_end
-
-    def _take(self, entry: _Entry, module: nn.Module) -> None:
+    def _take(self, entry: Entry, module: nn.Module) -> None:
         """Bring and lease the bytes, and put our saved-tensor hooks on."""
         pager = self.pager
         for unit in self._units:
@@ -264,7 +256,7 @@ class Window:
                 pager.hold_until_step(handle)
         entry.pushed = pushed
 
-    def show_doors(self, entry: _Entry) -> None:
+    def show_doors(self, entry: Entry) -> None:
         """Give the parameters their doors back in the middle of a call (another thread uses them, too)."""
         if entry.plain:
             entry.plain = False
@@ -315,7 +307,7 @@ class Window:
             pager.cast_by.add(id(self))
         pager.casts_of = None if pager.casts_are_shared else id(self)
 
-    def close(self, entry: _Entry) -> None:
+    def close(self, entry: Entry) -> None:
         """End one call, which is none of its thread's open ones any more: hooks off, doors back, leases released. To be
         called under the lock."""
         pager = self.pager
@@ -340,7 +332,7 @@ class Window:
             if handle.grad_hook is None and param is not None and param.requires_grad and gradients is not None:
                 gradients.track(handle)
 
-    def _give_doors_back(self, entry: _Entry) -> list[ParamHandle]:
+    def _give_doors_back(self, entry: Entry) -> list[ParamHandle]:
         """End the time without doors. Returns the parameters that were written to, or given other memory, meanwhile:
         each is asked while its class is plain, which costs nearly nothing."""
         edited = []
@@ -358,7 +350,7 @@ class Window:
                 param.__class__ = OffloadedParameter
         return edited
 
-    def _look_through_doors(self, entry: _Entry) -> list[ParamHandle]:
+    def _look_through_doors(self, entry: Entry) -> list[ParamHandle]:
         """The same of a call in which the doors were there all the time."""
         present = [(handle, reference()) for handle, reference in entry.shown]
         return [h for h, p in present if p is not None and (version_of(p) != h.version or h.displaced())]
