@@ -6,6 +6,7 @@ events; the next user of the range has the device wait for these, never the host
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -83,11 +84,18 @@ class DeviceArena:
         """All of it, ``(capacity_bytes,)`` uint8; allocated when first asked for."""
         if self._bytes is None:
             with self._bare():
-                self._bytes = torch.empty(self.capacity_bytes, dtype=torch.uint8, device=self._accelerator.device)
+                try:
+                    self._bytes = self._empty()
+                except torch.OutOfMemoryError:
+                    gc.collect()  # models that are gone, but kept by reference cycles, hold their arenas
+                    self._bytes = self._empty()
             # torch may give memory that what was launched on this stream before still uses.
             event = self._accelerator.event(self._accelerator.current())
             self._fences.append(_Fence(0, self.capacity_bytes, event))
         return self._bytes
+
+    def _empty(self) -> Tensor:
+        return torch.empty(self.capacity_bytes, dtype=torch.uint8, device=self._accelerator.device)
 
     def holds(self, address: int) -> bool:
         """Whether an address of the device lies in it."""

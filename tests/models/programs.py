@@ -169,10 +169,10 @@ def edits(subject: Subject) -> Any:
 
 def with_hooks(model: Any) -> Any:
     """The model with hooks on its parameters that write down what they see."""
-    model.seen_by_hooks = []
+    seen = model.seen_by_hooks = []
     for param in model.parameters():
         if param.requires_grad:
-            param.register_post_accumulate_grad_hook(lambda p: model.seen_by_hooks.append(p.grad.clone()))
+            param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     return model
 
 
@@ -182,8 +182,7 @@ def hooks(subject: Subject) -> Any:
     for seed in range(2):
         torch.manual_seed(seed)
         subject.family.loss(subject.model, seed).backward()
-    seen, subject.model.seen_by_hooks = subject.model.seen_by_hooks, []
-    return [seen, gradients_of(subject.model)]
+    return [list(subject.model.seen_by_hooks), gradients_of(subject.model)]
 
 
 def distributed_checkpoint(subject: Subject) -> Any:
