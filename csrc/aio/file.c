@@ -176,6 +176,13 @@ static int open_nameless(const char* path) {
     return fd >= 0 ? fd : -code;
 }
 
+/* The kernel's own links to open files, /proc/N/fd/N: nobody can put another one in their place (proc(5)). */
+static bool of_a_process(const char* path) {
+    int end = 0;
+    return (sscanf(path, "/proc/%*u/fd/%*u%n", &end) >= 0 && end > 0 && !path[end]) ||
+           (sscanf(path, "/proc/self/fd/%*u%n", &end) >= 0 && end > 0 && !path[end]);
+}
+
 int doff_file_open(doff_engine* engine, const char* path, uint32_t flags, uint32_t direct, doff_file_info* out) {
     if (engine->pid != getpid())
         return -ECHILD;
@@ -184,7 +191,8 @@ int doff_file_open(doff_engine* engine, const char* path, uint32_t flags, uint32
     int fd = create && (flags & DOFF_OPEN_UNLINK) ? open_nameless(path) : -EOPNOTSUPP;
     bool named = fd < 0; /* network file systems and old kernels do not have nameless files; or it fails again */
     if (named)
-        fd = open(path, mode | (create ? O_CREAT | O_EXCL : 0) | O_NOFOLLOW | O_CLOEXEC, 0600);
+        fd = open(path, mode | (create ? O_CREAT | O_EXCL : 0) | (of_a_process(path) ? 0 : O_NOFOLLOW) | O_CLOEXEC,
+                  0600);
     if (fd < 0)
         return -errno;
     code = prepare(fd, named, flags, direct, out, &fd_direct);

@@ -294,3 +294,21 @@ def test_close_gives_back_all_the_rest_when_a_transfer_hangs(paging: Paging, mon
     assert list(paging.nvme_path.iterdir()) == [] and signal.getsignal(signal.SIGINT) == before
     with pytest.raises(ClosedError):
         model(torch.zeros(1, 64))
+
+
+def test_paths_as_people_write_them(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative, with a slash at the end, behind a symbolic link: the directory is meant, whatever its spelling."""
+    monkeypatch.chdir(nvme_path)
+    (nvme_path / "inner").mkdir()
+    (nvme_path / "link").symlink_to(nvme_path / "inner")
+    try:
+        for path in (".", "inner", "./inner/", str(nvme_path / "link"), Path("inner"), ["inner", "."]):
+            with deepoffload.offload_context(host_budget="1MiB", nvme_path=path) as context:
+                model = nn.Linear(8, 8)
+            assert context.engine is not None
+            assert context.engine.budgets.nvme_bytes > 0
+            context.engine.close()
+            del model
+    finally:
+        (nvme_path / "link").unlink()
+        (nvme_path / "inner").rmdir()
