@@ -201,3 +201,12 @@ def test_memory_is_bounded_when_no_event_ever_repeats() -> None:
         assert len(trace._last_seen) <= 16
     trace.end_of_step()
     assert trace.stats().cycle_events == 0
+
+
+def test_a_steady_run_keeps_the_events_of_one_step_only() -> None:
+    trace = Trace()
+    for _ in range(50):
+        for key in range(20):
+            trace.observe(Event(key, (key, 1000 + key)))
+        trace.end_of_step()
+    assert len({id(event) for event in trace._history}) <= 40
