@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepoffload.errors import UnsupportedError
 
-TESTED_VERSIONS = "torch 2.10 to 2.15"
+TESTED_VERSIONS = "torch 2.12 to 2.15"
 """What ``make test-versions`` tests the ends of, and ``pyproject.toml`` asks for the least of."""
 
 
@@ -113,10 +113,10 @@ def set_data_elsewhere(tensor: Tensor, value: Tensor) -> None:
         _swap_implementation(tensor, value.detach().requires_grad_(tensor.requires_grad))
 
 
-swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] | None
-swap_memory = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
-"""Exchanges what two storages refer to: every view of the one then shows the memory of the other. None in an older
-torch, which has no such function (2.13 has it)."""
+swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None]
+swap_memory = _need(torch.UntypedStorage, "_swap_data_ptr_")
+"""Exchanges what two storages refer to: every view of the one then shows the memory of the other. torch 2.12 is the
+first that has it."""
 
 
 def get_data(tensor: Tensor) -> Tensor:

@@ -47,8 +47,8 @@ _OTHERWISE = """
 
 - `param.data = new` between a forward and its backward: torch goes backward with the old memory; ours has been
   written over, so backward raises "modified by an inplace operation". Tensors that are views of the old values keep
-  them (with an older torch that has no way to do so, the assignment raises); arrays of NumPy and DLPack capsules
-  see the new ones. What is assigned is copied: later edits of `new` do not reach the parameter.
+  them; arrays of NumPy and DLPack capsules see the new ones, and what is written to them reaches the parameter. What is
+  assigned is copied: later edits of `new` do not reach the parameter.
   `torch.utils.swap_tensors` on a paged parameter raises.
 - `torch.func` and `torch.vmap` over paged parameters work through modules (`functional_call`, a module inside a
   transform). Given a raw parameter outside of any module they see no bytes (NaN): torch shows it to nobody. Pass
