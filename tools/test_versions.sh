@@ -10,7 +10,10 @@ core="-n 2 --dist worksteal tests/house tests/unit tests/memory tests/native tes
 failed=()
 
 interpreter() {
-    command -v "$1" && return
+    if "$1" -V >/dev/null 2>&1; then # a shim of pyenv may be on PATH and run nothing
+        command -v "$1"
+        return
+    fi
     ls -d "${PYENV_ROOT:-$HOME/.pyenv}/versions/${1#python}".*/bin/python 2>/dev/null | sort -V | tail -n 1 | grep .
 }
 

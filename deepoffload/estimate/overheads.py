@@ -14,6 +14,7 @@ from torch import nn
 
 from deepoffload.config import Config, Precision, StepOverlap
 from deepoffload.optim.adam import CPUAdamW
+from deepoffload.runtime.announce import silently
 from deepoffload.runtime.context import offload_context
 
 LAYERS, WIDTH = 64, 64
@@ -61,7 +62,7 @@ def measure_overheads(nvme_path: str | None = None) -> Overheads:
 
 def _paged(config: Config, x: torch.Tensor, rounds: int) -> list[float]:
     """Least seconds of forward, backward and update, without waiting for the disk."""
-    with offload_context(config) as context:
+    with silently(), offload_context(config) as context:
         model = _model()
     engine = context.engine
     if engine is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
@@ -17,11 +18,18 @@ def set_new_data(tensor: Any, value: Any) -> None:
     that were taken before keep the old values.
 
     Raises:
-        UnsupportedError: another shape, dtype or device, unless the model is still being built.
+        TypeError: no tensor, in torch's words.
+        UnsupportedError: another shape, dtype, device or layout, unless the model is still being built.
     """
     slot = tensor._slot
     if value is tensor:
         return
+    if not isinstance(value, Tensor):
+        raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise UnsupportedError(
+            f"{slot.name}.data = ...: a paged parameter is dense, and cannot take {value.layout}; use value.to_dense()"
+        )
     if value.shape != slot.shape or value.dtype is not slot.dtype or value.device != tensor.device:
         if _may_become(slot, value):
             _become(tensor, slot, value)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as registry
+from torch.utils.hooks import RemovableHandle
 
 from deepoffload.config.units import format_bytes
+from deepoffload.params.torch_private import parameter_registration_hooks
 from deepoffload.schedule.placement import Placement
 
 log = logging.getLogger("deepoffload")
@@ -32,6 +35,17 @@ def announce(line: str) -> None:
     elif configured <= logging.INFO and start_log.manager.disable < logging.INFO and not start_log.disabled:
         record = start_log.makeRecord(start_log.name, logging.INFO, __file__, 0, f"deepoffload: {line}", (), None)
         logging.StreamHandler().handle(record)
+
+
+@contextlib.contextmanager
+def silently() -> Iterator[None]:
+    """Without the line at the start: for models that the program has not made."""
+    level = start_log.level
+    start_log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        start_log.setLevel(level)
 
 
 def summary(placement: Placement, num_parameters: int, paths: Sequence[str], device: torch.device) -> str:
@@ -60,15 +74,15 @@ class OutsideWatch:
         self._seen_bytes = 0
         self._said = False
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._hooks: list[Any] = [
-            registry.register_module_parameter_registration_hook(self._on_parameter),
-            registry.register_module_module_registration_hook(self._on_module),
-        ]
+        handles = (
+            registry.register_module_parameter_registration_hook(_Ask(self, "_on_parameter")),
+            registry.register_module_module_registration_hook(_Ask(self, "_on_module")),
+        )
+        self._end = weakref.finalize(self, _remove, handles)  # also of an engine that nobody closes
+        self._end.atexit = False
 
     def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._end()
         self._modules.clear()
 
     def _on_module(self, module: nn.Module, name: str, child: Any) -> None:
@@ -99,11 +113,29 @@ class OutsideWatch:
                 format_bytes(self._seen_bytes),
                 type(roots[largest]).__name__,
             )
-            for hook in registry._global_parameter_registration_hooks.values():  # those of other engines, too
-                watch = getattr(hook, "__self__", None)
-                if isinstance(watch, OutsideWatch):
+            for hook in parameter_registration_hooks.values():  # those of other engines, too
+                watch = hook.watch() if isinstance(hook, _Ask) else None
+                if watch is not None:
                     watch._said = True
                     watch._modules.clear()
+
+
+class _Ask:
+    """A hook of a watch that does not keep the watch alive: torch's registry of hooks is global."""
+
+    def __init__(self, watch: OutsideWatch, method: str) -> None:
+        self.watch = weakref.ref(watch)
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        watch = self.watch()
+        if watch is not None:
+            getattr(watch, self._method)(*args)
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _ordinary_bytes(param: Any) -> int:

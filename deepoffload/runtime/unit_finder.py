@@ -46,6 +46,7 @@ class _Finder:
         self.windows: list[tuple[str, nn.Module]] = []
         self.outer: list[tuple[str, nn.Module]] = []
         self._taken: set[int] = set()
+        self._inside: set[int] = set()
 
     def visit(self, module: nn.Module, name: str, *, repeated: bool) -> None:
         params = [(key, param) for key, param in module.named_parameters() if not is_lazy(param)]
@@ -66,8 +67,11 @@ class _Finder:
             self._add(name, None, own)
         if callable_module and (direct or not name):
             self.outer.append((name, module))
+        self._inside.add(id(module))
         for key, child in module.named_children():
-            self.visit(child, f"{name}.{key}" if name else key, repeated=isinstance(module, _CONTAINERS))
+            if id(child) not in self._inside:  # a module may be registered below itself
+                self.visit(child, f"{name}.{key}" if name else key, repeated=isinstance(module, _CONTAINERS))
+        self._inside.remove(id(module))
 
     def _add(self, name: str, module: nn.Module | None, params: Iterable[tuple[str, Tensor]]) -> None:
         fresh = []

@@ -48,7 +48,8 @@ _OTHERWISE = """
 - `param.data = new` between a forward and its backward: torch goes backward with the old memory; ours has been
   written over, so backward raises "modified by an inplace operation". Tensors that are views of the old values keep
   them; arrays of NumPy and DLPack capsules see the new ones, and what is written to them reaches the parameter. What is
-  assigned is copied: later edits of `new` do not reach the parameter.
+  assigned is copied in the parameter's own strides: later edits of `new` do not reach it, and a transposed `new` may
+  give products that differ by rounding.
   `torch.utils.swap_tensors` on a paged parameter raises.
 - `torch.func` and `torch.vmap` over paged parameters work through modules (`functional_call`, a module inside a
   transform). Given a raw parameter outside of any module they see no bytes (NaN): torch shows it to nobody. Pass

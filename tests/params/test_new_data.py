@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from deepoffload.errors import UnsupportedError
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, ROOMY, Paging, plain
@@ -139,3 +140,30 @@ def test_its_own_data_again_changes_nothing(paging: Paging) -> None:
         view.zero_()
         found.append([weights_of(model), gradients_of(model)])
     assert_same_bits(found[0], found[1])
+
+
+def test_what_is_no_dense_tensor_is_refused(paging: Paging) -> None:
+    model = paging.build(mlp, EVICTING)
+    before = weights_of(model)
+    for value, error in ((None, TypeError), (3, TypeError), (torch.zeros(64, 64).to_sparse(), UnsupportedError)):
+        with pytest.raises(error, match="Variable data has to be a tensor|to_dense"):
+            model[0].weight.data = value
+    assert_same_bits(before, weights_of(model))
+
+
+def test_a_module_that_is_registered_below_itself(paging: Paging) -> None:
+    class Circle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.me = self
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    x = torch.ones(2, 64)
+    seen = []
+    for model in (plain(Circle), paging.build(Circle, EVICTING)):
+        model(x).sum().backward()
+        seen.append([param.grad.clone() for param in model.parameters()])
+    assert_same_bits(*seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from deepoffload.runtime.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,3 +75,13 @@ def run_program(nvme_path: Path, tmp_path: Path) -> Callable[..., Outcome]:
         return Outcome(done.returncode, said, done.stdout, STARTED.sub("", done.stderr))
 
     return run
+
+
+@pytest.fixture
+def no_other_engine() -> None:
+    """Engines that earlier tests left open are closed: this test is about what one engine does while it is alone."""
+    gc.unfreeze()
+    gc.collect()
+    for found in gc.get_objects():
+        if isinstance(found, Engine):
+            found.close("another test has ended")

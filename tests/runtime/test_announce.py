@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -81,7 +82,7 @@ def large() -> nn.Module:
 
 
 def test_a_large_model_outside_of_the_budget_is_mentioned_once(
-    paging: Paging, caplog: pytest.LogCaptureFixture
+    no_other_engine: None, paging: Paging, caplog: pytest.LogCaptureFixture
 ) -> None:
     def mentioned() -> int:
         return sum("outside of offload_context" in record.message for record in caplog.records)
@@ -133,3 +134,13 @@ def test_a_process_that_a_launcher_started_as_one_of_several(monkeypatch: pytest
     start()
     monkeypatch.setenv("WORLD_SIZE", "unknown")
     start()
+
+
+def test_an_engine_that_nobody_closes_leaves_no_hooks(no_other_engine: None, paging: Paging) -> None:
+    before = len(torch.nn.modules.module._global_parameter_registration_hooks)
+    with small(paging) as context:
+        model = nn.Linear(64, 64)
+    assert len(torch.nn.modules.module._global_parameter_registration_hooks) == before + 1
+    del context, model
+    gc.collect()
+    assert len(torch.nn.modules.module._global_parameter_registration_hooks) == before

@@ -214,7 +214,7 @@ def collections() -> Iterator[list[int]]:
         gc.enable()
 
 
-def test_garbage_is_collected_only_where_that_can_help(tmp_path: Path) -> None:
+def test_garbage_is_collected_only_where_that_can_help(no_other_engine: None, tmp_path: Path) -> None:
     budget = least(tmp_path, Scaled)
     with collections() as seen:
         model = built(budget, tmp_path, Scaled)
