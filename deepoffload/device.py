@@ -31,7 +31,7 @@ class Tier(enum.Enum):
 @dataclass(frozen=True)
 class Device:
     """The device a model computes on, by name only: ``kind`` is torch's name for its sort. Whether torch has such a
-    device, :class:`deepoffload.memory.accelerator.Accelerator` finds out."""
+    device, :class:`deepoffload.copies.accelerator.Accelerator` finds out."""
 
     kind: str
     index: int | None = None

@@ -16,9 +16,9 @@ if "--simulate" in sys.argv:
 
     install(devices=1)
 
-from deepoffload.memory.accelerator import Accelerator
+from deepoffload.copies.accelerator import Accelerator
+from deepoffload.copies.pinning import PinnedArena
 from deepoffload.memory.arena import Arena
-from deepoffload.memory.pinning import PinnedArena
 
 ROUNDS = 7
 

@@ -29,7 +29,7 @@ _JOINS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
 
 
 @dataclass(frozen=True)
-class _Source:
+class _TensorSource:
     """A storage that stands for a real tensor."""
 
     base: Tensor
@@ -52,14 +52,14 @@ class Expressions(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._origins: dict[int, _Source | _Result] = {}
+        self._origins: dict[int, _TensorSource | _Result] = {}
 
     # -- recording -------------------------------------------------------------------------------------------------
 
     def source(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, opener: Opener) -> Tensor:
         """A meta tensor that stands for a real one of this geometry."""
         base = torch.empty_strided(tuple(shape), stride, dtype=dtype, device="meta")
-        self._origins[_key(base)] = _Source(base, opener)
+        self._origins[_key(base)] = _TensorSource(base, opener)
         return base
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,7 +114,7 @@ class Expressions(TorchDispatchMode):
     def _value(self, tensor: Tensor, stack: ExitStack) -> Tensor:
         """The values behind a stand-in: a view of its source's bytes, or an operation's outcome, computed whole."""
         origin = self._origins[_key(tensor)]
-        if isinstance(origin, _Source):
+        if isinstance(origin, _TensorSource):
             real = stack.enter_context(origin.open())
         else:
             args, kwargs = tree_map_only(Tensor, lambda t: self._argument(t, stack), (origin.args, origin.kwargs))

@@ -20,7 +20,7 @@ from deepoffload.checkpoint.safetensors_file import Entry, check_dtype, header_b
 from deepoffload.checkpoint.shards import INDEX_NAME, Layout, split
 from deepoffload.config.units import format_bytes, parse_bytes
 from deepoffload.errors import UnsupportedError, UsageError
-from deepoffload.params.torch_private import bare, get_data
+from deepoffload.params.torch_private import get_data, outside_user_modes
 from deepoffload.params.unit import ParamHandle
 
 log = logging.getLogger("deepoffload")
@@ -82,7 +82,7 @@ def save_pretrained(
                 file.write(layout.index)
         for name in os.listdir(staged):
             sync_file(os.path.join(staged, name))
-        with bare():
+        with outside_user_modes():
             for name, entries in layout.files.items():
                 write_file(os.path.join(staged, name), entries, metadata, progress.advance)
         publish(staged, target)
@@ -127,7 +127,7 @@ def _plan(module: nn.Module, max_shard_bytes: int) -> tuple[Layout, Mapping[str,
             metadata.update(dict.fromkeys(dropped, names[0]))  # as safetensors.torch.save_model notes it
         for name in dropped:
             del state[name]
-    with bare():
+    with outside_user_modes():
         tensors = {name: _stand_in(expressions, value) for name, value in state.items()}
         with expressions:
             stored = transformers_format.as_on_disk(module, tensors) if from_transformers else tensors

@@ -14,8 +14,8 @@ from deepoffload.config.schema import (
     OptimizerConfig,
     Precision,
     SchedulerConfig,
-    StepOverlap,
 )
+from deepoffload.schedule.cost_model import StepOverlap
 
 __all__ = [
     "AioBackend",

@@ -10,7 +10,7 @@ from typing import cast
 
 from deepoffload.config.deepspeed_keys import BOOLEAN_SECTIONS, DEEPSPEED_KEYS
 from deepoffload.config.deepspeed_tool_keys import DEEPSPEED_TOOL_KEYS
-from deepoffload.config.keys import AUTO, Key, Kind, Mismatch, Treatment, keys_by_path
+from deepoffload.config.keys import AUTO, Key, Mismatch, Treatment, ValueKind, keys_by_path
 from deepoffload.config.own_keys import OWN_KEYS
 from deepoffload.errors import ConfigError
 
@@ -101,7 +101,7 @@ def _fields_below(section: str) -> list[str]:
     return [key.field for key in KEYS.values() if key.field is not None and key.field.startswith(section + ".")]
 
 
-def check(kind: Kind, raw: object, where: str) -> object:
+def check(kind: ValueKind, raw: object, where: str) -> object:
     """``raw`` in our form, or a ``ConfigError`` that says where it stands and what was expected."""
     try:
         return kind.normalise(raw)

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from deepoffload.config.keys import (
     Key,
-    Kind,
     Treatment,
+    ValueKind,
     boolean,
     choice,
     choice_of,
@@ -38,15 +38,15 @@ _UNITS = "weights move in whole units (a layer each), so there is no bucket or s
 _NO_AUTOCAST = "it only matters when torch_autocast is enabled"
 
 
-def _honoured(path: str, kind: Kind, what: str, default: object = None, field: str | None = None) -> Key:
+def _honoured(path: str, kind: ValueKind, what: str, default: object = None, field: str | None = None) -> Key:
     return Key(path, kind, Treatment.HONOURED, what, default, field=field or path)
 
 
-def _inapplicable(path: str, kind: Kind, why: str, default: object = None) -> Key:
+def _inapplicable(path: str, kind: ValueKind, why: str, default: object = None) -> Key:
     return Key(path, kind, Treatment.INAPPLICABLE, why, default)
 
 
-def _error(path: str, kind: Kind, why: str, default: object = None, *harmless: object) -> Key:
+def _error(path: str, kind: ValueKind, why: str, default: object = None, *harmless: object) -> Key:
     return Key(path, kind, Treatment.ERROR, why, default, (default, *harmless))
 
 

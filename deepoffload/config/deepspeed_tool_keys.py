@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from deepoffload.config.keys import (
     Key,
-    Kind,
     Treatment,
+    ValueKind,
     boolean,
     choice_of,
     group_of_parts,
@@ -25,7 +25,7 @@ _ONE_RANK = "one process trains, so nothing is communicated"
 _COMPILE = "torch.compile works on the layers as usual"
 
 
-def _group(prefix: str, why: str, **keys: tuple[Kind, object]) -> tuple[Key, ...]:
+def _group(prefix: str, why: str, **keys: tuple[ValueKind, object]) -> tuple[Key, ...]:
     return tuple(
         Key(f"{prefix}.{name}", kind, Treatment.INAPPLICABLE, why, default) for name, (kind, default) in keys.items()
     )
@@ -36,11 +36,11 @@ _OFF = (boolean(), False)
 _ON = (boolean(), True)
 
 
-def _changes_numbers(path: str, why: str, kind: Kind | None = None) -> Key:
+def _changes_numbers(path: str, why: str, kind: ValueKind | None = None) -> Key:
     return Key(path, kind or switched_group(), Treatment.ERROR, why, "off", ("off",))
 
 
-def _other_group(path: str, why: str, kind: Kind | None = None) -> Key:
+def _other_group(path: str, why: str, kind: ValueKind | None = None) -> Key:
     return Key(path, kind or switched_group(), Treatment.INAPPLICABLE, why, "off")
 
 

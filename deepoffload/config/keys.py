@@ -18,7 +18,7 @@ class Mismatch(Exception):
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueKind:
     """A sort of value. ``normalise`` gives the value in our form or raises :class:`Mismatch`."""
 
     expected: str
@@ -43,7 +43,7 @@ class Key:
     """One key of the configuration, by its dotted path."""
 
     path: str
-    kind: Kind
+    kind: ValueKind
     treatment: Treatment
     text: str
     default: object = None
@@ -63,17 +63,17 @@ class Key:
             return True
 
 
-def boolean() -> Kind:
+def boolean() -> ValueKind:
     def normalise(value: object) -> object:
         if not isinstance(value, bool):
             quoted = isinstance(value, str) and value.strip().lower() in ("true", "false")
             raise Mismatch("expected true or false without quotes" if quoted else "")
         return value
 
-    return Kind("true or false", normalise)
+    return ValueKind("true or false", normalise)
 
 
-def integer(low: int = 0, high: int | None = None, multiple: int = 1) -> Kind:
+def integer(low: int = 0, high: int | None = None, multiple: int = 1) -> ValueKind:
     """Whole numbers from ``low`` to ``high``; JSON's ``5e8`` is one."""
     expected = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
     if multiple > 1:
@@ -88,10 +88,10 @@ def integer(low: int = 0, high: int | None = None, multiple: int = 1) -> Kind:
             raise Mismatch
         return int(value)
 
-    return Kind(expected, normalise)
+    return ValueKind(expected, normalise)
 
 
-def number(low: float | None = None, high: float | None = None, below: float | None = None) -> Kind:
+def number(low: float | None = None, high: float | None = None, below: float | None = None) -> ValueKind:
     """Finite numbers from ``low`` to ``high``, or under ``below``."""
     limits = [f"at least {low:g}" if low is not None else "", f"at most {high:g}" if high is not None else ""]
     limits.append(f"below {below:g}" if below is not None else "")
@@ -106,19 +106,19 @@ def number(low: float | None = None, high: float | None = None, below: float | N
             raise Mismatch
         return float(value)
 
-    return Kind(f"a finite number {words}".strip(), normalise)
+    return ValueKind(f"a finite number {words}".strip(), normalise)
 
 
-def text() -> Kind:
+def text() -> ValueKind:
     def normalise(value: object) -> object:
         if not isinstance(value, str):
             raise Mismatch
         return value
 
-    return Kind("text", normalise)
+    return ValueKind("text", normalise)
 
 
-def choice(options: Mapping[str, object]) -> Kind:
+def choice(options: Mapping[str, object]) -> ValueKind:
     """One of the texts in ``options``, in any case of letters, or the member of an enum it stands for."""
     lowered = {name.lower(): meaning for name, meaning in options.items()}
 
@@ -129,14 +129,14 @@ def choice(options: Mapping[str, object]) -> Kind:
             raise Mismatch
         return lowered[value.lower()]
 
-    return Kind("one of " + ", ".join(f'"{name}"' for name in options), normalise)
+    return ValueKind("one of " + ", ".join(f'"{name}"' for name in options), normalise)
 
 
-def choice_of(*options: str) -> Kind:
+def choice_of(*options: str) -> ValueKind:
     return choice({option: option for option in options})
 
 
-def size(low: int = 0) -> Kind:
+def size(low: int = 0) -> ValueKind:
     """Bytes, as :func:`deepoffload.config.units.parse_bytes` reads them."""
 
     def normalise(value: object) -> object:
@@ -148,10 +148,10 @@ def size(low: int = 0) -> Kind:
             raise Mismatch
         return count
 
-    return Kind(f'bytes (at least {low}), such as 2147483648 or "2GiB"', normalise)
+    return ValueKind(f'bytes (at least {low}), such as 2147483648 or "2GiB"', normalise)
 
 
-def paths() -> Kind:
+def paths() -> ValueKind:
     """One directory or a list of them; the result is a tuple of texts."""
 
     def normalise(value: object) -> object:
@@ -168,10 +168,10 @@ def paths() -> Kind:
             raise Mismatch("expected directories that differ from each other")
         return tuple(result)
 
-    return Kind("a directory or a list of directories", normalise)
+    return ValueKind("a directory or a list of directories", normalise)
 
 
-def names_or_classes(least: int = 0) -> Kind:
+def names_or_classes(least: int = 0) -> ValueKind:
     """One name or class, or a list of at least so many; the result is a tuple."""
 
     def normalise(value: object) -> object:
@@ -183,10 +183,10 @@ def names_or_classes(least: int = 0) -> Kind:
             raise Mismatch("expected at least one name; what a model of transformers names itself always stays in fp32")
         return tuple(dict.fromkeys(item.strip(".") if isinstance(item, str) else item for item in listed))
 
-    return Kind("a name, a class of modules, or a list of these", normalise)
+    return ValueKind("a name, a class of modules, or a list of these", normalise)
 
 
-def list_of(item: Kind, length: int | None = None) -> Kind:
+def list_of(item: ValueKind, length: int | None = None) -> ValueKind:
     """A list whose items are all of one kind; the result is a tuple."""
 
     def normalise(value: object) -> object:
@@ -195,10 +195,10 @@ def list_of(item: Kind, length: int | None = None) -> Kind:
         return tuple(item.normalise(element) for element in value)
 
     many = "a list" if length is None else f"a list of {length}"
-    return Kind(f"{many}, each {item.expected}", normalise)
+    return ValueKind(f"{many}, each {item.expected}", normalise)
 
 
-def either(*kinds: Kind) -> Kind:
+def either(*kinds: ValueKind) -> ValueKind:
     """The first of several kinds that fits."""
 
     def normalise(value: object) -> object:
@@ -209,10 +209,10 @@ def either(*kinds: Kind) -> Kind:
                 continue
         raise Mismatch
 
-    return Kind(" or ".join(kind.expected for kind in kinds), normalise)
+    return ValueKind(" or ".join(kind.expected for kind in kinds), normalise)
 
 
-def mapping() -> Kind:
+def mapping() -> ValueKind:
     """An object whose content is looked at later, or not at all."""
 
     def normalise(value: object) -> object:
@@ -220,10 +220,10 @@ def mapping() -> Kind:
             raise Mismatch
         return dict(value)
 
-    return Kind("an object", normalise)
+    return ValueKind("an object", normalise)
 
 
-def switched_group() -> Kind:
+def switched_group() -> ValueKind:
     """An object with ``enabled``; the result is ``"on"`` or ``"off"`` (the default)."""
 
     def normalise(value: object) -> object:
@@ -236,10 +236,10 @@ def switched_group() -> Kind:
             raise Mismatch
         return "on" if enabled else "off"
 
-    return Kind('an object with "enabled": true or false', normalise)
+    return ValueKind('an object with "enabled": true or false', normalise)
 
 
-def present_group() -> Kind:
+def present_group() -> ValueKind:
     """An object that is on by being there; the result is ``"on"``, or ``"off"`` when it is empty or says so."""
 
     def normalise(value: object) -> object:
@@ -247,10 +247,10 @@ def present_group() -> Kind:
             raise Mismatch
         return "on" if value and value.get("enabled") is not False else "off"
 
-    return Kind("an object", normalise)
+    return ValueKind("an object", normalise)
 
 
-def group_of_parts(*parts: str) -> Kind:
+def group_of_parts(*parts: str) -> ValueKind:
     """An object of ``parts``, each an object with ``enabled``, in itself or in its ``shared_parameters``; the result is
     ``"on"``, or ``"off"`` when every part is off (the default)."""
 
@@ -271,11 +271,11 @@ def group_of_parts(*parts: str) -> Kind:
         states = [is_on(str(name), part) for name, part in value.items()]  # all of them are checked
         return "on" if any(states) else "off"
 
-    return Kind('an object of parts, each with "enabled": true or false', normalise)
+    return ValueKind('an object of parts, each with "enabled": true or false', normalise)
 
 
-def anything() -> Kind:
-    return Kind("anything", lambda value: value)
+def anything() -> ValueKind:
+    return ValueKind("anything", lambda value: value)
 
 
 def keys_by_path(*tables: Sequence[Key]) -> dict[str, Key]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepoffload.config.keys import Kind, boolean, choice_of, either, integer, list_of, number
+from deepoffload.config.keys import ValueKind, boolean, choice_of, either, integer, list_of, number
 from deepoffload.config.schema import SchedulerConfig
 
 ONE_CYCLE_BETA2 = 0.99
@@ -26,7 +26,7 @@ ONE_CYCLE_BETA2 = 0.99
 class Parameter:
     """One parameter of a schedule; ``required`` ones have no default."""
 
-    kind: Kind
+    kind: ValueKind
     default: object = None
     required: bool = False
 

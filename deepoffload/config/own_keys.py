@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from deepoffload.config.keys import (
     Key,
-    Kind,
     Mismatch,
     Treatment,
+    ValueKind,
     boolean,
     choice,
     integer,
@@ -14,9 +14,10 @@ from deepoffload.config.keys import (
     paths,
     size,
 )
-from deepoffload.config.schema import AioBackend, Buffers, GradientDtype, Precision, StepOverlap
+from deepoffload.config.schema import AioBackend, Buffers, GradientDtype, Precision
 from deepoffload.device import Device, Tier
 from deepoffload.errors import ConfigError
+from deepoffload.schedule.cost_model import StepOverlap
 
 DIRECT_IO_ALIGNMENT_BYTES = 4096
 REQUEST_BYTES_MAX = 1 << 30
@@ -25,14 +26,14 @@ QUEUE_DEPTH_MAX = 1024
 """What the engine takes: ``DOFF_QUEUE_DEPTH_MAX`` of ``csrc/aio/doff_aio.h``."""
 
 
-def tier_limit() -> Kind:
+def tier_limit() -> ValueKind:
     """DeepSpeed's spelling of a tier, and ours."""
     return choice(
         {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME, "device": Tier.DEVICE, "host": Tier.HOST},
     )
 
 
-def device() -> Kind:
+def device() -> ValueKind:
     """torch's name of a device."""
 
     def normalise(value: object) -> object:
@@ -41,10 +42,10 @@ def device() -> Kind:
         except ConfigError as error:
             raise Mismatch(str(error)) from None
 
-    return Kind('a device, such as "cuda:0" or "cpu"', normalise)
+    return ValueKind('a device, such as "cuda:0" or "cpu"', normalise)
 
 
-def _own(path: str, kind: Kind, text: str, default: object = None) -> Key:
+def _own(path: str, kind: ValueKind, text: str, default: object = None) -> Key:
     return Key(path, kind, Treatment.HONOURED, text, default, field=path)
 
 
@@ -117,7 +118,7 @@ OWN_KEYS = (
     ),
     _own(
         "aio.block_bytes",
-        Kind(
+        ValueKind(
             f"bytes from {DIRECT_IO_ALIGNMENT_BYTES} to {REQUEST_BYTES_MAX}, a multiple of {DIRECT_IO_ALIGNMENT_BYTES}",
             lambda value: integer(DIRECT_IO_ALIGNMENT_BYTES, REQUEST_BYTES_MAX, DIRECT_IO_ALIGNMENT_BYTES).normalise(
                 size().normalise(value)

@@ -21,11 +21,11 @@ from deepoffload.config.schema import (
     OptimizerConfig,
     Precision,
     SchedulerConfig,
-    StepOverlap,
 )
 from deepoffload.config.source import read_source
 from deepoffload.device import Tier
 from deepoffload.errors import ConfigError
+from deepoffload.schedule.cost_model import StepOverlap
 
 
 def parse_config(

@@ -11,17 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deepoffload.device import Tier
-
-
-class StepOverlap(enum.Enum):
-    """When the optimizer's update runs. All three give the same bits."""
-
-    DEFERRED = "deferred"
-    """A unit is updated after the step was asked for and before its own next use."""
-    IN_BACKWARD = "in_backward"
-    """A unit is updated as soon as its last gradient landed; needs clipping to be off."""
-    NONE = "none"
-    """All units are updated inside ``step()``, one after the other: the serial reference."""
+from deepoffload.schedule.cost_model import StepOverlap
 
 
 class Precision(enum.Enum):

@@ -67,7 +67,7 @@ def _read_file(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"configuration {path}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}"
         ) from error
-    except _Repeated as error:
+    except _RepeatedKey as error:
         raise ConfigError(f'configuration {path}: the key "{error}" stands twice in one object') from error
     except RecursionError as error:
         raise ConfigError(f"configuration {path}: nested too deeply") from error
@@ -76,7 +76,7 @@ def _read_file(path: str) -> dict[str, Any]:
     return value
 
 
-class _Repeated(Exception):
+class _RepeatedKey(Exception):
     pass
 
 
@@ -84,6 +84,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise _Repeated(key)
+            raise _RepeatedKey(key)
         result[key] = value
     return result

@@ -17,7 +17,7 @@ from deepoffload.estimate import measure, plots, report, zero_infinity
 from deepoffload.estimate.arguments import parse
 from deepoffload.estimate.dry_run import DryRun
 from deepoffload.estimate.machine import MachineSpec, read_machine
-from deepoffload.estimate.progress import Progress
+from deepoffload.estimate.progress import MeasuringProgress
 from deepoffload.estimate.questions import Estimate, estimate, largest_model, surely_too_large
 from deepoffload.estimate.states import estimate_model_states_mem_needs_all_live
 from deepoffload.estimate.step_time import OpTimes
@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
 def _machine(options: argparse.Namespace) -> MachineSpec:
     if options.machine:
         return read_machine(options.machine)
-    with Progress(sys.stderr) as progress:
+    with MeasuringProgress(sys.stderr) as progress:
         return measure.measure_machine(options.measure, fresh=options.measure is not None, progress=progress)
 
 
@@ -122,7 +122,7 @@ def _estimate(subject: Subject, machine: MachineSpec, config: Config, options: a
     def time_ops(run: DryRun) -> OpTimes:
         """Seconds of the model's own operators on this machine; measured once for all budgets."""
         if not timed:
-            with Progress(sys.stderr) as progress:
+            with MeasuringProgress(sys.stderr) as progress:
                 timed[0] = measure.measure_ops(run, progress=progress)
         return timed[0]
 

@@ -13,7 +13,7 @@ from deepoffload.native.aio import PAGE_BYTES, round_up
 from deepoffload.params.pager import Pager
 from deepoffload.runtime.compute_types import compute_types
 from deepoffload.runtime.plan import ModelPlan, dry_pager, enough_capacity, plan_model
-from deepoffload.schedule.cost_model import Bandwidths, Kind
+from deepoffload.schedule.cost_model import Bandwidths, BlockKind
 from deepoffload.schedule.placement import BlockSpec, Placement
 
 UNBOUNDED_BYTES = 1 << 62
@@ -46,10 +46,10 @@ class BlockPlan:
 
     def in_use_bytes(self) -> int:
         """Weights in use, those of the next unit, and one unit's gradients: what passes through a device."""
-        sizes = {kind: [b.nbytes for b in self.placement.blocks if b.kind is kind] for kind in Kind}
-        return 2 * max(sizes[Kind.WEIGHT], default=0) + max(sizes[Kind.GRADIENT], default=0)
+        sizes = {kind: [b.nbytes for b in self.placement.blocks if b.kind is kind] for kind in BlockKind}
+        return 2 * max(sizes[BlockKind.WEIGHT], default=0) + max(sizes[BlockKind.GRADIENT], default=0)
 
-    def kind_bytes(self, kind: Kind, ids: frozenset[int]) -> int:
+    def kind_bytes(self, kind: BlockKind, ids: frozenset[int]) -> int:
         return sum(block.nbytes for block in self.placement.blocks if block.kind is kind and block.id in ids)
 
 

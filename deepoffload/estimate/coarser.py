@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from deepoffload.estimate.blocks import BlockPlan
-from deepoffload.schedule.cost_model import Kind
+from deepoffload.schedule.cost_model import BlockKind
 from deepoffload.schedule.placement import BlockSpec
 
 PIECES_MAX = 2000
@@ -20,7 +20,7 @@ PIECES_MAX = 2000
 def coarser(blocks: BlockPlan, most: int = PIECES_MAX) -> tuple[BlockPlan, dict[int, int]]:
     """``blocks`` with at most about ``most`` pieces of state, and how many pieces are in each that was put together."""
     placement = blocks.placement
-    count = sum(block.kind is Kind.STATE for block in placement.blocks)
+    count = sum(block.kind is BlockKind.STATE for block in placement.blocks)
     factor = -(-count // most)
     if factor == 1:
         return blocks, {}
@@ -30,8 +30,8 @@ def coarser(blocks: BlockPlan, most: int = PIECES_MAX) -> tuple[BlockPlan, dict[
     for unit in _by_unit(placement.blocks):
         for resident in (True, False):
             mine = [block for block in unit if (block.id in placement.resident) is resident]
-            kept += [block for block in mine if block.kind is not Kind.STATE]
-            pieces = [block for block in mine if block.kind is Kind.STATE]
+            kept += [block for block in mine if block.kind is not BlockKind.STATE]
+            pieces = [block for block in mine if block.kind is BlockKind.STATE]
             for first in range(0, len(pieces), factor):
                 group = pieces[first : first + factor]
                 kept.append(replace(group[0], nbytes=sum(block.nbytes for block in group)))

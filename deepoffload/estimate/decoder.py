@@ -153,7 +153,7 @@ class _Perceptron(nn.Module):
         return self.down(F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x))
 
 
-class _Layer(nn.Module):
+class _DecoderLayer(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(shape.hidden, bias=shape.biased)
@@ -178,7 +178,7 @@ class Decoder(nn.Module):
         self.checkpointing = checkpointing
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
         self.position = nn.Embedding(shape.positions, shape.hidden) if shape.positions else None
-        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(_DecoderLayer(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden, bias=shape.biased)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         if shape.tied:

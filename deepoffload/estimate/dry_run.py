@@ -85,7 +85,7 @@ class DryRun:
 
 
 @dataclass
-class Span:
+class LiveBytes:
     """What happens to live bytes in a part of a visit: a visit is one span, or two where the forward ends in it.
 
     ``net_bytes``: more at its end than at its beginning. ``over_bytes``: most at a time, over those at its beginning.
@@ -104,7 +104,7 @@ class Recording:
     """A run of forward and backward, visit by visit. The other attributes are those of :class:`DryRun`."""
 
     visits: tuple[Visit, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[LiveBytes, ...]
     head_bytes: int
     largest_chunk_bytes: int
     recomputes: bool
@@ -232,7 +232,7 @@ class _Tracker(TorchDispatchMode):
         self.head_bytes = 0
         self.in_backward = False
         self.visits: list[Visit] = [Visit(False, ())]
-        self.spans: list[Span] = [Span(0, False)]
+        self.spans: list[LiveBytes] = [LiveBytes(0, False)]
         self.largest_chunk_bytes = 0
         self.recomputes = False
         self.calls: dict[Op, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
@@ -295,7 +295,7 @@ class _Tracker(TorchDispatchMode):
             self._begin_span()
 
     def _begin_span(self) -> None:
-        self.spans.append(Span(len(self.visits) - 1, self.in_backward))
+        self.spans.append(LiveBytes(len(self.visits) - 1, self.in_backward))
 
     def _pack(self, tensor: Tensor) -> Any:
         unit = self._unit_by_storage.get(tensor.untyped_storage()._cdata)

@@ -227,7 +227,7 @@ def measure_ops(run: DryRun, *, progress: Report = silent) -> dict[Op, float]:
     The calls take turns, as in the model: each finds the caches full of the others' data. Calls that cannot be repeated
     alone (they need values, not shapes) are left out.
     """
-    calls = {op: _Repeated(*run.calls[op]) for op in run.calls}
+    calls = {op: _KernelCall(*run.calls[op]) for op in run.calls}
     with torch.no_grad():
         for number, op in enumerate(list(calls)):
             progress("operators of the model, first calls", number, len(run.calls))
@@ -244,7 +244,7 @@ def measure_ops(run: DryRun, *, progress: Report = silent) -> dict[Op, float]:
     return {op: statistics.median(call.times[1:]) for op, call in calls.items()}
 
 
-class _Repeated:
+class _KernelCall:
     """A kernel call with its inputs. ``times``: seconds of each."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from deepoffload.estimate.blocks import BlockPlan
 from deepoffload.estimate.dry_run import DryRun
-from deepoffload.schedule.cost_model import Kind
+from deepoffload.schedule.cost_model import BlockKind
 
 RUNTIME_BYTES = 15 << 20
 """Scratch memory of the operators' libraries in a running step."""
@@ -78,9 +78,9 @@ def estimate_memory(
     """
     placement = blocks.placement
     rows = []
-    for kind in (Kind.WEIGHT, Kind.GRADIENT, Kind.STATE):
+    for kind in (BlockKind.WEIGHT, BlockKind.GRADIENT, BlockKind.STATE):
         near = blocks.kind_bytes(kind, placement.resident)
-        away = placement.paged & written if kind is Kind.GRADIENT and written is not None else placement.paged
+        away = placement.paged & written if kind is BlockKind.GRADIENT and written is not None else placement.paged
         far = sum(blocks.extent_bytes(b) for b in placement.blocks if b.kind is kind and b.id in away)
         rows.append(_near(kind.value, near, has_device, nvme=far))
     total_bytes = sum(block.nbytes for block in placement.blocks)
@@ -104,9 +104,11 @@ def _built_bytes(blocks: BlockPlan) -> int:
     """Of the arena, while parameters move one by one into their units. The state takes part where it gets what
     rounding the weights leaves over."""
     placement = blocks.placement
-    sizes = {kind: sum(b.nbytes for b in placement.blocks if b.kind is kind) for kind in Kind}
-    made = sizes[Kind.WEIGHT] + (sizes[Kind.STATE] if 4 * sizes[Kind.WEIGHT] < 3 * blocks.registered_bytes else 0)
-    largest = max((b.nbytes for b in placement.blocks if b.kind is Kind.WEIGHT), default=0)
+    sizes = {kind: sum(b.nbytes for b in placement.blocks if b.kind is kind) for kind in BlockKind}
+    made = sizes[BlockKind.WEIGHT] + (
+        sizes[BlockKind.STATE] if 4 * sizes[BlockKind.WEIGHT] < 3 * blocks.registered_bytes else 0
+    )
+    largest = max((b.nbytes for b in placement.blocks if b.kind is BlockKind.WEIGHT), default=0)
     return max(blocks.registered_bytes, made) + largest
 
 

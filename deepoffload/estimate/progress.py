@@ -11,7 +11,7 @@ EVERY_S = 1.0
 """How often the line changes within one measurement."""
 
 
-class Progress:
+class MeasuringProgress:
     """Call it with what goes on now. On a terminal there is one line, which is cleared at the end; elsewhere each is a
     line of its own."""
 
@@ -20,7 +20,7 @@ class Progress:
         self._said_at = float("-inf")
         self._said = ""
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> MeasuringProgress:
         return self
 
     def __call__(self, what: str, done: int = 0, of: int = 0) -> None:

@@ -20,7 +20,7 @@ from deepoffload.estimate.repeats import dry_run_once_per_layer
 from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_step
 from deepoffload.estimate.subject import Batch, Subject, from_shape
 from deepoffload.runtime.compute_types import ComputeTypes, compute_types
-from deepoffload.schedule.cost_model import StepOverlap, Workload
+from deepoffload.schedule.cost_model import Workload
 
 HEADS_OF = 128
 """Width of a head in the models that are tried for the largest one."""
@@ -130,7 +130,7 @@ def estimate(
     problem = _too_much(memory, machine, room)
     step = None
     if run is not None:
-        workload = Workload(config.gradient_accumulation_steps, StepOverlap(config.step_overlap.value))
+        workload = Workload(config.gradient_accumulation_steps, config.step_overlap)
         op_times = time_ops(run) if time_ops is not None and not problem else None
         step = estimate_step(blocks, run, machine, workload, tokens=subject.batch.tokens, op_times=op_times)
         memory = estimate_memory(

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from deepoffload.errors import UsageError
-from deepoffload.estimate.dry_run import DryRun, LossOf, Recording, Span, Visit, record
+from deepoffload.estimate.dry_run import DryRun, LiveBytes, LossOf, Recording, Visit, record
 from deepoffload.runtime.compute_types import KEEP_TYPES, ComputeTypes
 
 KEPT = 4
@@ -204,13 +204,13 @@ class _Stretch:
     """Visits of one place, one after the other, with their spans."""
 
     place: tuple[int, int] | None
-    visits: list[tuple[Visit, list[Span]]]
+    visits: list[tuple[Visit, list[LiveBytes]]]
 
 
 def _expanded(run: Recording, repeats: Sequence[Repeat], places: _Places) -> Recording | None:
     """The recording of the whole model from that of the shortened one; None where the middle periods differ."""
     place_of = [places.of_visit(visit) for visit in run.visits]
-    spans: dict[int, list[Span]] = {}
+    spans: dict[int, list[LiveBytes]] = {}
     for span in _without_far_frees(run, place_of, repeats):
         spans.setdefault(span.visit, []).append(span)
     stretches: list[_Stretch] = []
@@ -218,7 +218,7 @@ def _expanded(run: Recording, repeats: Sequence[Repeat], places: _Places) -> Rec
         if not stretches or stretches[-1].place != place_of[number]:
             stretches.append(_Stretch(place_of[number], []))
         stretches[-1].visits.append((visit, spans[number]))
-    result: list[tuple[Visit, list[Span]]] = []
+    result: list[tuple[Visit, list[LiveBytes]]] = []
     middles = [0] * len(repeats)
     for at, stretch in enumerate(stretches):
         place = stretch.place
@@ -258,11 +258,11 @@ def _alike(other: _Stretch, middle: _Stretch, places: _Places) -> bool:
     return True
 
 
-def _moved(span: Span) -> tuple[bool, int, int]:
+def _moved(span: LiveBytes) -> tuple[bool, int, int]:
     return span.after_forward, span.net_bytes, span.over_bytes
 
 
-def _copy(stretch: _Stretch, like: Mapping[int, int]) -> list[tuple[Visit, list[Span]]]:
+def _copy(stretch: _Stretch, like: Mapping[int, int]) -> list[tuple[Visit, list[LiveBytes]]]:
     """The same in another period."""
     return [
         (
@@ -277,7 +277,7 @@ def _copy(stretch: _Stretch, like: Mapping[int, int]) -> list[tuple[Visit, list[
     ]
 
 
-def _without_far_frees(run: Recording, place_of: Sequence[Any], repeats: Sequence[Repeat]) -> list[Span]:
+def _without_far_frees(run: Recording, place_of: Sequence[Any], repeats: Sequence[Repeat]) -> list[LiveBytes]:
     """The spans of ``run``. What one frees of a middle period far away (a cache of keys, when the forward ends), it
     frees of those that were left out, too.
 

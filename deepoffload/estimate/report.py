@@ -9,7 +9,7 @@ from typing import Any
 from deepoffload.config.units import format_bytes
 from deepoffload.estimate.advice import advice
 from deepoffload.estimate.questions import Estimate
-from deepoffload.estimate.zero_infinity import Comparison
+from deepoffload.estimate.zero_infinity import PublishedValue
 
 _SECONDS_PER_DAY = 86400.0
 
@@ -106,7 +106,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def comparison(rows: Sequence[Comparison]) -> list[str]:
+def comparison(rows: Sequence[PublishedValue]) -> list[str]:
     """Published and computed numbers side by side."""
     cells = [("", "published", "formula", "deviation", "")]
     for row in rows:

@@ -76,7 +76,7 @@ def estimate_model_states_mem_needs_all_cold(
     return _print(model, total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
-class _Layer(nn.Module):
+class _LayerOfSize(nn.Module):
     def __init__(self, numel: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(numel))
@@ -88,7 +88,7 @@ class _Layers(nn.Module):
     def __init__(self, total: int, largest: int) -> None:
         super().__init__()
         sizes = [largest] * (total // largest) + ([total % largest] if total % largest else [])
-        self.layers = nn.ModuleList(_Layer(size) for size in sizes)
+        self.layers = nn.ModuleList(_LayerOfSize(size) for size in sizes)
 
 
 def our_rows(model: nn.Module, num_gpus_per_node: int, num_nodes: int) -> Iterator[StatesRow]:

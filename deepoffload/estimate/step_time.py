@@ -12,7 +12,7 @@ from deepoffload.estimate.dry_run import DryRun, Op, Visit
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.params.prefetcher import BUSY_TRANSFERS, EVENTS_PER_PLAN, WRITE_BEHIND_SHARE
 from deepoffload.schedule.clock import Phase, StepTimes, TimedRun, TimedUse, steady_step
-from deepoffload.schedule.cost_model import Kind, StepOverlap, Workload, update_seconds
+from deepoffload.schedule.cost_model import BlockKind, StepOverlap, Workload, update_seconds
 from deepoffload.schedule.placement import BlockSpec
 from deepoffload.schedule.simulate import Use
 from deepoffload.schedule.trace import Event
@@ -79,7 +79,7 @@ def estimate_step(
             lookahead_bytes=placement.lookahead_bytes,
             reserve_bytes=placement.reserve_bytes,
             static=placement.resident,
-            empty=[block.id for block in placement.blocks if block.kind is Kind.GRADIENT],
+            empty=[block.id for block in placement.blocks if block.kind is BlockKind.GRADIENT],
             write_behind_share=WRITE_BEHIND_SHARE,
             computing_share=machine.nvme_share_while_computing,
             events_per_plan=EVENTS_PER_PLAN,
@@ -127,9 +127,9 @@ class _Costs:
         self.state: dict[int, list[BlockSpec]] = defaultdict(list)
         self._state_bytes: dict[int, int] = defaultdict(int)
         for block in blocks.placement.blocks:
-            if block.kind is Kind.WEIGHT:
+            if block.kind is BlockKind.WEIGHT:
                 self.weights[block.unit] = block
-            elif block.kind is Kind.GRADIENT:
+            elif block.kind is BlockKind.GRADIENT:
                 self.gradients[block.unit] = block
             else:
                 self.state[block.unit].append(block)

@@ -109,7 +109,7 @@ STRATEGIES = (
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PublishedValue:
     """A published number, what the formulas give, and the condition. ``deviation``: of ours, in parts of theirs."""
 
     what: str
@@ -135,16 +135,18 @@ PUBLISHED_LARGEST = {
 """Largest models on one DGX-2 node: the authors' SC'21 slides; the value of ZeRO-2 is from memory."""
 
 
-def compare_largest() -> list[Comparison]:
+def compare_largest() -> list[PublishedValue]:
     """Largest model per strategy on one DGX-2, side by side with the published ones."""
     rows = []
     for strategy in STRATEGIES:
         ours, tier = strategy.largest(DGX2)
-        rows.append(Comparison(strategy.name, PUBLISHED_LARGEST[strategy.name], ours, "parameters", f"ends at {tier}"))
+        rows.append(
+            PublishedValue(strategy.name, PUBLISHED_LARGEST[strategy.name], ours, "parameters", f"ends at {tier}")
+        )
     return rows
 
 
-def compare_bandwidths() -> list[Comparison]:
+def compare_bandwidths() -> list[PublishedValue]:
     """The bandwidths that the paper names for an efficiency, side by side with the formulas."""
     tokens = BATCH * SEQUENCE
 
@@ -156,10 +158,16 @@ def compare_bandwidths() -> list[Comparison]:
     small = arithmetic_intensity(Moved.ACTIVATIONS, tokens, hidden=2048)
     large = arithmetic_intensity(Moved.ACTIVATIONS, tokens, hidden=8192)
     return [
-        Comparison("parameters and gradients, 50 %, batch 1", 70e9, needed(0.5, parameters), "bytes/s"),
-        Comparison("optimizer states, 90 %, batch 2", 1.5e12, needed(0.9, states), "bytes/s", "all devices together"),
-        Comparison("activations, 50 %, hidden 2048", 2e9, needed(0.5, small), "bytes/s", "the paper: enough for more"),
-        Comparison("activations, 50 %, hidden 8192", 1e9, needed(0.5, large), "bytes/s", "the paper: less than this"),
+        PublishedValue("parameters and gradients, 50 %, batch 1", 70e9, needed(0.5, parameters), "bytes/s"),
+        PublishedValue(
+            "optimizer states, 90 %, batch 2", 1.5e12, needed(0.9, states), "bytes/s", "all devices together"
+        ),
+        PublishedValue(
+            "activations, 50 %, hidden 2048", 2e9, needed(0.5, small), "bytes/s", "the paper: enough for more"
+        ),
+        PublishedValue(
+            "activations, 50 %, hidden 8192", 1e9, needed(0.5, large), "bytes/s", "the paper: less than this"
+        ),
     ]
 
 

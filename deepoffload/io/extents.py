@@ -10,7 +10,7 @@ from ..native.aio import PAGE_BYTES
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExtentPart:
     """A contiguous part of an extent: bytes of the swap file on path ``path_index``; multiples of 4096."""
 
     path_index: int
@@ -23,7 +23,7 @@ class Extent:
     """Where a block lies: ``nbytes`` as asked for, and the pieces that hold them, in the order of the block's bytes."""
 
     nbytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ExtentPart, ...]
 
 
 class FreeList:

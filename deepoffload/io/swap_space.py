@@ -15,7 +15,7 @@ from ..errors import BudgetError, ClosedError, ConfigError, IoFailure, IoTimeout
 from ..native.aio import PAGE_BYTES, ffi, round_up
 from .checksums import ChecksumTable
 from .engine import PADDED, READ, URGENT, WRITE, IoEngine, IoFile
-from .extents import Extent, FreeList, Piece, split_by_weight
+from .extents import Extent, ExtentPart, FreeList, split_by_weight
 from .swap_files import check_paths, create_swap_file, free_bytes, reclaim_stale
 from .ticket import Ticket
 
@@ -222,7 +222,7 @@ class SwapSpace:
             count += 1
         return self._engine.submit(operation, segments, count, nbytes, flags, self._files, sums)
 
-    def _take(self, padded: int) -> list[Piece]:
+    def _take(self, padded: int) -> list[ExtentPart]:
         """Pieces on disk for ``padded`` bytes that are known to be free. The lock is held."""
         shares = self._shares(padded)
         pieces = []
@@ -230,7 +230,7 @@ class SwapSpace:
             taken = self._free[index].take(share) if share else []
             if taken is None:
                 raise AssertionError(f"share {share} of path {index} exceeds its free bytes")
-            pieces += [Piece(index, offset, nbytes) for offset, nbytes in taken]
+            pieces += [ExtentPart(index, offset, nbytes) for offset, nbytes in taken]
         return pieces
 
     def _shares(self, padded: int) -> list[int]:

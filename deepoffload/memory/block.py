@@ -8,7 +8,7 @@ from typing import Protocol
 
 from deepoffload.io.extents import Extent
 from deepoffload.io.ticket import Ticket
-from deepoffload.schedule.placement import Kind
+from deepoffload.schedule.placement import BlockKind
 
 
 class BlockState(enum.Enum):
@@ -100,7 +100,7 @@ class Block:
     )
 
     def __init__(
-        self, block_id: int, name: str, kind: Kind, nbytes: int, census: Census, owner: BlockOwner | None = None
+        self, block_id: int, name: str, kind: BlockKind, nbytes: int, census: Census, owner: BlockOwner | None = None
     ) -> None:
         self.id = block_id
         self.name = name
@@ -133,14 +133,14 @@ class Block:
         return f"<Block {self.id} {self.name} {self.kind.name} {self.nbytes} B {self.state.name} leases={self.leases}>"
 
 
-def shower(block: Block) -> BlockOwner | None:
+def host_view_owner(block: Block) -> BlockOwner | None:
     """What shows the arena's bytes of a block to the program, if anything does."""
     owner = block.owner
     return owner if owner is not None and owner.on_host else None
 
 
 class DeviceCopies(Protocol):
-    """What a device holds of the blocks (implemented by :class:`deepoffload.memory.device_memory.DeviceMemory`)."""
+    """What a device holds of the blocks (implemented by :class:`deepoffload.copies.copy_memory.DeviceMemory`)."""
 
     def end_copies(self, block: Block | None = None) -> bool:
         """Wait for the copies in flight from or to a block's host memory, or to all; True when there were any."""

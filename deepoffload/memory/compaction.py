@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from deepoffload.memory.arena import Arena
-from deepoffload.memory.block import Block, BlockState, shower
+from deepoffload.memory.block import Block, BlockState, host_view_owner
 from deepoffload.memory.transfers import TierCounters
 
 
@@ -53,7 +53,7 @@ class Compactor:
         obstacle, since a lease's holder takes addresses only when all its blocks are there."""
         if block.state not in (BlockState.CLEAN, BlockState.DIRTY) or (block.leases and len(self._threads) > 1):
             return False
-        owner = shower(block)
+        owner = host_view_owner(block)
         return not block.copying and (owner is None or owner.can_release())
 
     def _slide(self, block: Block) -> None:
@@ -64,7 +64,7 @@ class Compactor:
             raise RuntimeError(f"block {block.name} has nothing below it to slide into")
         ctypes.memmove(self._arena.address + new, self._arena.address + old, block.nbytes)
         block.offset = new
-        owner = shower(block)
+        owner = host_view_owner(block)
         if owner is not None:
             owner.relocate(new)
         if self._poison:

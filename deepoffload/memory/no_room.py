@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 
 from deepoffload.errors import BudgetError
 from deepoffload.memory.arena import Arena
-from deepoffload.memory.block import Block, shower
+from deepoffload.memory.block import Block, host_view_owner
 
 SHOWN_MAX = 8
 
@@ -21,7 +21,7 @@ class Hold(enum.Enum):
 
 
 def _why_it_stays(block: Block, static: Container[int]) -> Hold | None:
-    owner = shower(block)
+    owner = host_view_owner(block)
     if block.leases:
         return Hold.IN_USE
     if owner is not None and not owner.can_release():

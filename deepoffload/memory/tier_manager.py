@@ -20,14 +20,14 @@ from collections.abc import Callable, Container, Iterable
 from deepoffload.errors import ClosedError, IoFailure
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena, common_size
-from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState, Census, DeviceCopies, shower
+from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState, Census, DeviceCopies, host_view_owner
 from deepoffload.memory.compaction import Compactor
 from deepoffload.memory.limbo import Limbo
 from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.no_room import no_room
 from deepoffload.memory.transfers import TierCounters, Transfers
 from deepoffload.native.aio import PAGE_BYTES, round_up
-from deepoffload.schedule.placement import Kind
+from deepoffload.schedule.placement import BlockKind
 from deepoffload.timeline import Timeline
 
 SLIDE_WORTH = 3
@@ -49,7 +49,7 @@ class TierManager:
         is_away: whether a block, by id, exists and has its bytes on NVMe only.
         is_empty: whether a block, by id, exists and has no bytes anywhere yet.
         least_bytes: of memory, with which placement says that the models run.
-        explain: the table of that placement, for errors.
+        placement_text: the table of that placement, for errors.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class TierManager:
         self.lock = BooksLock()
         self.counters = TierCounters()
         self.next_use: Callable[[int], float] = lambda block_id: math.inf
-        self.foreseen: frozenset[int] = frozenset()
-        self.explain: Callable[[], str] = lambda: ""
+        self.predicted: frozenset[int] = frozenset()
+        self.placement_text: Callable[[], str] = lambda: ""
         self.least_bytes = 0
         self.before_leaving: Callable[[Block], None] = lambda block: None
         self._blocks: dict[int, Block] = {}
@@ -82,7 +82,7 @@ class TierManager:
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
-    def create(self, name: str, kind: Kind, nbytes: int, owner: BlockOwner | None = None) -> Block:
+    def create(self, name: str, kind: BlockKind, nbytes: int, owner: BlockOwner | None = None) -> Block:
         """A new block without bytes; it takes memory when it is first acquired."""
         with self.lock:
             self._ids += 1
@@ -130,7 +130,7 @@ class TierManager:
         """Give back the end of a resident block of which only the first ``nbytes`` are still wanted, before it is
         removed. Its tensors show their stand-ins from now on; nothing happens where the program refers to the bytes."""
         with self.lock:
-            owner = shower(block)
+            owner = host_view_owner(block)
             if block.offset is None or (owner is not None and not owner.can_release()):
                 return
             self.will_change(block)
@@ -219,7 +219,7 @@ class TierManager:
             return
         fresh = block.state is BlockState.EMPTY
         if not fresh and load:
-            if block.id in self.foreseen:
+            if block.id in self.predicted:
                 self.counters.waits += 1
             else:
                 self.counters.faults += 1
@@ -247,7 +247,7 @@ class TierManager:
                 self.transfers.start_write(block, self.address(block))
             if block.state in (BlockState.WRITING, BlockState.READING):
                 self.transfers.settle(block)
-            owner = shower(block)
+            owner = host_view_owner(block)
             if owner is not None:
                 owner.release()
             block.to(BlockState.ON_NVME)
@@ -266,7 +266,7 @@ class TierManager:
             if block.state is BlockState.EMPTY:
                 return
             if block.offset is not None:
-                owner = shower(block)
+                owner = host_view_owner(block)
                 aliases = owner.aliases() if owner is not None else []
                 if owner is not None:
                     owner.release()
@@ -291,7 +291,7 @@ class TierManager:
         return block.state is BlockState.CLEAN
 
     def _note_changes(self, block: Block) -> None:
-        owner = shower(block)
+        owner = host_view_owner(block)
         if owner is not None and block.offset is not None and owner.changed():
             self.will_change(block)
 
@@ -304,13 +304,13 @@ class TierManager:
     def _may_go(self, block: Block) -> bool:
         if block.offset is None or block.leases or block.id in self.static:
             return False
-        owner = shower(block)
+        owner = host_view_owner(block)
         return owner is None or owner.can_release()
 
     def _make_room(self, block: Block) -> int:
         """An arena offset for ``block``; evicts, waits and moves others for it as far as that goes."""
         nbytes = block.room_bytes
-        high = block.kind is Kind.STATE
+        high = block.kind is BlockKind.STATE
         compact, collected = self._compactor.compact, False
         while True:
             offset = self.arena.allocate(nbytes, high=high)
@@ -345,12 +345,13 @@ class TierManager:
                 self._limbo.held(),
                 least_bytes=self.least_bytes,
                 has_nvme=self.space is not None,
-                table=self.explain(),
+                table=self.placement_text(),
             )
 
     def _referred_to(self) -> set[int]:
         """Offsets of the memory that stays only because the program refers to it."""
-        held = (b for b in self._resident.values() if not b.leases and (owner := shower(b)) and not owner.can_release())
+        viewed = ((block, host_view_owner(block)) for block in self._resident.values() if not block.leases)
+        held = (block for block, owner in viewed if owner is not None and not owner.can_release())
         return {*self._limbo.held(), *(b.offset for b in held if b.offset is not None)}
 
     def _collect(self) -> bool:
@@ -382,10 +383,10 @@ class TierManager:
         if self.space is None:
             return False
         static = [b for b in self._resident.values() if b.id in self.static and b is not wanted and not b.leases]
-        going = [b for b in static if (owner := shower(b)) is None or owner.can_release()]
+        going = [b for b in static if (owner := host_view_owner(b)) is None or owner.can_release()]
         if not going:
             return False
-        block = max(going, key=lambda b: (b.kind is Kind.STATE, self.next_use(b.id), b.id))
+        block = max(going, key=lambda b: (b.kind is BlockKind.STATE, self.next_use(b.id), b.id))
         self.before_leaving(block)
         self.static.discard(block.id)
         return True
@@ -429,7 +430,7 @@ class TierManager:
         with self.lock:
             if block.state is not BlockState.ON_NVME:
                 return False
-            high = block.kind is Kind.STATE
+            high = block.kind is BlockKind.STATE
             offset = self.arena.allocate(block.room_bytes, high=high)
             nbytes = block.room_bytes
             if offset is None and compact and self._compactor.compact(nbytes, SLIDE_WORTH * nbytes):
@@ -474,7 +475,7 @@ class TierManager:
 
     # -- report and end --------------------------------------------------------------------------------------------
 
-    def resident_bytes(self, kind: Kind) -> int:
+    def resident_bytes(self, kind: BlockKind) -> int:
         return sum(b.nbytes for b in self._resident.values() if b.kind is kind)
 
     def close(self) -> None:
@@ -484,7 +485,7 @@ class TierManager:
                 with contextlib.suppress(IoFailure):  # the bytes are being dropped anyway
                     self.transfers.settle(block, interruptible=False)
             for block in list(self._resident.values()):
-                owner = shower(block)
+                owner = host_view_owner(block)
                 if owner is not None:
                     owner.release()
                 block.offset = None

@@ -26,7 +26,7 @@ UNFINISHED_MAX = 3
 class TierCounters:
     """Running totals of one tier manager.
 
-    faults: reads that were waited for at a use that no plan had foreseen. waits: foreseen uses whose read was not
+    faults: reads that were waited for at a use that no plan had predicted. waits: predicted uses whose read was not
     done in time. wait_s: seconds spent waiting for transfers of any kind. lent: blocks that got the memory of several
     holes.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import AdamHyper
 from deepoffload.optim import checks
-from deepoffload.optim.repeat import RepeatingOptimizer
+from deepoffload.optim.cached_step import RepeatingOptimizer
 from deepoffload.optim.rule import Rule
 
 _ARRAYS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

@@ -24,8 +24,8 @@ from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.in_backward import EarlyUpdates, InBackward
 from deepoffload.optim.ordinary import OrdinaryUpdate, check_has_bytes, check_ordinary, plain_state, sum_of_squares
 from deepoffload.optim.paged_state import read_state, write_state
-from deepoffload.optim.rule import Hyper, Job, Rule
-from deepoffload.optim.state import LEAD_KEYS
+from deepoffload.optim.rule import Hyper, Rule, UpdateJob
+from deepoffload.optim.state import MASTER_PART_KEYS
 from deepoffload.optim.state_dict import load_into, pack
 from deepoffload.optim.update import HostUpdate, check_paged
 from deepoffload.params.pager import Pager
@@ -40,8 +40,8 @@ _NOTHING = nullcontext()
 class _Work:
     """What one step will do: every parameter that has a gradient, checked."""
 
-    paged: dict[ParamHandle, tuple[Tensor, Job]]
-    ordinary: list[tuple[Tensor, Job]]
+    paged: dict[ParamHandle, tuple[Tensor, UpdateJob]]
+    ordinary: list[tuple[Tensor, UpdateJob]]
 
 
 class HostOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -107,7 +107,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @abc.abstractmethod
     def _arrays(self, group: Mapping[str, Any]) -> Mapping[str, str]:
-        """Arrays of state that a parameter of this group has: see :class:`~deepoffload.optim.rule.Job`."""
+        """Arrays of state that a parameter of this group has: see :class:`~deepoffload.optim.rule.UpdateJob`."""
 
     @abc.abstractmethod
     def _hyper(self, group: Mapping[str, Any], step: int, first: bool) -> Hyper:
@@ -295,7 +295,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """Everything that has a gradient, or what of ``only`` has."""
         work = _Work({}, [])
         for group in self.param_groups:
-            jobs: dict[tuple[int, bool], Job] = {}
+            jobs: dict[tuple[int, bool], UpdateJob] = {}
             arrays = self._arrays(group)
             for param in group["params"]:
                 handle = _handle_of(param)
@@ -313,7 +313,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
                     work.ordinary.append((param, self._job(param, group, first, jobs)))
         return work
 
-    def _job(self, param: Tensor, group: dict[str, Any], first: bool, jobs: dict[tuple[int, bool], Job]) -> Job:
+    def _job(
+        self, param: Tensor, group: dict[str, Any], first: bool, jobs: dict[tuple[int, bool], UpdateJob]
+    ) -> UpdateJob:
         state = self.state.get(param)
         step = int(state.get("step", 0)) + 1 if state else 1
         job = jobs.get((step, first))
@@ -321,7 +323,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             self._check_settings(group)
             hyper, masters = self._hyper(group, step, first), bool(group.get("master_weights", True))
             checks.finite(hyper)
-            job = Job(step, hyper, self._arrays(group), self._initial(group), first, masters)
+            job = UpdateJob(step, hyper, self._arrays(group), self._initial(group), first, masters)
             jobs[step, first] = job
         return job
 
@@ -443,7 +445,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
                 continue
             if len(state) > 1:
                 self.state[param] = state = plain_state(state)
-            names = [*self._arrays(group), *LEAD_KEYS.values()]
+            names = [*self._arrays(group), *MASTER_PART_KEYS.values()]
             found = {key: state.pop(key) for key in names if isinstance(state.get(key), Tensor)}
             if found:
                 given[handle] = found

@@ -15,13 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from deepoffload.copies.copy_memory import DeviceMemory
 from deepoffload.errors import BudgetError
-from deepoffload.memory.device_memory import DeviceMemory
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
 from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.threads import num_threads
-from deepoffload.params.torch_private import bare
+from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import GradientSlot
 from deepoffload.timeline import Lane
 
@@ -87,7 +87,7 @@ class DeviceLandings:
         ``grad`` is complete on the current stream. The block is leased meanwhile; its sum of squares is unknown until
         the last piece has landed.
         """
-        with self._tiers.lock, bare():
+        with self._tiers.lock, outside_user_modes():
             block = slot.block
             if block is None:
                 raise RuntimeError(f"{slot.name} has no block")

@@ -13,16 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepoffload.memory.device_memory import DeviceMemory
+from deepoffload.copies.copy_memory import DeviceMemory
 from deepoffload.native.cpu_adam import AdamHyper, StateDType, StateLayout
-from deepoffload.optim.rule import Job
+from deepoffload.optim.rule import UpdateJob
 from deepoffload.optim.state import array_offset, lead_offset
 from deepoffload.params.layout import PieceSegment
-from deepoffload.params.torch_private import bare, fused_adam, fused_adamw, get_grad
+from deepoffload.params.torch_private import fused_adam, fused_adamw, get_grad, outside_user_modes
 from deepoffload.params.unit import IN_BLOCK, ParamHandle, StatePiece
 
 
-def updates_on_device(job: Job) -> bool:
+def updates_on_device(job: UpdateJob) -> bool:
     """Whether torch's fused kernels make this job's update: Adam and AdamW with fp32 moments and bias correction."""
     hyper = job.hyper
     if not isinstance(hyper, AdamHyper) or not job.master_weights:
@@ -30,9 +30,11 @@ def updates_on_device(job: Job) -> bool:
     return hyper.state_dtype is StateDType.FP32 and hyper.bias_correction and not hyper.amsgrad
 
 
-def run_piece(memory: DeviceMemory, piece: StatePiece, jobs: Mapping[ParamHandle, Job], grad_factor: float) -> None:
+def run_piece(
+    memory: DeviceMemory, piece: StatePiece, jobs: Mapping[ParamHandle, UpdateJob], grad_factor: float
+) -> None:
     """Update what of ``jobs`` lies in a piece. Its block, the unit's weights and gradients have been acquired."""
-    with bare():
+    with outside_user_modes():
         for part in piece.layout.segments:
             handle = piece.handles[part.tensor]
             if handle in jobs:
@@ -40,7 +42,7 @@ def run_piece(memory: DeviceMemory, piece: StatePiece, jobs: Mapping[ParamHandle
 
 
 def _run_segment(
-    memory: DeviceMemory, piece: StatePiece, part: PieceSegment, handle: ParamHandle, job: Job, grad_factor: float
+    memory: DeviceMemory, piece: StatePiece, part: PieceSegment, handle: ParamHandle, job: UpdateJob, grad_factor: float
 ) -> None:
     if handle.block is None:
         raise RuntimeError(f"{handle.name} has no block")

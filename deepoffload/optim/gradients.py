@@ -28,16 +28,16 @@ from deepoffload.params.parameter import OffloadedGradient, show_stand_in
 from deepoffload.params.reference_counts import LONE
 from deepoffload.params.slot import make_stand_in
 from deepoffload.params.torch_private import (
-    bare,
     call_when_accumulated,
     get_data,
     get_grad,
     make_subclass,
+    outside_user_modes,
     set_data,
     set_grad,
 )
 from deepoffload.params.unit import IN_BLOCK, GradientOwner, GradientSlot, GradientState, ParamHandle
-from deepoffload.schedule.placement import Kind
+from deepoffload.schedule.placement import BlockKind
 from deepoffload.timeline import Lane
 
 LIGHT_NUMEL = 1 << 14
@@ -111,7 +111,7 @@ class Gradients:
     def _late(self, handle: ParamHandle) -> None:
         """Room for the gradient and the optimizer state of a parameter that was frozen when its unit was made."""
         dtype = self.landing_dtype(handle.dtype)
-        block = self.tiers.create(f"{handle.name}.grad", Kind.GRADIENT, handle.numel * dtype.itemsize)
+        block = self.tiers.create(f"{handle.name}.grad", BlockKind.GRADIENT, handle.numel * dtype.itemsize)
         self.give_block(block, [handle], [0], [dtype])
         if handle.unit is not None:
             trained = [(handle, handle.dtype)]
@@ -127,7 +127,7 @@ class Gradients:
         """
         self.changes += 1
         if handle in self._light and handle.grad_state is GradientState.EMPTY:
-            if self.early is None and self.from_device is None and self.pager.rests():
+            if self.early is None and self.from_device is None and self.pager.is_fully_resident():
                 self.pager.forget_casts()
                 handle.grad_state = GradientState.USER
                 return
@@ -240,7 +240,7 @@ class Gradients:
             raise RuntimeError(f"{handle.name} has no gradient slot")
         with self.pager.lock:
             if slot.shown is None:
-                with bare():
+                with outside_user_modes():
                     stand_in = make_stand_in(slot.shape, slot.dtype, slot.device)
                     shown = make_subclass(OffloadedGradient, stand_in)  # no view, as autograd's own is none
                 show_stand_in(shown, slot, OffloadedGradient)
@@ -314,7 +314,7 @@ class Gradients:
             shown = slot.shown
             self.pager.pin(slot)
             try:
-                with bare():
+                with outside_user_modes():
                     values = get_data(shown).clone()
             finally:
                 self.pager.unpin(slot)
@@ -364,7 +364,7 @@ class Gradients:
             return cpu_adam.sum_of_squares(
                 raw.data_ptr(), handle.numel, dtype=NATIVE_DTYPES[raw.dtype], num_threads=num_threads()
             )
-        with bare():
+        with outside_user_modes():
             total = float((raw.to_dense() if raw.is_sparse else raw).double().square().sum())
         return total, not math.isfinite(total)
 
@@ -392,6 +392,6 @@ def _landed(param: Tensor) -> None:
 
 
 def _with_stride(grad: Tensor, slot: GradientSlot) -> Tensor:
-    with bare():
+    with outside_user_modes():
         copy = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device)
         return copy.copy_(grad)

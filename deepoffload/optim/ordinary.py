@@ -15,8 +15,8 @@ from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import Segment, StateDType, StateLayout
 from deepoffload.optim.eight_bit import decode, encode, num_blocks, torch_dtype
 from deepoffload.optim.gradients import NATIVE_DTYPES
-from deepoffload.optim.rule import SCALE_SUFFIX, Hyper, Job, Rule
-from deepoffload.optim.state import LAYOUTS, LEAD_KEYS
+from deepoffload.optim.rule import SCALE_SUFFIX, Hyper, Rule, UpdateJob
+from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import is_wrapper
 
@@ -84,9 +84,9 @@ class OrdinaryUpdate:
         """The state was replaced: what it holds belongs to the weights as they are now."""
         self._versions.clear()
 
-    def run(self, jobs: list[tuple[Tensor, dict[str, Any], Job]], grad_factor: float) -> None:
+    def run(self, jobs: list[tuple[Tensor, dict[str, Any], UpdateJob]], grad_factor: float) -> None:
         """Update each parameter from its gradient times ``grad_factor``, in one native call per layout."""
-        by_layout: dict[StateLayout, list[tuple[Tensor, dict[str, Any], Job]]] = {}
+        by_layout: dict[StateLayout, list[tuple[Tensor, dict[str, Any], UpdateJob]]] = {}
         for param, state, job in jobs:
             layout = layout_of(param, job.master_weights)
             if param.numel():
@@ -108,7 +108,7 @@ class OrdinaryUpdate:
                 state["master"][changed] = weight[changed].float()
 
     def _run_layout(
-        self, layout: StateLayout, jobs: list[tuple[Tensor, dict[str, Any], Job]], grad_factor: float
+        self, layout: StateLayout, jobs: list[tuple[Tensor, dict[str, Any], UpdateJob]], grad_factor: float
     ) -> None:
         segments: list[Segment] = []
         hypers: list[Hyper] = []
@@ -127,7 +127,7 @@ class OrdinaryUpdate:
             weight, grad = real(weight), real(grad).contiguous()
             keep += [weight, grad]
             arrays = {field: state[key].data_ptr() for key, field in job.addressed.items()}
-            lead = LEAD_KEYS.get(layout)
+            lead = MASTER_PART_KEYS.get(layout)
             if lead is not None:
                 arrays[lead] = state[lead].data_ptr()
             segments.append(
@@ -153,7 +153,7 @@ class OrdinaryUpdate:
             self._versions.update((id(param), param._version) for param in params)
 
 
-def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: Job) -> None:
+def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: UpdateJob) -> None:
     """Make the arrays that do not exist yet, and dense fp32 ones of those that a program has put there."""
     for key, field in job.arrays.items():
         dtype = param.dtype if param.is_complex() else torch_dtype(job.state_dtype, field)
@@ -166,7 +166,7 @@ def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: 
             _store_as(job.state_dtype, state, key, field, param)
         else:
             state[key] = _dense(state[key], dtype, param, key)
-    lead = LEAD_KEYS.get(layout)
+    lead = MASTER_PART_KEYS.get(layout)
     if lead is None:
         return
     dtype = torch.int16 if lead == "remainder" else torch.float32
@@ -227,7 +227,7 @@ def import_state(
         if key == "step":
             state[key] = torch.tensor(float(value), device="cpu")
             continue
-        known = key in arrays or key in LEAD_KEYS.values() or key == "max_exp_avg_sq"
+        known = key in arrays or key in MASTER_PART_KEYS.values() or key == "max_exp_avg_sq"
         if known and isinstance(value, Tensor):
             if value.shape != shape:
                 raise ValueError(f"{key} has shape {tuple(value.shape)}, the parameter {tuple(shape)}")

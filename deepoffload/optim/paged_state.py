@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from deepoffload.memory.device_memory import DeviceMemory
+from deepoffload.copies.copy_memory import DeviceMemory
 from deepoffload.native import cpu_adam
 from deepoffload.optim.relayout import add_fields
-from deepoffload.optim.state import LEAD_KEYS, PieceView
+from deepoffload.optim.state import MASTER_PART_KEYS, PieceView
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
-from deepoffload.params.torch_private import bare
+from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import ParamHandle, StatePiece
 
 Arrays = Mapping[str, str]
@@ -36,7 +36,7 @@ def read_state(
     for piece, parts in _pieces_of(pager, held.keys() | others):
         with _resident(pager, piece):
             view = PieceView(pager.tiers, piece)
-            lead = LEAD_KEYS.get(piece.kind)
+            lead = MASTER_PART_KEYS.get(piece.kind)
             for part in parts:
                 handle = piece.handles[part.tensor]
                 mine = found.setdefault(handle, {})
@@ -67,7 +67,7 @@ def write_state(
     pager: Pager, given: Mapping[ParamHandle, Mapping[str, Tensor]], arrays: Mapping[ParamHandle, Arrays]
 ) -> None:
     """Put arrays, and a remainder or master where given, into the pieces. Everything has the parameter's shape."""
-    source = _Source()
+    source = _StateSource()
     for unit in list(pager.units):
         fields = {h: tuple(arrays[h].values()) for h in unit.handles if h in arrays and h in given}
         if any(fields.values()):
@@ -77,7 +77,7 @@ def write_state(
         with _resident(pager, piece):
             pager.tiers.will_change(piece.block)
             view = PieceView(pager.tiers, piece)
-            lead = LEAD_KEYS.get(piece.kind)
+            lead = MASTER_PART_KEYS.get(piece.kind)
             for part in parts:
                 handle = piece.handles[part.tensor]
                 for key, field in arrays[handle].items():
@@ -123,12 +123,12 @@ def _resident(pager: Pager, piece: StatePiece) -> Iterator[None]:
 
 def _room(mine: dict[str, Tensor], key: str, dtype: torch.dtype, handle: ParamHandle) -> Tensor:
     if key not in mine:
-        with bare():
+        with outside_user_modes():
             mine[key] = torch.empty_strided(handle.shape, handle.stride, dtype=dtype)
     return mine[key]
 
 
-class _Source:
+class _StateSource:
     """Given arrays in the order and type of the pieces; a converted copy lives until the next parameter's turn."""
 
     def __init__(self) -> None:
@@ -146,5 +146,5 @@ class _Source:
 def _arranged(value: Tensor, dtype: torch.dtype, handle: ParamHandle) -> Tensor:
     if value.dtype is dtype and value.stride() == handle.stride and value.device.type == "cpu":
         return value
-    with bare():
+    with outside_user_modes():
         return torch.empty_strided(handle.shape, handle.stride, dtype=dtype).copy_(value)

@@ -15,13 +15,13 @@ import torch
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.cpu_adam import STATE_BLOCK, StateLayout
 from deepoffload.optim.eight_bit import CHUNK_NUMEL
-from deepoffload.optim.rule import Job
+from deepoffload.optim.rule import UpdateJob
 from deepoffload.optim.state import LAYOUTS, PieceView, lead_bytes, make_pieces
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.unit import ParamHandle, StateFormat, StatePiece, Unit
 
 
-def fit_pieces(tiers: TierManager, unit: Unit, jobs: Mapping[ParamHandle, Job]) -> None:
+def fit_pieces(tiers: TierManager, unit: Unit, jobs: Mapping[ParamHandle, UpdateJob]) -> None:
     """Give the parameters of a unit that ``jobs`` will update pieces in the format that their jobs need.
 
     To be called under the pager's lock, when the unit has no update to come. Arrays that stay are converted, new ones

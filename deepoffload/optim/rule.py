@@ -31,7 +31,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Job:
+class UpdateJob:
     """The update of one parameter in one step; parameters of a group that are alike share one.
 
     Attributes:

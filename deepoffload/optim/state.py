@@ -21,9 +21,9 @@ from deepoffload.optim.eight_bit import SIGNED_FIELDS, num_blocks
 from deepoffload.optim.rule import SCALE_SUFFIX
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceLayout, PieceSegment, cut_pieces
-from deepoffload.params.torch_private import bare
+from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, StatePiece, Unit
-from deepoffload.schedule.placement import Kind
+from deepoffload.schedule.placement import BlockKind
 
 PIECE_BYTES = 28 << 20
 """A piece is about 20 to 28 MiB of state, what the disk pipeline was fastest with; smaller budgets get smaller ones."""
@@ -40,7 +40,7 @@ LAYOUTS = {
     torch.float16: StateLayout.MASTER,
 }
 
-LEAD_KEYS = {StateLayout.SPLIT_BF16: "remainder", StateLayout.MASTER: "master"}
+MASTER_PART_KEYS = {StateLayout.SPLIT_BF16: "remainder", StateLayout.MASTER: "master"}
 """What completes a 16-bit weight to its fp32 master, by its name in ``Segment`` and in a ``state_dict``."""
 
 PIECES_PER_ARENA = 14
@@ -121,7 +121,7 @@ def make_pieces(
         numel = piece_numel(weight_bytes, layout, limit_bytes, state_format, alignment_numel)
         for piece in cut_pieces([h.numel for h in group], numel, alignment_numel):
             name = f"{unit.name}.state[{present + len(pieces)}]"
-            block = tiers.create(name, Kind.STATE, _piece_bytes(piece.numel, layout, state_format))
+            block = tiers.create(name, BlockKind.STATE, _piece_bytes(piece.numel, layout, state_format))
             pieces.append(StatePiece(block, piece, layout, group, state_format))
     return pieces
 
@@ -170,7 +170,7 @@ class PieceView:
         """Set a segment of an array, or its scales, to one value; other values than zero are for fp32 arrays."""
         address = self.array(field, segment)
         if value:
-            with bare():
+            with outside_user_modes():
                 _tensor_at(address, segment.numel, ctypes.c_float, torch.float32).fill_(value)
         elif field.endswith(SCALE_SUFFIX):
             ctypes.memset(address, 0, num_blocks(segment.numel) * 4)
@@ -197,7 +197,7 @@ class PieceView:
             else:
                 cpu_adam.dequantize(address, scales, plain, segment.numel, signed=signed, num_threads=threads)
         else:
-            with bare():
+            with outside_user_modes():
                 stored = _tensor_at(address, segment.numel, ctypes.c_uint16, torch.bfloat16)
                 values = _tensor_at(plain, segment.numel, ctypes.c_float, torch.float32)
                 stored.copy_(values) if store else values.copy_(stored)
@@ -213,7 +213,7 @@ def follow_weight(tiers: TierManager, piece: StatePiece, segment: PieceSegment, 
     if piece.kind is StateLayout.SPLIT_BF16:
         ctypes.memset(view.lead(segment), 0, segment.numel * 2)
     elif piece.kind is StateLayout.MASTER:
-        with bare():
+        with outside_user_modes():
             buffer, base = tiers.arena.buffer, tiers.arena.address
             source = handle.address() + segment.start * handle.itemsize - base
             weight = torch.frombuffer(buffer, dtype=handle.dtype, count=segment.numel, offset=source)

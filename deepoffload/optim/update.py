@@ -13,15 +13,15 @@ from contextlib import ExitStack
 
 import torch
 
+from deepoffload.copies.copy_memory import DeviceMemory
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
-from deepoffload.memory.device_memory import DeviceMemory
 from deepoffload.native.cpu_adam import DType, Segment, StateLayout
 from deepoffload.optim.device_update import run_piece, updates_on_device
 from deepoffload.optim.gradients import NATIVE_DTYPES, Gradients
 from deepoffload.optim.relayout import fit_pieces
-from deepoffload.optim.rule import Hyper, Job, Rule
-from deepoffload.optim.state import LEAD_KEYS, PieceView, ensure_pieces, follow_weight
+from deepoffload.optim.rule import Hyper, Rule, UpdateJob
+from deepoffload.optim.state import MASTER_PART_KEYS, PieceView, ensure_pieces, follow_weight
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
@@ -38,7 +38,7 @@ class HostUpdate:
     """
 
     def __init__(
-        self, pager: Pager, gradients: Gradients, rule: Rule, jobs: Mapping[ParamHandle, Job], grad_factor: float
+        self, pager: Pager, gradients: Gradients, rule: Rule, jobs: Mapping[ParamHandle, UpdateJob], grad_factor: float
     ) -> None:
         self.pager = pager
         self.tiers = pager.tiers
@@ -108,7 +108,7 @@ class HostUpdate:
                 return True
         return False
 
-    def _jobs_of(self, piece: StatePiece) -> list[Job]:
+    def _jobs_of(self, piece: StatePiece) -> list[UpdateJob]:
         handles = (piece.handles[segment.tensor] for segment in piece.layout.segments)
         return [self.jobs[handle] for handle in handles if handle in self.jobs]
 
@@ -236,7 +236,7 @@ class HostUpdate:
             self.tiers.timeline.add(Lane.UPDATE, name, begin_s, time.perf_counter(), nbytes)
 
     def _state(
-        self, piece: StatePiece, view: PieceView, part: PieceSegment, handle: ParamHandle, job: Job
+        self, piece: StatePiece, view: PieceView, part: PieceSegment, handle: ParamHandle, job: UpdateJob
     ) -> dict[str, int]:
         """Addresses of a segment's arrays by field, up to date with the weight and, in a first step, filled."""
         if handle.master_stale:
@@ -245,7 +245,7 @@ class HostUpdate:
             for key, field in job.addressed.items():
                 view.fill(field, part, job.initial.get(key, 0.0))
         state = {field: view.array(field, part) for field in job.addressed.values()}
-        lead = LEAD_KEYS.get(piece.kind)
+        lead = MASTER_PART_KEYS.get(piece.kind)
         if lead is not None:
             state[lead] = view.lead(part)
         return state

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepoffload.params.torch_private import bare, get_data, parameter_registration_hooks
+from deepoffload.params.torch_private import get_data, outside_user_modes, parameter_registration_hooks
 
 _NEAR = 32
 """How far back in ``copy.deepcopy``'s memo the module is looked for whose parameter is copied."""
@@ -19,7 +19,7 @@ def plain_copy(param: Any) -> nn.Parameter:
     slot = param._slot
     slot.pager.pin(slot)
     try:
-        with bare():
+        with outside_user_modes():
             return nn.Parameter(get_data(param).clone(memory_format=torch.preserve_format), param.requires_grad)
     finally:
         slot.pager.unpin(slot)

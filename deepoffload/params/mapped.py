@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from deepoffload.errors import IoFailure
 from deepoffload.native.aio import round_up
-from deepoffload.params.torch_private import bare, get_data, version_of
+from deepoffload.params.torch_private import get_data, outside_user_modes, version_of
 from deepoffload.params.unit import ParamHandle
 
 
@@ -34,7 +34,7 @@ class MappedCopy:
     def __init__(self, handle: ParamHandle, memory: memoryview) -> None:
         self._handle = handle
         self._version: int | None = None
-        with bare():
+        with outside_user_modes():
             flat = torch.frombuffer(memory, dtype=handle.dtype, count=handle.numel)
             self.tensor = flat.as_strided(handle.shape, handle.stride)
 
@@ -46,7 +46,7 @@ class MappedCopy:
         if version != self._version or handle.escape_crc is not None:
             handle.pager.pin(handle)
             try:
-                with bare():
+                with outside_user_modes():
                     self.tensor.copy_(get_data(weight))
             finally:
                 handle.pager.unpin(handle)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepoffload.params.torch_private import bare
+from deepoffload.params.torch_private import outside_user_modes
 
 _ATTRIBUTES = (
     "shape dtype device requires_grad is_leaf grad_fn layout ndim names itemsize nbytes output_nr retains_grad name "
@@ -49,7 +49,7 @@ def _storage_offset(func: Any, args: Any, kwargs: Any) -> int:
 
 def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
     slot = args[0]._slot
-    with bare():
+    with outside_user_modes():
         like = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="meta")
         return like.is_contiguous(*args[1:], **kwargs)
 

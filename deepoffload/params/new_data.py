@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.params.slot import TensorSlot
-from deepoffload.params.torch_private import bare, count_change, get_data, version_of
-from deepoffload.params.unit import GradientSlot, ParamHandle, SlotOwner
+from deepoffload.params.torch_private import count_change, get_data, outside_user_modes, version_of
+from deepoffload.params.unit import BlockView, GradientSlot, ParamHandle
 
 
 def set_new_data(tensor: Any, value: Any) -> None:
@@ -53,7 +53,7 @@ def set_new_data(tensor: Any, value: Any) -> None:
         if source is not None:
             source.pager.pin(source)
         try:
-            with bare():
+            with outside_user_modes():
                 slot.copy_in(get_data(value))
         finally:
             if source is not None:
@@ -89,9 +89,9 @@ def _become(tensor: Any, slot: ParamHandle, value: Tensor) -> None:
             tiers.remove(old)  # its owner hides the bytes: the tensor shows a stand-in now
             slot.become(value)
             slot.bind(new, 0)
-            with bare():
+            with outside_user_modes():
                 slot.view().copy_(get_data(value))
-            if isinstance(new.owner, SlotOwner):
+            if isinstance(new.owner, BlockView):
                 new.owner.install()
             slot.version = version_of(tensor)
         finally:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepoffload.params.window import Entry, FrameEnd, Window, frame_ended
+from deepoffload.params.window import FrameEnd, Window, WindowCall, frame_ended
 
 
 class OuterWindow(Window):
@@ -38,7 +38,7 @@ class OuterWindow(Window):
             if pager.opened():
                 pager.close_stale()
             frame = sys._getframe(2)  # the module's call
-            entry = Entry(self, frame)
+            entry = WindowCall(self, frame)
             pager.opened().append(entry)
             entry.pushed = pager.push_hooks()
             pager.shared_by_threads()

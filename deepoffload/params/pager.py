@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepoffload.copies.shown import HostMemory, ShownMemory
 from deepoffload.errors import ClosedError
 from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
-from deepoffload.memory.shown import HostMemory, ShownMemory
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.params.mapped import MappedCopies
 from deepoffload.params.ports import GradientDoor
@@ -34,7 +34,7 @@ from deepoffload.params.torch_private import (
     top_saved_tensors_hooks,
     version_of,
 )
-from deepoffload.params.unit import ParamHandle, SlotOwner, Unit
+from deepoffload.params.unit import BlockView, ParamHandle, Unit
 from deepoffload.schedule.trace import Event, Trace
 
 _PHASES = {"f": "forward", "b": "backward", "u": "update"}
@@ -100,11 +100,11 @@ class Pager:
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    def tensor_born(self) -> None:
+    def parameter_registered(self) -> None:
         with self.lock:
             self._alive += 1
 
-    def tensor_died(self, _: Any) -> None:
+    def parameter_dropped(self, _: Any) -> None:
         """A parameter was deleted. May run at any time, in any thread: only count, and end a pager that shows
         nothing."""
         self._alive -= 1
@@ -129,7 +129,7 @@ class Pager:
         self._unit_count += 1
         return self._unit_count - 1
 
-    def _bury(self) -> None:
+    def _free_dead_units(self) -> None:
         """Give back what units hold of which every parameter was deleted (a replaced head, merged adapters)."""
         self._deaths = 0
         for unit in list(self.units):
@@ -148,7 +148,7 @@ class Pager:
         """In which memory a block's tensors show its bytes: the pager's, except while a model is built on the CPU that
         is to compute elsewhere."""
         owner = block.owner if block is not None else None
-        return owner.memory if isinstance(owner, SlotOwner) else self.memory
+        return owner.memory if isinstance(owner, BlockView) else self.memory
 
     def memory_on(self, device: torch.device) -> ShownMemory:
         """The memory in which a tensor on ``device`` is shown."""
@@ -165,7 +165,7 @@ class Pager:
                 self.memory_of(block).acquire(block)
                 pinned = True
                 owner = block.owner
-                if isinstance(owner, SlotOwner):
+                if isinstance(owner, BlockView):
                     owner.install()
         except BaseException:
             if pinned:  # an interrupt that was held back: the caller will not unpin what it never got
@@ -190,7 +190,7 @@ class Pager:
             block = self._block_of(slot)
             self.memory_of(block).acquire(block)
             self._held.append(block)
-            if isinstance(block.owner, SlotOwner):
+            if isinstance(block.owner, BlockView):
                 block.owner.install()
 
     def release_held(self) -> None:
@@ -237,7 +237,7 @@ class Pager:
         for unit in units:
             if unit.pending is not None:
                 self.catch_up(unit)
-        if self.rests():
+        if self.is_fully_resident():
             return
         self._event(("f", *(u.index for u in units)), tuple(u.weights.id for u in units))
 
@@ -260,7 +260,7 @@ class Pager:
 
     def use_backward(self, unit: Unit) -> None:
         self.forget_casts()
-        if unit is self._backward_of or self.rests():
+        if unit is self._backward_of or self.is_fully_resident():
             return
         gradients = () if unit.gradients is None else (unit.gradients.id,)
         self._event(("b", unit.index), (unit.weights.id, *gradients))
@@ -284,7 +284,7 @@ class Pager:
                 self.pump()
                 self.prefetcher.end_of_step()
 
-    def rests(self) -> bool:
+    def is_fully_resident(self) -> bool:
         """True when an event teaches nothing, because nothing ever moves."""
         return self.memory.all_stay() and self.tiers.timeline is None and not self._deaths and not self.evict_always
 
@@ -297,11 +297,11 @@ class Pager:
             self._last_key = key
             self._backward_of = None
             if self._deaths:
-                self._bury()
+                self._free_dead_units()
             if self.tiers.timeline is not None:
                 self.tiers.timeline.phase(self._phase_name(key))
             predicted = self.trace.observe(Event(self._keys.setdefault(key, len(self._keys)), blocks))
-            self.tiers.foreseen = frozenset(blocks) if predicted and self.prefetch else frozenset()
+            self.tiers.predicted = frozenset(blocks) if predicted and self.prefetch else frozenset()
             self.pump(set(blocks))
 
     def _phase_name(self, key: tuple[object, ...]) -> str:
@@ -379,7 +379,7 @@ class Pager:
     def _refuse_unhooked_graphs(self, block: Block) -> None:
         """A block that was to stay leaves: graphs that autograd made without us, while everything stayed, would go
         backward with what the tensor shows then. By another version they see that they must not."""
-        if not self._unhooked or not isinstance(block.owner, SlotOwner) or not block.owner.on_host:
+        if not self._unhooked or not isinstance(block.owner, BlockView) or not block.owner.on_host:
             return
         for slot in block.owner.slots:
             tensor = slot.tensor

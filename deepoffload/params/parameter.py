@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from deepoffload.errors import UnsupportedError
 from deepoffload.params import differentiation
 from deepoffload.params.copies import page_in_context, plain_copy
-from deepoffload.params.lazy import lazy_weight
 from deepoffload.params.metadata import LAYOUT, METADATA
 from deepoffload.params.new_data import set_new_data
 from deepoffload.params.sharding import refuse_sharding
 from deepoffload.params.slot import TensorSlot
+from deepoffload.params.state_dict_values import lazy_weight
 from deepoffload.params.torch_private import (
     MODULE_APPLY,
     MODULE_SAVE,

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from deepoffload.copies.shown import ShownMemory
 from deepoffload.memory.block import Block
 from deepoffload.memory.lock import BooksLock
-from deepoffload.memory.shown import ShownMemory
 from deepoffload.memory.tier_manager import TierManager
 
 
@@ -46,9 +46,9 @@ class PagerPort(Protocol):
 
     def memory_of(self, block: Block | None) -> ShownMemory: ...
 
-    def tensor_born(self) -> None: ...
+    def parameter_registered(self) -> None: ...
 
-    def tensor_died(self, _: Any) -> None: ...
+    def parameter_dropped(self, _: Any) -> None: ...
 
     def remember_storage(self, slot: Any) -> None: ...
 

@@ -18,10 +18,10 @@ from torch.utils import dlpack
 from deepoffload.errors import UnsupportedError
 from deepoffload.params.torch_private import (
     TESTED_VERSIONS,
-    bare,
     get_data,
     held_by_graphs,
     no_torch_function,
+    outside_user_modes,
     set_data,
     storage_use_count,
     tensor_use_count,
@@ -115,7 +115,7 @@ def _lone() -> tuple[Tensor, Holding]:
 
 def calibrate() -> LoneCounts:
     """Take the counts."""
-    with bare():
+    with outside_user_modes():
         shown, holder = _lone()
         users, references = _storage_counts(holder)
         native_users = tensor_use_count(shown)
@@ -136,7 +136,7 @@ def self_test(counts: LoneCounts) -> None:
         if seen is not whether:
             wrong.append(f"{what}, which {'nothing' if seen else 'something'} else holds")
 
-    with bare():
+    with outside_user_modes():
         shown, holder = _lone()
         kept = _HoldingTensor(torch.empty(1))
         other: Any = None

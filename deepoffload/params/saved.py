@@ -18,11 +18,11 @@ from torch.utils import checkpoint
 from deepoffload.errors import ClosedError
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.torch_private import (
-    bare,
     get_data,
     in_backward,
     in_functorch,
     modes_active,
+    outside_user_modes,
     push_saved_tensors_hooks,
     saved_tensors_hooks_enabled,
     top_saved_tensors_hooks,
@@ -208,7 +208,7 @@ class SavedTensorHooks:
 
 def _is_cast(tensor: Tensor, weight: Tensor) -> bool:
     """Whether ``tensor`` is ``weight`` in a narrower type, bit for bit."""
-    with bare():
+    with outside_user_modes():
         shown = get_data(weight)
         if shown.dtype not in _WIDE or shown.device != tensor.device:
             return False
@@ -230,7 +230,7 @@ def _type_name(tensor: Tensor) -> str:
 
 def _alias(tensor: Tensor) -> Tensor:
     """Another object over the memory that a paged tensor shows, with the same version counter."""
-    with bare():
+    with outside_user_modes():
         return tensor.detach()
 
 
@@ -243,7 +243,7 @@ def _without_graph(tensor: Tensor) -> Tensor:
     if in_functorch():
         return tensor
     if type(tensor) is Tensor:
-        with bare():
+        with outside_user_modes():
             return tensor.detach()
     return tensor.detach()
 
@@ -285,7 +285,7 @@ def restore(saved: SavedWeight) -> Tensor:
                 )
             shown = get_data(param)
             if type(saved) is SavedCast:
-                with bare():
+                with outside_user_modes():
                     shown = torch.empty_strided(
                         shown.size(), saved.base_stride, dtype=saved.dtype, device=shown.device
                     ).copy_(shown)
@@ -293,7 +293,7 @@ def restore(saved: SavedWeight) -> Tensor:
                 return shown
             if not modes_active():
                 return shown.as_strided(saved.size, saved.stride, saved.offset)
-            with bare():
+            with outside_user_modes():
                 return torch.as_strided(shown, saved.size, saved.stride, saved.offset)
         finally:
             pager.unpin(handle)

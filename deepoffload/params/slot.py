@@ -17,9 +17,9 @@ from deepoffload.errors import UnsupportedError
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.reference_counts import LONE, Holding
 from deepoffload.params.torch_private import (
-    bare,
     get_data,
     modes_active,
+    outside_user_modes,
     set_data,
     set_data_elsewhere,
     swap_memory,
@@ -27,13 +27,13 @@ from deepoffload.params.torch_private import (
 )
 
 if TYPE_CHECKING:
+    from deepoffload.copies.shown import ShownMemory
     from deepoffload.memory.block import Block
-    from deepoffload.memory.shown import ShownMemory
 
 
 def make_stand_in(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of ``shape`` backed by one scalar of its own: NaN for floating types, the largest value for others."""
-    with bare():
+    with outside_user_modes():
         if dtype.is_floating_point or dtype.is_complex:
             scalar = torch.full((), float("nan"), dtype=dtype, device=device)
         elif dtype is torch.bool:
@@ -65,7 +65,7 @@ def _data_unseen(tensor: Tensor) -> Tensor:
     """``tensor.data``, which is nobody's operation."""
     if not modes_active():
         return get_data(tensor)
-    with bare():
+    with outside_user_modes():
         return get_data(tensor)
 
 
@@ -123,7 +123,7 @@ class TensorSlot:
         self._stand_in = make_stand_in(shape, dtype, device)
         self._stand_in_storage = self._stand_in.untyped_storage()._cdata
         if tensor is not None:
-            self.attach(tensor, pager.tensor_died)
+            self.attach(tensor, pager.parameter_dropped)
 
     def attach(self, tensor: Tensor, on_death: Callable[[Any], None] | None = None) -> None:
         """Show the bytes through this tensor object from now on."""
@@ -172,7 +172,8 @@ class TensorSlot:
         return self.pager.tiers.address(self.block) + self.byte_offset
 
     def host_view(self) -> Tensor:
-        """A new tensor over the bytes in host memory, where the block must be resident. Call inside :func:`bare`."""
+        """A new tensor over the bytes in host memory, where the block must be resident. Call inside
+        :func:`outside_user_modes`."""
         if self.block is None or self.block.offset is None:
             raise RuntimeError(f"{self.name} is not resident")
         buffer, offset = self.pager.tiers.arena.buffer, self.block.offset + self.byte_offset
@@ -186,8 +187,8 @@ class TensorSlot:
         return self.pager.memory_of(self.block)
 
     def view(self) -> Tensor:
-        """A new tensor over the bytes that are shown, with a storage of its own. Call inside :func:`bare`, with the
-        block acquired."""
+        """A new tensor over the bytes that are shown, with a storage of its own. Call inside
+        :func:`outside_user_modes`, with the block acquired."""
         if self.block is None:
             raise RuntimeError(f"{self.name} has no block")
         flat = self.memory.flat(self.block, self.byte_offset, self.dtype, self.numel)
@@ -234,7 +235,7 @@ class TensorSlot:
         tensor = self.tensor
         if tensor is None:
             return
-        with bare():
+        with outside_user_modes():
             given = get_data(tensor)
             views = self._copy_for_views(shown=False)
             self._show_elsewhere(tensor, views)
@@ -249,7 +250,7 @@ class TensorSlot:
         """
         tensor = self.tensor
         if tensor is not None:
-            with bare():
+            with outside_user_modes():
                 views = self._copy_for_views(shown=True)
                 if views is not None:
                     self._show_elsewhere(tensor, views)
@@ -334,7 +335,7 @@ class TensorSlot:
         if stride != self.stride:
             self.stride = stride
             self.pager.forget_storage(self)
-            with bare():
+            with outside_user_modes():
                 self.uninstall()
                 self.install()
             self.pager.remember_storage(self)
@@ -344,7 +345,7 @@ class TensorSlot:
         self.shape = value.shape
         self.numel = value.numel()
         self.stride = dense_stride(value)
-        with bare():
+        with outside_user_modes():
             self.retype(value.dtype)
 
     def retype(self, dtype: torch.dtype) -> None:

@@ -145,7 +145,7 @@ def version_of(tensor: Tensor) -> int:
 
 def call_when_accumulated(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Have autograd call ``hook`` when the tensor's gradient is complete, before every hook that is there already."""
-    with bare():
+    with outside_user_modes():
         before = dict(tensor._post_accumulate_grad_hooks or {})
         handle = tensor.register_post_accumulate_grad_hook(hook)
         hooks: dict[int, Any] = tensor._post_accumulate_grad_hooks
@@ -158,7 +158,7 @@ def call_when_accumulated(tensor: Tensor, hook: Callable[[Tensor], None]) -> Rem
 def held_by_graphs(tensor: Tensor) -> int:
     """How many references to a frozen leaf are those of graphs, made while it was trainable: 1 or 0, since all of them
     share one node. If there is none yet, this makes one, which counts beside those that were there before."""
-    with bare():
+    with outside_user_modes():
         before = tensor_use_count(tensor)
         tensor.requires_grad_(True)
         try:
@@ -268,7 +268,7 @@ def modes_active() -> bool:
 
 
 @contextlib.contextmanager
-def bare() -> Iterator[None]:
+def outside_user_modes() -> Iterator[None]:
     """Outside every user mode: bytes that deepoffload moves are nobody's operation.
 
     No dispatch mode, no function mode, no functorch level, no inference mode, no gradient, no default device. The cheap

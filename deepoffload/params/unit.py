@@ -15,12 +15,12 @@ from deepoffload.native.cpu_adam import StateDType, StateLayout
 from deepoffload.params.layout import PieceLayout
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.slot import TensorSlot
-from deepoffload.params.torch_private import bare, count_change, version_of
+from deepoffload.params.torch_private import count_change, outside_user_modes, version_of
 
 if TYPE_CHECKING:
     import torch
 
-    from deepoffload.memory.shown import ShownMemory
+    from deepoffload.copies.shown import ShownMemory
 
 
 class UnitState(enum.Enum):
@@ -83,7 +83,7 @@ class ParamHandle(TensorSlot):
         self, pager: PagerPort, name: str, tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...]
     ) -> None:
         super().__init__(pager, name, tensor, tensor.shape, dtype, stride, tensor.device)
-        pager.tensor_born()
+        pager.parameter_registered()
         self.unit: Unit | None = None
         self.state_owner: object | None = None
         self.master_stale = False
@@ -187,18 +187,18 @@ class GradientSlot(TensorSlot):
         """Show the gradient through ``tensor`` from now on."""
         self.shown = tensor
         self.attach(tensor)
-        with bare():
+        with outside_user_modes():
             self.uninstall()
         self.version = version_of(tensor)
         owner = self.block.owner if self.block is not None else None
-        if isinstance(owner, SlotOwner) and owner.installed:
+        if isinstance(owner, BlockView) and owner.installed:
             owner.installed = False
             owner.install()
 
     def hide(self) -> None:
         """Stop showing it. Views that the program took of it keep the memory until they are gone."""
         owner = self.block.owner if self.block is not None else None
-        if isinstance(owner, SlotOwner) and self.aliased():
+        if isinstance(owner, BlockView) and self.aliased():
             owner.retired.append(self.alias())
         self.pager.forget_storage(self)
         self.uninstall()
@@ -260,7 +260,7 @@ class StatePiece:
         self.handles = handles
 
 
-class SlotOwner:
+class BlockView:
     """Owner of a block whose bytes are shown by tensor slots.
 
     Args:
@@ -299,7 +299,7 @@ class SlotOwner:
         self.retired = []
         if self.installed:
             self.installed = False
-            with bare():
+            with outside_user_modes():
                 for slot in self.slots:
                     self.pager.forget_storage(slot)
                     slot.uninstall()
@@ -315,7 +315,7 @@ class SlotOwner:
             return
         self.installed = True
         try:
-            with bare():
+            with outside_user_modes():
                 for slot in self.slots:
                     slot.install()
                     self.pager.remember_storage(slot)
@@ -324,7 +324,7 @@ class SlotOwner:
             raise
 
 
-class GradientOwner(SlotOwner):
+class GradientOwner(BlockView):
     """Owner of a gradient block: knows when the program wrote to a shown gradient through a view of it."""
 
     def changed(self) -> bool:
@@ -332,7 +332,7 @@ class GradientOwner(SlotOwner):
         return any(changed)
 
 
-class WeightOwner(SlotOwner):
+class WeightView(BlockView):
     """Owner of a unit's weights: knows when the program wrote to them behind the doors."""
 
     def update_to_come(self) -> bool:
@@ -357,7 +357,7 @@ class Unit:
         pending: the optimizer step that it still has to make before anybody uses it.
     """
 
-    def __init__(self, index: int, name: str, handles: list[ParamHandle], weights: Block, owner: SlotOwner) -> None:
+    def __init__(self, index: int, name: str, handles: list[ParamHandle], weights: Block, owner: BlockView) -> None:
         self.index = index
         self.name = name
         self.handles = handles

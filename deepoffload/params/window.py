@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
-from deepoffload.params.careful import hooks_of, may_cast, needs_doors
+from deepoffload.params.code_scan import hooks_of, may_bypass_hooks, may_cast
 from deepoffload.params.membership import Membership
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter
@@ -42,7 +42,7 @@ _Shown = list[tuple[ParamHandle, Callable[[], Tensor | None]]]
 """Parameters of a window, each with a weak reference to its tensor object."""
 
 
-class Entry:
+class WindowCall:
     """One running call of a window's module. Empty until :meth:`Window.enter` is through, and when that has failed:
     torch calls the post hook then, too, which must not end the call around this one.
 
@@ -75,7 +75,7 @@ class FrameEnd:
     __slots__ = ("__weakref__",)
 
 
-def frame_ended(entry: Entry, _: Any) -> None:
+def frame_ended(entry: WindowCall, _: Any) -> None:
     """A call's frame is gone and its window still open. Runs anywhere; what cannot be done now, the next call does."""
     entry.over = True
     pager = entry.window.pager
@@ -92,8 +92,8 @@ class Window:
     def __init__(self, pager: Pager, module: nn.Module, name: str) -> None:
         self.pager = pager
         self.name = name
-        self._module = weakref.ref(module, pager.tensor_died)
-        pager.tensor_born()  # parameters may all be replaced while their modules live on
+        self._module = weakref.ref(module, pager.parameter_dropped)
+        pager.parameter_registered()  # parameters may all be replaced while their modules live on
         self._members: Membership
         self._watch: RootWatch | None = None
         self._checks = self._changes = 0
@@ -186,7 +186,7 @@ class Window:
         hooks = hooks_of(module)
         if hooks != self._hooks:
             self._hooks = hooks
-            self._careful, self._casts = needs_doors(module), may_cast(module)
+            self._careful, self._casts = may_bypass_hooks(module), may_cast(module)
 
     def _handle_of(self, param: Tensor, name: str) -> ParamHandle | None:
         slot = param.__dict__.get("_slot")
@@ -211,7 +211,7 @@ class Window:
             if opened:
                 pager.close_stale()
             frame = sys._getframe(2)  # the module's call
-            entry = Entry(self, frame)
+            entry = WindowCall(self, frame)
             opened.append(entry)
             if self._waiting or self._has_changed():
                 self._scan(module)
@@ -240,7 +240,7 @@ class Window:
             entry.frame_end = weakref.ref(frame_end, partial(frame_ended, entry))
             frame.f_locals["_deepoffload_window"] = frame_end
 
-    def _take(self, entry: Entry, module: nn.Module) -> None:
+    def _take(self, entry: WindowCall, module: nn.Module) -> None:
         """Bring and lease the bytes, and put our saved-tensor hooks on."""
         pager = self.pager
         for unit in self._units:
@@ -256,7 +256,7 @@ class Window:
                 pager.hold_until_step(handle)
         entry.pushed = pushed
 
-    def show_doors(self, entry: Entry) -> None:
+    def show_doors(self, entry: WindowCall) -> None:
         """Give the parameters their doors back in the middle of a call (another thread uses them, too)."""
         if entry.plain:
             entry.plain = False
@@ -307,7 +307,7 @@ class Window:
             pager.cast_by.add(id(self))
         pager.casts_of = None if pager.casts_are_shared else id(self)
 
-    def close(self, entry: Entry) -> None:
+    def close(self, entry: WindowCall) -> None:
         """End one call, which is none of its thread's open ones any more: hooks off, doors back, leases released. To be
         called under the lock."""
         pager = self.pager
@@ -332,7 +332,7 @@ class Window:
             if handle.grad_hook is None and param is not None and param.requires_grad and gradients is not None:
                 gradients.track(handle)
 
-    def _give_doors_back(self, entry: Entry) -> list[ParamHandle]:
+    def _give_doors_back(self, entry: WindowCall) -> list[ParamHandle]:
         """End the time without doors. Returns the parameters that were written to, or given other memory, meanwhile:
         each is asked while its class is plain, which costs nearly nothing."""
         edited = []
@@ -350,7 +350,7 @@ class Window:
                 param.__class__ = OffloadedParameter
         return edited
 
-    def _look_through_doors(self, entry: Entry) -> list[ParamHandle]:
+    def _look_through_doors(self, entry: WindowCall) -> list[ParamHandle]:
         """The same of a call in which the doors were there all the time."""
         present = [(handle, reference()) for handle, reference in entry.shown]
         return [h for h, p in present if p is not None and (version_of(p) != h.version or h.displaced())]

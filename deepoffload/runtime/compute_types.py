@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from deepoffload.config import Buffers, Config, Precision
 from deepoffload.errors import UsageError
-from deepoffload.params.torch_private import bare, get_data, set_data_elsewhere
+from deepoffload.params.torch_private import get_data, outside_user_modes, set_data_elsewhere
 
 log = logging.getLogger("deepoffload")
 
@@ -90,7 +90,7 @@ def convert_buffers(root: nn.Module, device: torch.device, types: ComputeTypes) 
     """Buffers move to the device, and those of ``types`` take their type."""
     wanted = {id(buffer): dtype for buffer, dtype in types.buffers}
     staying = []
-    with bare():
+    with outside_user_modes():
         for name, buffer in root.named_buffers():
             dtype = wanted.get(id(buffer), buffer.dtype)
             if not buffer.is_meta and (buffer.dtype is not dtype or buffer.device != device):

@@ -28,10 +28,10 @@ from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceSegment, byte_offset
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter, plain_again
 from deepoffload.params.slot import dense_stride
-from deepoffload.params.torch_private import bare, get_data, version_of
-from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, StatePiece, Unit, WeightOwner
+from deepoffload.params.torch_private import get_data, outside_user_modes, version_of
+from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, StatePiece, Unit, WeightView
 from deepoffload.runtime.compute_types import KEEP_TYPES, ComputeTypes
-from deepoffload.schedule.placement import Kind
+from deepoffload.schedule.placement import BlockKind
 
 
 def adoptable(pager: Pager, param: Any) -> bool:
@@ -52,16 +52,16 @@ def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
     """Make ``param`` a paged parameter in place: same object, its bytes copied into a block of its own."""
     handle = ParamHandle(pager, name, param, param.dtype, dense_stride(param))
     memory = pager.memory_on(param.device)
-    owner = WeightOwner(pager, memory)
+    owner = WeightView(pager, memory)
     owner.slots.append(handle)
-    block = pager.tiers.create(name, Kind.WEIGHT, handle.nbytes, owner)
+    block = pager.tiers.create(name, BlockKind.WEIGHT, handle.nbytes, owner)
     handle.bind(block, 0)
     try:
         memory.acquire(block, load=False)
     except BaseException:
         _forget(handle)
         raise
-    with bare():
+    with outside_user_modes():
         handle.view().copy_(get_data(param))
         param.__class__ = OffloadedParameter
         param._slot = handle  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ def give_back(handle: ParamHandle) -> None:
         return
     pager.pin(handle)
     try:
-        with bare():
+        with outside_user_modes():
             value = handle.view().clone()
     finally:
         pager.unpin(handle)
@@ -87,13 +87,13 @@ def give_back(handle: ParamHandle) -> None:
     plain_again(param, value)
     handle.storage = None
     handle.let_go()
-    pager.tensor_died(None)
+    pager.parameter_dropped(None)
 
 
 def _forget(handle: ParamHandle) -> None:
     """Drop what an adoption that failed has taken; the parameter has not been changed yet."""
     handle.let_go()
-    handle.pager.tensor_died(None)
+    handle.pager.parameter_dropped(None)
     if handle.block is not None:
         handle.pager.tiers.remove(handle.block)
 
@@ -218,7 +218,7 @@ class Assembly:
         if dtype is not handle.dtype:
             handle.retype(dtype)
         if handle.device != self.pager.memory.device:
-            with bare():
+            with outside_user_modes():
                 handle.move_to(self.pager.memory.device)
             tensor = handle.tensor
             handle.version = version_of(tensor) if tensor is not None else 0
@@ -229,7 +229,7 @@ class Assembly:
         memory = self.pager.memory_of(block)
         memory.acquire(block)
         try:
-            if isinstance(block.owner, WeightOwner):
+            if isinstance(block.owner, WeightView):
                 block.owner.install()  # Tensor.set_ has no door: what stands in the place of the bytes comes in first
             if handle.changed():  # and what was put there while the bytes were shown
                 memory.will_change(block)
@@ -265,7 +265,7 @@ class Assembly:
                 buffer, base = self.tiers.arena.buffer, self.tiers.arena.address
                 start = handle.address() + part.start * handle.itemsize - base
                 target = PieceView(self.tiers, piece).lead(part) - base
-                with bare():
+                with outside_user_modes():
                     value = torch.frombuffer(buffer, dtype=handle.dtype, count=part.numel, offset=start)
                     torch.frombuffer(buffer, dtype=torch.float32, count=part.numel, offset=target).copy_(value)
             finally:
@@ -279,7 +279,7 @@ class Assembly:
 
     def _convert(self, unit: Unit, handle: ParamHandle, offset: int, dtype: torch.dtype) -> None:
         """Any other change of dtype, as ``Tensor.to`` does it."""
-        with bare():
+        with outside_user_modes():
             block = unit.weights
             converted = torch.frombuffer(
                 self.tiers.arena.buffer, dtype=dtype, count=handle.numel, offset=(block.offset or 0) + offset
@@ -333,14 +333,14 @@ class UnitDraft:
         typical_bytes: int | None,
     ) -> Unit:
         tiers = pager.tiers
-        owner = WeightOwner(pager)
-        weights = tiers.create(self.name, Kind.WEIGHT, self.nbytes, owner)
+        owner = WeightView(pager)
+        weights = tiers.create(self.name, BlockKind.WEIGHT, self.nbytes, owner)
         self.unit = Unit(self.index, self.name, self.handles, weights, owner)
         trained = [(h, d) for h, d in zip(self.handles, self.dtypes, strict=True) if _trainable(h) and d in LAYOUTS]
         if trained:
             landing = [gradients.landing_dtype(d) for _, d in trained]
             offsets, nbytes = byte_offsets([h.numel * d.itemsize for (h, _), d in zip(trained, landing, strict=True)])
-            block = tiers.create(f"{self.name}.grad", Kind.GRADIENT, nbytes)
+            block = tiers.create(f"{self.name}.grad", BlockKind.GRADIENT, nbytes)
             self.unit.gradients = block
             gradients.give_block(block, [h for h, _ in trained], offsets, landing)
             alignment = STATE_BLOCK if state_format.dtype is StateDType.EIGHT_BIT else ALIGNMENT_NUMEL

@@ -6,14 +6,14 @@ import torch
 
 from deepoffload.config import Config
 from deepoffload.config.units import format_bytes
+from deepoffload.copies.accelerator import Accelerator
+from deepoffload.copies.copy_memory import DeviceMemory
 from deepoffload.device import Device
 from deepoffload.errors import BudgetError, ConfigError, PlacementError
-from deepoffload.memory.accelerator import Accelerator
-from deepoffload.memory.device_memory import DeviceMemory
 from deepoffload.optim.device_landing import DeviceLandings, ring_of
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.pager import Pager
-from deepoffload.params.torch_private import bare, storage_at
+from deepoffload.params.torch_private import outside_user_modes, storage_at
 from deepoffload.runtime.plan import ModelPlan, weights_on_device_bytes, window_bytes
 
 TRIMMED_BYTES_MIN = 64 << 20
@@ -61,7 +61,14 @@ def compute_on(
     Raises:
         BudgetError: a budget is too small for it.
     """
-    memory = DeviceMemory(pager.tiers, accelerator, device_bytes, bare=bare, storage_at=storage_at, poison=poison)
+    memory = DeviceMemory(
+        pager.tiers,
+        accelerator,
+        device_bytes,
+        outside_user_modes=outside_user_modes,
+        storage_at=storage_at,
+        poison=poison,
+    )
     gradients.from_device = DeviceLandings(memory)
     pager.memory = memory
 

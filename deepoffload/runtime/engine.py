@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from deepoffload import machine
 from deepoffload.config import Config, StepOverlap
 from deepoffload.config.resolve import Budgets, resolve_budgets
+from deepoffload.copies.accelerator import Accelerator
+from deepoffload.copies.copy_memory import DeviceMemory
 from deepoffload.device import Device
 from deepoffload.errors import BudgetError, PlacementError, UsageError
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
 from deepoffload.io.swap_files import check_paths, warn_of_shared
 from deepoffload.io.swap_space import SwapSpace
-from deepoffload.memory.accelerator import Accelerator
 from deepoffload.memory.arena import Arena
-from deepoffload.memory.device_memory import DeviceMemory
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import round_up
@@ -49,7 +49,7 @@ from deepoffload.runtime.plan import (
 )
 from deepoffload.runtime.ranks import refuse_several_ranks
 from deepoffload.runtime.unit_finder import find_units
-from deepoffload.schedule.cost_model import Bandwidths, Kind
+from deepoffload.schedule.cost_model import Bandwidths, BlockKind
 from deepoffload.schedule.placement import Placement
 from deepoffload.timeline import Summary, Timeline
 
@@ -245,7 +245,7 @@ class Engine:
         self.pager.prefetcher.reserve_bytes = placement.reserve_bytes
         self.pager.prefetcher.granule_bytes = self.pager.tiers.common_room_bytes(placement.resident)
         self.pager.tiers.least_bytes = placement.minimum_bytes
-        self.pager.tiers.explain = lambda: f"\n{placement.table()}"
+        self.pager.tiers.placement_text = lambda: f"\n{placement.table()}"
 
     def _pin_residents(self, placement: Placement) -> None:
         """From now on resident blocks stay. Not before: while bytes move into units, all memory is needed for that."""
@@ -307,9 +307,9 @@ class Engine:
             "host_budget_bytes": tiers.arena.capacity_bytes,
             "host_bytes": tiers.arena.used_bytes,
             "host_peak_bytes": tiers.arena.peak_bytes,
-            "host_weight_bytes": tiers.resident_bytes(Kind.WEIGHT),
-            "host_gradient_bytes": tiers.resident_bytes(Kind.GRADIENT),
-            "host_state_bytes": tiers.resident_bytes(Kind.STATE),
+            "host_weight_bytes": tiers.resident_bytes(BlockKind.WEIGHT),
+            "host_gradient_bytes": tiers.resident_bytes(BlockKind.GRADIENT),
+            "host_state_bytes": tiers.resident_bytes(BlockKind.STATE),
             "nvme_budget_bytes": self.budgets.nvme_bytes,
             "nvme_bytes": space.used_bytes if space is not None else 0,
             "nvme_capacity_bytes": space.capacity_bytes if space is not None else 0,

@@ -26,7 +26,7 @@ from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat
 from deepoffload.runtime.compute_types import compute_types
 from deepoffload.runtime.construct import Assembly, UnitDraft
 from deepoffload.runtime.unit_finder import find_units
-from deepoffload.schedule.cost_model import Bandwidths, Kind, StepOverlap, Workload
+from deepoffload.schedule.cost_model import Bandwidths, BlockKind, Workload
 from deepoffload.schedule.placement import BlockSpec, Placement, plan_placement
 
 PIECES_PER_BUDGET = 14
@@ -181,7 +181,7 @@ def _place(
         mine = [b for b in blocks if b.id not in on_device]
         specs += [BlockSpec(b.id, b.name, b.kind, round_up(b.room_bytes), unit.index) for b in mine]
         trained += sum(handle.numel for handle in draft.handles if handle.grad_slot is not None)
-    limits = {Kind.WEIGHT: config.offload_param, Kind.STATE: config.offload_optimizer}
+    limits = {BlockKind.WEIGHT: config.offload_param, BlockKind.STATE: config.offload_optimizer}
     kept_kinds = {kind for kind, tier in limits.items() if tier is not None and tier is not Tier.NVME}
     event_bytes = max((nbytes for _, nbytes in window_bytes(drafts, windows)), default=0)
     return plan_placement(
@@ -190,7 +190,7 @@ def _place(
         nvme_capacity_bytes=nvme_bytes,
         event_weight_bytes=event_bytes,
         bandwidths=bandwidths,
-        workload=Workload(config.gradient_accumulation_steps, StepOverlap(config.step_overlap.value)),
+        workload=Workload(config.gradient_accumulation_steps, config.step_overlap),
         num_parameters=trained or None,
         keep=frozenset(spec.id for spec in specs if spec.kind in kept_kinds),
         set_up_bytes=_set_up_bytes(drafts, can_leave=nvme_bytes is not None),

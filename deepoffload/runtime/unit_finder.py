@@ -26,7 +26,7 @@ class UnitPlan:
 
 
 @dataclass(frozen=True)
-class ModelPlan:
+class RootUnits:
     """The units of one root module, and the modules to put windows on.
 
     ``outer``: modules that were split and are no window: the root, and those with parameters of their own.
@@ -85,7 +85,7 @@ class _Finder:
             self.units.append(UnitPlan(name or self.root_name, module, tuple(fresh)))
 
 
-def find_units(root: nn.Module, max_unit_bytes: int, nbytes: Callable[[Tensor], int]) -> ModelPlan:
+def find_units(root: nn.Module, max_unit_bytes: int, nbytes: Callable[[Tensor], int]) -> RootUnits:
     """The units of ``root`` in registration order; tied parameters belong to the first unit that has them.
 
     ``max_unit_bytes`` bounds the bytes of a unit where its module can be split; ``nbytes`` says what a parameter will
@@ -93,4 +93,4 @@ def find_units(root: nn.Module, max_unit_bytes: int, nbytes: Callable[[Tensor], 
     """
     finder = _Finder(type(root).__name__, max_unit_bytes, nbytes)
     finder.visit(root, "", repeated=False)
-    return ModelPlan(tuple(finder.units), tuple(finder.windows), tuple(finder.outer))
+    return RootUnits(tuple(finder.units), tuple(finder.windows), tuple(finder.outer))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepoffload.schedule.cost_model import Bandwidths, Kind, StepOverlap, Traffic, Workload
+from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Traffic, Workload
 from deepoffload.schedule.placement import BlockSpec, Placement, plan_placement
 from deepoffload.schedule.planner import Move, MoveKind, choose_victim, plan_prefetch, plan_write_back
 from deepoffload.schedule.trace import Event, Trace, TraceStats
@@ -11,7 +11,7 @@ __all__ = [
     "Bandwidths",
     "BlockSpec",
     "Event",
-    "Kind",
+    "BlockKind",
     "Move",
     "MoveKind",
     "Placement",

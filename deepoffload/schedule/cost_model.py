@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 
 
-class Kind(Enum):
+class BlockKind(Enum):
     """What a block holds."""
 
     WEIGHT = "weights"
@@ -19,11 +19,14 @@ class Kind(Enum):
 
 
 class StepOverlap(Enum):
-    """When the update of a unit runs."""
+    """When the optimizer's update runs. All three give the same bits."""
 
-    NONE = "none"  # all units, after the backward pass
-    DEFERRED = "deferred"  # each unit before its next forward, in one visit with it
-    IN_BACKWARD = "in_backward"  # each unit when its last gradient has landed, in one visit with its backward
+    DEFERRED = "deferred"
+    """A unit is updated after the step was asked for, right before its next forward, in one visit with it."""
+    IN_BACKWARD = "in_backward"
+    """A unit is updated when its last gradient has landed, in one visit with its backward; needs clipping to be off."""
+    NONE = "none"
+    """All units are updated inside ``step()``, one after the other: the serial reference."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Bandwidths:
         return pair_s / 2, pair_s / 2
 
 
-def block_traffic(kind: Kind, nbytes: int, workload: Workload, *, updated: bool = True) -> Traffic:
+def block_traffic(kind: BlockKind, nbytes: int, workload: Workload, *, updated: bool = True) -> Traffic:
     """Bytes moved per optimizer step for one block that is not resident.
 
     ``updated``: whether the step changes the block's unit (False for frozen weights). With k accumulation steps:
@@ -119,13 +122,13 @@ def block_traffic(kind: Kind, nbytes: int, workload: Workload, *, updated: bool 
     """
     k = workload.accumulation_steps
     if not workload.training:
-        return Traffic(nbytes if kind is Kind.WEIGHT else 0, 0)
-    if kind is Kind.WEIGHT:
+        return Traffic(nbytes if kind is BlockKind.WEIGHT else 0, 0)
+    if kind is BlockKind.WEIGHT:
         own_visit = updated and workload.step_overlap is StepOverlap.NONE
         return Traffic((2 * k + own_visit) * nbytes, updated * nbytes)
     if not updated:
         return Traffic()
-    if kind is Kind.GRADIENT:
+    if kind is BlockKind.GRADIENT:
         visits = k - 1 if workload.step_overlap is StepOverlap.IN_BACKWARD else k
         return Traffic(visits * nbytes, visits * nbytes)
     return Traffic(nbytes, nbytes)

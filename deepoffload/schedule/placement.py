@@ -11,7 +11,7 @@ from typing import NamedTuple
 from deepoffload.errors import PlacementError
 from deepoffload.schedule.cost_model import (
     Bandwidths,
-    Kind,
+    BlockKind,
     Traffic,
     Workload,
     block_traffic,
@@ -19,9 +19,9 @@ from deepoffload.schedule.cost_model import (
 )
 from deepoffload.schedule.table import Row, Totals, human_bytes, render
 
-__all__ = ["BlockSpec", "Kind", "Placement", "Window", "plan_placement"]
+__all__ = ["BlockSpec", "BlockKind", "Placement", "WorkingSet", "plan_placement"]
 
-_KINDS = (Kind.WEIGHT, Kind.GRADIENT, Kind.STATE)
+_KINDS = (BlockKind.WEIGHT, BlockKind.GRADIENT, BlockKind.STATE)
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class BlockSpec:
 
     id: int
     name: str
-    kind: Kind
+    kind: BlockKind
     nbytes: int
     unit: int
 
 
 @dataclass(frozen=True)
-class Window:
+class WorkingSet:
     """Memory through which the blocks that are not resident pass.
 
     ``weight_bytes``: the largest set of weights that one event uses, and if there is room the largest other unit beside
@@ -72,7 +72,7 @@ class Placement:
     blocks: tuple[BlockSpec, ...]
     resident: frozenset[int]
     paged: frozenset[int]
-    window: Window
+    window: WorkingSet
     capacity_bytes: int
     nvme_capacity_bytes: int | None
     resident_bytes: int
@@ -130,7 +130,7 @@ def plan_placement(
     total_bytes = max(sum(block.nbytes for block in problem.blocks), set_up_bytes)
     if total_bytes <= capacity_bytes:
         everything = frozenset(block.id for block in problem.blocks)
-        return problem.placement(everything, Window(), capacity_bytes, nvme_capacity_bytes)
+        return problem.placement(everything, WorkingSet(), capacity_bytes, nvme_capacity_bytes)
     least_bytes = total_bytes if nvme_capacity_bytes is None else problem.minimum_bytes
     if nvme_capacity_bytes is None or capacity_bytes < least_bytes:
         paged = [block for block in problem.blocks if block.id not in keep]
@@ -187,7 +187,7 @@ class _Problem:
         self._num_parameters = num_parameters
         if len({block.id for block in self.blocks}) != len(self.blocks):
             raise ValueError("block ids must be unique")
-        trained = {block.unit for block in self.blocks if block.kind is not Kind.WEIGHT}
+        trained = {block.unit for block in self.blocks if block.kind is not BlockKind.WEIGHT}
         # Models are of few sorts of blocks and of very many blocks: what one costs is worked out once a sort.
         self._per_byte = {
             (kind, updated): block_traffic(kind, 1, workload, updated=updated)
@@ -214,7 +214,7 @@ class _Problem:
 
     def _traffic(self, blocks: Iterable[BlockSpec]) -> Traffic:
         """Of all of ``blocks``, when they are paged."""
-        nbytes: Counter[tuple[Kind, bool]] = Counter()
+        nbytes: Counter[tuple[BlockKind, bool]] = Counter()
         for block in blocks:
             nbytes[self._sort[block.id]] += block.nbytes
         return Traffic(
@@ -222,10 +222,10 @@ class _Problem:
             sum(self._per_byte[sort].written_bytes * count for sort, count in nbytes.items()),
         )
 
-    def window(self, paged: Iterable[BlockSpec], ring_pieces: int, prefetches_weights: bool) -> Window:
+    def window(self, paged: Iterable[BlockSpec], ring_pieces: int, prefetches_weights: bool) -> WorkingSet:
         return _suffix_needs(tuple(paged))[0].window(ring_pieces, prefetches_weights, self._event_weight_bytes)
 
-    def choose(self, capacity_bytes: int, ring_pieces: int) -> tuple[frozenset[int], Window]:
+    def choose(self, capacity_bytes: int, ring_pieces: int) -> tuple[frozenset[int], WorkingSet]:
         """The resident blocks and the window: the largest window that fits, then the most valuable blocks beside it.
 
         Only a capacity of at least ``minimum_bytes`` may be given; then the last level has a solution.
@@ -262,7 +262,7 @@ class _Problem:
         return best
 
     def placement(
-        self, resident: frozenset[int], window: Window, capacity_bytes: int, nvme_capacity_bytes: int | None
+        self, resident: frozenset[int], window: WorkingSet, capacity_bytes: int, nvme_capacity_bytes: int | None
     ) -> Placement:
         paged = [block for block in self.blocks if block.id not in resident]
         resident_bytes = sum(block.nbytes for block in self.blocks if block.id in resident)
@@ -280,7 +280,7 @@ class _Problem:
             resident_bytes=resident_bytes,
             dynamic_bytes=dynamic_bytes,
             lookahead_bytes=dynamic_bytes
-            + sum(block.nbytes for block in self.blocks if block.id in resident and block.kind is Kind.GRADIENT),
+            + sum(block.nbytes for block in self.blocks if block.id in resident and block.kind is BlockKind.GRADIENT),
             reserve_bytes=min(dynamic_bytes // 4, 3 * window.gradient_bytes),
             nvme_bytes=sum(block.nbytes for block in paged),
             minimum_bytes=self.minimum_bytes,
@@ -290,7 +290,7 @@ class _Problem:
             rows=tuple(rows),
         )
 
-    def _row(self, kind: Kind, resident: frozenset[int]) -> Row:
+    def _row(self, kind: BlockKind, resident: frozenset[int]) -> Row:
         every = [block for block in self.blocks if block.kind is kind]
         kept = [block for block in every if block.id in resident]
         paged = [block for block in every if block.id not in resident]
@@ -330,7 +330,7 @@ def _spread(count: int) -> list[float]:
     return values[:count]
 
 
-def _window_row(window: Window, dynamic_bytes: int) -> Row:
+def _window_row(window: WorkingSet, dynamic_bytes: int) -> Row:
     parts = []
     if window.weight_bytes:
         ahead = " and the next" if window.prefetches_weights else ""
@@ -355,9 +355,9 @@ class _Needs(NamedTuple):
     def and_block(self, block: BlockSpec) -> _Needs:
         weights, weight, gradient, states, state = self
         size = block.nbytes
-        if block.kind is Kind.WEIGHT:
+        if block.kind is BlockKind.WEIGHT:
             return _Needs(weights + size, max(weight, size), gradient, states, state)
-        if block.kind is Kind.GRADIENT:
+        if block.kind is BlockKind.GRADIENT:
             return _Needs(weights, weight, max(gradient, size), states, state)
         return _Needs(weights, weight, gradient, states + size, max(state, size))
 
@@ -367,12 +367,12 @@ class _Needs(NamedTuple):
         needed = max(event_weight_bytes, weight) + (weight if prefetches_weights else 0)
         return min(needed, weights) + gradient + min(ring_pieces * state, states)
 
-    def window(self, ring_pieces: int, prefetches_weights: bool, event_weight_bytes: int) -> Window:
+    def window(self, ring_pieces: int, prefetches_weights: bool, event_weight_bytes: int) -> WorkingSet:
         weights = max(event_weight_bytes, self.weight_max_bytes)
         if prefetches_weights:
             weights += self.weight_max_bytes
         ring_bytes = min(ring_pieces * self.state_max_bytes, self.state_total_bytes)
-        return Window(
+        return WorkingSet(
             weight_bytes=min(weights, self.weight_total_bytes),
             gradient_bytes=self.gradient_max_bytes,
             ring_bytes=ring_bytes,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from deepoffload.errors import BudgetError
-from deepoffload.schedule.cost_model import Kind, StepOverlap, Workload
+from deepoffload.schedule.cost_model import BlockKind, StepOverlap, Workload
 from deepoffload.schedule.placement import BlockSpec
 from deepoffload.schedule.planner import MoveKind, choose_victim, plan_prefetch, plan_write_back
 from deepoffload.schedule.trace import Event, Trace
@@ -170,7 +170,9 @@ def step_uses(blocks: Iterable[BlockSpec], workload: Workload) -> list[Use]:
     units: dict[int, _Unit] = {}
     for block in sorted(blocks, key=lambda block: block.unit):
         unit = units.setdefault(block.unit, _Unit([], [], []))
-        {Kind.WEIGHT: unit.weights, Kind.GRADIENT: unit.gradients, Kind.STATE: unit.state}[block.kind].append(block.id)
+        {BlockKind.WEIGHT: unit.weights, BlockKind.GRADIENT: unit.gradients, BlockKind.STATE: unit.state}[
+            block.kind
+        ].append(block.id)
     keys: dict[tuple[str, int, int], int] = {}
 
     def use(phase: str, number: int, blocks: list[int], piece: int = 0, **effects: tuple[int, ...]) -> Use:

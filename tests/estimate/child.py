@@ -20,7 +20,7 @@ import torch._dynamo  # hooks and checkpointing are kept out of torch.compile, f
 
 import deepoffload
 from deepoffload.estimate.decoder import Decoder, DecoderShape
-from deepoffload.schedule import Kind
+from deepoffload.schedule import BlockKind
 
 
 def resident_bytes() -> int:
@@ -106,7 +106,7 @@ def train(swap: str, settings: dict[str, Any]) -> dict[str, Any]:
                 for block in engine.pager.tiers.blocks()
                 if block.kind is kind and block.extent is not None and block.id not in engine.pager.tiers.static
             )
-            for kind in Kind
+            for kind in BlockKind
         }
         engine.close()
     return found

@@ -20,7 +20,7 @@ from deepoffload.estimate.__main__ import main
 from deepoffload.estimate.advice import advice
 from deepoffload.estimate.dry_run import dry_run
 from deepoffload.estimate.measure import measure_ops
-from deepoffload.estimate.progress import Progress
+from deepoffload.estimate.progress import MeasuringProgress
 from deepoffload.estimate.zero_infinity import (
     DGX2,
     STRATEGIES,
@@ -112,7 +112,7 @@ def test_what_cannot_fit_is_said_before_anything_is_measured(tmp_path, capsys):
 
 def test_progress_is_shown_while_operators_are_measured(capsys):
     subject = from_counts(200_000, 2, 64, Batch(1, 16), vocabulary=100)
-    with Progress(sys.stderr) as progress:
+    with MeasuringProgress(sys.stderr) as progress:
         times = measure_ops(dry_run(subject.module, subject.loss_of), progress=progress)
     captured = capsys.readouterr()
     assert times and "measuring: operators of the model, round (15 of 15)" in captured.err

@@ -12,7 +12,7 @@ import deepoffload
 from deepoffload.config import Config, OptimizerConfig, Precision, StepOverlap
 from deepoffload.estimate import Batch, MachineSpec, estimate, from_counts
 from deepoffload.runtime.context import engine_of
-from deepoffload.schedule import Kind
+from deepoffload.schedule import BlockKind
 from tests.support.models import mlp, rows
 
 SECTIONS: list[dict[str, Any]] = [
@@ -67,7 +67,7 @@ def test_estimates_are_of_that_layout(precision: str, state_dtype: str) -> None:
     config = Config(precision=Precision(precision), optimizer=OptimizerConfig("adamw", {"state_dtype": state_dtype}))
     found = estimate(subject, MachineSpec(host_memory_bytes=1 << 34), config)
     assert found.blocks is not None
-    state = found.blocks.kind_bytes(Kind.STATE, found.blocks.placement.resident)
+    state = found.blocks.kind_bytes(BlockKind.STATE, found.blocks.placement.resident)
     # 8-bit arrays have a scale of four bytes for every 256 values
     scales = 2 * 4 / 256 if state_dtype == "8bit" else 0
     assert state == pytest.approx(subject.num_parameters * (BYTES[precision, state_dtype] + scales), rel=0.01)

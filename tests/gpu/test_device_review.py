@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload import offload_context
-from deepoffload.memory import pinning
-from deepoffload.memory.accelerator import Accelerator
+from deepoffload.copies import pinning
+from deepoffload.copies.accelerator import Accelerator
 from deepoffload.native.aio import PAGE_BYTES
 from tests.support.simulated_gpu import settings
 

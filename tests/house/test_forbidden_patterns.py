@@ -19,7 +19,7 @@ NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in ("
 
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 80
-PRINTING_PARTS = ("cli", "report", "estimate")
+PRINTING_PARTS = ("cli", "estimate")
 """Parts of the package whose job is to print."""
 TORCH_PRIVATE = ROOT / "deepoffload" / "params" / "torch_private.py"
 FOREACH = "_foreach_"
@@ -215,3 +215,13 @@ def test_modules_start_alike():
         if body and not (isinstance(first, ast.ImportFrom) and first.module == "__future__"):
             found.append(str(path.relative_to(ROOT)))
     assert not found, f"`from __future__ import annotations` is missing in {found}"
+
+
+def test_no_two_classes_have_one_name():
+    homes: dict[str, list[str]] = {}
+    for path in PACKAGE:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    found = {name: paths for name, paths in homes.items() if len(paths) > 1}
+    assert not found, found

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deepoffload.memory.block import Block, BlockState, Census
 from deepoffload.memory.compaction import cheapest_run
-from deepoffload.schedule.placement import Kind
+from deepoffload.schedule.placement import BlockKind
 
 Layout = list[tuple[int, int, bool]]
 
@@ -26,7 +26,7 @@ def arenas(draw: st.DrawFn) -> tuple[Layout, dict[int | None, Block], set[int]]:
     for number, (size, what) in enumerate(sizes):
         layout.append((offset, size, what != "hole"))
         if what != "hole":
-            blocks[offset] = Block(number, "", Kind.STATE, size, census)
+            blocks[offset] = Block(number, "", BlockKind.STATE, size, census)
         if what == "movable":
             movable.add(number)
         offset += size

@@ -14,11 +14,11 @@ from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Block, BlockState
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import PAGE_BYTES
-from deepoffload.schedule.placement import Kind
+from deepoffload.schedule.placement import BlockKind
 
 
 def fill(tiers: TierManager, name: str) -> Block:
-    block = tiers.create(name, Kind.WEIGHT, PAGE_BYTES)
+    block = tiers.create(name, BlockKind.WEIGHT, PAGE_BYTES)
     tiers.acquire(block)
     tiers.release(block)
     return block
@@ -36,7 +36,7 @@ def test_victim_that_cannot_be_written_is_passed_over(tmp_path: Path, clean: boo
         if clean:
             assert tiers.write_behind(other)
             tiers.drain()
-        wanted = tiers.create("wanted", Kind.WEIGHT, PAGE_BYTES)
+        wanted = tiers.create("wanted", BlockKind.WEIGHT, PAGE_BYTES)
         tiers.next_use = {other.id: 1.0, dirty.id: 2.0, wanted.id: 3.0}.__getitem__
         if clean:
             tiers.acquire(wanted)

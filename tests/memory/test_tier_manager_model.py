@@ -23,14 +23,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from deepoffload.errors import BudgetError, IoFailure
 from deepoffload.memory.block import Block, BlockState
 from deepoffload.native.aio import PAGE_BYTES
-from deepoffload.schedule.placement import Kind
+from deepoffload.schedule.placement import BlockKind
 from tests.memory.conftest import Owner, Rig
 
 CAPACITY_BYTES = 12 * PAGE_BYTES
 BLOCKS_MAX = 9
 PICKS = st.integers(0, 999)
 SIZES = st.integers(1, 5 * PAGE_BYTES)
-KINDS = (Kind.WEIGHT, Kind.GRADIENT, Kind.STATE)
+KINDS = (BlockKind.WEIGHT, BlockKind.GRADIENT, BlockKind.STATE)
 FAULTS = {
     "none": None,
     "late": "seed=5 jitter_us=1500",
@@ -80,7 +80,7 @@ class TierManagerMachine(RuleBasedStateMachine):
         order=st.permutations(range(8)),
         blocks=st.lists(st.tuples(SIZES, st.sampled_from(KINDS), st.booleans()), min_size=5, max_size=8),
     )
-    def start(self, poison: bool, order: list[int], blocks: list[tuple[int, Kind, bool]]) -> None:
+    def start(self, poison: bool, order: list[int], blocks: list[tuple[int, BlockKind, bool]]) -> None:
         self.directory = tempfile.TemporaryDirectory()
         self.rig = Rig(Path(self.directory.name), CAPACITY_BYTES, poison=poison, faults=self.faults)
         self.tiers = self.rig.tiers
@@ -124,7 +124,7 @@ class TierManagerMachine(RuleBasedStateMachine):
     # -- what a caller may do ------------------------------------------------------------------------------------------
 
     @rule(nbytes=SIZES, kind=st.sampled_from(KINDS), owned=st.booleans())
-    def create(self, nbytes: int, kind: Kind, owned: bool) -> None:
+    def create(self, nbytes: int, kind: BlockKind, owned: bool) -> None:
         if len(self.expected) == BLOCKS_MAX:
             return
         owner = Owner() if owned else None

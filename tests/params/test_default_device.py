@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import deepoffload
-from deepoffload.params.lazy import LazyWeight
 from deepoffload.params.parameter import OffloadedParameter
+from deepoffload.params.state_dict_values import LazyWeight
 from tests.support.loops import assert_same_bits
 from tests.support.models import mlp
 from tests.support.paging import TIGHT, Paging

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepoffload.params.careful import needs_doors
+from deepoffload.params.code_scan import may_bypass_hooks
 from tests.support.loops import gradients_of, weights_of
 from tests.support.models import rows
 from tests.support.paging import Same
@@ -206,8 +206,8 @@ def test_ordinary_modules_are_not_suspected() -> None:
     """Doors in a window cost several microseconds for every use of a weight."""
     from tests.support.models import TRANSFORMERS, TinyGPT
 
-    assert not any(needs_doors(block) for block in TinyGPT().blocks)
+    assert not any(may_bypass_hooks(block) for block in TinyGPT().blocks)
     for build in TRANSFORMERS.values():
         for layer in build().base_model.modules():
             if layer.__class__.__name__.endswith(("Layer", "Block", "Attention", "MLP")):
-                assert not needs_doors(layer), type(layer)
+                assert not may_bypass_hooks(layer), type(layer)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from deepoffload import stats
 from deepoffload.errors import ClosedError, IoFailure, UnsupportedError
-from deepoffload.params.lazy import LazyWeight
 from deepoffload.params.parameter import OffloadedParameter
+from deepoffload.params.state_dict_values import LazyWeight
 from deepoffload.runtime.context import engine_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import gpt2, mlp, rows

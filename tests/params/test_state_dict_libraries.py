@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from deepoffload import CPUAdamW
-from deepoffload.params.lazy import LazyWeight
+from deepoffload.params.state_dict_values import LazyWeight
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import TinyGPT, batch, gpt2, mlp, next_token_loss
 from tests.support.paging import EVICTING, TIGHT, Paging, Same, plain

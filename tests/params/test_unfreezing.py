@@ -1,4 +1,4 @@
-"""Layers that are unfrozen while a model trains need memory that the plan has not foreseen: what was to stay in memory
+"""Layers that are unfrozen while a model trains need memory that the plan has not predicted: what was to stay in memory
 leaves for it."""
 
 from __future__ import annotations

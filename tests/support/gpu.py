@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload import offload_context
+from deepoffload.copies.copy_memory import DeviceMemory
 from deepoffload.errors import PlacementError
-from deepoffload.memory.device_memory import DeviceMemory
 from deepoffload.runtime.context import engine_of
 from tests.support.simulated_gpu.device_module import NAME
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepoffload.errors import BudgetError
-from deepoffload.schedule import Bandwidths, BlockSpec, Kind, StepOverlap, Traffic, Workload, plan_placement
+from deepoffload.schedule import Bandwidths, BlockKind, BlockSpec, StepOverlap, Traffic, Workload, plan_placement
 from deepoffload.schedule.clock import Disk, Phase, StepTimes, TimedRun, TimedUse, steady_step
 from deepoffload.schedule.simulate import Simulation, step_uses
 
@@ -58,7 +58,7 @@ def test_an_urgent_read_is_first_and_time_goes_by_without_work():
 def chain(units: int, pieces: int = 2, nbytes: int = 40) -> list[BlockSpec]:
     blocks: list[BlockSpec] = []
     for unit in range(units):
-        kinds = [Kind.WEIGHT, Kind.GRADIENT, *[Kind.STATE] * pieces]
+        kinds = [BlockKind.WEIGHT, BlockKind.GRADIENT, *[BlockKind.STATE] * pieces]
         for kind in kinds:
             blocks.append(BlockSpec(len(blocks), f"{unit}.{kind.value}", kind, nbytes, unit))
     return blocks
@@ -90,7 +90,7 @@ def played(
             rates,
             lookahead_bytes=placement.lookahead_bytes,
             static=placement.resident,
-            empty=[b.id for b in blocks if b.kind is Kind.GRADIENT],
+            empty=[b.id for b in blocks if b.kind is BlockKind.GRADIENT],
         )
 
     times, run = steady_step(make, timed(blocks, workload, seconds))
@@ -144,7 +144,7 @@ def test_where_transfers_take_no_time_it_moves_what_the_counting_simulation_move
     blocks, workload, capacity = chain(6), Workload(1, overlap), 320
     times, _, _ = played(blocks, workload, 1.0, capacity, Bandwidths(1e12, 1e12, 1e12, 1e9))
     sizes = {block.id: block.nbytes for block in blocks}
-    gradients = [b.id for b in blocks if b.kind is Kind.GRADIENT]
+    gradients = [b.id for b in blocks if b.kind is BlockKind.GRADIENT]
     placement = plan_placement(
         blocks,
         capacity_bytes=capacity,

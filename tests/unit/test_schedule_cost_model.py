@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepoffload.schedule import Bandwidths, Kind, StepOverlap, Traffic, Workload
+from deepoffload.schedule import Bandwidths, BlockKind, StepOverlap, Traffic, Workload
 from deepoffload.schedule.cost_model import block_traffic, seconds_saved, step_seconds, update_seconds
 
 SHARED = Bandwidths(2e9, 2.5e9, 2.25e9, 5e10)
@@ -25,7 +25,7 @@ def disks(draw: st.DrawFn) -> Bandwidths:
 
 def bytes_per_parameter(workload: Workload) -> tuple[float, float]:
     """bf16 weights and gradients, split state of 10 bytes per parameter, nothing resident."""
-    kinds = ((Kind.WEIGHT, 2), (Kind.GRADIENT, 2), (Kind.STATE, 10))
+    kinds = ((BlockKind.WEIGHT, 2), (BlockKind.GRADIENT, 2), (BlockKind.STATE, 10))
     parts = [block_traffic(kind, size * 1000, workload) for kind, size in kinds]
     return sum(part.read_bytes for part in parts) / 1000, sum(part.written_bytes for part in parts) / 1000
 
@@ -51,7 +51,7 @@ def test_without_training_weights_are_read_once_and_nothing_else_moves() -> None
 
 def test_frozen_weights_are_only_read() -> None:
     workload = Workload(3, StepOverlap.NONE)
-    assert block_traffic(Kind.WEIGHT, 10, workload, updated=False) == Traffic(60, 0)
+    assert block_traffic(BlockKind.WEIGHT, 10, workload, updated=False) == Traffic(60, 0)
 
 
 def test_equal_traffic_on_a_shared_and_on_a_duplex_disk() -> None:

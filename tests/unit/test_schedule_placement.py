@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deepoffload.errors import PlacementError
-from deepoffload.schedule import Bandwidths, BlockSpec, Kind, Placement, StepOverlap, Workload, plan_placement
+from deepoffload.schedule import Bandwidths, BlockKind, BlockSpec, Placement, StepOverlap, Workload, plan_placement
 
 MIB = 1 << 20
 DISK = Bandwidths(2.1e9, 2.5e9, 2.7e9, 5e10)
@@ -21,19 +21,19 @@ def chain(units: int, pieces: int, weight: int = 24 * MIB, piece: int = 20 * MIB
     """Units of one weight block, one gradient block and some state pieces."""
     blocks: list[BlockSpec] = []
     for unit in range(units):
-        parts = [(Kind.WEIGHT, weight), (Kind.GRADIENT, weight), *[(Kind.STATE, piece)] * pieces]
+        parts = [(BlockKind.WEIGHT, weight), (BlockKind.GRADIENT, weight), *[(BlockKind.STATE, piece)] * pieces]
         for kind, nbytes in parts:
             blocks.append(BlockSpec(len(blocks), f"unit{unit}.{kind.name}", kind, nbytes, unit))
     return blocks
 
 
 def place(blocks: Sequence[BlockSpec], capacity_bytes: int, nvme: int | None = 1 << 50, **more: Any) -> Placement:
-    weights = [block.nbytes for block in blocks if block.kind is Kind.WEIGHT]
+    weights = [block.nbytes for block in blocks if block.kind is BlockKind.WEIGHT]
     more = {"event_weight_bytes": max(weights, default=0), "workload": Workload(), "bandwidths": DISK, **more}
     return plan_placement(blocks, capacity_bytes=capacity_bytes, nvme_capacity_bytes=nvme, **more)
 
 
-def kept(placement: Placement, kind: Kind) -> int:
+def kept(placement: Placement, kind: BlockKind) -> int:
     return sum(block.id in placement.resident for block in placement.blocks if block.kind is kind)
 
 
@@ -45,7 +45,9 @@ def models(draw: st.DrawFn) -> list[BlockSpec]:
     blocks: list[BlockSpec] = []
     for unit in range(draw(st.integers(1, 8))):
         trained = draw(st.booleans())
-        kinds = [Kind.WEIGHT] + [Kind.GRADIENT] * trained + [Kind.STATE] * trained * draw(st.integers(1, 6))
+        kinds = (
+            [BlockKind.WEIGHT] + [BlockKind.GRADIENT] * trained + [BlockKind.STATE] * trained * draw(st.integers(1, 6))
+        )
         blocks += [
             BlockSpec(len(blocks) + at, f"u{unit}.{kind.name}", kind, draw(sizes), unit)
             for at, kind in enumerate(kinds)
@@ -97,11 +99,11 @@ def test_the_window_holds_an_event_of_paged_blocks_and_two_state_pieces(
         placement = place(blocks, capacity, workload=workload)
     except PlacementError:
         assume(False)
-    paged = {kind: [b.nbytes for b in blocks if b.kind is kind and b.id in placement.paged] for kind in Kind}
+    paged = {kind: [b.nbytes for b in blocks if b.kind is kind and b.id in placement.paged] for kind in BlockKind}
     window = placement.window
-    assert window.weight_bytes >= max(paged[Kind.WEIGHT], default=0)
-    assert window.gradient_bytes >= max(paged[Kind.GRADIENT], default=0)
-    assert window.ring_bytes >= min(2 * max(paged[Kind.STATE], default=0), sum(paged[Kind.STATE]))
+    assert window.weight_bytes >= max(paged[BlockKind.WEIGHT], default=0)
+    assert window.gradient_bytes >= max(paged[BlockKind.GRADIENT], default=0)
+    assert window.ring_bytes >= min(2 * max(paged[BlockKind.STATE], default=0), sum(paged[BlockKind.STATE]))
 
 
 @given(models(), workloads)
@@ -135,11 +137,11 @@ def test_weights_before_gradients_before_state() -> None:
     blocks = chain(units=20, pieces=6)
     all_weights = 20 * 24 * MIB
     placement = place(blocks, all_weights + 400 * MIB)
-    assert kept(placement, Kind.WEIGHT) == 20
-    assert kept(placement, Kind.STATE) == 0
+    assert kept(placement, BlockKind.WEIGHT) == 20
+    assert kept(placement, BlockKind.STATE) == 0
     placement = place(blocks, 2 * all_weights + 800 * MIB)
-    assert (kept(placement, Kind.WEIGHT), kept(placement, Kind.GRADIENT)) == (20, 20)
-    assert kept(placement, Kind.STATE) == (800 - 16 * 20) // 20
+    assert (kept(placement, BlockKind.WEIGHT), kept(placement, BlockKind.GRADIENT)) == (20, 20)
+    assert kept(placement, BlockKind.STATE) == (800 - 16 * 20) // 20
 
 
 def test_half_of_the_state_halves_its_traffic() -> None:
@@ -152,13 +154,13 @@ def test_half_of_the_state_halves_its_traffic() -> None:
 def test_a_gradient_that_is_applied_in_backward_is_worth_no_memory() -> None:
     blocks = chain(units=20, pieces=6)
     placement = place(blocks, 20 * 24 * MIB + 600 * MIB, workload=Workload(1, StepOverlap.IN_BACKWARD))
-    assert kept(placement, Kind.GRADIENT) == 0
-    assert kept(placement, Kind.STATE) > 0
+    assert kept(placement, BlockKind.GRADIENT) == 0
+    assert kept(placement, BlockKind.STATE) > 0
 
 
 def test_scarce_memory_is_window_before_anything_is_resident() -> None:
     blocks = chain(units=20, pieces=6)
-    small = BlockSpec(len(blocks), "small", Kind.STATE, MIB, 0)
+    small = BlockSpec(len(blocks), "small", BlockKind.STATE, MIB, 0)
     placement = place([*blocks, small], 256 * MIB)
     assert not placement.resident
     assert placement.window.prefetches_weights
@@ -184,24 +186,24 @@ def test_a_block_of_weights_is_the_least_that_an_event_uses() -> None:
 
 
 def test_the_ring_is_no_larger_than_what_passes_through_it() -> None:
-    weights = [BlockSpec(unit, f"u{unit}.w", Kind.WEIGHT, 24 * MIB, unit) for unit in range(20)]
-    placement = place([*weights, BlockSpec(20, "s", Kind.STATE, 20 * MIB, 0)], 100 * MIB)
+    weights = [BlockSpec(unit, f"u{unit}.w", BlockKind.WEIGHT, 24 * MIB, unit) for unit in range(20)]
+    placement = place([*weights, BlockSpec(20, "s", BlockKind.STATE, 20 * MIB, 0)], 100 * MIB)
     assert (placement.window.ring_bytes, placement.window.ring_pieces) == (20 * MIB, 1)
-    assert kept(placement, Kind.WEIGHT) == 1  # 48 MiB of weights, 20 MiB of ring, 24 MiB resident
+    assert kept(placement, BlockKind.WEIGHT) == 1  # 48 MiB of weights, 20 MiB of ring, 24 MiB resident
 
 
 def test_memory_is_filled_to_the_byte_and_not_beyond() -> None:
     sizes = [50, 30, 20, 10, 5]
-    blocks = [BlockSpec(unit, f"u{unit}", Kind.WEIGHT, nbytes, unit) for unit, nbytes in enumerate(sizes)]
+    blocks = [BlockSpec(unit, f"u{unit}", BlockKind.WEIGHT, nbytes, unit) for unit, nbytes in enumerate(sizes)]
     inference = Workload(training=False)
     for capacity, resident in ((104, set()), (109, {4}), (110, {4}), (114, {4}), (115, {0, 1, 2, 3, 4})):
         assert place(blocks, capacity, workload=inference).resident == resident  # beside a window of 100
 
 
 def test_frozen_units_are_never_written() -> None:
-    blocks = [BlockSpec(unit, f"u{unit}", Kind.WEIGHT, 10, unit) for unit in range(10)]
+    blocks = [BlockSpec(unit, f"u{unit}", BlockKind.WEIGHT, 10, unit) for unit in range(10)]
     assert place(blocks, 20).traffic.written_bytes == 0
-    trained = [*blocks, BlockSpec(10, "g", Kind.GRADIENT, 10, 9)]
+    trained = [*blocks, BlockSpec(10, "g", BlockKind.GRADIENT, 10, 9)]
     assert place(trained, 30).traffic.written_bytes == 20
 
 
@@ -223,7 +225,7 @@ def test_nvme_must_hold_what_is_paged() -> None:
 
 
 def test_a_model_without_optimizer_needs_no_ring() -> None:
-    blocks = [BlockSpec(unit, f"u{unit}", Kind.WEIGHT, 10, unit) for unit in range(10)]
+    blocks = [BlockSpec(unit, f"u{unit}", BlockKind.WEIGHT, 10, unit) for unit in range(10)]
     placement = place(blocks, 30, workload=Workload(training=False))
     assert placement.window.nbytes == 20
     assert len(placement.resident) == 1
@@ -237,7 +239,7 @@ def test_an_empty_model_is_placed() -> None:
 
 def test_ids_must_be_unique() -> None:
     with pytest.raises(ValueError, match="unique"):
-        place([BlockSpec(1, "a", Kind.WEIGHT, 1, 0), BlockSpec(1, "b", Kind.WEIGHT, 1, 0)], 10)
+        place([BlockSpec(1, "a", BlockKind.WEIGHT, 1, 0), BlockSpec(1, "b", BlockKind.WEIGHT, 1, 0)], 10)
 
 
 def test_the_table_says_where_everything_is_and_why() -> None:

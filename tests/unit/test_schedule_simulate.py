@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepoffload.errors import BudgetError
-from deepoffload.schedule import Bandwidths, BlockSpec, Event, Kind, StepOverlap, Workload, plan_placement
+from deepoffload.schedule import Bandwidths, BlockKind, BlockSpec, Event, StepOverlap, Workload, plan_placement
 from deepoffload.schedule.simulate import Simulation, Use, step_uses
 
 DISK = Bandwidths(2.1e9, 2.5e9, 2.7e9, 5e10)
@@ -167,7 +167,11 @@ def test_an_event_that_does_not_fit_is_refused() -> None:
 def chain(units: int, pieces: int, weight: int = 25, piece: int = 20) -> list[BlockSpec]:
     blocks: list[BlockSpec] = []
     for unit in range(units):
-        for kind, nbytes in [(Kind.WEIGHT, weight), (Kind.GRADIENT, weight), *[(Kind.STATE, piece)] * pieces]:
+        for kind, nbytes in [
+            (BlockKind.WEIGHT, weight),
+            (BlockKind.GRADIENT, weight),
+            *[(BlockKind.STATE, piece)] * pieces,
+        ]:
             blocks.append(BlockSpec(len(blocks), f"unit{unit}.{kind.name}", kind, nbytes, unit))
     return blocks
 
@@ -199,7 +203,7 @@ def test_a_placement_runs_without_faults_and_moves_no_more_than_it_says(
         placement.capacity_bytes,
         lookahead_bytes=placement.lookahead_bytes,
         static=placement.resident,
-        empty=[block.id for block in blocks if block.kind is Kind.GRADIENT],
+        empty=[block.id for block in blocks if block.kind is BlockKind.GRADIENT],
         write_behind=write_behind,
     )
     uses = step_uses(blocks, workload)
@@ -232,7 +236,7 @@ def test_the_expected_bytes_are_close_when_little_is_resident() -> None:
         bandwidths=DISK,
         workload=workload,
     )
-    gradients = [block.id for block in blocks if block.kind is Kind.GRADIENT]
+    gradients = [block.id for block in blocks if block.kind is BlockKind.GRADIENT]
     simulation = Simulation(
         sizes, 150, lookahead_bytes=placement.lookahead_bytes, static=placement.resident, empty=gradients
     )

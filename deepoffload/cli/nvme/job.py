@@ -95,7 +95,7 @@ class Marks:
 
 
 @dataclass
-class Lane:
+class PathRequests:
     """The requests in flight on one path."""
 
     engine: IoEngine
@@ -257,7 +257,7 @@ class Job:
             for file in path_files:
                 file.drop_cache()
 
-    def _lane(self, index: int, pattern: Pattern, sizes: Sequence[int] | None = None) -> Lane:
+    def _lane(self, index: int, pattern: Pattern, sizes: Sequence[int] | None = None) -> PathRequests:
         """The requests on one path; ``sizes``: how much of each file, by default what is filled."""
         request = self.geometry.request_bytes
         reads, writes = [], []
@@ -277,10 +277,10 @@ class Job:
             Buffer(view[slot * request : (slot + 1) * request], memory.address + slot * request)
             for slot in range(self.geometry.window)
         ]
-        return Lane(self._engine, reads, writes, buffers, self._stop)
+        return PathRequests(self._engine, reads, writes, buffers, self._stop)
 
     @staticmethod
-    def _run(lanes: list[Lane], drive: Callable[[Lane], None]) -> None:
+    def _run(lanes: list[PathRequests], drive: Callable[[PathRequests], None]) -> None:
         if len(lanes) == 1:
             drive(lanes[0])
             return
@@ -295,7 +295,7 @@ class Job:
                 raise
 
 
-def _submit(lane: Lane, writes: bool, region: Region, buffer: Buffer) -> _InFlight:
+def _submit(lane: PathRequests, writes: bool, region: Region, buffer: Buffer) -> _InFlight:
     offset = region.next_offset(buffer.size)
     if writes:
         before = time.thread_time()
@@ -305,7 +305,7 @@ def _submit(lane: Lane, writes: bool, region: Region, buffer: Buffer) -> _InFlig
     return _InFlight(submit(region.handle, buffer.address, buffer.size, offset), writes, region, offset, buffer)
 
 
-def _finish(lane: Lane, item: _InFlight) -> None:
+def _finish(lane: PathRequests, item: _InFlight) -> None:
     item.ticket.wait(WAIT_S)
     marks = lane.marks
     if not item.writes:
@@ -327,7 +327,7 @@ def _drain(in_flight: deque[_InFlight]) -> None:
     in_flight.clear()
 
 
-def _drive(lane: Lane, pattern: Pattern, geometry: Geometry, effort: Effort) -> None:
+def _drive(lane: PathRequests, pattern: Pattern, geometry: Geometry, effort: Effort) -> None:
     """Keeps the queue full; counts from the first completion after the warm-up to the first one after the time."""
     marks, in_flight, free = lane.marks, deque[_InFlight](), list(lane.buffers)
     counted = 0
@@ -354,7 +354,7 @@ def _drive(lane: Lane, pattern: Pattern, geometry: Geometry, effort: Effort) -> 
         _drain(in_flight)
 
 
-def _drive_through_cache(lane: Lane, pattern: Pattern, geometry: Geometry, measure_s: float) -> None:
+def _drive_through_cache(lane: PathRequests, pattern: Pattern, geometry: Geometry, measure_s: float) -> None:
     """Goes once through the region, or as far as the time allows, then waits until the disk has everything."""
     marks, in_flight, free = lane.marks, deque[_InFlight](), list(lane.buffers)
     regions = lane.writes if pattern is Pattern.WRITE else lane.reads

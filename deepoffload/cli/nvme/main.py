@@ -26,7 +26,7 @@ from deepoffload.cli.nvme.job import Effort
 from deepoffload.cli.nvme.machine import describe_machine, in_memory
 from deepoffload.cli.nvme.plan import Plan, make_plan
 from deepoffload.cli.nvme.plot import check_plot, plot
-from deepoffload.cli.nvme.progress import Progress
+from deepoffload.cli.nvme.progress import JobProgress
 from deepoffload.cli.nvme.report import check_output, print_table, result_json, table_rows, write_json
 from deepoffload.cli.nvme.sweep import Bench, Findings
 from deepoffload.cli.nvme.types import DataMismatch, Pattern, Setting
@@ -96,7 +96,7 @@ def _run(options: Options) -> int:
     if not quiet:
         _print_start(machine, plan, options, reports)
     with (
-        Progress(options.time_limit_s) as progress,
+        JobProgress(options.time_limit_s) as progress,
         Bench(plan, directories, progress.update, guests=bool(options.compare)) as bench,
     ):
         outcome = _measure(bench, options, end_s)

@@ -11,7 +11,7 @@ BAR_COLUMNS = 24
 REFRESH_S = 0.1
 
 
-class Progress:
+class JobProgress:
     """One line that is rewritten. Use as a context manager, so that it is gone at the end.
 
     Args:
@@ -36,7 +36,7 @@ class Progress:
         line = f"[{'#' * filled}{'.' * (BAR_COLUMNS - filled)}] {passed_s:3.0f}/{self._total_s:.0f} s  {text}"
         self._write(line[: shutil.get_terminal_size().columns - 1])
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> JobProgress:
         return self
 
     def __exit__(self, *_: object) -> None:

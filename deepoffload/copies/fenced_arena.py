@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepoffload.memory.accelerator import Accelerator
+from deepoffload.copies.accelerator import Accelerator
 from deepoffload.memory.arena import Ranges
 from deepoffload.memory.block import Alias
 from deepoffload.memory.limbo import Limbo
@@ -36,7 +36,7 @@ class DeviceArena:
 
     Args:
         capacity_bytes: the device budget.
-        bare: a context outside of the program's modes, in which bytes are moved.
+        outside_user_modes: a context outside of the program's modes, in which bytes are moved.
         poison: fill what is taken back with 0xFF.
 
     Raises:
@@ -48,11 +48,11 @@ class DeviceArena:
         accelerator: Accelerator,
         capacity_bytes: int,
         *,
-        bare: Callable[[], AbstractContextManager[None]],
+        outside_user_modes: Callable[[], AbstractContextManager[None]],
         poison: bool,
     ) -> None:
         self._accelerator = accelerator
-        self._bare = bare
+        self._outside_user_modes = outside_user_modes
         self._poison = poison
         self._ranges = Ranges(capacity_bytes, "device_budget")
         self._bytes: Tensor | None = None
@@ -83,7 +83,7 @@ class DeviceArena:
     def bytes(self) -> Tensor:
         """All of it, ``(capacity_bytes,)`` uint8; allocated when first asked for."""
         if self._bytes is None:
-            with self._bare():
+            with self._outside_user_modes():
                 try:
                     self._bytes = self._empty()
                 except torch.OutOfMemoryError:
@@ -126,7 +126,7 @@ class DeviceArena:
             current = self._accelerator.current()
             for event in events:
                 current.wait_event(event)
-            with self._bare():
+            with self._outside_user_modes():
                 self._bytes[start:end].fill_(0xFF)
             events = [self._accelerator.event(current)]
         self._ranges.free(offset)

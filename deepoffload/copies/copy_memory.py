@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepoffload.copies.accelerator import Accelerator
+from deepoffload.copies.fenced_arena import DeviceArena
+from deepoffload.copies.in_flight import DeviceTransfers
+from deepoffload.copies.pinning import PinnedArena
 from deepoffload.errors import BudgetError
-from deepoffload.memory.accelerator import Accelerator
 from deepoffload.memory.block import Alias, Block
-from deepoffload.memory.device_arena import DeviceArena
-from deepoffload.memory.device_transfers import DeviceTransfers
-from deepoffload.memory.pinning import PinnedArena
 from deepoffload.memory.tier_manager import TierManager
-from deepoffload.schedule.placement import Kind
+from deepoffload.schedule.placement import BlockKind
 from deepoffload.schedule.planner import MoveKind, plan_prefetch
 from deepoffload.timeline import Lane
 
@@ -58,11 +58,11 @@ class _Copy:
 
 
 class DeviceMemory:
-    """Shows blocks on a device (a :class:`~deepoffload.memory.shown.ShownMemory`). Guarded by the tier manager's lock.
+    """Shows blocks on a device (a :class:`~deepoffload.copies.shown.ShownMemory`). Guarded by the tier manager's lock.
 
     Args:
         capacity_bytes: the device budget.
-        bare: a context outside of the program's modes, in which bytes are moved.
+        outside_user_modes: a context outside of the program's modes, in which bytes are moved.
         storage_at: makes a storage of an address, a device and a number of bytes, which it does not own.
         poison: fill what is taken back with 0xFF.
     """
@@ -75,14 +75,14 @@ class DeviceMemory:
         accelerator: Accelerator,
         capacity_bytes: int,
         *,
-        bare: Callable[[], AbstractContextManager[None]],
+        outside_user_modes: Callable[[], AbstractContextManager[None]],
         storage_at: Callable[[int, torch.device, int], Any],
         poison: bool = False,
     ) -> None:
         self.tiers = tiers
         self.accelerator = accelerator
         self.device = accelerator.device
-        self.arena = DeviceArena(accelerator, capacity_bytes, bare=bare, poison=poison)
+        self.arena = DeviceArena(accelerator, capacity_bytes, outside_user_modes=outside_user_modes, poison=poison)
         self.transfers = DeviceTransfers(tiers)
         self.pinned = PinnedArena(accelerator, tiers.arena)
         self.counters = DeviceCounters()
@@ -90,7 +90,7 @@ class DeviceMemory:
         self._used: dict[int, _Copy] = {}
         self._arena_bytes: Tensor | None = None
         self._kept: set[int] = set()
-        self._bare = bare
+        self._outside_user_modes = outside_user_modes
         self._storage_at = storage_at
         tiers.copies = self
         # An engine that goes without being closed: what is on its way reads and writes the memory that goes with it.
@@ -148,7 +148,7 @@ class DeviceMemory:
         start, current = copy.offset + offset_bytes, self.accelerator.current()
         for event in self._events(copy):  # it may have been written on another stream
             current.wait_event(event)
-        with self._bare():
+        with self._outside_user_modes():
             return zlib.crc32(self.arena.bytes()[start : start + nbytes].cpu().numpy().data)
 
     def shows(self, block: Block) -> bool:
@@ -276,7 +276,7 @@ class DeviceMemory:
         return True
 
     def _is_weight(self, block_id: int) -> bool:
-        return self.tiers.room_bytes(block_id) > 0 and self.tiers.block(block_id).kind is Kind.WEIGHT
+        return self.tiers.room_bytes(block_id) > 0 and self.tiers.block(block_id).kind is BlockKind.WEIGHT
 
     def _is_loadable(self, block_id: int) -> bool:
         """In host memory, where no update of it is still to come."""
@@ -327,7 +327,7 @@ class DeviceMemory:
         with self._lease_kept(block):
             for event in (*self.arena.events_before(copy.offset), *after):
                 stream.wait_event(event)
-            with self._bare(), self.accelerator.on(stream):
+            with self._outside_user_modes(), self.accelerator.on(stream):
                 self.bring(there, self._host(block))
             copy.ready = self.accelerator.event(stream)
         self.transfers.launched(Lane.TO_DEVICE, copy.ready, block, block.nbytes)
@@ -345,7 +345,7 @@ class DeviceMemory:
             self.tiers.will_change(block, by_device=True)
             for event in self._events(copy):
                 stream.wait_event(event)
-            with self._bare(), self.accelerator.on(stream):
+            with self._outside_user_modes(), self.accelerator.on(stream):
                 self.take(self._shown(copy), self._host(block))
             self._begin_use(copy, stream)
             done = self.accelerator.event(stream)
@@ -368,7 +368,7 @@ class DeviceMemory:
         return events if copy.ready is None else [*events, copy.ready]
 
     def _shown(self, copy: _Copy) -> Tensor:
-        with self._bare():
+        with self._outside_user_modes():
             return self.arena.bytes()[copy.offset : copy.offset + copy.block.nbytes]
 
     def _host(self, block: Block) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 
-from deepoffload.memory.accelerator import Accelerator
+from deepoffload.copies.accelerator import Accelerator
 from deepoffload.memory.arena import Arena
 
 log = logging.getLogger("deepoffload")

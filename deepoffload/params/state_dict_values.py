@@ -19,7 +19,7 @@ from deepoffload.errors import UnsupportedError
 from deepoffload.params.mapped import MappedCopies, MappedCopy
 from deepoffload.params.metadata import METADATA
 from deepoffload.params.slot import make_stand_in
-from deepoffload.params.torch_private import PARAMETER_NEW, bare, door_caller, no_torch_function, set_data
+from deepoffload.params.torch_private import PARAMETER_NEW, door_caller, no_torch_function, outside_user_modes, set_data
 from deepoffload.params.unit import ParamHandle
 
 _GRAPHLESS = frozenset({"copy_", "equal", "clone"})
@@ -49,7 +49,7 @@ class LazyWeight(Tensor):
     """A weight of a paged model as its ``state_dict()`` shows it, or a view of one. Every operation on it is one on the
     weight."""
 
-    _source: _Source
+    _source: _WeightSource
     _view: _View
     _class: type
 
@@ -100,7 +100,7 @@ class LazyWeight(Tensor):
         return mapped(self).__reduce_ex__(protocol)
 
 
-class _Source:
+class _WeightSource:
     """The weight that a value and its views are of, with its address once somebody has asked for it."""
 
     __slots__ = ("weight", "slot", "copy")
@@ -131,7 +131,7 @@ class _Source:
 
 def lazy_weight(param: nn.Parameter) -> Tensor:
     """The value of ``param`` in a state dict."""
-    return _Source(param).whole()
+    return _WeightSource(param).whole()
 
 
 def mapped(value: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def mapped(value: Tensor) -> Tensor:
     return _view_of(lazy._source.mapped(), lazy._source.slot, lazy._view)
 
 
-def _value(source: _Source, view: _View) -> Tensor:
+def _value(source: _WeightSource, view: _View) -> Tensor:
     slot = source.slot
     stand_in = slot.stand_in
     if view.shape != slot.shape or view.dtype is not slot.dtype:
@@ -185,7 +185,7 @@ def _viewed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What a viewing function gives, without bytes; None where it gives a copy."""
     value = args[0]
     slot = value._source.slot
-    with bare():
+    with outside_user_modes():
         whole = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="meta")
         shape = _view_of(whole, slot, value._view)
         result = func(shape, *args[1:], **kwargs)
@@ -282,7 +282,7 @@ def _storage_offset(func: Any, args: Any, kwargs: Any) -> int:
 
 def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
     view = args[0]._view
-    with bare():
+    with outside_user_modes():
         like = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device="meta")
         return like.is_contiguous(*args[1:], **kwargs)
 

@@ -24,7 +24,7 @@ from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.gradients import NATIVE_DTYPES
 from deepoffload.optim.ordinary import layout_of
 from deepoffload.optim.rule import SCALE_SUFFIX, Hyper
-from deepoffload.optim.state import LEAD_KEYS
+from deepoffload.optim.state import MASTER_PART_KEYS
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import leave_to_python
 
@@ -247,7 +247,7 @@ class RepeatingOptimizer(HostOptimizer):
         threads = num_threads()
         hypers, batches = prepared
         for batch, segments in batches:
-            if batch.layout in LEAD_KEYS:
+            if batch.layout in MASTER_PART_KEYS:
                 with torch.no_grad():
                     for param, state in zip(batch.params, batch.states, strict=True):
                         self._ordinary.follow_weight(param, state)
@@ -323,7 +323,7 @@ def _is_plain_number(step: Any) -> bool:
 def _names(layout: StateLayout, shape: _GroupShape, state_dtype: StateDType) -> Mapping[str, str]:
     """Key in the state to field of the segment, of everything that a parameter has beside weight and gradient."""
     scales = {key + SCALE_SUFFIX: name + SCALE_SUFFIX for key, name in shape.arrays.items()}
-    lead = LEAD_KEYS.get(layout)
+    lead = MASTER_PART_KEYS.get(layout)
     return {
         **shape.arrays,
         **(scales if state_dtype is StateDType.EIGHT_BIT else {}),

@@ -35,7 +35,7 @@ CODES_MAX = 1000
 """How much code is read for one module; what names more than that keeps the doors unread."""
 
 
-def needs_doors(module: nn.Module) -> bool:
+def may_bypass_hooks(module: nn.Module) -> bool:
     """True when what a call of ``module`` may run could change weights without a trace."""
     return _Reader(_TELLING_NAMES).any_of(_run_by(module))
 
