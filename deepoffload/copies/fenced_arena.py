@@ -64,6 +64,10 @@ class DeviceArena:
         return self._ranges.capacity_bytes
 
     @property
+    def device(self) -> torch.device:
+        return self._accelerator.device
+
+    @property
     def free_bytes(self) -> int:
         return self._ranges.free_bytes
 

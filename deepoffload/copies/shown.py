@@ -19,10 +19,17 @@ class ShownMemory(Protocol):
     Attributes:
         device: where the tensors are.
         on_host: it is the arena; there are no copies of anything.
+        capacity_bytes: of memory of its own, the device budget; 0 where that is the arena.
     """
 
     device: torch.device
     on_host: bool
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+    def reserve(self, needed_bytes: int) -> None:
+        """Take the memory now, and no more of the budget than ``needed_bytes``. Raises ``torch.OutOfMemoryError``."""
 
     @property
     def acquire(self) -> Callable[..., None]:
@@ -58,6 +65,15 @@ class ShownMemory(Protocol):
     def keeps(self, block: Block) -> bool:
         """Whether a block of optimizer state lives in this memory, to be updated there."""
 
+    def keep(self, block: Block) -> None:
+        """From now on a block of optimizer state lives in this memory. What the host has of it goes there."""
+
+    def keep_no_longer(self, block: Block) -> None:
+        """The block lives on the host again."""
+
+    def let_host_go(self, block: Block) -> None:
+        """What is shown of a block that is kept was changed: the host's bytes of it are wrong, and are freed."""
+
     def pump(self, upcoming: Iterable[tuple[int, int]], in_use: set[int] | frozenset[int]) -> None:
         """Bring what is used next nearer, where that needs no waiting. ``upcoming`` as for ``plan_prefetch``."""
 
@@ -67,11 +83,15 @@ class ShownMemory(Protocol):
     def stats(self) -> dict[str, float]:
         """Numbers of the run so far, of a device's memory; none of the arena's."""
 
+    def close(self) -> None:
+        """Give back what it holds. Nothing is under way any more when this returns. Idempotent."""
+
 
 class HostMemory:
     """The arena, shown as it is."""
 
     on_host = True
+    capacity_bytes = 0
 
     def __init__(self, tiers: TierManager) -> None:
         self.device = torch.device("cpu")
@@ -80,6 +100,9 @@ class HostMemory:
         self.release = tiers.release
         self.will_change = tiers.will_change
         self.all_stay = tiers.all_stay
+
+    def reserve(self, needed_bytes: int) -> None:
+        """Nothing to do: the arena is there."""
 
     def flat(self, block: Block, offset_bytes: int, dtype: torch.dtype, numel: int) -> Tensor:
         if block.offset is None:
@@ -104,6 +127,15 @@ class HostMemory:
     def keeps(self, block: Block) -> bool:
         return False  # state is paged like everything else
 
+    def keep(self, block: Block) -> None:
+        raise RuntimeError(f"{block.name}: the arena pages state like everything else, and has no room for it alone")
+
+    def keep_no_longer(self, block: Block) -> None:
+        """Nothing to do: it lives on the host."""
+
+    def let_host_go(self, block: Block) -> None:
+        """Nothing to do: the host's bytes are those that were changed."""
+
     def pump(self, upcoming: Iterable[tuple[int, int]], in_use: set[int] | frozenset[int]) -> None:
         """Nothing to do: what is in the arena is as near as it gets."""
 
@@ -112,3 +144,6 @@ class HostMemory:
 
     def stats(self) -> dict[str, float]:
         return {}
+
+    def close(self) -> None:
+        """Nothing to do: the tier manager closes the arena."""

@@ -140,7 +140,7 @@ def host_view_owner(block: Block) -> BlockOwner | None:
 
 
 class DeviceCopies(Protocol):
-    """What a device holds of the blocks (implemented by :class:`deepoffload.copies.copy_memory.DeviceMemory`)."""
+    """What a device holds of the blocks (implemented by :class:`deepoffload.copies.copy_memory.CopyMemory`)."""
 
     def end_copies(self, block: Block | None = None) -> bool:
         """Wait for the copies in flight from or to a block's host memory, or to all; True when there were any."""

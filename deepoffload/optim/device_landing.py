@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepoffload.copies.copy_memory import DeviceMemory
+from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.errors import BudgetError
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
@@ -66,7 +66,7 @@ class DeviceLandings:
         BudgetError: the host budget has no room for it.
     """
 
-    def __init__(self, memory: DeviceMemory) -> None:
+    def __init__(self, memory: CopyMemory) -> None:
         self._memory = memory
         self._tiers = memory.tiers
         arena = memory.tiers.arena
@@ -78,7 +78,9 @@ class DeviceLandings:
                 f"host_budget is {arena.capacity_bytes} bytes; {self.ring_bytes} are needed for gradients on their way "
                 f"from {memory.device} alone. Raise host_budget"
             )
-        memory.pinned.lock(start, self.ring_bytes)  # before all else: a gradient that waits for its copy stops backward
+        memory.link.pinned.lock(
+            start, self.ring_bytes
+        )  # before all else: a gradient that waits for its copy stops backward
         self._free = [start + index * self._slot_bytes for index in range(slots)]
 
     def take(self, slot: GradientSlot, grad: Tensor, dtype: DType, *, accumulate: bool) -> None:
@@ -105,7 +107,7 @@ class DeviceLandings:
                 numel = min(step, slot.numel - start)
                 offset = self._take_slot()
                 with accelerator.on(stream):
-                    self._memory.take(flat[start : start + numel].view(torch.uint8), offset)
+                    self._memory.link.take(flat[start : start + numel].view(torch.uint8), offset)
                 self._tiers.acquire(block)
                 then = partial(self._land, landing, offset, start, numel)
                 nbytes = numel * flat.element_size()

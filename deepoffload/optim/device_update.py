@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepoffload.copies.copy_memory import DeviceMemory
+from deepoffload.copies.shown import ShownMemory
 from deepoffload.native.cpu_adam import AdamHyper, StateDType, StateLayout
 from deepoffload.optim.rule import UpdateJob
 from deepoffload.optim.state import array_offset, lead_offset
@@ -31,7 +31,7 @@ def updates_on_device(job: UpdateJob) -> bool:
 
 
 def run_piece(
-    memory: DeviceMemory, piece: StatePiece, jobs: Mapping[ParamHandle, UpdateJob], grad_factor: float
+    memory: ShownMemory, piece: StatePiece, jobs: Mapping[ParamHandle, UpdateJob], grad_factor: float
 ) -> None:
     """Update what of ``jobs`` lies in a piece. Its block, the unit's weights and gradients have been acquired."""
     with outside_user_modes():
@@ -42,7 +42,7 @@ def run_piece(
 
 
 def _run_segment(
-    memory: DeviceMemory, piece: StatePiece, part: PieceSegment, handle: ParamHandle, job: UpdateJob, grad_factor: float
+    memory: ShownMemory, piece: StatePiece, part: PieceSegment, handle: ParamHandle, job: UpdateJob, grad_factor: float
 ) -> None:
     if handle.block is None:
         raise RuntimeError(f"{handle.name} has no block")
@@ -76,7 +76,7 @@ def _run_segment(
 
 
 def _master(
-    memory: DeviceMemory, piece: StatePiece, part: PieceSegment, handle: ParamHandle, weight: Tensor
+    memory: ShownMemory, piece: StatePiece, part: PieceSegment, handle: ParamHandle, weight: Tensor
 ) -> tuple[Tensor, Callable[[], None]]:
     """The fp32 master of a segment, and what brings it back into weight and state."""
     if piece.kind is StateLayout.FP32:
@@ -110,11 +110,11 @@ def _write_back(weight: Tensor, master: Tensor) -> None:
     weight.copy_(master)
 
 
-def _array(memory: DeviceMemory, piece: StatePiece, part: PieceSegment, field: str) -> Tensor:
+def _array(memory: ShownMemory, piece: StatePiece, part: PieceSegment, field: str) -> Tensor:
     return memory.flat(piece.block, array_offset(piece, field, part), torch.float32, part.numel)
 
 
-def _gradient(memory: DeviceMemory, handle: ParamHandle, part: PieceSegment) -> Tensor:
+def _gradient(memory: ShownMemory, handle: ParamHandle, part: PieceSegment) -> Tensor:
     slot = handle.grad_slot
     if handle.grad_state in IN_BLOCK and slot is not None and slot.block is not None:
         return memory.flat(slot.block, slot.byte_offset + part.start * slot.itemsize, slot.dtype, part.numel)

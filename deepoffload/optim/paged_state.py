@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from deepoffload.copies.copy_memory import DeviceMemory
 from deepoffload.native import cpu_adam
 from deepoffload.optim.relayout import add_fields
 from deepoffload.optim.state import MASTER_PART_KEYS, PieceView
@@ -117,7 +116,7 @@ def _resident(pager: Pager, piece: StatePiece) -> Iterator[None]:
             yield
         finally:
             pager.tiers.release(piece.block)
-            if isinstance(pager.memory, DeviceMemory) and pager.memory.keeps(piece.block):
+            if pager.memory.keeps(piece.block):
                 pager.memory.keep(piece.block)  # back to where it lives
 
 

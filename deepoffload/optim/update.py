@@ -13,7 +13,6 @@ from contextlib import ExitStack
 
 import torch
 
-from deepoffload.copies.copy_memory import DeviceMemory
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
 from deepoffload.native.cpu_adam import DType, Segment, StateLayout
@@ -118,9 +117,8 @@ class HostUpdate:
         if left is None:
             fit_pieces(self.tiers, unit, self.jobs)
             left = self._left[unit.index] = [n for n, piece in enumerate(unit.pieces) if self._jobs_of(piece)]
-        device = self._state_home(unit, left)
-        if device is not None:
-            self._apply_on_device(device, unit, left)
+        if self._state_is_shown(unit, left):
+            self._apply_where_shown(unit, left)
         else:
             self._apply_on_host(unit, left)
         unit.pending = None
@@ -129,21 +127,22 @@ class HostUpdate:
                 handle.updated()
                 self.gradients.used(handle)
 
-    def _state_home(self, unit: Unit, left: list[int]) -> DeviceMemory | None:
-        """The device on which the state of a unit lives and is updated; None for the host. State of an optimizer that
-        the device has no kernel for moves to the host now, for good."""
+    def _state_is_shown(self, unit: Unit, left: list[int]) -> bool:
+        """Whether the state of a unit lives in the memory that tensors show, a device's, and is updated there. State of
+        an optimizer that the device has no kernel for moves to the host now, for good."""
         memory = self.memory
         pieces = [unit.pieces[index] for index in left]
-        if not isinstance(memory, DeviceMemory) or not any(memory.keeps(piece.block) for piece in pieces):
-            return None
+        if not any(memory.keeps(piece.block) for piece in pieces):
+            return False
         jobs = [job for piece in pieces for job in self._jobs_of(piece)]
         if all(memory.keeps(piece.block) for piece in pieces) and all(map(updates_on_device, jobs)):
-            return memory
+            return True
         for piece in pieces:
             memory.keep_no_longer(piece.block)
-        return None
+        return False
 
-    def _apply_on_device(self, memory: DeviceMemory, unit: Unit, left: list[int]) -> None:
+    def _apply_where_shown(self, unit: Unit, left: list[int]) -> None:
+        memory = self.memory
         with ExitStack() as leases:
             blocks = self._blocks(unit)
             self.pager.use_update(unit, left[0], tuple(block.id for block in blocks))

@@ -7,7 +7,8 @@ import torch
 from deepoffload.config import Config
 from deepoffload.config.units import format_bytes
 from deepoffload.copies.accelerator import Accelerator
-from deepoffload.copies.copy_memory import DeviceMemory
+from deepoffload.copies.copy_memory import CopyMemory
+from deepoffload.copies.shown import ShownMemory
 from deepoffload.device import Device
 from deepoffload.errors import BudgetError, ConfigError, PlacementError
 from deepoffload.optim.device_landing import DeviceLandings, ring_of
@@ -61,7 +62,7 @@ def compute_on(
     Raises:
         BudgetError: a budget is too small for it.
     """
-    memory = DeviceMemory(
+    memory = CopyMemory(
         pager.tiers,
         accelerator,
         device_bytes,
@@ -73,14 +74,17 @@ def compute_on(
     pager.memory = memory
 
 
-def fit_device(memory: DeviceMemory, plan: ModelPlan) -> None:
-    """Take what the model can use of the device budget, and refuse one that cannot run it.
+def fit_device(memory: ShownMemory, plan: ModelPlan) -> None:
+    """Take what the model can use of the device budget, and refuse one that cannot run it. Nothing to do where there is
+    no budget but the host's.
 
     Raises:
         PlacementError: a module's call takes more weights at once than the budget holds.
         BudgetError: the device does not have what the budget says.
     """
-    capacity_bytes = memory.arena.capacity_bytes
+    capacity_bytes = memory.capacity_bytes
+    if memory.on_host:
+        return
     name, nbytes = max(window_bytes(plan.drafts, plan.windows), key=lambda window: window[1], default=("", 0))
     if nbytes > capacity_bytes:
         raise PlacementError(
@@ -90,11 +94,10 @@ def fit_device(memory: DeviceMemory, plan: ModelPlan) -> None:
             nbytes,
         )
     needed_bytes = weights_on_device_bytes(plan.drafts) + sum(block.room_bytes for block in plan.on_device)
-    memory.arena.trim(max(needed_bytes, TRIMMED_BYTES_MIN))
     try:
-        memory.arena.bytes()
+        memory.reserve(max(needed_bytes, TRIMMED_BYTES_MIN))
     except torch.OutOfMemoryError as error:
         raise BudgetError(
-            f"{memory.device} has no {memory.arena.capacity_bytes} bytes in one piece for weights, as device_budget "
+            f"{memory.device} has no {memory.capacity_bytes} bytes in one piece for weights, as device_budget "
             f"says: {error}. Lower device_budget, or let go of other memory on the device first"
         ) from error

@@ -17,7 +17,6 @@ from deepoffload import machine
 from deepoffload.config import Config, StepOverlap
 from deepoffload.config.resolve import Budgets, resolve_budgets
 from deepoffload.copies.accelerator import Accelerator
-from deepoffload.copies.copy_memory import DeviceMemory
 from deepoffload.device import Device
 from deepoffload.errors import BudgetError, PlacementError, UsageError
 from deepoffload.io.engine import IoEngine
@@ -156,14 +155,13 @@ class Engine:
         except PlacementError as error:
             raise self._with_enough(error, roots, registered) from None
         memory = self.pager.memory
-        if isinstance(memory, DeviceMemory):
-            fit_device(memory, plan)
+        fit_device(memory, plan)
         self._reserve(plan.placement)
         kept = {block.id for block in plan.on_device}
         for draft in plan.drafts:
             plan.assembly.fill(draft)
             for piece in draft.unit.pieces:
-                if piece.block.id in kept and isinstance(memory, DeviceMemory):
+                if piece.block.id in kept:
                     memory.keep(piece.block)
         if not self.pager.evict_always:
             self._pin_residents(plan.placement)
@@ -217,7 +215,7 @@ class Engine:
             capacity_bytes=capacity_bytes,
             nvme_bytes=self._nvme_bytes(),
             bandwidths=self._bandwidths,
-            device_bytes=memory.arena.capacity_bytes if isinstance(memory, DeviceMemory) else 0,
+            device_bytes=memory.capacity_bytes,
         )
 
     def _with_enough(
@@ -369,8 +367,7 @@ class Engine:
                 last.callback(self._exit.detach)
                 last.callback(self._close_disk)
                 last.callback(self.pager.tiers.close)
-                if isinstance(self.pager.memory, DeviceMemory):
-                    self.pager.memory.close()
+                self.pager.memory.close()
 
     def _close_disk(self) -> None:
         with ExitStack() as last:

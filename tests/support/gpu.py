@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload import offload_context
-from deepoffload.copies.copy_memory import DeviceMemory
+from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.errors import PlacementError
 from deepoffload.runtime.context import engine_of
 from tests.support.simulated_gpu.device_module import NAME
@@ -70,9 +70,9 @@ class Gpu:
         return 4096
 
 
-def memory_of(model: nn.Module) -> DeviceMemory:
+def memory_of(model: nn.Module) -> CopyMemory:
     memory = engine_of(model).pager.memory
-    assert isinstance(memory, DeviceMemory)
+    assert isinstance(memory, CopyMemory)
     return memory
 
 

@@ -1,0 +1,138 @@
+"""How the bytes of copies come and go: which stream waits for what, and when a use of a copy is over.
+
+The streams that use a copy wait for its coming, and its range is used again when what was launched on them until it
+left is done: Python's last reference says only when the *host* is done with a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from deepoffload.copies.block_copy import BlockCopy
+from deepoffload.copies.fenced_arena import DeviceArena
+from deepoffload.copies.host_link import HostLink
+from deepoffload.memory.block import Alias, Block
+from deepoffload.timeline import Lane
+
+
+class Movement:
+    """Moves the bytes of copies and orders what uses them. Guarded by the tier manager's lock.
+
+    Args:
+        outside_user_modes: a context outside of the program's modes, in which bytes are moved.
+    """
+
+    def __init__(
+        self, link: HostLink, arena: DeviceArena, outside_user_modes: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._link = link
+        self._tiers = link.tiers
+        self._accelerator = link.accelerator
+        self._arena = arena
+        self._outside_user_modes = outside_user_modes
+        self._used: dict[int, BlockCopy] = {}
+
+    # -- uses ------------------------------------------------------------------------------------------------------
+
+    def use(self, copy: BlockCopy) -> None:
+        """What the current stream does from now on with the copy comes after its coming, and before its going."""
+        stream = self._accelerator.current()
+        self._begin_use(copy, stream)
+        if copy.ready is not None:
+            stream.wait_event(copy.ready)
+            if copy.ready.query():
+                copy.ready = None
+
+    def _begin_use(self, copy: BlockCopy, stream: Any) -> None:
+        copy.streams[stream.stream_id] = stream
+        copy.over = None
+        self._used[copy.block.id] = copy
+
+    def note_ends(self) -> None:
+        """Record where uses that are over have ended. A copy that leaves later, when more has been launched, need not
+        wait for that."""
+        for copy in [copy for copy in self._used.values() if not copy.leases and copy.may_go()]:
+            copy.over = [self._accelerator.event(stream) for stream in copy.streams.values()]
+            del self._used[copy.block.id]
+
+    def events(self, copy: BlockCopy) -> list[Any]:
+        """When these have happened, nothing that was launched until now uses the copy."""
+        events = copy.over
+        if events is None:
+            events = [self._accelerator.event(stream) for stream in copy.streams.values()]
+        return events if copy.ready is None else [*events, copy.ready]
+
+    # -- bytes -----------------------------------------------------------------------------------------------------
+
+    def shown_bytes(self, copy: BlockCopy) -> Tensor:
+        """The bytes on the device, uint8."""
+        with self._outside_user_modes():
+            return self._arena.bytes()[copy.offset : copy.offset + copy.block.nbytes]
+
+    def copy_in(self, copy: BlockCopy, after: Iterable[Any] = ()) -> None:
+        """Start bringing the host's bytes, when ``after`` has happened. They are leased until that is done."""
+        block, stream, there = copy.block, self._accelerator.copy_in, self.shown_bytes(copy)
+        self._tiers.acquire(block)
+        with self._link.lease_kept(block):
+            for event in (*self._arena.events_before(copy.offset), *after):
+                stream.wait_event(event)
+            with self._outside_user_modes(), self._accelerator.on(stream):
+                self._link.bring(there, _host_offset(block))
+            copy.ready = self._accelerator.event(stream)
+        self._link.transfers.launched(Lane.TO_DEVICE, copy.ready, block, block.nbytes)
+
+    def rewrite(self, copy: BlockCopy) -> None:
+        """The same for a copy that somebody holds views of, who may look at any time."""
+        self.copy_in(copy, after=self.events(copy))
+        self.use(copy)
+
+    def overwrite(self, copy: BlockCopy) -> None:
+        """The current stream is about to write all of a new copy, which nothing is brought for."""
+        copy.dirty = True
+        self._arena.bytes()
+        current = self._accelerator.current()
+        for event in self._arena.events_before(copy.offset):
+            current.wait_event(event)
+
+    def copy_out(self, copy: BlockCopy) -> None:
+        """Start taking what the program wrote to the host. The next use of the host's bytes waits for it."""
+        block, stream = copy.block, self._accelerator.copy_out
+        copy.dirty = False  # it is not asked for again while it is on its way
+        try:
+            self._tiers.acquire(block, load=False)
+        except BaseException:
+            copy.dirty = True
+            raise
+        with self._link.lease_kept(block):
+            self._tiers.will_change(block, by_device=True)
+            for event in self.events(copy):
+                stream.wait_event(event)
+            with self._outside_user_modes(), self._accelerator.on(stream):
+                self._link.take(self.shown_bytes(copy), _host_offset(block))
+            self._begin_use(copy, stream)
+            done = self._accelerator.event(stream)
+        self._link.transfers.launched(Lane.FROM_DEVICE, done, block, block.nbytes)
+
+    def end_copies(self, block: Block) -> None:
+        """Wait for what reads or writes the host's bytes of a block."""
+        if block.copying:
+            self._link.transfers.end(block)
+
+    def free(self, copy: BlockCopy, aliases: list[Alias] | None = None) -> None:
+        """Give the range of a copy back, which ``aliases`` still show."""
+        self._used.pop(copy.block.id, None)
+        self._arena.free(copy.offset, self.events(copy), aliases)
+
+    def forget_all(self) -> None:
+        """No copy is used any more: the device has been waited for."""
+        self._used.clear()
+
+
+def _host_offset(block: Block) -> int:
+    if block.offset is None:
+        raise RuntimeError(f"block {block.name} has no memory")
+    return block.offset

@@ -1,0 +1,181 @@
+"""Which blocks have a copy on the device, and which copy leaves for another one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deepoffload.copies.block_copy import BlockCopy
+from deepoffload.copies.fenced_arena import DeviceArena
+from deepoffload.copies.movement import Movement
+from deepoffload.errors import BudgetError
+from deepoffload.memory.block import Alias, Block
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.schedule.placement import BlockKind
+from deepoffload.schedule.planner import MoveKind, plan_prefetch
+
+
+@dataclass
+class DeviceCounters:
+    """Running totals. ``faults``: copies that were made when they were needed, which no prefetch had brought."""
+
+    faults: int = 0
+    prefetches: int = 0
+    evictions: int = 0
+
+
+class Residency:
+    """The copies that there are. Guarded by the tier manager's lock.
+
+    Attributes:
+        copies: by the block's id.
+        staying: ids of the blocks whose copies are never evicted.
+    """
+
+    def __init__(self, tiers: TierManager, arena: DeviceArena, movement: Movement) -> None:
+        self.copies: dict[int, BlockCopy] = {}
+        self.staying: set[int] = set()
+        self.counters = DeviceCounters()
+        self._tiers = tiers
+        self._arena = arena
+        self._movement = movement
+
+    def of(self, block: Block) -> BlockCopy | None:
+        return self.copies.get(block.id)
+
+    # -- coming ----------------------------------------------------------------------------------------------------
+
+    def need(self, block: Block, *, load: bool = True) -> BlockCopy:
+        """The copy of a block, which is made now where there is none. ``load``: False when the caller overwrites all
+        of it."""
+        copy = self.copies.get(block.id)
+        if copy is None:
+            copy = self._bring(block, load)
+            self.counters.faults += load
+        return copy
+
+    def _bring(self, block: Block, load: bool) -> BlockCopy:
+        self._movement.end_copies(block)  # a gradient may be landing in it
+        copy = BlockCopy(block, self._make_room(block))
+        self.copies[block.id] = copy
+        try:
+            if load:
+                self._movement.copy_in(copy)
+            else:
+                self._movement.overwrite(copy)
+        except BaseException:
+            del self.copies[block.id]
+            self._arena.free(copy.offset, [])
+            raise
+        return copy
+
+    def plan(self, upcoming: Iterable[tuple[int, int]], in_use: set[int] | frozenset[int]) -> None:
+        """Start copies of the weights that are used next and are in host memory, as far as there is room."""
+        weights = [(distance, block) for distance, block in upcoming if self._is_weight(block)]
+        moves = plan_prefetch(
+            weights,
+            is_resident=lambda b: b in self.copies or not self._is_loadable(b),
+            nbytes=self._tiers.room_bytes,
+            free_bytes=self._arena.free_bytes,
+            evictable=(c.block.id for c in list(self.copies.values()) if self._is_idle(c, in_use)),
+            next_use=self._tiers.next_use,
+            lookahead_bytes=self._arena.capacity_bytes,
+        )
+        for move in moves:
+            if move.kind is MoveKind.EVICT:
+                self._evict(self.copies[move.block])
+            elif not self._prefetch(self._tiers.block(move.block)):
+                break
+
+    def _prefetch(self, block: Block) -> bool:
+        offset = self._arena.allocate(block.room_bytes)
+        if offset is None:
+            return False
+        copy = BlockCopy(block, offset)
+        try:
+            self._movement.copy_in(copy)
+        except BaseException:
+            self._arena.free(offset, [])
+            raise
+        self.copies[block.id] = copy
+        self.counters.prefetches += 1
+        return True
+
+    def _is_weight(self, block_id: int) -> bool:
+        return self._tiers.room_bytes(block_id) > 0 and self._tiers.block(block_id).kind is BlockKind.WEIGHT
+
+    def _is_loadable(self, block_id: int) -> bool:
+        """In host memory, where no update of it is still to come."""
+        block = self._tiers.block(block_id)
+        owner = block.owner
+        return block.resident and owner is not None and not owner.on_host and not owner.update_to_come()
+
+    def _is_idle(self, copy: BlockCopy, in_use: set[int] | frozenset[int]) -> bool:
+        if copy.block.id in in_use or copy.leases or copy.block.id in self.staying:
+            return False
+        return copy.may_go() and not copy.is_dirty()
+
+    # -- going -----------------------------------------------------------------------------------------------------
+
+    def drop(self, copy: BlockCopy, aliases: list[Alias] | None = None) -> None:
+        """A copy goes as it is; ``aliases`` keep its memory."""
+        if copy.block.owner is not None:
+            copy.block.owner.release()
+        del self.copies[copy.block.id]
+        self._movement.free(copy, aliases)
+
+    def evict_all(self, in_use: set[int] | frozenset[int]) -> None:
+        """Evict what may be evicted."""
+        for copy in list(self.copies.values()):
+            if copy.block.id not in in_use:
+                self._evict(copy)
+
+    def _evict(self, copy: BlockCopy) -> bool:
+        if copy.leases or copy.block.id in self.staying or not copy.may_go():
+            return False
+        if copy.is_dirty():
+            self._movement.copy_out(copy)
+        self.drop(copy)
+        self.counters.evictions += 1
+        return True
+
+    def _evict_farthest(self) -> bool:
+        for copy in sorted(self.copies.values(), key=lambda c: self._tiers.next_use(c.block.id), reverse=True):
+            if self._evict(copy):
+                return True
+        return False
+
+    def _make_room(self, block: Block) -> int:
+        collected = False
+        while True:
+            offset = self._arena.allocate(block.room_bytes, high=block.id in self.staying)
+            if offset is not None:
+                return offset
+            if self._arena.empty_limbo() or self._evict_farthest():
+                continue
+            if not collected and any(not copy.leases and not copy.may_go() for copy in self.copies.values()):
+                collected = True
+                gc.collect()  # views in reference cycles, or in the traceback of a caught exception
+                continue
+            raise BudgetError(self._no_room(block))
+
+    def _no_room(self, block: Block) -> str:
+        held = [
+            f"  {copy.block.name}: {copy.block.room_bytes} bytes, {'in use' if copy.leases else 'views of it are held'}"
+            for copy in self.copies.values()
+            if copy.leases or not copy.may_go()
+        ]
+        return (
+            f"{block.name} needs {block.room_bytes} bytes on {self._arena.device}, whose device_budget of "
+            f"{self._arena.capacity_bytes} bytes is held by\n" + "\n".join(held[:20]) + "\nRaise device_budget, or let "
+            "go of views of weights and gradients (CPUAdam instead of torch's optimizers)"
+        )
+
+    def close(self) -> None:
+        """Show nothing any more. Memory that the program has views of lives as long as these."""
+        for copy in list(self.copies.values()):
+            if copy.block.owner is not None:
+                copy.block.owner.release()
+        self.copies.clear()
+        self._movement.forget_all()
