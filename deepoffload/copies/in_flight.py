@@ -65,16 +65,16 @@ class DeviceTransfers:
                 self._finish(copy)
             return bool(waited)
 
-    def end_oldest(self) -> bool:
-        """Wait for the copy that was launched first; False when none is in flight."""
+    def end_oldest(self, why: str) -> bool:
+        """Wait for the copy that was launched first; False when none is in flight. The timeline says ``why``."""
         with self._tiers.lock:
             if not self._in_flight:
                 return False
-            self._finish(self._in_flight[0])
+            self._finish(self._in_flight[0], f"{why}: ")
             return True
 
-    def _finish(self, copy: _Launched) -> None:
-        self._wait(copy)
+    def _finish(self, copy: _Launched, why: str = "") -> None:
+        self._wait(copy, why)
         self._in_flight.remove(copy)
         copy.block.copying -= 1
         try:
@@ -83,12 +83,12 @@ class DeviceTransfers:
         finally:
             self._tiers.release(copy.block)
 
-    def _wait(self, copy: _Launched) -> None:
+    def _wait(self, copy: _Launched, why: str) -> None:
         timeline, begin_s = self._tiers.timeline, time.perf_counter()
         if not copy.event.query():
             copy.event.synchronize()
             if timeline is not None:
-                what = f"copy {copy.lane.value} {copy.block.kind.name.lower()}: {copy.block.name}"
+                what = f"{why}copy {copy.lane.value} {copy.block.kind.name.lower()}: {copy.block.name}"
                 timeline.add(Lane.WAIT, what, begin_s, time.perf_counter())
         if timeline is not None:
             timeline.add(copy.lane, copy.block.name, copy.begin_s, time.perf_counter(), copy.nbytes)
