@@ -30,6 +30,8 @@ class CopyMemory:
     It is what others ask, and decides nothing itself: :class:`Residency` knows which copies there are,
     :class:`Movement` moves their bytes.
 
+    The tier manager makes it (its argument ``copies``), because each asks the other.
+
     Args:
         capacity_bytes: the device budget.
         outside_user_modes: a context outside of the program's modes, in which bytes are moved.
@@ -59,7 +61,6 @@ class CopyMemory:
         self._residency = Residency(tiers, self.arena, self._movement)
         self._outside_user_modes = outside_user_modes
         self._storage_at = storage_at
-        tiers.copies = self
         # An engine that goes without being closed: what is on its way reads and writes the memory that goes with it.
         weakref.finalize(self, accelerator.synchronize).atexit = False
 

@@ -79,7 +79,7 @@ class Residency:
             nbytes=self._tiers.room_bytes,
             free_bytes=self._arena.free_bytes,
             evictable=(c.block.id for c in list(self.copies.values()) if self._is_idle(c, in_use)),
-            next_use=self._tiers.next_use,
+            next_use=self._tiers.policy.next_use,
             lookahead_bytes=self._arena.capacity_bytes,
         )
         for move in moves:
@@ -141,7 +141,7 @@ class Residency:
         return True
 
     def _evict_farthest(self) -> bool:
-        for copy in sorted(self.copies.values(), key=lambda c: self._tiers.next_use(c.block.id), reverse=True):
+        for copy in sorted(self.copies.values(), key=lambda c: self._tiers.policy.next_use(c.block.id), reverse=True):
             if self._evict(copy):
                 return True
         return False

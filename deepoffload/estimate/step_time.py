@@ -11,11 +11,11 @@ from deepoffload.estimate.coarser import coarser
 from deepoffload.estimate.dry_run import DryRun, Op, Visit
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.params.prefetcher import BUSY_TRANSFERS, EVENTS_PER_PLAN, WRITE_BEHIND_SHARE
-from deepoffload.schedule.clock import Phase, StepTimes, TimedRun, TimedUse, steady_step
+from deepoffload.schedule.clock import StepTimes, TimedRun, TimedUse, steady_step
 from deepoffload.schedule.cost_model import BlockKind, StepOverlap, Workload, update_seconds
 from deepoffload.schedule.placement import BlockSpec
 from deepoffload.schedule.simulate import Use
-from deepoffload.schedule.trace import Event
+from deepoffload.schedule.trace import Event, Phase
 
 OpTimes = Mapping[Op, float]
 

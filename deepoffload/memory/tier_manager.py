@@ -2,7 +2,7 @@
 
 The arena is the budget: a block is resident only while it has a range there, so the budget cannot be exceeded. A block
 that somebody leases, or whose memory somebody still refers to, stays. Everything else is evicted when room is needed,
-farthest next use first (Belady's choice, on the order that the caller's ``next_use`` knows).
+farthest next use first (Belady's choice, on the order that the caller's ``policy`` knows; see ``memory.eviction``).
 
 No thread of its own: transfers run in the I/O engine's native threads, and each call in here also collects what has
 completed. One re-entrant lock guards all of it; completions never need that lock, so waiting under it cannot deadlock.
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
-import math
 import threading
 from collections.abc import Callable, Container, Iterable
 
@@ -22,16 +20,12 @@ from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena, common_size
 from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState, Census, DeviceCopies, host_view_owner
 from deepoffload.memory.compaction import Compactor
-from deepoffload.memory.limbo import Limbo
+from deepoffload.memory.eviction import SLIDE_WORTH, EvictionPolicy, RoomMaker, UnknownOrder
 from deepoffload.memory.lock import BooksLock
-from deepoffload.memory.no_room import no_room
 from deepoffload.memory.transfers import TierCounters, Transfers
 from deepoffload.native.aio import PAGE_BYTES, round_up
-from deepoffload.schedule.placement import BlockKind
+from deepoffload.schedule.placement import BlockKind, Placement
 from deepoffload.timeline import Timeline
-
-SLIDE_WORTH = 3
-"""Sliding this many bytes in memory costs about as much as reading one from NVMe (10 GB/s on one core, some 3 GB/s)."""
 
 
 class TierManager:
@@ -40,20 +34,27 @@ class TierManager:
     Args:
         arena: the memory; its capacity is the budget.
         space: where evicted blocks go; None when there is no NVMe path, then nothing dirty can be evicted.
+        policy: the order in which the program uses blocks.
+        copies: makes what a device holds of the blocks, over this tier manager; None where the CPU computes.
         poison: fill every range that is taken back with 0xFF (NaN), so that a stale alias shows.
         timeline: where transfers and waits are recorded, if anywhere.
 
     Attributes:
         static: ids of the blocks that placement keeps in memory for good: never evicted, hence never written.
-        copies: what a device holds of the blocks; None where the CPU computes.
+        copies: what a device holds of the blocks, if there is one.
         is_away: whether a block, by id, exists and has its bytes on NVMe only.
         is_empty: whether a block, by id, exists and has no bytes anywhere yet.
-        least_bytes: of memory, with which placement says that the models run.
-        placement_text: the table of that placement, for errors.
     """
 
     def __init__(
-        self, arena: Arena, space: SwapSpace | None, *, poison: bool = False, timeline: Timeline | None = None
+        self,
+        arena: Arena,
+        space: SwapSpace | None,
+        policy: EvictionPolicy | None = None,
+        *,
+        copies: Callable[[TierManager], DeviceCopies] | None = None,
+        poison: bool = False,
+        timeline: Timeline | None = None,
     ) -> None:
         self.arena = arena
         self.space = space
@@ -61,11 +62,7 @@ class TierManager:
         self.timeline = timeline
         self.lock = BooksLock()
         self.counters = TierCounters()
-        self.next_use: Callable[[int], float] = lambda block_id: math.inf
-        self.predicted: frozenset[int] = frozenset()
-        self.placement_text: Callable[[], str] = lambda: ""
-        self.least_bytes = 0
-        self.before_leaving: Callable[[Block], None] = lambda block: None
+        self.policy: EvictionPolicy = UnknownOrder() if policy is None else policy
         self._blocks: dict[int, Block] = {}
         self._census: Census = {state: {} for state in BlockState}
         self.is_away = self._census[BlockState.ON_NVME].__contains__
@@ -75,10 +72,21 @@ class TierManager:
         self.transfers = Transfers(space, self.counters, self._free_memory, timeline)
         self._threads: set[int] = set()
         self._compactor = Compactor(arena, self._resident, self._threads, self._note_changes, self.counters, poison)
-        self._limbo: Limbo[int] = Limbo()
-        self._survivors: set[int] = set()
         self._ids = 0
-        self.copies: DeviceCopies | None = None
+        self.copies: DeviceCopies | None = None if copies is None else copies(self)
+        self._room = RoomMaker(
+            arena,
+            self._resident,
+            self.static,
+            self.transfers,
+            self._compactor,
+            self.counters,
+            self.policy,
+            self.copies,
+            has_nvme=space is not None,
+            evict=self.evict,
+            poison=poison,
+        )
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
@@ -153,6 +161,10 @@ class TierManager:
             self.space.free(block.extent)
             block.extent = None
 
+    def placed(self, placement: Placement) -> None:
+        """The models have their placement: errors show it from now on."""
+        self._room.placement = placement
+
     def room_bytes(self, block_id: int) -> int:
         """What a block takes in the arena; 0 for one that was removed (an old trace may still name it)."""
         block = self._blocks.get(block_id)
@@ -219,11 +231,11 @@ class TierManager:
             return
         fresh = block.state is BlockState.EMPTY
         if not fresh and load:
-            if block.id in self.predicted:
+            if block.id in self.policy.predicted:
                 self.counters.waits += 1
             else:
                 self.counters.faults += 1
-        block.offset = self._make_room(block)
+        block.offset = self._room.find(block)
         self._resident[block.id] = block
         if fresh or not load:
             if fresh and load:
@@ -307,113 +319,13 @@ class TierManager:
         owner = host_view_owner(block)
         return owner is None or owner.can_release()
 
-    def _make_room(self, block: Block) -> int:
-        """An arena offset for ``block``; evicts, waits and moves others for it as far as that goes."""
-        nbytes = block.room_bytes
-        high = block.kind is BlockKind.STATE
-        compact, collected = self._compactor.compact, False
-        while True:
-            offset = self.arena.allocate(nbytes, high=high)
-            if offset is not None:
-                return offset
-            if self._empty_limbo():
-                continue
-            if compact(nbytes, SLIDE_WORTH * nbytes) or self._evict_farthest(block) or compact(nbytes):
-                continue
-            if self.transfers.in_flight():
-                self.drain()
-                continue
-            if self.copies is not None and self.copies.end_copies():
-                continue
-            offset = self.arena.lend(nbytes)
-            if offset is not None:
-                self.counters.lent += 1
-                return offset
-            if not collected and not self._referred_to() <= self._survivors:
-                collected = self._collect()
-                continue
-            if self._let_one_go(block):
-                continue
-            if not collected:
-                collected = self._collect()
-                continue
-            raise no_room(
-                block,
-                self.arena,
-                self._resident.values(),
-                self.static,
-                self._limbo.held(),
-                least_bytes=self.least_bytes,
-                has_nvme=self.space is not None,
-                table=self.placement_text(),
-            )
-
-    def _referred_to(self) -> set[int]:
-        """Offsets of the memory that stays only because the program refers to it."""
-        viewed = ((block, host_view_owner(block)) for block in self._resident.values() if not block.leases)
-        held = (block for block, owner in viewed if owner is not None and not owner.can_release())
-        return {*self._limbo.held(), *(b.offset for b in held if b.offset is not None)}
-
-    def _collect(self) -> bool:
-        """Collect garbage: aliases in reference cycles, or in the traceback of a caught exception, hold memory until
-        then. That takes as long as the program's heap is large, so what has been through it is no reason for another
-        one, except before an error."""
-        gc.collect()
-        self._survivors = self._referred_to()
-        return True
-
-    def _evict_farthest(self, wanted: Block) -> bool:
-        candidates = [
-            b for b in self._resident.values() if b.leases == 0 and b.id not in self.static and b is not wanted
-        ]
-        candidates.sort(key=lambda b: (self.next_use(b.id), b.state is BlockState.CLEAN, b.id), reverse=True)
-        failure: IoFailure | None = None
-        for candidate in candidates:
-            try:
-                if self.evict(candidate):
-                    return True
-            except IoFailure as error:  # it could not be written and stays; another may be clean
-                failure = failure or error
-        if failure is not None:
-            raise failure
-        return False
-
-    def _let_one_go(self, wanted: Block) -> bool:
-        """The plan is no longer right (parameters were unfrozen, say): a block that was to stay may leave now."""
-        if self.space is None:
-            return False
-        static = [b for b in self._resident.values() if b.id in self.static and b is not wanted and not b.leases]
-        going = [b for b in static if (owner := host_view_owner(b)) is None or owner.can_release()]
-        if not going:
-            return False
-        block = max(going, key=lambda b: (b.kind is BlockKind.STATE, self.next_use(b.id), b.id))
-        self.before_leaving(block)
-        self.static.discard(block.id)
-        return True
-
     def _free_memory(self, block: Block, aliases: list[Alias] | None = None) -> None:
         offset = block.offset
         if offset is None:
             raise RuntimeError(f"block {block.name} has no memory to give back")
         block.offset = None
         del self._resident[block.id]
-        if aliases:
-            self._limbo.put(offset, aliases)  # the program still looks at it: reused when nobody does
-        else:
-            self._free_range(offset)
-
-    def _free_range(self, offset: int) -> None:
-        if self.poison:
-            for start, nbytes in self.arena.memory_of(offset):
-                ctypes.memset(self.arena.address + start, 0xFF, nbytes)
-        self.arena.free(offset)
-
-    def _empty_limbo(self) -> bool:
-        """Take back memory of discarded blocks whose last alias has gone; True when some came back."""
-        free = self._limbo.take_free()
-        for offset in free:
-            self._free_range(offset)
-        return bool(free)
+        self._room.give_back(offset, aliases)
 
     # -- transfers -------------------------------------------------------------------------------------------------
 

@@ -6,10 +6,8 @@ bytes themselves belong to the tier manager.
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -23,6 +21,7 @@ from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.params.mapped import MappedCopies
+from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.ports import GradientDoor
 from deepoffload.params.prefetcher import Prefetcher
 from deepoffload.params.saved import SavedTensorHooks
@@ -32,12 +31,10 @@ from deepoffload.params.torch_private import (
     push_saved_tensors_hooks,
     saved_tensors_hooks_enabled,
     top_saved_tensors_hooks,
-    version_of,
 )
 from deepoffload.params.unit import BlockView, ParamHandle, Unit
-from deepoffload.schedule.trace import Event, Trace
-
-_PHASES = {"f": "forward", "b": "backward", "u": "update"}
+from deepoffload.params.use_order import UseKey, UseOrder, phase_name
+from deepoffload.schedule.trace import Phase
 
 
 class _ThreadState(threading.local):
@@ -50,30 +47,40 @@ class _ThreadState(threading.local):
 
 class Pager:
     """Args:
-    tiers: the memory.
+    tiers: the arena and the blocks.
+    order: of uses, by which ``tiers`` decides what leaves.
+    graphs: those of autograd, which ``order`` tells of what leaves.
+    memory: in which tensors show their bytes; the arena when None.
     prefetch: False for the serial reference: every transfer is waited for where it is needed.
     evict_always: evict whatever may be evicted after every use (tests).
     defer_updates: an optimizer step updates each unit right before its next use, instead of all at once.
     """
 
     def __init__(
-        self, tiers: TierManager, *, prefetch: bool = True, evict_always: bool = False, defer_updates: bool = False
+        self,
+        tiers: TierManager,
+        order: UseOrder,
+        graphs: OpenGraphs,
+        memory: ShownMemory | None = None,
+        *,
+        prefetch: bool = True,
+        evict_always: bool = False,
+        defer_updates: bool = False,
     ) -> None:
         self.tiers = tiers
         self.lock = tiers.lock
         self._arena = HostMemory(tiers)
-        self.memory: ShownMemory = self._arena
+        self.memory: ShownMemory = self._arena if memory is None else memory
+        self.order = order
+        self.graphs = graphs
         self.prefetch = prefetch
         self.evict_always = evict_always
         self.defer_updates = defer_updates
         self.units: list[Unit] = []
         self.storages: dict[int, TensorSlot] = {}
-        self.trace = Trace()
         self.gradients: GradientDoor | None = None
         self.adopt_late: Callable[[Tensor, str], ParamHandle | None] | None = None
         self.closed_because: str | None = None
-        self._keys: dict[tuple[object, ...], int] = {}
-        self._last_key: tuple[object, ...] | None = None
         self._held: list[Block] = []
         self._local = _ThreadState()
         self._opened_by: dict[int, list[Any]] = {}
@@ -82,9 +89,6 @@ class Pager:
         self.casts_are_shared = False
         self.casts_of: int | None = None
         self._hooks_alone = SavedTensorHooks(self, None)
-        self._clock = 0
-        self._stamps: dict[int, int] = {}
-        self._backward_of: Unit | None = None
         self.engine: Any = None
         self.mapped_copies: MappedCopies | None = None
         self.on_all_dead: Callable[[], None] | None = None
@@ -92,11 +96,7 @@ class Pager:
         self._alive = 0
         self._deaths = 0
         self._unit_count = 0
-        self._unhooked = False
-        self._recounted: weakref.WeakKeyDictionary[ParamHandle, tuple[int, int]] = weakref.WeakKeyDictionary()
-        tiers.next_use = self._next_use
-        self.prefetcher = Prefetcher(tiers, self.trace, self._next_use, self.units)
-        tiers.before_leaving = self._refuse_unhooked_graphs
+        self.prefetcher = Prefetcher(tiers, order.trace, order.next_use, self.units)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class Pager:
             with self.lock:
                 self.catch_up(slot.unit)
                 block = self._block_of(slot)
-                self._stamp(block)
+                self.order.stamp(block)
                 self.memory_of(block).acquire(block)
                 pinned = True
                 owner = block.owner
@@ -239,7 +239,7 @@ class Pager:
                 self.catch_up(unit)
         if self.is_fully_resident():
             return
-        self._event(("f", *(u.index for u in units)), tuple(u.weights.id for u in units))
+        self._event((Phase.FORWARD, tuple(u.index for u in units)), tuple(u.weights.id for u in units))
 
     def note_use(self, slot: TensorSlot) -> None:
         """The program uses a weight outside of any window."""
@@ -260,15 +260,14 @@ class Pager:
 
     def use_backward(self, unit: Unit) -> None:
         self.forget_casts()
-        if unit is self._backward_of or self.is_fully_resident():
+        if unit is self.order.backward_of or self.is_fully_resident():
             return
         gradients = () if unit.gradients is None else (unit.gradients.id,)
-        self._event(("b", unit.index), (unit.weights.id, *gradients))
-        self._backward_of = unit
+        self._event((Phase.BACKWARD, (unit.index,)), (unit.weights.id, *gradients), backward_of=unit)
 
     def use_update(self, unit: Unit, piece: int, blocks: tuple[int, ...]) -> None:
         """The optimizer comes to a piece of a unit's state."""
-        self._event(("u", unit.index, piece), blocks)
+        self._event((Phase.UPDATE, (unit.index, piece)), blocks)
 
     def end_of_step(self) -> None:
         """An optimizer step is finished: the recorded order becomes the cycle."""
@@ -276,9 +275,7 @@ class Pager:
             self.release_held()
             if self.tiers.timeline is not None:
                 self.tiers.timeline.end_of_step()
-            self.trace.end_of_step()
-            self._last_key = None
-            self._backward_of = None
+            self.order.end_of_step()
             SHIELD.refresh()
             if self.closed_because is None:
                 self.pump()
@@ -288,37 +285,18 @@ class Pager:
         """True when an event teaches nothing, because nothing ever moves."""
         return self.memory.all_stay() and self.tiers.timeline is None and not self._deaths and not self.evict_always
 
-    def _event(self, key: tuple[object, ...], blocks: tuple[int, ...]) -> None:
-        if key == self._last_key:
+    def _event(self, key: UseKey, blocks: tuple[int, ...], backward_of: Unit | None = None) -> None:
+        if key == self.order.last_key:
             return
         with self.lock:
             if self.closed_because is not None:
                 return
-            self._last_key = key
-            self._backward_of = None
             if self._deaths:
                 self._free_dead_units()
             if self.tiers.timeline is not None:
-                self.tiers.timeline.phase(self._phase_name(key))
-            predicted = self.trace.observe(Event(self._keys.setdefault(key, len(self._keys)), blocks))
-            self.tiers.predicted = frozenset(blocks) if predicted and self.prefetch else frozenset()
+                self.tiers.timeline.phase(phase_name(key, self.units))
+            self.order.observe(key, blocks, backward_of)
             self.pump(set(blocks))
-
-    def _phase_name(self, key: tuple[object, ...]) -> str:
-        kind, index = key[0], key[1] if len(key) > 1 else None
-        unit = next((unit.name for unit in self.units if unit.index == index), "")
-        return f"{_PHASES[str(kind)]} {unit}"
-
-    def _stamp(self, block: Block) -> None:
-        self._clock += 1
-        self._stamps[block.id] = self._clock
-
-    def _next_use(self, block_id: int) -> float:
-        """Distance to the next use; where the order is unknown, farther the longer ago the last use was (LRU)."""
-        distance = self.trace.next_use(block_id)
-        if distance < math.inf:
-            return distance
-        return 1e12 - self._stamps.get(block_id, 0)
 
     def pump(self, in_use: set[int] | frozenset[int] = frozenset()) -> None:
         """Collect what completed, write behind, fetch ahead. Called at every event; costs microseconds."""
@@ -332,7 +310,7 @@ class Pager:
         if not self.prefetch or (self.memory.all_stay() and not tiers.transfers.in_flight()):
             return  # the serial reference; or everything stays in memory
         self.prefetcher.pump(in_use)
-        self.memory.pump(self.trace.upcoming(), in_use)
+        self.memory.pump(self.order.trace.upcoming(), in_use)
 
     # -- saved-tensor hooks ----------------------------------------------------------------------------------------
 
@@ -349,7 +327,7 @@ class Pager:
         Returns True when pushed, False when that is not needed, None when the program has disabled such hooks.
         """
         if not always and self.memory.all_stay() and not torch.is_autocast_enabled(self.memory.device.type):
-            self._unhooked = True
+            self.graphs.unhooked = True
             return False
         if not saved_tensors_hooks_enabled():
             return None
@@ -369,27 +347,6 @@ class Pager:
         """Undo one :meth:`push_hooks` that returned True."""
         pop_saved_tensors_hooks()
         self._local.pushed.pop()
-
-    def refuse_open_graphs(self) -> None:
-        """From now on backward through what autograd has kept of the weights is an error: their bytes go."""
-        for unit in self.units:
-            for handle in unit.handles:
-                handle.count_update()
-
-    def _refuse_unhooked_graphs(self, block: Block) -> None:
-        """A block that was to stay leaves: graphs that autograd made without us, while everything stayed, would go
-        backward with what the tensor shows then. By another version they see that they must not."""
-        if not self._unhooked or not isinstance(block.owner, BlockView) or not block.owner.on_host:
-            return
-        for slot in block.owner.slots:
-            tensor = slot.tensor
-            if isinstance(slot, ParamHandle) and tensor is not None and version_of(tensor) == slot.version:
-                slot.count_update()
-                self._recounted[slot] = slot.version - 1, slot.version
-
-    def is_version(self, handle: ParamHandle, saved: int, now: int) -> bool:
-        """Whether a weight has been the same since its version was ``saved``."""
-        return saved == now or self._recounted.get(handle) == (saved, now)
 
     def opened(self) -> list[Any]:
         """The windows that this thread is in, innermost last."""

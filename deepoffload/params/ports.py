@@ -6,7 +6,7 @@ The slots that pass through here are typed ``Any``: their classes lie above.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from deepoffload.copies.shown import ShownMemory
 from deepoffload.memory.block import Block
 from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.tier_manager import TierManager
+
+if TYPE_CHECKING:
+    from deepoffload.params.open_graphs import OpenGraphs
 
 
 class GradientDoor(Protocol):
@@ -41,6 +44,7 @@ class PagerPort(Protocol):
     adopt_late: Callable[[Tensor, str], Any] | None
     closed_because: str | None
     evict_always: bool
+    graphs: OpenGraphs
     engine: Any
     mapped_copies: Any
 
@@ -63,8 +67,6 @@ class PagerPort(Protocol):
     def will_change(self, slot: Any) -> None: ...
 
     def catch_up(self, unit: Any) -> None: ...
-
-    def is_version(self, handle: Any, saved: int, now: int) -> bool: ...
 
     def hold_until_step(self, slot: Any) -> None: ...
 

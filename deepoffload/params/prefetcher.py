@@ -83,7 +83,7 @@ class Prefetcher:
         be, and either there is enough on its way in both directions or nothing has changed since no room was found."""
         tiers, transfers = self._tiers, self._tiers.transfers
         self._unplanned += 1
-        if self._unplanned < EVENTS_PER_PLAN and tiers.predicted:
+        if self._unplanned < EVENTS_PER_PLAN and tiers.policy.predicted:
             if transfers.are_many(BUSY_TRANSFERS) or self._stuck_at == (transfers.settled, tiers.arena.used_bytes):
                 return True
         self._unplanned = 0

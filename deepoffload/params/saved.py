@@ -278,7 +278,7 @@ def restore(saved: SavedWeight) -> Tensor:
             param = handle.tensor
             if param is None:
                 raise ClosedError(f"{handle.name} was deleted between forward and backward")
-            if saved.version is not None and not pager.is_version(handle, saved.version, version_of(param)):
+            if saved.version is not None and not pager.graphs.is_version(handle, saved.version, version_of(param)):
                 raise RuntimeError(
                     f"{_CHANGED}: parameter {handle.name} {list(saved.size)} was changed (an optimizer step counts) "
                     "after the forward pass that saved it"

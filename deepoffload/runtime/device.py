@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from deepoffload.config import Config
@@ -11,11 +14,15 @@ from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.copies.shown import ShownMemory
 from deepoffload.device import Device
 from deepoffload.errors import BudgetError, ConfigError, PlacementError
-from deepoffload.optim.device_landing import DeviceLandings, ring_of
+from deepoffload.io.swap_space import SwapSpace
+from deepoffload.memory.arena import Arena
+from deepoffload.memory.eviction import EvictionPolicy
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.optim.device_landing import ring_of
 from deepoffload.optim.gradients import Gradients
-from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes, storage_at
 from deepoffload.runtime.plan import ModelPlan, weights_on_device_bytes, window_bytes
+from deepoffload.timeline import Timeline
 
 TRIMMED_BYTES_MIN = 64 << 20
 """What is left of the budget at least, if it was as much: layers that come later may be larger than all before."""
@@ -54,24 +61,33 @@ def find_accelerator(config: Config) -> Accelerator | None:
     return None if found is None else Accelerator(found)
 
 
-def compute_on(
-    pager: Pager, gradients: Gradients, accelerator: Accelerator, device_bytes: int, *, poison: bool
-) -> None:
-    """Have tensors show the device's memory, and gradients come from there.
+def open_memory(
+    arena: Arena,
+    space: SwapSpace | None,
+    policy: EvictionPolicy,
+    accelerator: Accelerator | None,
+    device_bytes: int,
+    *,
+    poison: bool,
+    timeline: Timeline | None,
+) -> tuple[TierManager, CopyMemory | None]:
+    """The blocks' books, and the copies on ``accelerator`` that tensors show; None where they show the arena.
 
     Raises:
         BudgetError: a budget is too small for it.
     """
-    memory = CopyMemory(
-        pager.tiers,
-        accelerator,
-        device_bytes,
-        outside_user_modes=outside_user_modes,
-        storage_at=storage_at,
-        poison=poison,
-    )
-    gradients.from_device = DeviceLandings(memory)
-    pager.memory = memory
+    copies: Callable[[TierManager], CopyMemory] | None = None
+    if accelerator is not None:
+        copies = partial(
+            CopyMemory,
+            accelerator=accelerator,
+            capacity_bytes=device_bytes,
+            outside_user_modes=outside_user_modes,
+            storage_at=storage_at,
+            poison=poison,
+        )
+    tiers = TierManager(arena, space, policy, copies=copies, poison=poison, timeline=timeline)
+    return tiers, tiers.copies if isinstance(tiers.copies, CopyMemory) else None
 
 
 def fit_device(memory: ShownMemory, plan: ModelPlan) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from deepoffload import machine
 from deepoffload.config import Config, StepOverlap
 from deepoffload.config.resolve import Budgets, resolve_budgets
-from deepoffload.copies.accelerator import Accelerator
 from deepoffload.device import Device
 from deepoffload.errors import BudgetError, PlacementError, UsageError
 from deepoffload.io.engine import IoEngine
@@ -25,18 +24,20 @@ from deepoffload.io.swap_files import check_paths, warn_of_shared
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.lock import SHIELD
-from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import round_up
+from deepoffload.optim.device_landing import DeviceLandings
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.in_backward import EarlyUpdates
+from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.outer_window import OuterWindow
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
+from deepoffload.params.use_order import UseOrder
 from deepoffload.params.window import RootWatch, Window
 from deepoffload.runtime.announce import OutsideWatch, announce, summary
 from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adopt, adoptable, refuse_meta
-from deepoffload.runtime.device import compute_on, find_accelerator, fit_device, with_ring
+from deepoffload.runtime.device import find_accelerator, fit_device, open_memory, with_ring
 from deepoffload.runtime.plan import (
     NO_DISK,
     PIECES_PER_BUDGET,
@@ -84,20 +85,33 @@ class Engine:
             self._open_disk(paths)
             arena = Arena(self.budgets.host_bytes, lends=accelerator is None)
             self.timeline = Timeline() if config.timeline else None
-            tiers = TierManager(arena, self._space, poison=config.debug.poison, timeline=self.timeline)
+            graphs = OpenGraphs()
+            order = UseOrder(graphs, prefetch=config.prefetch)
+            tiers, memory = open_memory(
+                arena,
+                self._space,
+                order,
+                accelerator,
+                self.budgets.device_bytes,
+                poison=config.debug.poison,
+                timeline=self.timeline,
+            )
+            landings = None if memory is None else DeviceLandings(memory)
         except BaseException:
             self._close_disk()
             raise
         self.pager = Pager(
             tiers,
+            order,
+            graphs,
+            memory,
             prefetch=config.prefetch,
             evict_always=config.debug.evict_always,
             defer_updates=config.step_overlap is StepOverlap.DEFERRED,
         )
         self.pager.engine = self
         self.gradients = Gradients(self.pager)
-        if accelerator is not None:
-            self._compute_on(accelerator)
+        self.gradients.from_device = landings
         if config.step_overlap is StepOverlap.IN_BACKWARD:
             self.gradients.early = EarlyUpdates(on_device=accelerator is not None)
         self._exit = weakref.finalize(self, _close_at_exit, weakref.ref(self.pager), self._io, self._space, os.getpid())
@@ -126,14 +140,6 @@ class Engine:
             weights=stripe_weights(rates),
             verify=aio.verify,
         )
-
-    def _compute_on(self, accelerator: Accelerator) -> None:
-        try:
-            device_bytes = self.budgets.device_bytes
-            compute_on(self.pager, self.gradients, accelerator, device_bytes, poison=self.config.debug.poison)
-        except BaseException:
-            self._close_disk()
-            raise
 
     def _capacity_bytes(self) -> int:
         """Of the arena, for blocks."""
@@ -242,8 +248,7 @@ class Engine:
         self.pager.prefetcher.lookahead_bytes = placement.lookahead_bytes
         self.pager.prefetcher.reserve_bytes = placement.reserve_bytes
         self.pager.prefetcher.granule_bytes = self.pager.tiers.common_room_bytes(placement.resident)
-        self.pager.tiers.least_bytes = placement.minimum_bytes
-        self.pager.tiers.placement_text = lambda: f"\n{placement.table()}"
+        self.pager.tiers.placed(placement)
 
     def _pin_residents(self, placement: Placement) -> None:
         """From now on resident blocks stay. Not before: while bytes move into units, all memory is needed for that."""
@@ -298,7 +303,7 @@ class Engine:
         numeric."""
         tiers = self.pager.tiers
         space = self._space
-        trace = self.pager.trace.stats()
+        trace = self.pager.order.trace.stats()
         counters = tiers.counters
         return {
             **self.pager.memory.stats(),
@@ -352,7 +357,7 @@ class Engine:
             self.pager.close_leaked()
             self.pager.closed_because = because
             self.pager.ignore_deaths()
-            self.pager.refuse_open_graphs()
+            self.pager.graphs.refuse_all(self.pager.units)
             for window in (*self._windows, *self._outer):
                 window.remove()
             for watch in self._watches:

@@ -20,9 +20,11 @@ from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import PAGE_BYTES, round_up
 from deepoffload.optim.checks import STATE_DTYPES
 from deepoffload.optim.gradients import Gradients
+from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.pager import Pager
 from deepoffload.params.slot import dense_stride
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat
+from deepoffload.params.use_order import UseOrder
 from deepoffload.runtime.compute_types import compute_types
 from deepoffload.runtime.construct import Assembly, UnitDraft
 from deepoffload.runtime.unit_finder import find_units
@@ -234,7 +236,9 @@ def enough_capacity(attempt: Callable[[int], object], capacity_bytes: int) -> in
 
 def dry_pager(model: nn.Module) -> tuple[Pager, Gradients, list[ParamHandle]]:
     """A pager that has no memory and a handle for each parameter, which the parameters know nothing of."""
-    pager = Pager(TierManager(Arena(PAGE_BYTES, lends=False), None), prefetch=False)
+    graphs = OpenGraphs()
+    order = UseOrder(graphs, prefetch=False)
+    pager = Pager(TierManager(Arena(PAGE_BYTES, lends=False), None, order), order, graphs, prefetch=False)
     handles = [
         ParamHandle(pager, name, param, param.dtype, dense_stride(param))
         for name, param in model.named_parameters()

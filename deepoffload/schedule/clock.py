@@ -17,15 +17,7 @@ from deepoffload.errors import BudgetError
 from deepoffload.schedule.cost_model import Bandwidths
 from deepoffload.schedule.planner import MoveKind, choose_victim, plan_prefetch, plan_write_back
 from deepoffload.schedule.simulate import Use
-from deepoffload.schedule.trace import Trace
-
-
-class Phase(Enum):
-    """What the program does in an event."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    UPDATE = "update"
+from deepoffload.schedule.trace import Phase, Trace
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,18 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
+
+
+class Phase(Enum):
+    """What the program does in an event."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+    __hash__ = object.__hash__  # members are one of a kind; Enum's own would be called for every event
 
 
 @dataclass(frozen=True)

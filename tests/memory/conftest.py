@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +12,23 @@ import pytest
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena
-from deepoffload.memory.block import Alias
+from deepoffload.memory.block import Alias, Block
 from deepoffload.memory.tier_manager import TierManager
+
+
+class GivenOrder:
+    """An eviction policy that a test says: the next use of every block, by its id."""
+
+    predicted: frozenset[int] = frozenset()
+
+    def __init__(self, next_use: Callable[[int], float] = lambda block_id: math.inf) -> None:
+        self.say = next_use
+
+    def next_use(self, block_id: int) -> float:
+        return self.say(block_id)
+
+    def before_leaving(self, block: Block) -> None:
+        """Nobody has to know."""
 
 
 class Owner:
@@ -59,7 +75,8 @@ class Rig:
     def __init__(self, path: Path, capacity_bytes: int, *, poison: bool = True, faults: str | None = None) -> None:
         self.io = IoEngine(queue_depth=4, fault_script=faults)
         self.space = SwapSpace(self.io, [path])
-        self.tiers = TierManager(Arena(capacity_bytes), self.space, poison=poison)
+        self.order = GivenOrder()
+        self.tiers = TierManager(Arena(capacity_bytes), self.space, self.order, poison=poison)
 
     def close(self) -> None:
         self.tiers.close()

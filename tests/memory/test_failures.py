@@ -15,6 +15,7 @@ from deepoffload.memory.block import Block, BlockState
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.schedule.placement import BlockKind
+from tests.memory.conftest import GivenOrder
 
 
 def fill(tiers: TierManager, name: str) -> Block:
@@ -30,14 +31,15 @@ def test_victim_that_cannot_be_written_is_passed_over(tmp_path: Path, clean: boo
     engine = IoEngine(backend="pool", fault_script=f"op=write after={int(clean)} errno={errno.EIO}")
     space = SwapSpace(engine, [tmp_path], budget_bytes=1 << 20, label="test")
     try:
-        tiers = TierManager(Arena(2 * PAGE_BYTES), space)
+        order = GivenOrder()
+        tiers = TierManager(Arena(2 * PAGE_BYTES), space, order)
         other, dirty = fill(tiers, "other"), fill(tiers, "dirty")
-        tiers.next_use = {other.id: 1.0, dirty.id: 2.0}.__getitem__
+        order.say = {other.id: 1.0, dirty.id: 2.0}.__getitem__
         if clean:
             assert tiers.write_behind(other)
             tiers.drain()
         wanted = tiers.create("wanted", BlockKind.WEIGHT, PAGE_BYTES)
-        tiers.next_use = {other.id: 1.0, dirty.id: 2.0, wanted.id: 3.0}.__getitem__
+        order.say = {other.id: 1.0, dirty.id: 2.0, wanted.id: 3.0}.__getitem__
         if clean:
             tiers.acquire(wanted)
             assert other.state is BlockState.ON_NVME

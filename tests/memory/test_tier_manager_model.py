@@ -84,7 +84,7 @@ class TierManagerMachine(RuleBasedStateMachine):
         self.directory = tempfile.TemporaryDirectory()
         self.rig = Rig(Path(self.directory.name), CAPACITY_BYTES, poison=poison, faults=self.faults)
         self.tiers = self.rig.tiers
-        self.tiers.next_use = lambda block_id: order[block_id % len(order)]
+        self.rig.order.say = lambda block_id: order[block_id % len(order)]
         self.expected: list[Expected] = []
         self.looks: list[Look] = []
         self.serial = 0

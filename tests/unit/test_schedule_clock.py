@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from deepoffload.errors import BudgetError
 from deepoffload.schedule import Bandwidths, BlockKind, BlockSpec, StepOverlap, Traffic, Workload, plan_placement
-from deepoffload.schedule.clock import Disk, Phase, StepTimes, TimedRun, TimedUse, steady_step
+from deepoffload.schedule.clock import Disk, StepTimes, TimedRun, TimedUse, steady_step
 from deepoffload.schedule.simulate import Simulation, step_uses
+from deepoffload.schedule.trace import Phase
 
 RATES = Bandwidths(100.0, 50.0, 120.0, 1e9)
 SHARED = Bandwidths(100.0, 100.0, 100.0, 1e9)

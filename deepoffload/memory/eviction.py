@@ -1,0 +1,211 @@
+"""Room in the arena: who must go, in which order what helps is tried, and what is said when nothing does.
+
+The order of uses belongs to the caller, which knows the program. It is given as an :class:`EvictionPolicy` when the
+tier manager is built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+from collections.abc import Callable, Mapping, Set
+from typing import Protocol
+
+from deepoffload.errors import IoFailure
+from deepoffload.memory.arena import Arena
+from deepoffload.memory.block import Alias, Block, BlockState, DeviceCopies, host_view_owner
+from deepoffload.memory.compaction import Compactor
+from deepoffload.memory.limbo import Limbo
+from deepoffload.memory.no_room import no_room
+from deepoffload.memory.transfers import TierCounters, Transfers
+from deepoffload.schedule.placement import BlockKind, Placement
+
+SLIDE_WORTH = 3
+"""Sliding this many bytes in memory costs about as much as reading one from NVMe (10 GB/s on one core, some 3 GB/s)."""
+
+
+class EvictionPolicy(Protocol):
+    """What the memory asks of whoever knows the order in which the program uses blocks (implemented by
+    :class:`deepoffload.params.use_order.UseOrder`).
+
+    Attributes:
+        predicted: ids of the blocks of the present event, when the event was expected. To wait for one of these is no
+            fault.
+    """
+
+    predicted: frozenset[int]
+
+    def next_use(self, block_id: int) -> float:
+        """Distance to the next use of a block. The farthest leaves first."""
+
+    def before_leaving(self, block: Block) -> None:
+        """A block that placement keeps in memory is going to leave it after all."""
+
+
+class UnknownOrder:
+    """The policy of a program of which nothing is known: no block is nearer than another."""
+
+    predicted: frozenset[int] = frozenset()
+
+    def next_use(self, block_id: int) -> float:
+        return math.inf
+
+    def before_leaving(self, block: Block) -> None:
+        """Nobody has to know."""
+
+
+class RoomMaker:
+    """Finds a range of the arena for a block, and takes it back: evicts, waits and moves others as far as that goes.
+
+    Args:
+        resident: the blocks that have a range in ``arena``, as they are at any time.
+        static: ids of the blocks that placement keeps in memory.
+        copies: what a device holds of the blocks; None where the CPU computes.
+        has_nvme: whether blocks can leave at all.
+        evict: evicts a block; False when it must stay. Raises IoFailure when its bytes cannot be written.
+        poison: fill every range that is taken back with 0xFF.
+
+    Attributes:
+        placement: of the models, once there is one; errors show it.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        resident: Mapping[int, Block],
+        static: set[int],
+        transfers: Transfers,
+        compactor: Compactor,
+        counters: TierCounters,
+        policy: EvictionPolicy,
+        copies: DeviceCopies | None,
+        *,
+        has_nvme: bool,
+        evict: Callable[[Block], bool],
+        poison: bool,
+    ) -> None:
+        self.placement: Placement | None = None
+        self._arena = arena
+        self._resident = resident
+        self._static = static
+        self._limbo: Limbo[int] = Limbo()
+        self._transfers = transfers
+        self._compactor = compactor
+        self._counters = counters
+        self._policy = policy
+        self._copies = copies
+        self._has_nvme = has_nvme
+        self._evict = evict
+        self._poison = poison
+        self._survivors: Set[int] = frozenset()
+
+    def find(self, block: Block) -> int:
+        """An arena offset for ``block``.
+
+        Raises:
+            BudgetError: what must stay leaves no room.
+            IoFailure: no block that may go could be written.
+        """
+        nbytes = block.room_bytes
+        high = block.kind is BlockKind.STATE
+        compact, collected = self._compactor.compact, False
+        while True:
+            offset = self._arena.allocate(nbytes, high=high)
+            if offset is not None:
+                return offset
+            if self._empty_limbo():
+                continue
+            if compact(nbytes, SLIDE_WORTH * nbytes) or self._evict_farthest(block) or compact(nbytes):
+                continue
+            if self._transfers.in_flight():
+                self._transfers.settle_all(self._transfers.in_flight())
+                continue
+            if self._copies is not None and self._copies.end_copies():
+                continue
+            offset = self._arena.lend(nbytes)
+            if offset is not None:
+                self._counters.lent += 1
+                return offset
+            if not collected and not self._referred_to() <= self._survivors:
+                collected = self._collect()
+                continue
+            if self._let_one_go(block):
+                continue
+            if not collected:
+                collected = self._collect()
+                continue
+            placement = self.placement
+            raise no_room(
+                block,
+                self._arena,
+                self._resident.values(),
+                self._static,
+                self._limbo.held(),
+                least_bytes=0 if placement is None else placement.minimum_bytes,
+                has_nvme=self._has_nvme,
+                table="" if placement is None else f"\n{placement.table()}",
+            )
+
+    def give_back(self, offset: int, aliases: list[Alias] | None = None) -> None:
+        """Take back a block's range. ``aliases``: what the program still has of it; it is used again when these are
+        gone."""
+        if aliases:
+            self._limbo.put(offset, aliases)
+            return
+        if self._poison:
+            for start, nbytes in self._arena.memory_of(offset):
+                ctypes.memset(self._arena.address + start, 0xFF, nbytes)
+        self._arena.free(offset)
+
+    def _empty_limbo(self) -> bool:
+        """Take back memory of discarded blocks whose last alias has gone; True when some came back."""
+        free = self._limbo.take_free()
+        for offset in free:
+            self.give_back(offset)
+        return bool(free)
+
+    def _referred_to(self) -> set[int]:
+        """Offsets of the memory that stays only because the program refers to it."""
+        viewed = ((block, host_view_owner(block)) for block in self._resident.values() if not block.leases)
+        held = (block for block, owner in viewed if owner is not None and not owner.can_release())
+        return {*self._limbo.held(), *(b.offset for b in held if b.offset is not None)}
+
+    def _collect(self) -> bool:
+        """Collect garbage: aliases in reference cycles, or in the traceback of a caught exception, hold memory until
+        then. That takes as long as the program's heap is large, so what has been through it is no reason for another
+        one, except before an error."""
+        gc.collect()
+        self._survivors = self._referred_to()
+        return True
+
+    def _evict_farthest(self, wanted: Block) -> bool:
+        next_use = self._policy.next_use
+        candidates = [
+            b for b in self._resident.values() if b.leases == 0 and b.id not in self._static and b is not wanted
+        ]
+        candidates.sort(key=lambda b: (next_use(b.id), b.state is BlockState.CLEAN, b.id), reverse=True)
+        failure: IoFailure | None = None
+        for candidate in candidates:
+            try:
+                if self._evict(candidate):
+                    return True
+            except IoFailure as error:  # it could not be written and stays; another may be clean
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return False
+
+    def _let_one_go(self, wanted: Block) -> bool:
+        """The plan is no longer right (parameters were unfrozen, for example): a block that was to stay may leave
+        now."""
+        if not self._has_nvme:
+            return False
+        static = [b for b in self._resident.values() if b.id in self._static and b is not wanted and not b.leases]
+        going = [b for b in static if (owner := host_view_owner(b)) is None or owner.can_release()]
+        if not going:
+            return False
+        block = max(going, key=lambda b: (b.kind is BlockKind.STATE, self._policy.next_use(b.id), b.id))
+        self._policy.before_leaving(block)
+        self._static.discard(block.id)
+        return True

@@ -1,0 +1,47 @@
+"""Graphs that autograd keeps of weights, as far as an update, an eviction or the end makes them wrong.
+
+A graph that was made under our saved-tensor hooks describes its weights (see ``params.saved``) and fetches them again.
+Where nothing ever moves no hooks are pushed, and autograd keeps the weights themselves. Both compare the weight's
+version with the one that was saved, so moving the version is how a graph is told that it must not be used any more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from deepoffload.memory.block import Block
+from deepoffload.params.torch_private import version_of
+from deepoffload.params.unit import BlockView, ParamHandle, Unit
+
+
+class OpenGraphs:
+    """Attributes:
+    unhooked: autograd has kept weights without our hooks, because nothing was to move. Set by the hook stack.
+    """
+
+    def __init__(self) -> None:
+        self.unhooked = False
+        self._recounted: weakref.WeakKeyDictionary[ParamHandle, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+    def refuse_all(self, units: Iterable[Unit]) -> None:
+        """From now on backward through what autograd has kept of the weights is an error: their bytes go."""
+        for unit in units:
+            for handle in unit.handles:
+                handle.count_update()
+
+    def refuse_unhooked(self, block: Block) -> None:
+        """A block that was to stay leaves: graphs that autograd made without us, while everything stayed, would go
+        backward with what the tensor shows then. By another version they see that they must not."""
+        if not self.unhooked or not isinstance(block.owner, BlockView) or not block.owner.on_host:
+            return
+        for slot in block.owner.slots:
+            tensor = slot.tensor
+            if isinstance(slot, ParamHandle) and tensor is not None and version_of(tensor) == slot.version:
+                slot.count_update()
+                self._recounted[slot] = slot.version - 1, slot.version
+
+    def is_version(self, handle: ParamHandle, saved: int, now: int) -> bool:
+        """Whether a weight has been the same since its version was ``saved``. A graph under our hooks fetches the
+        weight, so a version that only :meth:`refuse_unhooked` moved is the same to it."""
+        return saved == now or self._recounted.get(handle) == (saved, now)

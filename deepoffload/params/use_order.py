@@ -1,0 +1,83 @@
+"""The order in which the program uses units: what is remembered of it, and what it says of the next use.
+
+It is made before the memory is, which asks it who must leave: it is the tier manager's ``EvictionPolicy``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from deepoffload.memory.block import Block
+from deepoffload.params.open_graphs import OpenGraphs
+from deepoffload.params.unit import Unit
+from deepoffload.schedule.trace import Event, Phase, Trace
+
+UseKey = tuple[Phase, tuple[int, ...]]
+"""What an event is: its phase, and the indices of its units; of an update the unit's, and the number of the piece."""
+
+_UNKNOWN = 1e12
+"""Distance to the next use where the trace knows none: farther than all that it knows."""
+
+
+def phase_name(key: UseKey, units: Iterable[Unit]) -> str:
+    """What people call an event: "forward layers.3"."""
+    phase, numbers = key
+    unit = next((unit.name for unit in units if unit.index in numbers[:1]), "")
+    return f"{phase.value} {unit}"
+
+
+class UseOrder:
+    """Guarded by the lock of the memory that it is the policy of.
+
+    Args:
+        graphs: those that have to know when a block leaves that was to stay.
+        prefetch: False for the serial reference, in which no event counts as predicted.
+
+    Attributes:
+        trace: the events of the steps, and when each block is used next.
+        predicted: ids of the blocks of the present event, when the trace expected it.
+        last_key: of the present event; None after the end of a step.
+        backward_of: the unit of the present event, if it is one of backward.
+    """
+
+    def __init__(self, graphs: OpenGraphs, *, prefetch: bool = True) -> None:
+        self.trace = Trace()
+        self.predicted: frozenset[int] = frozenset()
+        self.last_key: UseKey | None = None
+        self.backward_of: Unit | None = None
+        self._graphs = graphs
+        self._prefetch = prefetch
+        self._numbers: dict[UseKey, int] = {}
+        self._clock = 0
+        self._stamps: dict[int, int] = {}
+
+    def observe(self, key: UseKey, blocks: tuple[int, ...], backward_of: Unit | None = None) -> None:
+        """An event of the program begins, in which it uses ``blocks``. The same one again is no other event: the caller
+        compares ``last_key``."""
+        self.last_key = key
+        self.backward_of = backward_of
+        predicted = self.trace.observe(Event(self._numbers.setdefault(key, len(self._numbers)), blocks))
+        self.predicted = frozenset(blocks) if predicted and self._prefetch else frozenset()
+
+    def end_of_step(self) -> None:
+        """An optimizer step is finished: the recorded order becomes the cycle."""
+        self.trace.end_of_step()
+        self.last_key = None
+        self.backward_of = None
+
+    def stamp(self, block: Block) -> None:
+        """A block is used now."""
+        self._clock += 1
+        self._stamps[block.id] = self._clock
+
+    def next_use(self, block_id: int) -> float:
+        """Distance to the next use; where the order is unknown, farther the longer ago the last use was (LRU)."""
+        distance = self.trace.next_use(block_id)
+        if distance < math.inf:
+            return distance
+        return _UNKNOWN - self._stamps.get(block_id, 0)
+
+    def before_leaving(self, block: Block) -> None:
+        """A block that was to stay in memory leaves it."""
+        self._graphs.refuse_unhooked(block)
