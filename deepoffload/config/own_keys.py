@@ -135,4 +135,10 @@ OWN_KEYS = (
     ),
     _own("debug.poison", boolean(), "Fill every buffer with NaN when it is taken back.", False),
     _own("debug.evict_always", boolean(), "Evict everything as soon as it may be evicted.", False),
+    _own(
+        "debug.copies",
+        boolean(),
+        "Show copies of the stored bytes on a CPU device, too, within `device_budget`, as on a GPU.",
+        False,
+    ),
 )

@@ -45,7 +45,7 @@ def may_use_nvme(config: Config) -> bool:
 class Budgets:
     """Bytes that may be used on each tier, and why these.
 
-    On a CPU device ``device_bytes`` is 0: DEVICE and HOST are one pool of ``host_bytes``.
+    On a CPU device ``device_bytes`` is 0: DEVICE and HOST are one pool of ``host_bytes``, without ``debug.copies``.
     """
 
     device_bytes: int
@@ -66,7 +66,7 @@ def resolve_budgets(config: Config, machine: Machine, device: Device, device_fre
         ConfigError: an NVMe path was not measured.
         BudgetError: a budget is larger than what it is taken from.
     """
-    if device.shares_host_memory:
+    if device.shares_host_memory and not config.debug.copies:
         device_bytes, device_reason = 0, "device: the CPU, one pool with host memory"
         said = [budget for budget in (config.host_budget, config.device_budget) if budget is not None]
         host_said = sum(said) if said else None

@@ -76,6 +76,8 @@ class DebugConfig:
     """Fill every buffer with NaN when it is taken back."""
     evict_always: bool = False
     """Evict everything as soon as it may be evicted."""
+    copies: bool = False
+    """Show copies of the stored bytes on a CPU device, too, within ``device_budget``, as on a GPU."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A device with memory and streams of its own, as torch's module for it offers them (``torch.cuda`` and its like).
 
 Three streams: the program's current one computes, ``copy_in`` brings bytes from host memory, ``copy_out`` takes them
-there; both directions of the bus are in use at once, beside computing (CUDA C++ Programming Guide, "Overlap of Data
+there; both directions of the bus are in use at once, next to computing (CUDA C++ Programming Guide, "Overlap of Data
 Transfer and Kernel Execution").
 """
 
@@ -9,15 +9,52 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
 from deepoffload.errors import ConfigError
 
 
+class ComputeDevice(Protocol):
+    """What copies ask of the device on which they are: an :class:`Accelerator`, or the CPU as one
+    (:class:`~deepoffload.copies.cpu_device.CpuDevice`). Streams and events are what torch's module for it has.
+
+    Attributes:
+        copy_in, copy_out: the streams of copies from host memory and to it.
+        locks_host_memory: whether copies run next to computing only from memory that is page-locked for the device.
+    """
+
+    device: torch.device
+    copy_in: Any
+    copy_out: Any
+    locks_host_memory: bool
+
+    def current(self) -> Any:
+        """The stream on which this thread launches what the program computes now."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which operations are launched on ``stream``."""
+
+    def event(self, stream: Any) -> Any:
+        """An event that has happened when everything launched on ``stream`` until now is done."""
+
+    def synchronize(self) -> None:
+        """Wait until everything launched on the device is done. Nothing to wait for in a forked child."""
+
+    def free_bytes(self) -> int:
+        """Memory that this process may still take."""
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        """Page-lock host memory for this device. None when that went well, else why it did not."""
+
+    def unregister(self, address: int) -> None:
+        """Undo :meth:`register`. A forked child has nothing to undo."""
+
+
 class Accelerator:
-    """One device.
+    """One device with memory of its own.
 
     Args:
         device: with or without an index; without one it is the current one of its kind.
@@ -28,6 +65,8 @@ class Accelerator:
     Raises:
         ConfigError: torch cannot use such a device here.
     """
+
+    locks_host_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self._module = _module_of(device)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepoffload.copies.accelerator import Accelerator
+from deepoffload.copies.accelerator import ComputeDevice
 from deepoffload.copies.fenced_arena import DeviceArena
 from deepoffload.copies.host_link import HostLink
 from deepoffload.copies.movement import Movement
@@ -44,7 +44,7 @@ class CopyMemory:
     def __init__(
         self,
         tiers: TierManager,
-        accelerator: Accelerator,
+        accelerator: ComputeDevice,
         capacity_bytes: int,
         *,
         outside_user_modes: Callable[[], AbstractContextManager[None]],

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepoffload.copies.accelerator import Accelerator
+from deepoffload.copies.accelerator import ComputeDevice
 from deepoffload.memory.arena import Ranges
 from deepoffload.memory.block import Alias
 from deepoffload.memory.limbo import Limbo
@@ -45,7 +45,7 @@ class DeviceArena:
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        accelerator: ComputeDevice,
         capacity_bytes: int,
         *,
         outside_user_modes: Callable[[], AbstractContextManager[None]],

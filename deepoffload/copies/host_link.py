@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from deepoffload.copies.accelerator import Accelerator
+from deepoffload.copies.accelerator import ComputeDevice
 from deepoffload.copies.in_flight import DeviceTransfers
 from deepoffload.copies.pinning import PinnedArena
 from deepoffload.memory.block import Block
@@ -23,7 +23,7 @@ class HostLink:
         pinned: what of the arena is page-locked.
     """
 
-    def __init__(self, tiers: TierManager, accelerator: Accelerator) -> None:
+    def __init__(self, tiers: TierManager, accelerator: ComputeDevice) -> None:
         self.tiers = tiers
         self.accelerator = accelerator
         self.transfers = DeviceTransfers(tiers)

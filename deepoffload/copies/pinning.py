@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 
-from deepoffload.copies.accelerator import Accelerator
+from deepoffload.copies.accelerator import ComputeDevice
 from deepoffload.memory.arena import Arena
 
 log = logging.getLogger("deepoffload")
@@ -27,7 +27,7 @@ class PinnedArena:
         refusal: why no more is, if that was tried.
     """
 
-    def __init__(self, accelerator: Accelerator, arena: Arena) -> None:
+    def __init__(self, accelerator: ComputeDevice, arena: Arena) -> None:
         self._accelerator = accelerator
         self._address = arena.address
         self._capacity_bytes = arena.capacity_bytes
@@ -39,6 +39,8 @@ class PinnedArena:
     def lock(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         """Lock what is not locked yet of a range that copies are about to use. Returns the parts of it, as (offset,
         bytes), that may be copied at once."""
+        if not self._accelerator.locks_host_memory:
+            return [(offset, nbytes)]
         chunks = range(offset // CHUNK_BYTES, (offset + nbytes - 1) // CHUNK_BYTES + 1)
         if self.refusal is None:
             self._lock(chunks)

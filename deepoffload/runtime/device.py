@@ -9,8 +9,9 @@ import torch
 
 from deepoffload.config import Config
 from deepoffload.config.units import format_bytes
-from deepoffload.copies.accelerator import Accelerator
+from deepoffload.copies.accelerator import Accelerator, ComputeDevice
 from deepoffload.copies.copy_memory import CopyMemory
+from deepoffload.copies.cpu_device import CpuDevice
 from deepoffload.copies.shown import ShownMemory
 from deepoffload.device import Device
 from deepoffload.errors import BudgetError, ConfigError, PlacementError
@@ -41,15 +42,16 @@ def with_ring(gradients: Gradients, capacity_bytes: int) -> int:
     return budget_bytes
 
 
-def find_accelerator(config: Config) -> Accelerator | None:
-    """What ``config.device`` names, or None for the CPU. Not said: the accelerator that torch sees, if any.
+def find_accelerator(config: Config) -> ComputeDevice | None:
+    """What ``config.device`` names, or None for the CPU. Not said: the accelerator that torch sees, if any. With
+    ``debug.copies`` the CPU is a device like the others.
 
     Raises:
         ConfigError: torch has no such device here, or knows none of this name.
     """
     if config.device is not None:
         if Device.parse(config.device).shares_host_memory:
-            return None
+            return CpuDevice() if config.debug.copies else None
         try:
             device = torch.device(config.device)
         except RuntimeError as error:
@@ -58,14 +60,16 @@ def find_accelerator(config: Config) -> Accelerator | None:
             ) from error
         return Accelerator(device)
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if found is None else Accelerator(found)
+    if found is None:
+        return CpuDevice() if config.debug.copies else None
+    return Accelerator(found)
 
 
 def open_memory(
     arena: Arena,
     space: SwapSpace | None,
     policy: EvictionPolicy,
-    accelerator: Accelerator | None,
+    accelerator: ComputeDevice | None,
     device_bytes: int,
     *,
     poison: bool,
