@@ -142,8 +142,6 @@ def _block_plan(pager: Pager, plan: ModelPlan) -> BlockPlan:
         registered_bytes=sum(round_up(handle.nbytes) for handle in handles),
         largest_bytes=max(handle.nbytes for handle in handles),
         num_parameters=sum(handle.numel for handle in handles),
-        trained_parameters=sum(handle.numel for handle in handles if handle.grad_slot is not None),
-        trained_by_unit={
-            draft.unit.index: sum(handle.grad_slot is not None for handle in draft.handles) for draft in plan.drafts
-        },
+        trained_parameters=sum(handle.numel for draft in plan.drafts for handle in draft.trained),
+        trained_by_unit={draft.unit.index: len(draft.trained) for draft in plan.drafts},
     )

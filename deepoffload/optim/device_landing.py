@@ -9,6 +9,7 @@ that its memory is not used for anything else.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,9 +21,9 @@ from deepoffload.copies.ring import StagingRing
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
 from deepoffload.optim.dtypes import NATIVE_DTYPES
+from deepoffload.optim.gradient_state import GradientSlot
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import outside_user_modes
-from deepoffload.params.unit import GradientSlot
 from deepoffload.timeline import Lane
 
 SLOTS = 4
@@ -47,6 +48,7 @@ class _Landing:
     dtype: DType
     itemsize: int
     accumulate: bool
+    measured: Callable[[float, bool], None]
     parts_left: int
     sum_sq: float = 0.0
     non_finite: bool = False
@@ -77,11 +79,19 @@ class DeviceLandings:
         """What the ring takes of the host budget."""
         return self._ring.nbytes
 
-    def take(self, slot: GradientSlot, grad: Tensor, dtype: DType, *, accumulate: bool) -> None:
+    def take(
+        self,
+        slot: GradientSlot,
+        grad: Tensor,
+        dtype: DType,
+        *,
+        accumulate: bool,
+        measured: Callable[[float, bool], None],
+    ) -> None:
         """Start bringing ``grad`` (dense, in the slot's order of elements) to its resident block.
 
-        ``grad`` is complete on the current stream. The block is leased meanwhile; its sum of squares is unknown until
-        the last part has landed.
+        ``grad`` is complete on the current stream. The block is leased meanwhile; ``measured`` is told the sum of
+        squares, and whether a value is not finite, when the last part has landed, which may be inside of this call.
         """
         with self._tiers.lock, outside_user_modes():
             block = slot.block
@@ -90,11 +100,9 @@ class DeviceLandings:
             shown = self._memory.shows(block)
             if shown:
                 self._memory.settle(block)  # what the program has written into what it was shown of the gradients
-            slot.handle.grad_sum_sq = None
             source = grad.as_strided((slot.numel,), (1,)).view(torch.uint8)
-            landing = _Landing(
-                slot, source, dtype, grad.element_size(), accumulate, self._ring.parts_of(source.numel())
-            )
+            parts = self._ring.parts_of(source.numel())
+            landing = _Landing(slot, source, dtype, grad.element_size(), accumulate, measured, parts)
             self._ring.take(source, block, partial(self._land, landing))
             if shown:
                 self._memory.transfers.end(block)
@@ -119,4 +127,4 @@ class DeviceLandings:
         landing.non_finite |= non_finite
         landing.parts_left -= 1
         if landing.parts_left == 0:
-            slot.handle.grad_sum_sq, slot.handle.grad_non_finite = landing.sum_sq, landing.non_finite
+            landing.measured(landing.sum_sq, landing.non_finite)

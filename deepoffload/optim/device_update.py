@@ -15,11 +15,12 @@ from torch import Tensor
 
 from deepoffload.copies.shown import ShownMemory
 from deepoffload.native.cpu_adam import AdamHyper, StateDType, StateLayout
+from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.rule import UpdateJob
 from deepoffload.optim.state import array_offset, lead_offset
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.torch_private import fused_adam, fused_adamw, get_grad, outside_user_modes
-from deepoffload.params.unit import IN_BLOCK, ParamHandle, StatePiece
+from deepoffload.params.unit import ParamHandle, StatePiece
 
 
 def updates_on_device(job: UpdateJob) -> bool:
@@ -31,18 +32,23 @@ def updates_on_device(job: UpdateJob) -> bool:
 
 
 def run_piece(
-    memory: ShownMemory, piece: StatePiece, jobs: Mapping[ParamHandle, UpdateJob], grad_factor: float
+    memory: ShownMemory,
+    gradients: Gradients,
+    piece: StatePiece,
+    jobs: Mapping[ParamHandle, UpdateJob],
+    grad_factor: float,
 ) -> None:
     """Update what of ``jobs`` lies in a piece. Its block, the unit's weights and gradients have been acquired."""
     with outside_user_modes():
         for part in piece.layout.segments:
             handle = piece.handles[part.tensor]
             if handle in jobs:
-                _run_segment(memory, piece, part, handle, jobs[handle], grad_factor)
+                grad = _gradient(memory, gradients, handle, part).float().mul(grad_factor)
+                _run_segment(memory, piece, part, handle, jobs[handle], grad)
 
 
 def _run_segment(
-    memory: ShownMemory, piece: StatePiece, part: PieceSegment, handle: ParamHandle, job: UpdateJob, grad_factor: float
+    memory: ShownMemory, piece: StatePiece, part: PieceSegment, handle: ParamHandle, job: UpdateJob, grad: Tensor
 ) -> None:
     if handle.block is None:
         raise RuntimeError(f"{handle.name} has no block")
@@ -52,7 +58,6 @@ def _run_segment(
     if job.first:
         for moment in moments:
             moment.zero_()
-    grad = _gradient(memory, handle, part).float().mul(grad_factor)
     master, write_back = _master(memory, piece, part, handle, weight)
     hyper: AdamHyper = job.hyper
     step = torch.full((), float(hyper.step), dtype=torch.float32, device=memory.device)
@@ -114,9 +119,9 @@ def _array(memory: ShownMemory, piece: StatePiece, part: PieceSegment, field: st
     return memory.flat(piece.block, array_offset(piece, field, part), torch.float32, part.numel)
 
 
-def _gradient(memory: ShownMemory, handle: ParamHandle, part: PieceSegment) -> Tensor:
-    slot = handle.grad_slot
-    if handle.grad_state in IN_BLOCK and slot is not None and slot.block is not None:
+def _gradient(memory: ShownMemory, gradients: Gradients, handle: ParamHandle, part: PieceSegment) -> Tensor:
+    slot = gradients.in_block(handle)
+    if slot is not None and slot.block is not None:
         return memory.flat(slot.block, slot.byte_offset + part.start * slot.itemsize, slot.dtype, part.numel)
     param = handle.tensor
     raw = get_grad(param) if param is not None else None

@@ -7,9 +7,8 @@ squares and notes non-finite values. Each landing replaces the parameter's sum o
 
 from __future__ import annotations
 
-import math
 import time
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -18,8 +17,16 @@ from deepoffload.errors import UsageError
 from deepoffload.memory.block import Block, BlockState
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
+from deepoffload.optim import outside_gradient
 from deepoffload.optim.device_landing import DeviceLandings
 from deepoffload.optim.dtypes import NATIVE_DTYPES
+from deepoffload.optim.gradient_state import (
+    IN_BLOCK,
+    GradientOwner,
+    GradientRecord,
+    GradientSlot,
+    GradientState,
+)
 from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.optim.state import PIECE_BYTES, make_pieces
 from deepoffload.optim.threads import num_threads
@@ -36,7 +43,7 @@ from deepoffload.params.torch_private import (
     set_data,
     set_grad,
 )
-from deepoffload.params.unit import IN_BLOCK, GradientOwner, GradientSlot, GradientState, ParamHandle
+from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.schedule.placement import BlockKind
 from deepoffload.timeline import Lane
 
@@ -65,8 +72,7 @@ class Gradients:
         self.in_fp32 = False
         self.early: EarlyUpdates | None = None
         self.from_device: DeviceLandings | None = None
-        self._in_block: dict[int, list[ParamHandle]] = {}
-        self._light: set[ParamHandle] = set()
+        self._records: dict[ParamHandle, GradientRecord] = {}
         self._light_bytes = 0
 
     # -- set-up ----------------------------------------------------------------------------------------------------
@@ -82,31 +88,47 @@ class Gradients:
         owner = GradientOwner(self.pager)
         block.owner = owner
         for handle, offset, dtype in zip(handles, offsets, dtypes, strict=True):
-            slot = GradientSlot(handle, dtype)
+            record = self._record(handle)
+            record.slot = slot = GradientSlot(record, dtype)
             slot.bind(block, offset)
-            handle.grad_slot = slot
-            owner.slots.append(slot)
-        self._in_block[block.id] = list(handles)
+            owner.add(slot)
 
-    def take_block(self, block: Block) -> None:
-        """Undo :meth:`give_block`, where no gradient has landed yet."""
-        self._in_block.pop(block.id, None)
+    def _record(self, handle: ParamHandle) -> GradientRecord:
+        record = self._records.get(handle)
+        if record is None:
+            record = self._records[handle] = GradientRecord(handle)
+        return record
+
+    def forget(self, unit: Unit) -> None:
+        """The unit is gone, or was never finished."""
+        for handle in unit.handles:
+            record = self._records.pop(handle, None)
+            if record is not None and record.light:
+                self._light_bytes -= handle.nbytes
+
+    def blocks_of(self, unit: Unit) -> list[Block]:
+        """The blocks in which the gradients of a unit land."""
+        return self._blocks(self._records.get(handle) for handle in unit.handles)
 
     def track(self, handle: ParamHandle) -> None:
         """Have autograd call us when the gradient of a parameter is complete. A frozen parameter cannot be tracked
         yet."""
-        param = handle.tensor
-        if param is None or handle.grad_hook is not None or not param.requires_grad:
+        param, record = handle.tensor, self._record(handle)
+        if param is None or record.hook is not None or not param.requires_grad:
             return
         if handle.dtype not in NATIVE_DTYPES:
             return  # complex, float64: autograd keeps such gradients itself
-        if handle.grad_slot is None:
+        if record.slot is None:
             self._late(handle)
         small = handle.numel <= LIGHT_NUMEL and self._light_bytes + handle.nbytes <= LIGHT_BYTES
         if small and self.landing_dtype(handle.dtype) is handle.dtype:
             self._light_bytes += handle.nbytes
-            self._light.add(handle)
-        handle.grad_hook = call_when_accumulated(param, _landed)
+            record.light = True
+        record.hook = call_when_accumulated(param, _landed)
+
+    def is_tracked(self, handle: ParamHandle) -> bool:
+        """Whether :meth:`track` has nothing to do any more."""
+        return self._record(handle).hook is not None
 
     def _late(self, handle: ParamHandle) -> None:
         """Room for the gradient and the optimizer state of a parameter that was frozen when its unit was made."""
@@ -121,100 +143,92 @@ class Gradients:
     # -- landing ---------------------------------------------------------------------------------------------------
 
     def land(self, param: Tensor, handle: ParamHandle) -> None:
-        """Take over what autograd has just put into ``param.grad``.
-
-        A small gradient stays autograd's own where nothing is ever moved.
-        """
+        """Take over what autograd has just put into ``param.grad``. Where it goes depends on who holds the gradient."""
         self.changes += 1
-        if handle in self._light and handle.grad_state is GradientState.EMPTY:
-            if self.early is None and self.from_device is None and self.pager.is_fully_resident():
-                self.pager.forget_casts()
-                handle.grad_state = GradientState.USER
+        record, unit, pager = self._records[handle], handle.unit, self.pager
+        if record.light and record.state is GradientState.EMPTY and self.early is None and self.from_device is None:
+            if pager.is_fully_resident():
+                if pager.cast_by:
+                    pager.forget_casts()
+                record.left_to_program()
                 return
-        grad = get_grad(param)
-        slot, unit = handle.grad_slot, handle.unit
         if self.early is not None:
             self.early.refuse_more(handle)
         if unit is not None and unit.pending is not None:
-            self.pager.catch_up(unit)
-        if grad is None or slot is None or handle.grad_state is GradientState.USER:
-            return  # the user's own tensor: autograd has accumulated into it, it is the truth
+            pager.catch_up(unit)  # what was handed over is used up then
+        grad = get_grad(param)
+        if grad is None or record.slot is None or record.state is GradientState.USER:
+            return  # autograd has accumulated into the program's tensor: it is the truth
         dtype = NATIVE_DTYPES.get(grad.dtype)
         if dtype is None or grad.grad_fn is not None or grad.layout is not torch.strided:
-            self._leave_with_autograd(param, handle, grad)
+            self._leave_with_autograd(param, record, grad)
             return
-        with self.pager.lock:
+        with pager.lock:
             if unit is not None:
-                self.pager.use_backward(unit)
-            block = self._block(slot)
-            owner: Any = block.owner
-            first = handle.grad_state is GradientState.EMPTY
-            if first and owner.retired and owner.looked_at():
-                handle.grad_state = GradientState.USER  # the program has a view of the last one: it stays as it is
+                pager.use_backward(unit)
+            if not self._take_over(record, record.slot, grad, dtype):
+                record.left_to_program()
                 return
-            if not block.resident:
-                self.tiers.acquire(block, load=self._any_landed(block))
-                self.tiers.release(block)  # as long as we have the lock it stays
-            if block.state is not BlockState.DIRTY:
-                self.tiers.will_change(block)
-            source = grad if grad.stride() == slot.stride and not grad.is_neg() else _with_stride(grad, slot)
-            accumulate = handle.grad_state is GradientState.LANDED
-            if self.from_device is None:
-                self._land_here(slot, source, dtype, accumulate)
-            else:
-                self.from_device.take(slot, source, dtype, accumulate=accumulate)
-            if accumulate:
-                slot.added_to()
-            handle.grad_state = GradientState.LANDED
             set_grad(param, None)
             if self.early is not None:
                 self.early.landed(handle)
                 self._make_decided(self.early)
-            if self.pager.evict_always:
-                self.pager.pump()
+            if pager.evict_always:
+                pager.pump()
+
+    def _take_over(self, record: GradientRecord, slot: GradientSlot, grad: Tensor, dtype: DType) -> bool:
+        """Bring what autograd has made into the block: the first gradient, or one more.
+
+        Returns False, with nothing done, where the program has views of a gradient that was there before: its memory
+        stays as it is.
+        """
+        block, owner = _place(slot)
+        accumulate = record.state is GradientState.LANDED
+        if not accumulate and owner.retired and owner.looked_at():
+            return False
+        if not block.resident:
+            self.tiers.acquire(block, load=owner.holds_any())
+            self.tiers.release(block)  # as long as we have the lock it stays
+        if block.state is not BlockState.DIRTY:
+            self.tiers.will_change(block)
+        source = (
+            grad if grad.stride() == slot.stride and not grad.is_neg() else outside_gradient.with_stride(grad, slot)
+        )
+        if self.from_device is not None:
+            record.forget_sum()
+            self.from_device.take(slot, source, dtype, accumulate=accumulate, measured=record.measured)
+            record.landed(None)
+        else:
+            timeline = self.tiers.timeline
+            begin_s = time.perf_counter() if timeline is not None else 0.0
+            sums = cpu_adam.land(
+                self.tiers.address(block) + slot.byte_offset,
+                source.data_ptr(),
+                slot.numel,
+                dst_dtype=dtype if slot.dtype is source.dtype else NATIVE_DTYPES[slot.dtype],
+                src_dtype=dtype,
+                accumulate=accumulate,
+                num_threads=1 if slot.numel <= cpu_adam.CHUNK else num_threads(),
+            )
+            record.landed(sums)
+            if timeline is not None:
+                timeline.add(Lane.LANDING, slot.name, begin_s, time.perf_counter(), slot.nbytes)
+        if accumulate:
+            slot.added_to()
+        return True
 
     def _make_decided(self, early: EarlyUpdates) -> None:
         """Make the updates inside backward whose gradients have come from the device meanwhile."""
-        while early.decided and not any(
-            handle.grad_slot is not None and handle.grad_slot.block is not None and handle.grad_slot.block.copying
-            for handle in early.decided[0].handles
-        ):
+        while early.decided and not any(block.copying for block in self.blocks_of(early.decided[0])):
             self.pager.catch_up(early.decided.popleft())
 
-    def _land_here(self, slot: GradientSlot, source: Tensor, dtype: DType, accumulate: bool) -> None:
-        timeline, handle = self.tiers.timeline, slot.handle
-        begin_s = time.perf_counter() if timeline is not None else 0.0
-        handle.grad_sum_sq, handle.grad_non_finite = cpu_adam.land(
-            slot.address(),
-            source.data_ptr(),
-            slot.numel,
-            dst_dtype=dtype if slot.dtype is source.dtype else NATIVE_DTYPES[slot.dtype],
-            src_dtype=dtype,
-            accumulate=accumulate,
-            num_threads=1 if slot.numel <= cpu_adam.CHUNK else num_threads(),
-        )
-        if timeline is not None:
-            timeline.add(Lane.LANDING, slot.name, begin_s, time.perf_counter(), slot.nbytes)
-
-    def _leave_with_autograd(self, param: Tensor, handle: ParamHandle, grad: Tensor) -> None:
+    def _leave_with_autograd(self, param: Tensor, record: GradientRecord, grad: Tensor) -> None:
         """A sparse gradient, or one with a graph of its own: autograd's tensor stays the truth, with what had
         landed."""
-        if handle.grad_state is GradientState.LANDED:
-            landed = self._show(handle)
-            set_grad(param, (grad + landed).to(grad.dtype))
-            self._drop(handle)
-        handle.grad_state = GradientState.USER
-
-    def _any_landed(self, block: Block) -> bool:
-        for handle in reversed(self._in_block[block.id]):  # gradients are dropped from the first on: the last is there
-            if handle.grad_state in IN_BLOCK:
-                return True
-        return False
-
-    def _block(self, slot: GradientSlot) -> Block:
-        if slot.block is None:
-            raise RuntimeError(f"{slot.name} has no block")
-        return slot.block
+        if record.state is GradientState.LANDED:
+            set_grad(param, (grad + self._show(record)).to(grad.dtype))
+            self._drop(record)
+        record.left_to_program()
 
     # -- the .grad door --------------------------------------------------------------------------------------------
 
@@ -228,16 +242,14 @@ class Gradients:
                 f"{handle.name}.grad has gone into the update already (step_overlap='in_backward'), so it cannot be "
                 "clipped, unscaled or looked at; use step_overlap='deferred'"
             )
-        raw = get_grad(param)
-        if raw is not None or handle.grad_state is not GradientState.LANDED or handle.grad_slot is None:
+        raw, record = get_grad(param), self._records.get(handle)
+        if raw is not None or record is None or record.state is not GradientState.LANDED:
             return raw
-        return self._show(handle)
+        return self._show(record)
 
-    def _show(self, handle: ParamHandle) -> Tensor:
+    def _show(self, record: GradientRecord) -> Tensor:
         """The object that shows a landed gradient; made when first asked for."""
-        slot = handle.grad_slot
-        if slot is None:
-            raise RuntimeError(f"{handle.name} has no gradient slot")
+        slot = _slot(record)
         with self.pager.lock:
             if slot.shown is None:
                 with outside_user_modes():
@@ -253,58 +265,62 @@ class Gradients:
         param = handle.tensor
         if param is None:
             return
+        record = self._record(handle)
         if value is not None:
-            if handle.grad_slot is not None and value is handle.grad_slot.shown:
+            if record.slot is not None and value is record.slot.shown:
                 return
             if type(value) is OffloadedGradient:
                 value = self._as_ordinary(value)
-        if handle.grad_state is GradientState.USER:
+        if record.state is GradientState.USER:
             self.pager.catch_up(handle.unit)  # an update that failed half-way still needs it
         set_grad(param, value)  # torch checks shape, dtype and device before anything else changes
         self.changes += 1
-        if value is None and handle.grad_state is GradientState.USER:
-            handle.grad_state = GradientState.EMPTY
+        if record.state is GradientState.USER:
+            if value is None:
+                record.dropped()
             return
         with self.pager.lock:
             if value is not None:
-                self.pager.catch_up(handle.unit)
-            if handle.grad_state is GradientState.LANDED:
-                self._drop(handle)
-            if handle.grad_state is not GradientState.HANDED_OVER:
-                handle.grad_state = GradientState.EMPTY if value is None else GradientState.USER
+                self.pager.catch_up(handle.unit)  # what was handed over is used up then
+            if record.state is GradientState.LANDED:
+                self._drop(record)
+            if value is not None:
+                record.left_to_program()
 
     def _as_ordinary(self, shown: Tensor) -> Tensor:
         """Another parameter's landed gradient becomes autograd's own tensor, so that the two can share it."""
-        handle = shown._slot.handle  # type: ignore[attr-defined]
+        slot: GradientSlot = shown._slot  # type: ignore[attr-defined]
         with self.pager.lock:
-            self._drop(handle)
-            set_grad(handle.tensor, shown)
-            handle.grad_state = GradientState.USER
+            self.pager.catch_up(slot.unit)  # an update that is still to come takes it as it is now
+            self._drop(slot.record)
+            param = slot.handle.tensor
+            if param is not None:
+                set_grad(param, shown)
+            slot.record.left_to_program()
         return shown
 
-    def _drop(self, handle: ParamHandle) -> None:
-        if handle.grad_state is not GradientState.LANDED or handle.grad_slot is None:
-            return
-        if handle.grad_slot.shown is not None:
-            self._forget_shown(handle.grad_slot)
-        pending = handle.unit.pending if handle.unit is not None else None
-        if pending is not None and pending.needs(handle):
-            handle.grad_state = GradientState.HANDED_OVER
+    def _drop(self, record: GradientRecord) -> None:
+        """The program sees a landed gradient no more."""
+        slot, unit = _slot(record), record.handle.unit
+        if slot.shown is not None:
+            self._forget_shown(slot)
+        pending = unit.pending if unit is not None else None
+        if pending is not None and pending.needs(record.handle):
+            record.handed_over()
         else:
-            self._empty(handle, handle.grad_slot)
+            self._empty(record)
 
-    def _empty(self, handle: ParamHandle, slot: GradientSlot) -> None:
-        handle.grad_state = GradientState.EMPTY
-        handle.grad_sum_sq = None
-        handle.grad_non_finite = False
-        block = self._block(slot)
-        if not self._any_landed(block):
+    def _empty(self, record: GradientRecord) -> None:
+        record.dropped()
+        block, owner = _place(_slot(record))
+        if not owner.holds_any():
             self.tiers.discard(block)
 
     def used(self, handle: ParamHandle) -> None:
         """A deferred update has used the gradient; if the program had dropped it meanwhile, its memory goes now."""
-        if handle.grad_state is GradientState.HANDED_OVER and handle.grad_slot is not None:
-            self._empty(handle, handle.grad_slot)
+        record = self._records[handle]
+        if record.state is GradientState.HANDED_OVER:
+            self._empty(record)
 
     def _forget_shown(self, slot: GradientSlot) -> None:
         """The gradient object goes; if the program keeps it, it becomes an ordinary tensor with the same values."""
@@ -329,56 +345,85 @@ class Gradients:
 
     def present(self, handle: ParamHandle) -> bool:
         """True when the parameter has a gradient, landed or the user's own."""
-        if handle.grad_state is GradientState.LANDED:
+        record = self._records.get(handle)
+        if record is not None and record.state is GradientState.LANDED:
             return True
         param = handle.tensor
         return param is not None and get_grad(param) is not None
 
     def sum_of_squares(self, handle: ParamHandle) -> tuple[float, bool]:
         """Sum of squares (float64) of one parameter's gradient, and whether it holds a non-finite value."""
-        if handle.grad_state is not GradientState.LANDED:
-            return self._user_sum_of_squares(handle)
-        if handle.grad_slot is not None and handle.grad_slot.written():
-            self.pager.will_change(handle.grad_slot)  # a device's copy alone is right
-        if handle.grad_sum_sq is None and handle.grad_slot is not None:
-            self.pager.memory.settle(self._block(handle.grad_slot))  # what is still on its way knows its sum then
-        if handle.grad_sum_sq is None and handle.grad_slot is not None:
-            slot = handle.grad_slot
-            block = self._block(slot)
+        record = self._record(handle)
+        if record.state is not GradientState.LANDED:
+            return outside_gradient.sum_of_squares(handle)
+        slot = _slot(record)
+        block, _ = _place(slot)
+        if slot.written():
+            self.pager.will_change(slot)  # a device's copy alone is right
+        if record.sum_sq is None:
+            self.pager.memory.settle(block)  # what is still on its way knows its sum then
+        if record.sum_sq is None:
             self.tiers.acquire(block)
             try:
-                handle.grad_sum_sq, handle.grad_non_finite = cpu_adam.sum_of_squares(
-                    slot.address(), slot.numel, dtype=NATIVE_DTYPES[slot.dtype], num_threads=num_threads()
+                record.measured(
+                    *cpu_adam.sum_of_squares(
+                        slot.address(), slot.numel, dtype=NATIVE_DTYPES[slot.dtype], num_threads=num_threads()
+                    )
                 )
             finally:
                 self.tiers.release(block)
-        return handle.grad_sum_sq or 0.0, handle.grad_non_finite
+        return record.sum_sq or 0.0, record.non_finite
 
-    def _user_sum_of_squares(self, handle: ParamHandle) -> tuple[float, bool]:
-        param = handle.tensor
-        raw = get_grad(param) if param is not None else None
-        if raw is None:
-            return 0.0, False
-        plain = raw.layout is torch.strided and raw.dtype in NATIVE_DTYPES and raw.device.type == "cpu"
-        if plain and raw.stride() == handle.stride:
-            return cpu_adam.sum_of_squares(
-                raw.data_ptr(), handle.numel, dtype=NATIVE_DTYPES[raw.dtype], num_threads=num_threads()
-            )
-        with outside_user_modes():
-            total = float((raw.to_dense() if raw.is_sparse else raw).double().square().sum())
-        return total, not math.isfinite(total)
+    def is_watched(self, handles: Iterable[ParamHandle]) -> bool:
+        """Whether the program may change the gradient of one of these at any time: it has a view of it, or it is a
+        tensor of the program's own."""
+        for handle in handles:
+            record = self._records[handle]
+            if record.state is not GradientState.LANDED:
+                return True
+            _, owner = _place(_slot(record))
+            if not owner.can_release():
+                return True
+        return False
 
-    def user_gradient(self, handle: ParamHandle, keep: list[Tensor]) -> tuple[int, DType]:
-        """Address and type of a gradient that the user assigned; ``keep`` holds a copy alive if one is needed."""
-        param = handle.tensor
-        raw = get_grad(param) if param is not None else None
-        if raw is None or handle.grad_slot is None:
-            raise RuntimeError(f"{handle.name} has no gradient")
-        if raw.dtype not in NATIVE_DTYPES or raw.stride() != handle.stride or raw.is_neg():
-            raw = _with_stride(raw if raw.dtype in NATIVE_DTYPES else raw.to(handle.dtype), handle.grad_slot)
-        raw = raw.to("cpu")  # a copy where a device computes
-        keep.append(raw)
-        return raw.data_ptr(), NATIVE_DTYPES[raw.dtype]
+    def blocks_in_use(self, handles: Iterable[ParamHandle]) -> list[Block]:
+        """The blocks in which gradients of these are now."""
+        records = (self._records[handle] for handle in handles)
+        return self._blocks(record for record in records if record.state in IN_BLOCK)
+
+    def _blocks(self, records: Iterable[GradientRecord | None]) -> list[Block]:
+        blocks: dict[int, Block] = {}
+        for record in records:
+            if record is not None and record.slot is not None and record.slot.block is not None:
+                blocks[record.slot.block.id] = record.slot.block
+        return list(blocks.values())
+
+    def in_block(self, handle: ParamHandle) -> GradientSlot | None:
+        """Where the gradient lies, when it is in the unit's block."""
+        record = self._records[handle]
+        return record.slot if record.state in IN_BLOCK else None
+
+    def address(self, handle: ParamHandle, keep: list[Tensor]) -> tuple[int, DType]:
+        """Address and type of a gradient, in the order of the weight's bytes; ``keep`` holds a copy alive if one is
+        needed. Its block is resident."""
+        record = self._records[handle]
+        if record.state in IN_BLOCK:
+            slot = _slot(record)
+            return slot.address(), NATIVE_DTYPES[slot.dtype]
+        return outside_gradient.address(handle, keep)
+
+
+def _slot(record: GradientRecord) -> GradientSlot:
+    if record.slot is None:
+        raise RuntimeError(f"{record.handle.name} has no gradient slot")
+    return record.slot
+
+
+def _place(slot: GradientSlot) -> tuple[Block, GradientOwner]:
+    block = slot.block
+    if block is None or not isinstance(block.owner, GradientOwner):
+        raise RuntimeError(f"{slot.name} has no block")
+    return block, block.owner
 
 
 def _landed(param: Tensor) -> None:
@@ -389,9 +434,3 @@ def _landed(param: Tensor) -> None:
         gradients = pager.gradients
         if isinstance(gradients, Gradients) and pager.closed_because is None:
             gradients.land(param, handle)
-
-
-def _with_stride(grad: Tensor, slot: GradientSlot) -> Tensor:
-    with outside_user_modes():
-        copy = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device)
-        return copy.copy_(grad)

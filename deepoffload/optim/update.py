@@ -25,7 +25,7 @@ from deepoffload.optim.threads import num_threads
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import get_grad
-from deepoffload.params.unit import IN_BLOCK, GradientState, ParamHandle, StatePiece, Unit
+from deepoffload.params.unit import ParamHandle, StatePiece, Unit
 from deepoffload.timeline import Lane
 
 
@@ -95,17 +95,8 @@ class HostUpdate:
         return handle in self.jobs
 
     def _is_watched(self, unit: Unit) -> bool:
-        if not unit.owner.can_release():
-            return True
-        for handle in unit.handles:
-            if handle not in self.jobs:
-                continue
-            if handle.grad_state is not GradientState.LANDED or handle.grad_slot is None:
-                return True  # a tensor of the program's own, which it may change at any time
-            block = handle.grad_slot.block
-            if block is not None and block.owner is not None and not block.owner.can_release():
-                return True
-        return False
+        mine = (handle for handle in unit.handles if handle in self.jobs)
+        return not unit.owner.can_release() or self.gradients.is_watched(mine)
 
     def _jobs_of(self, piece: StatePiece) -> list[UpdateJob]:
         handles = (piece.handles[segment.tensor] for segment in piece.layout.segments)
@@ -155,7 +146,7 @@ class HostUpdate:
                 try:
                     memory.will_change(piece.block)
                     memory.will_change(unit.weights)
-                    run_piece(memory, piece, self.jobs, self.grad_factor)
+                    run_piece(memory, self.gradients, piece, self.jobs, self.grad_factor)
                 finally:
                     memory.release(piece.block)
                 memory.let_host_go(piece.block)
@@ -193,12 +184,7 @@ class HostUpdate:
 
     def _blocks(self, unit: Unit) -> list[Block]:
         """Weights and landed gradients that the update of a unit needs."""
-        blocks = {unit.weights.id: unit.weights}
-        for handle in unit.handles:
-            slot = handle.grad_slot
-            if handle in self.jobs and handle.grad_state in IN_BLOCK and slot is not None and slot.block is not None:
-                blocks[slot.block.id] = slot.block
-        return list(blocks.values())
+        return [unit.weights, *self.gradients.blocks_in_use(h for h in unit.handles if h in self.jobs)]
 
     def _lease(self, stack: ExitStack, blocks: list[Block]) -> None:
         for block in blocks:
@@ -216,7 +202,7 @@ class HostUpdate:
                 continue
             if not hypers or (hypers[-1] is not job.hyper and hypers[-1] != job.hyper):
                 hypers.append(job.hyper)
-            grad, grad_dtype = self._gradient(handle, keep)
+            grad, grad_dtype = self.gradients.address(handle, keep)
             segments.append(
                 Segment(
                     numel=part.numel,
@@ -248,12 +234,6 @@ class HostUpdate:
         if lead is not None:
             state[lead] = view.lead(part)
         return state
-
-    def _gradient(self, handle: ParamHandle, keep: list[torch.Tensor]) -> tuple[int, DType]:
-        """Address and type of a parameter's gradient, in the order of the weight's bytes."""
-        if handle.grad_state in IN_BLOCK and handle.grad_slot is not None:
-            return handle.grad_slot.address(), NATIVE_DTYPES[handle.grad_slot.dtype]
-        return self.gradients.user_gradient(handle, keep)
 
 
 def check_paged(handle: ParamHandle, name: str) -> None:

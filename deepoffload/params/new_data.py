@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deepoffload.errors import UnsupportedError
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import count_change, get_data, outside_user_modes, version_of
-from deepoffload.params.unit import BlockView, GradientSlot, ParamHandle
+from deepoffload.params.unit import BlockView, ParamHandle
 
 
 def set_new_data(tensor: Any, value: Any) -> None:
@@ -58,10 +58,8 @@ def set_new_data(tensor: Any, value: Any) -> None:
         finally:
             if source is not None:
                 source.pager.unpin(source)
-        if isinstance(slot, GradientSlot):
-            slot.touched()
-        else:
-            slot.master_stale = True
+        slot.taken()
+        if isinstance(slot, ParamHandle):
             count_change(tensor)  # torch gives it other memory, and graphs keep the old; ours is written over
     finally:
         slot.pager.unpin(slot)

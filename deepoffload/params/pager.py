@@ -134,12 +134,14 @@ class Pager:
         self._deaths = 0
         for unit in list(self.units):
             blocks = [unit.weights, *(piece.block for piece in unit.pieces)]
-            gradients = [handle.grad_slot.block for handle in unit.handles if handle.grad_slot is not None]
-            blocks += [block for block in gradients if block is not None]
+            if self.gradients is not None:
+                blocks += self.gradients.blocks_of(unit)
             if any(handle.tensor is not None for handle in unit.handles) or any(block.leases for block in blocks):
                 continue
             self.units.remove(unit)
-            for block in {block.id: block for block in blocks}.values():
+            if self.gradients is not None:
+                self.gradients.forget(unit)
+            for block in blocks:
                 self.tiers.remove(block)
 
     # -- bytes -----------------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def _before_mutation(name: str, args: Any, kwargs: dict[str, Any]) -> None:
         if type(tensor) is OffloadedParameter:
             tensor._slot.master_stale = True
         else:
-            tensor._slot.touched()
+            tensor._slot.taken()
 
 
 def _after_call(tensor: Any, name: str) -> None:
@@ -237,7 +237,7 @@ def _after_call(tensor: Any, name: str) -> None:
         if version != slot.version or slot.escaped or name in _ESCAPES:
             slot.version = version
             slot.pager.will_change(slot)
-            slot.touched()
+            slot.taken()
         return
     version = version_of(tensor)
     if version != slot.version:
@@ -328,7 +328,7 @@ def _get_data(func: Any, args: Any, kwargs: Any) -> Tensor:
         else:
             slot.escaped = True
             slot.pager.will_change(slot)
-            slot.touched()
+            slot.taken()
         return shown if type(shown) is Tensor else shown.as_subclass(Tensor)
     finally:
         slot.pager.unpin(slot)

@@ -31,6 +31,15 @@ class GradientDoor(Protocol):
     def track(self, handle: Any) -> None:
         """From now on take over what autograd puts into ``param.grad``."""
 
+    def is_tracked(self, handle: Any) -> bool:
+        """Whether that is so already."""
+
+    def blocks_of(self, unit: Any) -> list[Block]:
+        """The blocks in which the gradients of a unit land."""
+
+    def forget(self, unit: Any) -> None:
+        """The unit is gone."""
+
 
 class PagerPort(Protocol):
     """The pager as its slots see it (implemented by :class:`deepoffload.params.pager.Pager`)."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from deepoffload.memory.block import Alias, Block, BlockState
 from deepoffload.native.cpu_adam import StateDType, StateLayout
@@ -29,18 +28,6 @@ class UnitState(enum.Enum):
     EVICTED = "stand-ins; the bytes are on NVMe, or nowhere yet"
     FETCHING = "stand-ins; the bytes are on their way, or have arrived and nobody used them yet"
     RESIDENT = "their bytes in the arena"
-
-
-class GradientState(enum.Enum):
-    """Who holds the gradient of one parameter."""
-
-    EMPTY = "nobody"
-    LANDED = "the unit's gradient block"
-    HANDED_OVER = "the unit's gradient block, for an update that is still to come; the program sees none any more"
-    USER = "a tensor that the user assigned to .grad"
-
-
-IN_BLOCK = (GradientState.LANDED, GradientState.HANDED_OVER)
 
 
 class PendingUpdate(Protocol):
@@ -70,11 +57,6 @@ class ParamHandle(TensorSlot):
         "master_stale",
         "version",
         "escape_crc",
-        "grad_state",
-        "grad_slot",
-        "grad_sum_sq",
-        "grad_non_finite",
-        "grad_hook",
         "mapped_copy",
         "windows",
     )
@@ -89,11 +71,6 @@ class ParamHandle(TensorSlot):
         self.master_stale = False
         self.version = 0
         self.escape_crc: int | None = None
-        self.grad_state = GradientState.EMPTY
-        self.grad_slot: GradientSlot | None = None
-        self.grad_sum_sq: float | None = None
-        self.grad_non_finite = False
-        self.grad_hook: RemovableHandle | None = None
         self.windows: set[int] = set()
         self.mapped_copy: weakref.ref[Any] | None = None
 
@@ -161,71 +138,6 @@ class ParamHandle(TensorSlot):
         if self.block is None:
             raise RuntimeError(f"{self.name} has no block")
         return self.memory.checksum(self.block, self.byte_offset, self.nbytes)
-
-
-class GradientSlot(TensorSlot):
-    """The gradient of one parameter in its unit's gradient block.
-
-    ``shown`` is the object behind ``param.grad`` while the program may look at it; made when first asked for.
-    """
-
-    __slots__ = ("handle", "version", "shown", "escaped")
-
-    def __init__(self, handle: ParamHandle, dtype: torch.dtype) -> None:
-        device = handle.pager.memory.device
-        super().__init__(handle.pager, f"{handle.name}.grad", None, handle.shape, dtype, handle.stride, device)
-        self.handle = handle
-        self.version = 0
-        self.shown: Tensor | None = None
-        self.escaped = False
-
-    @property
-    def unit(self) -> Unit | None:
-        return self.handle.unit
-
-    def show(self, tensor: Tensor) -> None:
-        """Show the gradient through ``tensor`` from now on."""
-        self.shown = tensor
-        self.attach(tensor)
-        with outside_user_modes():
-            self.uninstall()
-        self.version = version_of(tensor)
-        owner = self.block.owner if self.block is not None else None
-        if isinstance(owner, BlockView) and owner.installed:
-            owner.installed = False
-            owner.install()
-
-    def hide(self) -> None:
-        """Stop showing it. Views that the program took of it keep the memory until they are gone."""
-        owner = self.block.owner if self.block is not None else None
-        if isinstance(owner, BlockView) and self.aliased():
-            owner.retired.append(self.alias())
-        self.pager.forget_storage(self)
-        self.uninstall()
-        self._tensor_ref = None  # the program may keep the object, which is none of ours any more
-        self.shown = None
-
-    def written(self) -> bool:
-        """True when the program may have written to it since the last look; its sum of squares then is unknown."""
-        if self.shown is None or self.storage is None:
-            return False
-        version = version_of(self.shown)
-        if version == self.version and not self.escaped:
-            return False
-        self.version = version
-        self.escaped = self.aliased()
-        self.touched()
-        return True
-
-    def added_to(self) -> None:
-        """More has landed: graphs that have kept the gradient no longer hold, as where autograd adds in place."""
-        if self.shown is not None:
-            count_change(self.shown)
-            self.version += 1
-
-    def touched(self) -> None:
-        """The program may have changed the gradient: its sum of squares is taken again at the step."""
-        self.handle.grad_sum_sq = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,14 +234,6 @@ class BlockView:
         except BaseException:
             self.release()
             raise
-
-
-class GradientOwner(BlockView):
-    """Owner of a gradient block: knows when the program wrote to a shown gradient through a view of it."""
-
-    def changed(self) -> bool:
-        changed = [slot.written() for slot in self.slots if isinstance(slot, GradientSlot)]  # each has to look
-        return any(changed)
 
 
 class WeightView(BlockView):

@@ -147,7 +147,8 @@ class Window:
         self._members = Membership(module)
         self._waiting = any(is_lazy(param) for param in module.parameters())
         self._shown = [(handle, handle.reference) for handle in handles.values()]
-        self._untracked = [handle for handle in handles.values() if handle.grad_hook is None]
+        gradients = self.pager.gradients
+        self._untracked = [h for h in handles.values() if gradients is not None and not gradients.is_tracked(h)]
         self._units = list(units.values())
         layers = (child for child in module.modules() if hasattr(child, "gradient_checkpointing"))
         self._checkpointing = [weakref.ref(layer) for layer in layers]
@@ -329,7 +330,7 @@ class Window:
         gradients = self.pager.gradients
         for handle in self._untracked:
             param = handle.tensor
-            if handle.grad_hook is None and param is not None and param.requires_grad and gradients is not None:
+            if param is not None and param.requires_grad and gradients is not None:
                 gradients.track(handle)
 
     def _give_doors_back(self, entry: WindowCall) -> list[ParamHandle]:

@@ -176,9 +176,8 @@ class Assembly:
             unit = draft.unit
             self.pager.units.remove(unit)
             own += [unit.weights, *(piece.block for piece in unit.pieces)]
-            if unit.gradients is not None:
-                self.gradients.take_block(unit.gradients)
-                own.append(unit.gradients)
+            own += self.gradients.blocks_of(unit)
+            self.gradients.forget(unit)
         for block in own:
             self.tiers.remove(block)
 
@@ -288,7 +287,11 @@ class Assembly:
 
 
 class UnitDraft:
-    """A unit to be: which parameters, which dtypes, at which offsets of its weights block."""
+    """A unit to be: which parameters, which dtypes, at which offsets of its weights block.
+
+    Attributes:
+        trained: those of its parameters whose gradients land, and that have optimizer state; known once it is made.
+    """
 
     def __init__(self, index: int, name: str, handles: list[ParamHandle], dtypes: list[torch.dtype]) -> None:
         # Trainable parameters first, and those of one dtype together: their state arrays then follow the weights'
@@ -301,6 +304,7 @@ class UnitDraft:
         self.offsets, self.nbytes = byte_offsets(
             [h.numel * d.itemsize for h, d in zip(self.handles, self.dtypes, strict=True)]
         )
+        self.trained: list[ParamHandle] = []
         self.unit: Unit
 
     def set_up_bytes(self) -> int:
@@ -337,12 +341,13 @@ class UnitDraft:
         weights = tiers.create(self.name, BlockKind.WEIGHT, self.nbytes, owner)
         self.unit = Unit(self.index, self.name, self.handles, weights, owner)
         trained = [(h, d) for h, d in zip(self.handles, self.dtypes, strict=True) if _trainable(h) and d in LAYOUTS]
+        self.trained = [handle for handle, _ in trained]
         if trained:
             landing = [gradients.landing_dtype(d) for _, d in trained]
             offsets, nbytes = byte_offsets([h.numel * d.itemsize for (h, _), d in zip(trained, landing, strict=True)])
             block = tiers.create(f"{self.name}.grad", BlockKind.GRADIENT, nbytes)
             self.unit.gradients = block
-            gradients.give_block(block, [h for h, _ in trained], offsets, landing)
+            gradients.give_block(block, self.trained, offsets, landing)
             alignment = STATE_BLOCK if state_format.dtype is StateDType.EIGHT_BIT else ALIGNMENT_NUMEL
             self.unit.pieces = make_pieces(
                 tiers, self.unit, trained, piece_bytes, state_format, alignment, typical_bytes

@@ -182,7 +182,7 @@ def _place(
         blocks = [unit.weights, *([unit.gradients] if unit.gradients else []), *(p.block for p in unit.pieces)]
         mine = [b for b in blocks if b.id not in on_device]
         specs += [BlockSpec(b.id, b.name, b.kind, round_up(b.room_bytes), unit.index) for b in mine]
-        trained += sum(handle.numel for handle in draft.handles if handle.grad_slot is not None)
+        trained += sum(handle.numel for handle in draft.trained)
     limits = {BlockKind.WEIGHT: config.offload_param, BlockKind.STATE: config.offload_optimizer}
     kept_kinds = {kind for kind, tier in limits.items() if tier is not None and tier is not Tier.NVME}
     event_bytes = max((nbytes for _, nbytes in window_bytes(drafts, windows)), default=0)

@@ -288,6 +288,13 @@ def gradients_assigned_after_zero_grad(model: Any, optimizer: Any) -> Any:
 
 
 @look
+def shared_gradient_changed(model: Any, optimizer: Any) -> Any:
+    model[0].weight.grad = model[2].weight.grad
+    model[0].weight.grad.zero_()
+    return gradients_of(model)
+
+
+@look
 def gradient_of_another_parameter(model: Any, optimizer: Any) -> Any:
     model[0].weight.grad = model[2].weight.grad
     model[4].bias.grad = model[4].bias.grad.clone()

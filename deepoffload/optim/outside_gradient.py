@@ -1,0 +1,56 @@
+"""Gradients outside of their unit's block: tensors that the program assigned to ``.grad``, or that autograd keeps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from deepoffload.native import cpu_adam
+from deepoffload.native.cpu_adam import DType
+from deepoffload.optim.dtypes import NATIVE_DTYPES
+from deepoffload.optim.threads import num_threads
+from deepoffload.params.slot import TensorSlot
+from deepoffload.params.torch_private import get_grad, outside_user_modes
+from deepoffload.params.unit import ParamHandle
+
+
+def sum_of_squares(handle: ParamHandle) -> tuple[float, bool]:
+    """Sum of squares (float64) of what is in ``.grad``, and whether it holds a non-finite value."""
+    raw = _raw(handle)
+    if raw is None:
+        return 0.0, False
+    plain = raw.layout is torch.strided and raw.dtype in NATIVE_DTYPES and raw.device.type == "cpu"
+    if plain and raw.stride() == handle.stride:
+        return cpu_adam.sum_of_squares(
+            raw.data_ptr(), handle.numel, dtype=NATIVE_DTYPES[raw.dtype], num_threads=num_threads()
+        )
+    with outside_user_modes():
+        total = float((raw.to_dense() if raw.is_sparse else raw).double().square().sum())
+    return total, not math.isfinite(total)
+
+
+def address(handle: ParamHandle, keep: list[Tensor]) -> tuple[int, DType]:
+    """Host memory address and type of what is in ``.grad``, in the order of the weight's bytes; ``keep`` holds the
+    memory, a copy if one is needed."""
+    raw = _raw(handle)
+    if raw is None:
+        raise RuntimeError(f"{handle.name} has no gradient")
+    if raw.dtype not in NATIVE_DTYPES or raw.stride() != handle.stride or raw.is_neg():
+        raw = with_stride(raw if raw.dtype in NATIVE_DTYPES else raw.to(handle.dtype), handle)
+    raw = raw.to("cpu")  # a copy where a device computes
+    keep.append(raw)
+    return raw.data_ptr(), NATIVE_DTYPES[raw.dtype]
+
+
+def with_stride(grad: Tensor, like: TensorSlot) -> Tensor:
+    """A copy with the order of elements that ``like`` has."""
+    with outside_user_modes():
+        copy = torch.empty_strided(like.shape, like.stride, dtype=grad.dtype, device=grad.device)
+        return copy.copy_(grad)
+
+
+def _raw(handle: ParamHandle) -> Tensor | None:
+    param = handle.tensor
+    return get_grad(param) if param is not None else None
