@@ -12,7 +12,7 @@ from deepoffload.errors import PlacementError, UsageError
 from deepoffload.native.aio import PAGE_BYTES, round_up
 from deepoffload.params.pager import Pager
 from deepoffload.runtime.compute_types import compute_types
-from deepoffload.runtime.plan import ModelPlan, dry_pager, enough_capacity, plan_model
+from deepoffload.runtime.plan import ModelPlan, dry_pager, plan_model
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind
 from deepoffload.schedule.placement import BlockSpec, Placement
 
@@ -88,9 +88,14 @@ def smallest_capacity(model: nn.Module, config: Config, *, nvme_bytes: int | Non
     def attempt(capacity_bytes: int) -> BlockPlan:
         return plan_blocks(model, config, capacity_bytes=capacity_bytes, nvme_bytes=nvme_bytes, bandwidths=bandwidths)
 
-    enough = enough_capacity(attempt, _surely_needed(model, config))
-    if enough is not None:
-        return enough
+    least_bytes = _surely_needed(model, config)
+    try:
+        attempt(least_bytes)
+    except PlacementError as error:
+        if error.enough_bytes is not None:
+            return error.enough_bytes
+    else:
+        return least_bytes
     # NVMe ends before the budget does: what it cannot hold has to stay in memory.
     everything = attempt(UNBOUNDED_BYTES).placement.resident_bytes
     least = max(0, everything - (nvme_bytes or 0))

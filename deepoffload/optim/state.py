@@ -80,9 +80,13 @@ def piece_numel(
     Then pieces, weights and gradients of a unit fit into each other's room, and memory does not fall into splinters.
     """
     per_element = max(1, bytes_per_element(layout, state_format))
-    parts = max(1, round(weight_bytes / max(1, min(limit_bytes, PIECE_BYTES))))
-    numel = -(-weight_bytes // parts // per_element)
+    numel = -(-weight_bytes // pieces_per_unit(weight_bytes, limit_bytes) // per_element)
     return max(LEAST_PIECE_NUMEL, -(-numel // alignment_numel) * alignment_numel)
+
+
+def pieces_per_unit(weight_bytes: int, limit_bytes: int) -> int:
+    """How many pieces together take as much as a unit's weights."""
+    return max(1, round(weight_bytes / max(1, min(limit_bytes, PIECE_BYTES))))
 
 
 def equalise_room(blocks: list[Block]) -> None:

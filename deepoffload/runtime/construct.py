@@ -147,6 +147,15 @@ class Assembly:
         unit = draft.make(self.pager, self.gradients, self.piece_bytes, self.state_format, self.typical_bytes)
         self.pager.units.append(unit)
 
+    def discard(self, draft: UnitDraft) -> None:
+        """Undo :meth:`make`: forget the unit and its blocks."""
+        unit = draft.unit
+        self.pager.units.remove(unit)
+        blocks = [unit.weights, *(piece.block for piece in unit.pieces), *self.gradients.blocks_of(unit)]
+        self.gradients.forget(unit)
+        for block in blocks:
+            self.tiers.remove(block)
+
     def take_in(self, name: str, params: Iterable[tuple[str, Tensor]]) -> list[ParamHandle]:
         """Adopt parameters that came after construction, as a unit of their own. All of them or none.
 
@@ -173,11 +182,7 @@ class Assembly:
         for handle in handles:
             give_back(handle)
         if draft is not None:
-            unit = draft.unit
-            self.pager.units.remove(unit)
-            own += [unit.weights, *(piece.block for piece in unit.pieces)]
-            own += self.gradients.blocks_of(unit)
-            self.gradients.forget(unit)
+            self.discard(draft)
         for block in own:
             self.tiers.remove(block)
 

@@ -37,13 +37,11 @@ from deepoffload.params.window import RootWatch, Window
 from deepoffload.runtime.announce import OutsideWatch, announce, summary
 from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adopt, adoptable, refuse_meta
+from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
 from deepoffload.runtime.device import find_accelerator, fit_device, open_memory, with_ring
 from deepoffload.runtime.plan import (
     NO_DISK,
-    PIECES_PER_BUDGET,
-    UNITS_PER_BUDGET,
     ModelPlan,
-    enough_capacity,
     enough_for,
     plan_model,
 )
@@ -81,6 +79,7 @@ class Engine:
         self._io: IoEngine | None = None
         self._space: SwapSpace | None = None
         self._bandwidths = NO_DISK
+        self._grain_bytes = self.budgets.host_bytes
         try:
             self._open_disk(paths)
             arena = Arena(self.budgets.host_bytes, lends=accelerator is None)
@@ -159,7 +158,8 @@ class Engine:
         try:
             plan = self._plan(roots, registered, self._capacity_bytes())
         except PlacementError as error:
-            raise self._with_enough(error, roots, registered) from None
+            raise self._with_ring(error) from None
+        self._grain_bytes = plan.grain_bytes
         memory = self.pager.memory
         fit_device(memory, plan)
         self._reserve(plan.placement)
@@ -224,21 +224,11 @@ class Engine:
             device_bytes=memory.capacity_bytes,
         )
 
-    def _with_enough(
-        self, error: PlacementError, roots: Sequence[nn.Module], handles: list[ParamHandle]
-    ) -> PlacementError:
-        """The same error, naming a budget that is enough also for the larger pieces that it brings with it."""
-
-        def attempt(capacity_bytes: int) -> None:
-            self.pager.units.clear()
-            self._plan(roots, handles, capacity_bytes)
-
+    def _with_ring(self, error: PlacementError) -> PlacementError:
+        """The same error, naming a budget that holds the ring of gradients, too."""
         if error.enough_bytes is None:
             return error
-        enough = enough_capacity(attempt, error.enough_bytes)
-        if enough is None:
-            return error  # with more memory, NVMe still is too small
-        named, enough = f"to at least {error.enough_bytes} bytes", with_ring(self.gradients, enough)
+        named, enough = f"to at least {error.enough_bytes} bytes", with_ring(self.gradients, error.enough_bytes)
         return PlacementError(str(error).replace(named, f"to at least {enough} bytes"), enough)
 
     def _reserve(self, placement: Placement) -> None:
@@ -273,15 +263,14 @@ class Engine:
         if not adoptable(self.pager, param):
             return None
         with self.pager.lock:
-            piece_bytes = self.pager.tiers.arena.capacity_bytes // PIECES_PER_BUDGET
-            return Assembly(self.pager, self.gradients, piece_bytes).take_in(name, [(name, param)])[0]
+            assembly = Assembly(self.pager, self.gradients, self._grain_bytes // PIECES_PER_BUDGET)
+            return assembly.take_in(name, [(name, param)])[0]
 
     def refresh(self, root: nn.Module) -> None:
         """Adopt parameters that came to ``root`` after the context ended, open windows on new modules, and move their
         buffers to the device."""
-        capacity = self.pager.tiers.arena.capacity_bytes
-        assembly = Assembly(self.pager, self.gradients, capacity // PIECES_PER_BUDGET)
-        plan = find_units(root, capacity // UNITS_PER_BUDGET, assembly.target_nbytes)
+        assembly = Assembly(self.pager, self.gradients, self._grain_bytes // PIECES_PER_BUDGET)
+        plan = find_units(root, self._grain_bytes // UNITS_PER_BUDGET, assembly.target_nbytes)
         with self.pager.lock:
             for unit in plan.units:
                 assembly.take_in(

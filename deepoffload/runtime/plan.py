@@ -5,7 +5,8 @@ The engine plans with this before it moves anything, and the estimators predict 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,7 +15,7 @@ from torch import nn
 from deepoffload.config import Config, GradientDtype
 from deepoffload.device import Tier
 from deepoffload.errors import PlacementError
-from deepoffload.memory.arena import Arena, common_size
+from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import PAGE_BYTES, round_up
@@ -27,22 +28,12 @@ from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat
 from deepoffload.params.use_order import UseOrder
 from deepoffload.runtime.compute_types import compute_types
 from deepoffload.runtime.construct import Assembly, UnitDraft
-from deepoffload.runtime.unit_finder import find_units
+from deepoffload.runtime.cuts import Cut, Cutter
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, Workload
 from deepoffload.schedule.placement import BlockSpec, Placement, plan_placement
 
-PIECES_PER_BUDGET = 14
-"""A state piece takes about this part of the budget at most, so that small budgets have a ring, too."""
-
-UNITS_PER_BUDGET = 8
-"""A unit's weights take at most this part of the budget, where the model can be split so far."""
-
 NO_DISK = Bandwidths(2e9, 2e9, 2e9, 2e10)
 """Stands where there is no NVMe path: nothing is moved, so any rate gives the same placement."""
-
-PLANS_MAX = 20
-"""How often a plan is made again to find a budget that is enough."""
-
 
 STATE_FIELDS = {
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -72,7 +63,8 @@ def state_format(config: Config) -> StateFormat:
 @dataclass(frozen=True)
 class ModelPlan:
     """A model cut into units, the modules that are to have windows (with their names), those that were split, the
-    placement, and the blocks of optimizer state that live on a device and are no part of it."""
+    placement, the blocks of optimizer state that live on a device and are no part of it, and how finely the model was
+    cut: as for a budget of ``grain_bytes``."""
 
     assembly: Assembly
     drafts: list[UnitDraft]
@@ -80,6 +72,7 @@ class ModelPlan:
     outer: list[tuple[str, nn.Module]]
     placement: Placement
     on_device: list[Block]
+    grain_bytes: int
 
 
 def plan_model(
@@ -97,20 +90,80 @@ def plan_model(
     """Cut ``roots`` into units and place them in ``capacity_bytes`` of memory and ``nvme_bytes`` of NVMe (None: no
     path). Declares the blocks with the pager's tier manager.
 
+    The model is cut as finely as the budget suggests. Where that needs more than there is, because small blocks waste
+    more of their pages or large ones do not fit, other cuts are tried: a budget is accepted if any cut fits, hence so
+    is each larger one, and what a refusal names is the least that is accepted.
+
     ``device_bytes``: of a device's memory; what the weights leave of it is for optimizer state, where the configuration
     keeps that on the device.
 
     Raises:
-        PlacementError: the budgets cannot run this model; the message carries the table.
+        PlacementError: the budgets cannot run this model; the message carries the table. ``enough_bytes`` is the least
+            memory that can, None where it is NVMe that is too small.
         UsageError: ``keep_fp32`` names something that the model does not have.
     """
     gradients.in_fp32 = config.gradient_dtype is GradientDtype.FP32
     types = compute_types(config, roots)
-    assembly = Assembly(pager, gradients, capacity_bytes // PIECES_PER_BUDGET, types, state_format(config))
-    drafts, windows, outer = _draft(pager, assembly, roots, list(handles), capacity_bytes // UNITS_PER_BUDGET)
-    kept = _state_on_device(drafts, device_bytes) if config.offload_optimizer is Tier.DEVICE else []
-    placement = _place(config, drafts, windows, {block.id for block in kept}, capacity_bytes, nvme_bytes, bandwidths)
-    return ModelPlan(assembly, drafts, windows, outer, placement, kept)
+    cutter = Cutter(pager, gradients, types, state_format(config), roots, _alive(pager, handles))
+
+    def placed(cut: Cut, capacity_bytes: int) -> ModelPlan:
+        return _placed(config, cut, capacity_bytes, nvme_bytes, bandwidths, device_bytes)
+
+    refusals: list[tuple[PlacementError, Cut]] = []
+    for cut in cutter.cuts(capacity_bytes):
+        try:
+            return placed(cut, capacity_bytes)
+        except PlacementError as error:
+            refusals.append((error, cut))
+    refusal, cut = min(refusals, key=lambda tried: _needs(tried[0]))
+    if refusal.enough_bytes is not None:
+        try:
+            placed(cut, refusal.enough_bytes)
+        except PlacementError as error:
+            raise _both(refusal, error) from None
+        cut.take_back()
+    raise refusal
+
+
+def _placed(
+    config: Config,
+    cut: Cut,
+    capacity_bytes: int,
+    nvme_bytes: int | None,
+    bandwidths: Bandwidths,
+    device_bytes: int,
+) -> ModelPlan:
+    """The plan with this cut, its blocks declared; when it is refused, nothing stays declared."""
+    cut.declare()
+    try:
+        kept = _state_on_device(cut.drafts, device_bytes) if config.offload_optimizer is Tier.DEVICE else []
+        on_device = {block.id for block in kept}
+        placement = _place(config, cut.drafts, cut.windows, on_device, capacity_bytes, nvme_bytes, bandwidths)
+    except BaseException:
+        cut.take_back()
+        raise
+    return ModelPlan(cut.assembly, cut.drafts, cut.windows, cut.outer, placement, kept, cut.grain_bytes)
+
+
+def _both(memory: PlacementError, nvme: PlacementError) -> PlacementError:
+    """Memory is too small, and with as much as would do NVMe is, too."""
+    said, _, table = str(memory).partition("\n")
+    return PlacementError(f"{said} With so much memory NVMe is too small: {str(nvme).splitlines()[0]}\n{table}")
+
+
+def _alive(pager: Pager, handles: Iterable[ParamHandle]) -> list[ParamHandle]:
+    """Those whose parameters still exist; the bytes of others are given back."""
+    alive = []
+    for handle in handles:
+        if handle.tensor is not None:
+            alive.append(handle)
+        elif handle.block is not None:
+            pager.tiers.remove(handle.block)
+    return alive
+
+
+def _needs(error: PlacementError) -> float:
+    return math.inf if error.enough_bytes is None else error.enough_bytes
 
 
 def weights_on_device_bytes(drafts: Iterable[UnitDraft]) -> int:
@@ -131,39 +184,6 @@ def _state_on_device(drafts: Sequence[UnitDraft], device_bytes: int) -> list[Blo
             left -= nbytes
             kept += blocks
     return kept
-
-
-def _draft(
-    pager: Pager, assembly: Assembly, roots: Sequence[nn.Module], handles: list[ParamHandle], max_unit_bytes: int
-) -> tuple[list[UnitDraft], list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
-    by_tensor = {id(handle.tensor): handle for handle in handles if handle.tensor is not None}
-    drafts: list[UnitDraft] = []
-    windows: list[tuple[str, nn.Module]] = []
-    outer: list[tuple[str, nn.Module]] = []
-    drafted: set[int] = set()
-    for root in roots:
-        plan = find_units(root, max_unit_bytes, assembly.target_nbytes)
-        windows.extend(plan.windows)
-        outer.extend(plan.outer)
-        for unit in plan.units:
-            mine = []
-            for name, param in unit.params:
-                handle = by_tensor.get(id(param))
-                if handle is not None and id(handle) not in drafted:
-                    handle.name = name
-                    drafted.add(id(handle))
-                    mine.append(handle)
-            if mine:
-                drafts.append(assembly.draft(unit.name, mine))
-    for handle in handles:  # registered somewhere, alive, but in no module that is left
-        if handle.tensor is not None and id(handle) not in drafted:
-            drafts.append(assembly.draft(handle.name, [handle]))
-        elif handle.tensor is None and handle.block is not None:
-            pager.tiers.remove(handle.block)
-    assembly.typical_bytes = common_size(draft.nbytes for draft in drafts)
-    for draft in drafts:
-        assembly.make(draft)
-    return drafts, windows, outer
 
 
 def _place(
@@ -216,24 +236,6 @@ def window_bytes(drafts: Sequence[UnitDraft], windows: Sequence[tuple[str, nn.Mo
         yield name, sum(round_up(unit.weights.room_bytes) for unit in units.values())
 
 
-def enough_capacity(attempt: Callable[[int], object], capacity_bytes: int) -> int | None:
-    """The least memory from ``capacity_bytes`` up with which ``attempt`` (a plan for so much memory) succeeds.
-
-    Larger budgets bring larger pieces and units, so what an error says would be enough is tried until it is. None when
-    more memory is not what is missing.
-    """
-    for _ in range(PLANS_MAX):
-        try:
-            attempt(capacity_bytes)
-        except PlacementError as error:
-            if error.enough_bytes is None:
-                return None
-            capacity_bytes = error.enough_bytes
-        else:
-            break
-    return capacity_bytes
-
-
 def dry_pager(model: nn.Module) -> tuple[Pager, Gradients, list[ParamHandle]]:
     """A pager that has no memory and a handle for each parameter, which the parameters know nothing of."""
     graphs = OpenGraphs()
@@ -248,10 +250,11 @@ def dry_pager(model: nn.Module) -> tuple[Pager, Gradients, list[ParamHandle]]:
 
 
 def enough_for(model: nn.Module, config: Config, capacity_bytes: int, nvme_bytes: int | None) -> int | None:
-    """A budget above ``capacity_bytes`` that is enough for ``model``; None when more memory is not what is missing."""
-
-    def attempt(capacity_bytes: int) -> None:
-        pager, gradients, handles = dry_pager(model)
+    """The least budget above ``capacity_bytes`` that is enough for ``model``; None when more memory is not what is
+    missing."""
+    pager, gradients, handles = dry_pager(model)
+    capacity_bytes += PAGE_BYTES
+    try:
         plan_model(
             pager,
             gradients,
@@ -262,5 +265,6 @@ def enough_for(model: nn.Module, config: Config, capacity_bytes: int, nvme_bytes
             nvme_bytes=nvme_bytes,
             bandwidths=NO_DISK,
         )
-
-    return enough_capacity(attempt, capacity_bytes + PAGE_BYTES)
+    except PlacementError as error:
+        return error.enough_bytes
+    return capacity_bytes

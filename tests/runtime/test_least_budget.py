@@ -41,6 +41,15 @@ def test_the_least_budget_is_the_least(tmp_path: Path) -> None:
         assert accepted * PAGE_BYTES == named, program
 
 
+@pytest.mark.parametrize("seed", [21, 545, 692])
+def test_a_budget_above_an_accepted_one_is_accepted(tmp_path: Path, seed: int) -> None:
+    """Other budgets suggest other units and pieces, which may waste more of their pages."""
+    program = Program.drawn(seed)
+    least = program.least_bytes(str(tmp_path))
+    for pages in range(1, 24):
+        assert program.accepted(str(tmp_path), least + pages * PAGE_BYTES) is None, f"{pages} pages above {least}"
+
+
 class Weight(nn.Module):
     """One parameter and nothing else."""
 
