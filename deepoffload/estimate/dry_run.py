@@ -239,6 +239,7 @@ class _Tracker(TorchDispatchMode):
         self._sizes: dict[int, tuple[int, int]] = {}  # bytes, and the number of the visit that made them
         self._since_entry: set[int] = set()
         self._unit_by_storage: dict[int, int] = {}
+        self._unit_by_param: dict[int, int] = {}
         self._unit_of = unit_of
         self._inside: list[tuple[int, ...]] = []
         for tensor in fakes.by_name.values():
@@ -248,6 +249,7 @@ class _Tracker(TorchDispatchMode):
             unit = unit_of.get(id(param))
             if unit is not None:
                 self._unit_by_storage[fake.untyped_storage()._cdata] = unit
+                self._unit_by_param[id(fake)] = unit
 
     # -- who is used -----------------------------------------------------------------------------------------------
 
@@ -262,7 +264,7 @@ class _Tracker(TorchDispatchMode):
                 )
                 stack.callback(module.register_forward_pre_hook(self._enter(units)).remove)
                 # always: checkpointing ends a recomputation with an exception, inside the last module it needs
-                stack.callback(module.register_forward_hook(self._leave(units), always_call=True).remove)
+                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             for _, fake in self._fakes.params:
                 if fake.requires_grad:
                     stack.callback(fake.register_post_accumulate_grad_hook(self._land).remove)
@@ -279,15 +281,8 @@ class _Tracker(TorchDispatchMode):
 
         return enter
 
-    def _leave(self, units: tuple[int, ...]) -> Callable[..., None]:
-        def leave(*_: Any) -> None:
-            self._inside.pop()
-            if self._inside:
-                self._visit(False, self._inside[-1])
-            elif self.in_backward:  # recomputed for its own backward, which comes now
-                self._visit(True, units[:1])
-
-        return leave
+    def _leave(self, *_: Any) -> None:
+        self._inside.pop()
 
     def _visit(self, backward: bool, units: tuple[int, ...]) -> None:
         if (self.visits[-1].backward, self.visits[-1].units) != (backward, units):
@@ -314,10 +309,20 @@ class _Tracker(TorchDispatchMode):
             self.visits[-1].landed[unit] += 1
         param.grad = None
 
+    def _note_doors(self, args: tuple[Any, ...]) -> None:
+        """What a kernel takes of weights that no window shows: such a use passes the parameter's own door."""
+        for arg in args:
+            for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
+                unit = self._unit_by_param.get(id(tensor))
+                if unit is not None and not (self._inside and unit in self._inside[-1]):
+                    self._visit(False, (unit,))
+
     # -- what it takes ---------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self.in_backward or self._inside:
+            self._note_doors(args)
         out = func(*args, **kwargs)
         if func.namespace == "prim":
             return out

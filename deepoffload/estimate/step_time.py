@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deepoffload.estimate.blocks import BlockPlan
 from deepoffload.estimate.coarser import coarser
-from deepoffload.estimate.dry_run import DryRun, Op, Visit
+from deepoffload.estimate.dry_run import DryRun, Op
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.params.prefetcher import BUSY_TRANSFERS, EVENTS_PER_PLAN, WRITE_BEHIND_SHARE
 from deepoffload.schedule.clock import StepTimes, TimedRun, TimedUse, steady_step
-from deepoffload.schedule.cost_model import BlockKind, StepOverlap, Workload, update_seconds
-from deepoffload.schedule.placement import BlockSpec
-from deepoffload.schedule.simulate import Use
-from deepoffload.schedule.trace import Event, Phase
+from deepoffload.schedule.cost_model import BlockKind, Workload, update_seconds
+from deepoffload.schedule.trace import Phase
+from deepoffload.schedule.uses import StepUse, UnitBlocks, seen_until_zero_grad, step_uses, unit_blocks
 
 OpTimes = Mapping[Op, float]
 
@@ -65,9 +63,11 @@ def estimate_step(
         op_times: seconds of operators as measured; what is not in it is worked out from the machine's rates.
     """
     blocks, pieces_in_one = coarser(blocks)
-    costs = _Costs(blocks, run, machine, op_times or {}, workload.accumulation_steps, pieces_in_one)
-    uses = list(_uses(costs, workload))
     placement, bandwidths = blocks.placement, machine.bandwidths()
+    units = unit_blocks(placement.blocks)
+    costs = _Costs(blocks, units, run, machine, op_times or {}, workload.accumulation_steps, pieces_in_one)
+    uses = costs.timed(step_uses(run.visits, units, workload))
+    first = costs.timed(step_uses(run.visits, units, workload, first=True))
     sizes = {block.id: block.nbytes for block in placement.blocks}
 
     def make() -> TimedRun:
@@ -86,11 +86,7 @@ def estimate_step(
             busy_transfers=BUSY_TRANSFERS,
         )
 
-    first = uses
-    if workload.step_overlap is StepOverlap.DEFERRED:
-        first = [use for use in uses if use.phase is not Phase.UPDATE]
-    kept = workload.step_overlap is StepOverlap.NONE  # gradients are seen until zero_grad()
-    discards = [block.id for block in costs.gradients.values()] if kept else []
+    discards = seen_until_zero_grad(units, workload)
     times, played = steady_step(make, uses, first=first, discards=discards)
     compute_s = sum(use.seconds for use in uses)
     model_s = sum(use.seconds for use in uses if use.phase is not Phase.UPDATE)
@@ -114,42 +110,40 @@ class _Costs:
     def __init__(
         self,
         blocks: BlockPlan,
+        units: Mapping[int, UnitBlocks],
         run: DryRun,
         machine: MachineSpec,
         op_times: OpTimes,
         accumulation_steps: int,
         pieces_in_one: Mapping[int, int],
     ) -> None:
-        self._pieces_in_one = pieces_in_one
-        self.visits = run.visits
-        self.weights: dict[int, BlockSpec] = {}
-        self.gradients: dict[int, BlockSpec] = {}
-        self.state: dict[int, list[BlockSpec]] = defaultdict(list)
-        self._state_bytes: dict[int, int] = defaultdict(int)
-        for block in blocks.placement.blocks:
-            if block.kind is BlockKind.WEIGHT:
-                self.weights[block.unit] = block
-            elif block.kind is BlockKind.GRADIENT:
-                self.gradients[block.unit] = block
-            else:
-                self.state[block.unit].append(block)
-                self._state_bytes[block.unit] += blocks.content_bytes[block.id]
+        self._units = units
+        self._visits = run.visits
         self._content = blocks.content_bytes
+        self._state_bytes = {n: sum(self._content[block] for block in unit.state) for n, unit in units.items()}
         self._machine = machine
         self._op_times = op_times
         self._bandwidths = machine.bandwidths()
         self._again = (accumulation_steps - 1) / accumulation_steps  # landings that add to what is there
         self._plan_s = machine.plan_overhead_s if blocks.placement.paged else 0.0
         self._trained = blocks.trained_by_unit
+        self._pieces_in_one = pieces_in_one
 
-    def visit_s(self, visit: Visit) -> float:
-        seconds = sum(count * self._op_s(op) for op, count in visit.ops.items()) + self._plan_s
-        if not visit.backward:
-            seconds += self._machine.visit_overhead_s
-        if self._machine.has_device:
-            moved = sum(self._content[self.weights[unit].id] for unit in visit.units)
-            return max(seconds, moved / self._machine.link_bytes_per_s)
-        return seconds
+    def timed(self, uses: Iterable[StepUse]) -> list[TimedUse]:
+        return [
+            TimedUse(use.use, use.phase, self._update_s(use) if use.phase is Phase.UPDATE else self._visit_s(use))
+            for use in uses
+        ]
+
+    def _visit_s(self, use: StepUse) -> float:
+        machine, visits = self._machine, [self._visits[number] for number in use.visits]
+        seconds = sum(count * self._op_s(op) for visit in visits for op, count in visit.ops.items()) + self._plan_s
+        if use.phase is Phase.FORWARD:
+            seconds += machine.visit_overhead_s
+        if machine.has_device:
+            moved = sum(self._content[self._units[unit].weights] for unit in use.units)
+            seconds = max(seconds, moved / machine.link_bytes_per_s)
+        return seconds + sum(self._landing_s(unit, count) for visit in visits for unit, count in visit.landed.items())
 
     def _op_s(self, op: Op) -> float:
         machine = self._machine
@@ -159,64 +153,25 @@ class _Costs:
         busy = max(op.flops / machine.flops_per_s, op.nbytes / machine.device_bytes_per_s)
         return busy + machine.op_overhead_s
 
-    def landing_s(self, unit: int, count: int) -> float:
+    def _landing_s(self, unit: int, count: int) -> float:
         """A pass over gradients: read what autograd made, write it to the block, or read, add and write.
 
         ``count``: of how many of the unit's parameters.
         """
-        touched = self._content[self.gradients[unit].id] * (2 + self._again) * count / self._trained[unit]
+        gradients = self._units[unit].gradients
+        if gradients is None:
+            return 0.0
+        touched = self._content[gradients] * (2 + self._again) * count / self._trained[unit]
         return update_seconds(round(touched), self._bandwidths) + self._machine.landing_overhead_s * count
 
-    def update_s(self, unit: int, piece: BlockSpec) -> float:
+    def _update_s(self, use: StepUse) -> float:
         """The piece and the weights are read and written, the gradients read."""
-        share = self._content[piece.id] / self._state_bytes[unit]
-        weights, gradients = self._content[self.weights[unit].id], self._content[self.gradients[unit].id]
-        touched = 2 * self._content[piece.id] + share * (2 * weights + gradients)
-        fixed = (self._machine.piece_overhead_s + self._plan_s) * self._pieces_in_one.get(piece.id, 1)
+        (number,) = use.units
+        unit = self._units[number]
+        piece = unit.state[use.piece]
+        share = self._content[piece] / self._state_bytes[number]
+        weights = self._content[unit.weights]
+        gradients = 0 if unit.gradients is None else self._content[unit.gradients]
+        touched = 2 * self._content[piece] + share * (2 * weights + gradients)
+        fixed = (self._machine.piece_overhead_s + self._plan_s) * self._pieces_in_one.get(piece, 1)
         return update_seconds(round(touched), self._bandwidths) + fixed
-
-
-def _uses(costs: _Costs, workload: Workload) -> Iterator[TimedUse]:
-    """The uses of one step in the order in which the engine sees them."""
-    keys: dict[tuple[object, ...], int] = {}
-    pending = set(costs.state)
-    key_of: Callable[..., int] = lambda *key: keys.setdefault(key, len(keys))  # noqa: E731
-
-    def update(unit: int) -> Iterator[TimedUse]:
-        weights, gradients, pieces = costs.weights[unit].id, costs.gradients[unit].id, costs.state[unit]
-        for number, piece in enumerate(pieces):
-            event = Event(key_of("u", unit, number), (weights, gradients, piece.id))
-            last = number == len(pieces) - 1
-            drops = (gradients,) if last and workload.step_overlap is not StepOverlap.NONE else ()
-            yield TimedUse(Use(event, (weights, piece.id), drops), Phase.UPDATE, costs.update_s(unit, piece))
-
-    last_landing = {unit: number for number, visit in enumerate(costs.visits) for unit in visit.landed}
-    for micro in range(workload.accumulation_steps):
-        for number, visit in enumerate(costs.visits):
-            if not visit.backward and micro == 0 and workload.step_overlap is StepOverlap.DEFERRED:
-                for unit in visit.units:
-                    if unit in pending:
-                        pending.discard(unit)
-                        yield from update(unit)
-            yield _visit_use(costs, visit, key_of)
-            if micro == workload.accumulation_steps - 1 and workload.step_overlap is StepOverlap.IN_BACKWARD:
-                for unit in visit.landed:
-                    if unit in pending and last_landing[unit] == number:
-                        pending.discard(unit)
-                        yield from update(unit)
-    for unit in sorted(pending):
-        yield from update(unit)
-
-
-def _visit_use(costs: _Costs, visit: Visit, key_of: Callable[..., int]) -> TimedUse:
-    seconds = costs.visit_s(visit)
-    weights = tuple(costs.weights[unit].id for unit in visit.units)
-    if not visit.backward:
-        return TimedUse(Use(Event(key_of("f", *visit.units), weights)), Phase.FORWARD, seconds)
-    gradients = {unit: costs.gradients[unit].id for unit in visit.units if unit in costs.gradients}
-    landed = {unit: count for unit, count in visit.landed.items() if unit in gradients}
-    seconds += sum(costs.landing_s(unit, count) for unit, count in landed.items())
-    event = Event(key_of("b", *visit.units), (*weights, *gradients.values()))
-    writes = tuple(gradients[unit] for unit in landed)
-    named = tuple(block for unit, block in gradients.items() if unit not in landed)
-    return TimedUse(Use(event, writes, named=named), Phase.BACKWARD, seconds)

@@ -33,8 +33,8 @@ from deepoffload.params.torch_private import (
     top_saved_tensors_hooks,
 )
 from deepoffload.params.unit import BlockView, ParamHandle, Unit
-from deepoffload.params.use_order import UseKey, UseOrder, phase_name
-from deepoffload.schedule.trace import Phase
+from deepoffload.params.use_order import UseOrder, phase_name
+from deepoffload.schedule.trace import Phase, UseKey
 
 
 class _ThreadState(threading.local):

@@ -11,10 +11,7 @@ from collections.abc import Iterable
 from deepoffload.memory.block import Block
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.unit import Unit
-from deepoffload.schedule.trace import Event, Phase, Trace
-
-UseKey = tuple[Phase, tuple[int, ...]]
-"""What an event is: its phase, and the indices of its units; of an update the unit's, and the number of the piece."""
+from deepoffload.schedule.trace import Event, Trace, UseKey
 
 _UNKNOWN = 1e12
 """Distance to the next use where the trace knows none: farther than all that it knows."""
@@ -48,7 +45,6 @@ class UseOrder:
         self.backward_of: Unit | None = None
         self._graphs = graphs
         self._prefetch = prefetch
-        self._numbers: dict[UseKey, int] = {}
         self._clock = 0
         self._stamps: dict[int, int] = {}
 
@@ -57,7 +53,7 @@ class UseOrder:
         compares ``last_key``."""
         self.last_key = key
         self.backward_of = backward_of
-        predicted = self.trace.observe(Event(self._numbers.setdefault(key, len(self._numbers)), blocks))
+        predicted = self.trace.observe(Event(key, blocks))
         self.predicted = frozenset(blocks) if predicted and self._prefetch else frozenset()
 
     def end_of_step(self) -> None:

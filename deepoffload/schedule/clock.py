@@ -16,8 +16,8 @@ from enum import Enum
 from deepoffload.errors import BudgetError
 from deepoffload.schedule.cost_model import Bandwidths
 from deepoffload.schedule.planner import MoveKind, choose_victim, plan_prefetch, plan_write_back
-from deepoffload.schedule.simulate import Use
 from deepoffload.schedule.trace import Phase, Trace
+from deepoffload.schedule.uses import Use
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -25,15 +25,20 @@ class Phase(Enum):
     __hash__ = object.__hash__  # members are one of a kind; Enum's own would be called for every event
 
 
+UseKey = tuple[Phase, tuple[int, ...]]
+"""What an event is: its phase, and the indices of its units; of an update the unit's, and the number of the piece."""
+
+
 @dataclass(frozen=True)
 class Event:
     """One use of a few blocks at once.
 
-    ``key`` names the phase and the unit (forward of unit 3); equal keys mean the same place in the program.
+    ``key`` names the phase and the unit (forward of unit 3, see ``UseKey``); equal keys mean the same place in the
+    program.
     ``blocks`` are the ids of the blocks that must be in memory together.
     """
 
-    key: int
+    key: Hashable
     blocks: tuple[int, ...]
 
 
@@ -57,7 +62,7 @@ class _Cycle:
         self.events = events
         self.length = len(events)
         self._uses: dict[int, list[int]] = {}
-        self._places: dict[int, list[int]] = {}
+        self._places: dict[Hashable, list[int]] = {}
         self._flat: list[tuple[int, int]] = []  # (event, block), without those that the event before it uses, too
         self._first: list[int] = []  # where an event's blocks begin in it
         for index, event in enumerate(events):
@@ -86,7 +91,7 @@ class _Cycle:
         uses = self._uses.get(block)
         return math.inf if uses is None else _ahead(uses, position, self.length)
 
-    def find(self, key: int, position: int) -> int | None:
+    def find(self, key: Hashable, position: int) -> int | None:
         """Index of the nearest event with ``key`` at or after ``position``, going round the end."""
         places = self._places.get(key)
         return None if places is None else (position + _ahead(places, position, self.length) - 1) % self.length
@@ -114,7 +119,7 @@ class Trace:
         self._history: list[Event] = []  # ring: event number i lies at i % limit
         self._observed = 0
         self._step_begin = 0
-        self._last_seen: dict[int, int] = {}  # key -> number of its last event
+        self._last_seen: dict[Hashable, int] = {}  # key -> number of its last event
         self._lag = 0  # the last _run events equal those _lag before them
         self._run = 0
         self._cycle: _Cycle | None = None

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from deepoffload.errors import BudgetError
 from deepoffload.schedule import Bandwidths, BlockKind, BlockSpec, StepOverlap, Traffic, Workload, plan_placement
 from deepoffload.schedule.clock import Disk, StepTimes, TimedRun, TimedUse, steady_step
-from deepoffload.schedule.simulate import Simulation, step_uses
 from deepoffload.schedule.trace import Phase
+from deepoffload.schedule.uses import seen_until_zero_grad, unit_blocks
+from tests.support.played import Simulation, chain_uses
 
 RATES = Bandwidths(100.0, 50.0, 120.0, 1e9)
 SHARED = Bandwidths(100.0, 100.0, 100.0, 1e9)
@@ -66,7 +67,7 @@ def chain(units: int, pieces: int = 2, nbytes: int = 40) -> list[BlockSpec]:
 
 
 def timed(blocks: Sequence[BlockSpec], workload: Workload, seconds: float) -> list[TimedUse]:
-    return [TimedUse(use, Phase.FORWARD, seconds) for use in step_uses(blocks, workload)]
+    return [TimedUse(use, Phase.FORWARD, seconds) for use in chain_uses(blocks, workload)]
 
 
 def played(
@@ -94,7 +95,8 @@ def played(
             empty=[b.id for b in blocks if b.kind is BlockKind.GRADIENT],
         )
 
-    times, run = steady_step(make, timed(blocks, workload, seconds))
+    discards = seen_until_zero_grad(unit_blocks(blocks), workload)
+    times, run = steady_step(make, timed(blocks, workload, seconds), discards=discards)
     return times, run, len(placement.resident)
 
 
@@ -104,7 +106,7 @@ def test_with_room_for_all_a_step_is_its_computing(overlap):
     workload = Workload(2, overlap)
     times, run, resident = played(blocks, workload, 0.25, 10_000, RATES)
     assert resident == len(blocks)
-    assert times.seconds == pytest.approx(0.25 * len(step_uses(blocks, workload)))
+    assert times.seconds == pytest.approx(0.25 * len(chain_uses(blocks, workload)))
     assert (times.wait_s, times.busy_s, times.read_bytes, run.ever_written) == (0, 0, 0, set())
 
 
@@ -119,7 +121,7 @@ def test_with_room_for_all_a_step_is_its_computing(overlap):
 def test_no_step_beats_its_bounds_and_none_is_slower_than_one_after_the_other(units, k, overlap, seconds, capacity):
     blocks, workload = chain(units), Workload(k, overlap)
     times, _, _ = played(blocks, workload, seconds, capacity, SHARED)
-    computing = seconds * len(step_uses(blocks, workload))
+    computing = seconds * len(chain_uses(blocks, workload))
     moving = SHARED.serial_seconds(Traffic(times.read_bytes, times.written_bytes))
     # A transfer may begin in one step and end in the next: over two steps, by no more than what the memory holds.
     slack = capacity / SHARED.read_bytes_per_s
@@ -136,7 +138,7 @@ def test_a_faster_disk_and_a_deferred_update_never_take_longer_by_much(units, se
     slow, _, _ = played(blocks, Workload(1, StepOverlap.DEFERRED), seconds, capacity, SHARED)
     fast, _, _ = played(blocks, Workload(1, StepOverlap.DEFERRED), seconds, capacity, Bandwidths(1e6, 1e6, 1e6, 1e9))
     assert fast.seconds <= slow.seconds + 1e-3
-    assert fast.seconds == pytest.approx(seconds * len(step_uses(blocks, Workload(1, StepOverlap.DEFERRED))), rel=0.01)
+    assert fast.seconds == pytest.approx(seconds * len(chain_uses(blocks, Workload(1, StepOverlap.DEFERRED))), rel=0.01)
 
 
 @pytest.mark.parametrize("overlap", [StepOverlap.NONE, StepOverlap.DEFERRED])
@@ -165,9 +167,9 @@ def test_where_transfers_take_no_time_it_moves_what_the_counting_simulation_move
     )
     for _ in range(3):
         before = counting.counts.read_bytes, counting.counts.written_bytes
-        for use in step_uses(blocks, workload):
+        for use in chain_uses(blocks, workload):
             counting.use(use)
-        counting.end_of_step()
+        counting.end_of_step(seen_until_zero_grad(unit_blocks(blocks), workload))
     read = counting.counts.read_bytes - before[0]
     written = counting.counts.written_bytes - before[1]
     assert times.read_bytes == pytest.approx(read, rel=0.15)

@@ -5,26 +5,15 @@ Transfers complete at once here. What is left is what the schedule alone decides
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deepoffload.errors import BudgetError
-from deepoffload.schedule.cost_model import BlockKind, StepOverlap, Workload
+from deepoffload.schedule.cost_model import Workload
 from deepoffload.schedule.placement import BlockSpec
 from deepoffload.schedule.planner import MoveKind, choose_victim, plan_prefetch, plan_write_back
-from deepoffload.schedule.trace import Event, Trace
-
-
-@dataclass(frozen=True)
-class Use:
-    """An event and what it does to its blocks: ``writes`` are changed by it, ``drops`` are worthless after it (a
-    gradient once it is applied: never written back, and next time it begins empty without a read), ``named`` belong to
-    the event and are not touched (a gradient that does not land yet)."""
-
-    event: Event
-    writes: tuple[int, ...] = ()
-    drops: tuple[int, ...] = ()
-    named: tuple[int, ...] = ()
+from deepoffload.schedule.trace import Trace
+from deepoffload.schedule.uses import Use, step_uses, unit_blocks
 
 
 @dataclass
@@ -86,18 +75,17 @@ class Simulation:
         self._dirty.update(use.writes)
         self._empty.difference_update(use.writes)
         for block in use.drops:
-            self._dirty.discard(block)
-            self._empty.add(block)
-            if block not in self._static:
-                self._evict(block)
+            self._drop(block)
         if self._write_behind:
             self._write_back()
         self._prefetch(blocks)
         return faults
 
-    def end_of_step(self) -> None:
-        """Close the step; what was learned from it is used at once."""
+    def end_of_step(self, discards: Iterable[int] = ()) -> None:
+        """Close the step, after which ``discards`` are worthless; what was learned from it is used at once."""
         self.trace.end_of_step()
+        for block in discards:
+            self._drop(block)
         self._prefetch(())
 
     def _prefetch(self, in_use: tuple[int, ...]) -> None:
@@ -158,62 +146,28 @@ class Simulation:
             self._dirty.remove(block)
             self.counts.written_bytes += self._nbytes[block]
 
+    def _drop(self, block: int) -> None:
+        self._dirty.discard(block)
+        self._empty.add(block)
+        if block in self.resident and block not in self._static:
+            self._evict(block)
+
     def _note_peak(self) -> None:
         self.counts.peak_bytes = max(self.counts.peak_bytes, self._capacity_bytes - self._free_bytes)
 
 
-def step_uses(blocks: Iterable[BlockSpec], workload: Workload) -> list[Use]:
-    """The uses of one step of a chain of units (forward in the order of their numbers, backward in reverse).
-
-    Updates of ``DEFERRED`` are those of the gradients of the step before.
-    """
-    units: dict[int, _Unit] = {}
-    for block in sorted(blocks, key=lambda block: block.unit):
-        unit = units.setdefault(block.unit, _Unit([], [], []))
-        {BlockKind.WEIGHT: unit.weights, BlockKind.GRADIENT: unit.gradients, BlockKind.STATE: unit.state}[
-            block.kind
-        ].append(block.id)
-    keys: dict[tuple[str, int, int], int] = {}
-
-    def use(phase: str, number: int, blocks: list[int], piece: int = 0, **effects: tuple[int, ...]) -> Use:
-        return Use(Event(keys.setdefault((phase, number, piece), len(keys)), tuple(blocks)), **effects)
-
-    def update(number: int, unit: _Unit) -> Iterator[Use]:
-        for piece, state in enumerate(unit.state):
-            applied = tuple(unit.gradients) if piece == len(unit.state) - 1 else ()
-            yield use(
-                "update",
-                number,
-                [*unit.weights, *unit.gradients, state],
-                piece,
-                writes=(*unit.weights, state),
-                drops=applied,
-            )
-
-    if not workload.training:
-        return [use("forward", number, unit.weights) for number, unit in units.items()]
-    uses: list[Use] = []
-    last = workload.accumulation_steps - 1
-    for micro in range(workload.accumulation_steps):
-        for number, unit in units.items():
-            if micro == 0 and workload.step_overlap is StepOverlap.DEFERRED:
-                uses.extend(update(number, unit))
-            uses.append(use("forward", number, unit.weights))
-        for number, unit in reversed(units.items()):
-            landed = tuple(unit.gradients)
-            uses.append(use("backward", number, [*unit.weights, *unit.gradients], writes=landed))
-            if micro == last and workload.step_overlap is StepOverlap.IN_BACKWARD:
-                uses.extend(update(number, unit))
-    if workload.step_overlap is StepOverlap.NONE:
-        for number, unit in units.items():
-            uses.extend(update(number, unit))
-    return uses
-
-
 @dataclass(frozen=True)
-class _Unit:
-    """Block ids of one unit by kind."""
+class ChainVisit:
+    """A visit of one unit of a chain."""
 
-    weights: list[int]
-    gradients: list[int]
-    state: list[int]
+    backward: bool
+    units: tuple[int, ...]
+    landed: Mapping[int, int]
+
+
+def chain_uses(blocks: Iterable[BlockSpec], workload: Workload) -> list[Use]:
+    """The uses of one step of a chain of units: forward in the order of their numbers, backward in reverse."""
+    units = unit_blocks(blocks)
+    visits = [ChainVisit(False, (unit,), {}) for unit in units]
+    visits += [ChainVisit(True, (unit,), {unit: 1}) for unit in reversed(units)]
+    return [use.use for use in step_uses(visits, units, workload)]

@@ -1,0 +1,176 @@
+"""The order in which an optimizer step uses blocks: one program, which the estimators and the simulations play.
+
+The engine's order is what the program does, event by event (``params.pager``). This is that order in advance, from the
+visits of one forward and backward; ``tests/runtime/test_order_of_uses.py`` compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from deepoffload.schedule.cost_model import BlockKind, StepOverlap, Workload
+from deepoffload.schedule.placement import BlockSpec
+from deepoffload.schedule.trace import Event, Phase
+
+
+@dataclass(frozen=True)
+class Use:
+    """An event and what it does to its blocks: ``writes`` are changed by it, ``drops`` are worthless after it (a
+    gradient once it is applied: never written back, and next time it begins empty without a read), ``named`` belong to
+    the event and are not touched (a gradient that does not land yet)."""
+
+    event: Event
+    writes: tuple[int, ...] = ()
+    drops: tuple[int, ...] = ()
+    named: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepUse:
+    """A use and its place in the step: which units, which of their pieces, and the numbers of the visits (none for an
+    update) that it stands for."""
+
+    use: Use
+    phase: Phase
+    units: tuple[int, ...]
+    piece: int = 0
+    visits: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class UnitBlocks:
+    """Ids of the blocks of a unit. ``gradients``: None where it is frozen."""
+
+    weights: int
+    gradients: int | None
+    state: tuple[int, ...]
+
+
+class UnitVisit(Protocol):
+    """A stretch of one forward and backward in which the program uses ``units`` (in backward one; none where it
+    computes without weights). ``landed``: parameters of each unit whose gradients are complete in it."""
+
+    @property
+    def backward(self) -> bool: ...
+
+    @property
+    def units(self) -> tuple[int, ...]: ...
+
+    @property
+    def landed(self) -> Mapping[int, int]: ...
+
+
+def unit_blocks(blocks: Iterable[BlockSpec]) -> dict[int, UnitBlocks]:
+    """The blocks of each unit by its number, in the order of the numbers."""
+    weights: dict[int, int] = {}
+    gradients: dict[int, int] = {}
+    state: dict[int, list[int]] = {}
+    for block in blocks:
+        if block.kind is BlockKind.WEIGHT:
+            weights[block.unit] = block.id
+        elif block.kind is BlockKind.GRADIENT:
+            gradients[block.unit] = block.id
+        else:
+            state.setdefault(block.unit, []).append(block.id)
+    return {
+        unit: UnitBlocks(weights[unit], gradients.get(unit), tuple(state.get(unit, ()))) for unit in sorted(weights)
+    }
+
+
+def step_uses(
+    visits: Sequence[UnitVisit], units: Mapping[int, UnitBlocks], workload: Workload, *, first: bool = False
+) -> list[StepUse]:
+    """The uses of one step in the order in which the engine sees them.
+
+    Args:
+        visits: of one micro-batch.
+        first: no step came before this one, so with ``DEFERRED`` there is no update to make.
+    """
+    return _folded(_uses(visits, units, workload, first))
+
+
+def seen_until_zero_grad(units: Mapping[int, UnitBlocks], workload: Workload) -> list[int]:
+    """The blocks of gradients that are still there when the step is over, until the program lets go of them. Elsewhere
+    an update consumes what it has applied."""
+    if workload.step_overlap is not StepOverlap.NONE or not workload.training:
+        return []
+    return [unit.gradients for unit in units.values() if unit.gradients is not None]
+
+
+def _uses(
+    visits: Sequence[UnitVisit], units: Mapping[int, UnitBlocks], workload: Workload, first: bool
+) -> Iterator[StepUse]:
+    if not workload.training:
+        yield from (_visit(number, visit, units) for number, visit in enumerate(visits) if not visit.backward)
+        return
+    overlap, last_micro = workload.step_overlap, workload.accumulation_steps - 1
+    pending = {number for number, unit in units.items() if unit.gradients is not None}
+    if first and overlap is StepOverlap.DEFERRED:
+        pending.clear()
+    last_landing = {unit: number for number, visit in enumerate(visits) for unit in visit.landed}
+
+    def updates(which: Iterable[int]) -> Iterator[StepUse]:
+        for unit in which:
+            if unit in pending:
+                pending.discard(unit)
+                yield from _update(unit, units[unit], drops=overlap is not StepOverlap.NONE)
+
+    for micro in range(workload.accumulation_steps):
+        for number, visit in enumerate(visits):
+            if overlap is StepOverlap.DEFERRED and not visit.backward:
+                yield from updates(visit.units)
+            yield _visit(number, visit, units)
+            if overlap is StepOverlap.IN_BACKWARD and micro == last_micro:
+                yield from updates(unit for unit in visit.landed if last_landing[unit] == number)
+    yield from updates(sorted(pending))
+
+
+def _visit(number: int, visit: UnitVisit, units: Mapping[int, UnitBlocks]) -> StepUse:
+    phase = Phase.BACKWARD if visit.backward else Phase.FORWARD
+    weights = [units[unit].weights for unit in visit.units]
+    gradients = {unit: block for unit in visit.units if (block := units[unit].gradients) is not None}
+    if not visit.backward:
+        gradients = {}
+    use = Use(
+        Event((phase, visit.units), (*weights, *gradients.values())),
+        writes=tuple(block for unit, block in gradients.items() if unit in visit.landed),
+        named=tuple(block for unit, block in gradients.items() if unit not in visit.landed),
+    )
+    return StepUse(use, phase, visit.units, visits=(number,))
+
+
+def _update(number: int, unit: UnitBlocks, *, drops: bool) -> Iterator[StepUse]:
+    for piece, state in enumerate(unit.state):
+        used = (unit.weights, state) if unit.gradients is None else (unit.weights, unit.gradients, state)
+        last = piece == len(unit.state) - 1
+        use = Use(
+            Event((Phase.UPDATE, (number, piece)), used),
+            writes=(unit.weights, state),
+            drops=(unit.gradients,) if last and drops and unit.gradients is not None else (),
+        )
+        yield StepUse(use, Phase.UPDATE, (number,), piece)
+
+
+def _folded(uses: Iterable[StepUse]) -> list[StepUse]:
+    """One use where the same event comes twice in a row, and none for visits without units: these belong to the event
+    before them (to the one after them at the beginning of the step)."""
+    folded: list[StepUse] = []
+    waiting: tuple[int, ...] = ()
+    for use in uses:
+        if not use.units and not folded:
+            waiting += use.visits
+        elif folded and (not use.units or use.use.event == folded[-1].use.event):
+            folded[-1] = _joined(folded[-1], use)
+        else:
+            folded.append(StepUse(use.use, use.phase, use.units, use.piece, waiting + use.visits))
+            waiting = ()
+    return folded
+
+
+def _joined(one: StepUse, other: StepUse) -> StepUse:
+    writes = tuple(dict.fromkeys(one.use.writes + other.use.writes))
+    named = tuple(block for block in one.use.named if block not in writes)
+    use = Use(one.use.event, writes, one.use.drops + other.use.drops, named)
+    return StepUse(use, one.phase, one.units, one.piece, one.visits + other.visits)
