@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from deepoffload.errors import UsageError
+from deepoffload.optim.unit_completion import UnitCompletion
 from deepoffload.params.unit import ParamHandle, Unit
 
 log = logging.getLogger("deepoffload")
@@ -43,7 +44,7 @@ class EarlyUpdates:
         self.decided: deque[Unit] = deque()
         self._on_device = on_device
         self._owners: weakref.WeakKeyDictionary[ParamHandle, weakref.ref[EarlyOptimizer]] = weakref.WeakKeyDictionary()
-        self._seen: set[ParamHandle] = set()
+        self._completion = UnitCompletion(self._is_updated)
         self._used: set[ParamHandle] = set()
 
     def own(self, handle: ParamHandle, optimizer: EarlyOptimizer) -> None:
@@ -65,34 +66,37 @@ class EarlyUpdates:
 
     def landed(self, handle: ParamHandle) -> None:
         """A gradient has landed; if it was its unit's last one, the unit is updated now."""
-        unit = handle.unit
-        if self.paused or unit is None or handle not in self._owners:
+        complete = [] if self.paused else self._completion.landed(handle)
+        if not complete:
             return
-        self._seen.add(handle)
         owned: dict[EarlyOptimizer, list[ParamHandle]] = {}
-        for other in unit.handles:
-            reference = self._owners.get(other)
-            optimizer = reference() if reference is not None else None
-            param = other.tensor
-            if optimizer is None or param is None or not param.requires_grad:
-                continue
-            if other not in self._seen:
-                return
-            owned.setdefault(optimizer, []).append(other)
+        for other in complete:
+            optimizer = self._owner(other)
+            if optimizer is not None:
+                owned.setdefault(optimizer, []).append(other)
         wait = self._on_device and len(owned) == 1
         for optimizer, handles in owned.items():
             self._used.update(handles)
             optimizer.update_early(handles, wait=wait)
-        if wait:
-            self.decided.append(unit)
+        if wait and handle.unit is not None:
+            self.decided.append(handle.unit)
+
+    def _owner(self, handle: ParamHandle) -> EarlyOptimizer | None:
+        reference = self._owners.get(handle)
+        return None if reference is None else reference()
+
+    def _is_updated(self, handle: ParamHandle) -> bool:
+        """Whether an optimizer waits for the gradient of this parameter."""
+        param = handle.tensor
+        return param is not None and param.requires_grad and self._owner(handle) is not None
 
     def end_of_step(self, optimizer: EarlyOptimizer) -> int:
         """The next gradients of what ``optimizer`` updates belong to its next step. Returns how many parameters were
         updated in this one. To be called under the pager's lock: other optimizers may be in their backward."""
-        others = {handle for handle, owner in self._owners.items() if owner() not in (optimizer, None)}
-        count = len(self._used - others)
-        self._seen &= others
-        self._used &= others
+        mine = {handle for handle, owner in self._owners.items() if owner() in (optimizer, None)}
+        count = len(self._used & mine)
+        self._completion.start_step(mine)
+        self._used -= mine
         self.decided.clear()
         return count
 
