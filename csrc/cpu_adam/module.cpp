@@ -1,9 +1,7 @@
 // The module: binding of the passes over blocks. Arguments are checked, then the GIL is released. Addresses are
 // integers.
 #include <cmath>
-#include <cstring>
 #include <string>
-#include <vector>
 
 #include "arguments.h"
 #include "dispatch.h"
@@ -112,15 +110,6 @@ void py_copy(const py::int_& dst, const py::int_& src, const py::int_& nbytes, l
     copy_bytes(to, from, n, threads);
 }
 
-// Few bytes at many places: checked first, then written with the GIL held.
-void py_write_floats(const py::sequence& addresses, float value) {
-    std::vector<float*> targets(addresses.size());
-    for (std::size_t i = 0; i < targets.size(); ++i)
-        targets[i] = address_of<float>(addresses[i], Name("addresses", i));
-    for (float* const target : targets)
-        std::memcpy(target, &value, sizeof(value));
-}
-
 } // namespace
 } // namespace cpu_adam
 
@@ -136,7 +125,6 @@ PYBIND11_MODULE(_cpu_adam, m) {
     m.def("dequantize", &py_dequantize);
     m.def("fill", &py_fill);
     m.def("copy", &py_copy);
-    m.def("write_floats", &py_write_floats);
     m.def("capability", [] { return capability(); });
     m.def("available_capabilities", [] {
         py::list names;

@@ -283,11 +283,6 @@ def copy(dst: int, src: int, nbytes: int, num_threads: int) -> None:
     _cpu_adam.copy(dst, src, nbytes, num_threads)
 
 
-def write_floats(addresses: Sequence[int], value: float) -> None:
-    """Write ``value`` in fp32 at each address."""
-    _cpu_adam.write_floats(addresses, value)
-
-
 def capability() -> str:
     """The instruction set in use."""
     return _cpu_adam.capability()

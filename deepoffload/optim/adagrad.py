@@ -10,13 +10,13 @@ from torch import Tensor
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import AdagradHyper
 from deepoffload.optim import checks
-from deepoffload.optim.cached_step import RepeatingOptimizer
+from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.rule import Rule
 
 _ARRAYS = {"sum": "exp_avg_sq"}
 
 
-class CPUAdagrad(RepeatingOptimizer):
+class CPUAdagrad(HostOptimizer):
     """Adagrad on the host with ``torch.optim.Adagrad``'s arguments and defaults.
 
     Args:

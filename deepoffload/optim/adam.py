@@ -10,14 +10,14 @@ from torch import Tensor
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import AdamHyper
 from deepoffload.optim import checks
-from deepoffload.optim.cached_step import RepeatingOptimizer
+from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.rule import Rule
 
 _ARRAYS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _AMSGRAD_ARRAYS = {**_ARRAYS, "max_exp_avg_sq": "max_exp_avg_sq"}
 
 
-class CPUAdam(RepeatingOptimizer):
+class CPUAdam(HostOptimizer):
     """Adam or AdamW on the host, with DeepSpeedCPUAdam's arguments and defaults.
 
     Args:

@@ -181,9 +181,6 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             else:
                 handle.pager.gradients.assign(handle, None)
 
-    # Dynamo cannot follow what is in it: a compiled training step is cut here.
-    zero_grad._torchdynamo_disable = True  # type: ignore[attr-defined]
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient. Returns what ``closure`` returned.
 
@@ -475,7 +472,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self._move_into_pieces()
 
 
+# Dynamo cannot follow these. It cuts a compiled training step at each of them.
 leave_to_python(HostOptimizer.zero_grad)
+leave_to_python(HostOptimizer.apply_step)
 
 
 def _handle_of(param: Tensor) -> ParamHandle | None:

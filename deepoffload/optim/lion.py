@@ -10,13 +10,13 @@ from torch import Tensor
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import LionHyper
 from deepoffload.optim import checks
-from deepoffload.optim.cached_step import RepeatingOptimizer
+from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.rule import Rule
 
 _ARRAYS = {"exp_avg": "exp_avg"}
 
 
-class CPULion(RepeatingOptimizer):
+class CPULion(HostOptimizer):
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms") with DeepSpeedCPULion's arguments.
 
     ``p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g); m = beta2 * m + (1 - beta2) * g``

@@ -144,10 +144,7 @@ class OrdinaryUpdate:
         self.rule.kernel(segments, hypers, layout, grad_factor=grad_factor, num_threads=num_threads())
         for param, weight in copies:
             param.copy_(weight)
-        self.stepped([param for param, _, _ in jobs])
-
-    def stepped(self, params: list[Tensor]) -> None:
-        """The kernel has written these, which are of one dtype."""
+        params = [param for param, _, _ in jobs]
         torch.autograd.graph.increment_version(params)  # graphs that saved the old values must not go on
         if params[0].dtype is torch.bfloat16:
             self._versions.update((id(param), param._version) for param in params)

@@ -10,14 +10,14 @@ from torch import Tensor
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import SgdHyper
 from deepoffload.optim import checks
-from deepoffload.optim.cached_step import RepeatingOptimizer
+from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.rule import Rule
 
 _ARRAYS = {"momentum_buffer": "exp_avg"}
 _NOTHING: Mapping[str, str] = {}
 
 
-class CPUSGD(RepeatingOptimizer):
+class CPUSGD(HostOptimizer):
     """SGD on the host with ``torch.optim.SGD``'s arguments and defaults.
 
     Args:

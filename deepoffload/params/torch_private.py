@@ -180,6 +180,7 @@ def count_change(tensor: Tensor) -> None:
 def leave_to_python(function: Callable[..., Any]) -> None:
     """Have Dynamo run ``function``, and all it calls, as Python: what ``torch._dynamo.disable`` does, without importing
     Dynamo, which takes seconds. A torch that lacks the names compiles our hooks, which is slow and not wrong."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
     frames = torch._C._dynamo.eval_frame
     with contextlib.suppress(AttributeError):
         skip = frames._FrameAction.SKIP

@@ -436,8 +436,6 @@ class _Hook:
             )
         return self._method.__name__
 
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
-
 
 leave_to_python(_Hook.__call__)
 

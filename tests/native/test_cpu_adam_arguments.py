@@ -131,18 +131,7 @@ def test_arguments_of_the_passes() -> None:
         (lambda: cpu_adam.fill(a, 4, 256, 1), "byte"),
         (lambda: cpu_adam.fill(a, -4, 0, 1), "nbytes"),
         (lambda: cpu_adam.copy(a, 0, 4, 1), "src"),
-        (lambda: cpu_adam.write_floats([a, 0], 1.0), r"addresses\[1\]"),
-        (lambda: cpu_adam.write_floats([a, -1], 1.0), r"addresses\[1\]"),
     ]:
         with pytest.raises(ValueError, match=rf"\b{field}"):
             call()
     assert not array.any()
-
-
-def test_floats_are_written_at_any_address() -> None:
-    array = np.zeros(16, np.uint8)
-    cpu_adam.write_floats([array.ctypes.data + 3, array.ctypes.data + 11], 2.5)
-    expected = np.zeros(16, np.uint8)
-    for start in (3, 11):
-        expected[start : start + 4] = np.frombuffer(np.float32(2.5).tobytes(), np.uint8)
-    assert array.tobytes() == expected.tobytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -112,3 +113,51 @@ def losses_of(kind: Kind, *, compiled: bool, closure: bool) -> list[float]:
 @pytest.mark.parametrize("closure", [False, True])
 def test_a_training_step_that_is_compiled_as_a_whole(kind: Kind, closure: bool) -> None:
     assert losses_of(kind, compiled=True, closure=closure) == losses_of(kind, compiled=False, closure=closure)
+
+
+def _strided(grad: Tensor) -> Tensor:
+    return grad.t().contiguous().t() if grad.dim() == 2 else torch.stack([grad, grad], -1)[..., 0]
+
+
+def _negative(grad: Tensor) -> Tensor:
+    result = torch.complex(torch.zeros_like(grad), -grad).conj().imag
+    assert result.is_neg()
+    return result
+
+
+@pytest.mark.parametrize("change", [_strided, _negative], ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_gradients_of_other_forms(change: Callable[[Tensor], Tensor], max_grad_norm: float | None) -> None:
+    """A gradient with strides, or one that torch negates lazily, counts as its values."""
+    changed, plain = [[parameter(7, 5), parameter(130, seed=1)] for _ in range(2)]
+    ours = deepoffload.CPUAdamW(changed, max_grad_norm=max_grad_norm)
+    other = deepoffload.CPUAdamW(plain, max_grad_norm=max_grad_norm)
+    for seed in range(4):
+        for mine, theirs in zip(changed, plain, strict=True):
+            theirs.grad = gradient(theirs, seed)
+            mine.grad = change(theirs.grad) if seed == 2 else theirs.grad.clone()
+        ours.step()
+        other.step()
+        assert ours.grad_norm == other.grad_norm
+    assert_same_bits(changed, plain)
+    assert_same_bits(ours.state_dict()["state"], other.state_dict()["state"])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_copied_optimizer_has_its_own_weights_and_state(kind: Kind) -> None:
+    def step(optimizer: Any, seed: int) -> None:
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = gradient(param, seed)
+        optimizer.step()
+
+    def values(optimizer: Any) -> Any:
+        return copy.deepcopy((optimizer.param_groups[0]["params"], optimizer.state_dict()["state"]))
+
+    original = kind.ours([parameter(7, 5), parameter(130, seed=1)])
+    for seed in range(2):
+        step(original, seed)
+    copied, before = copy.deepcopy(original), values(original)
+    step(copied, 2)
+    assert_same_bits(values(original), before)
+    step(original, 2)
+    assert_same_bits(values(copied), values(original))
