@@ -14,6 +14,7 @@ from deepoffload.memory.block import Alias, Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.schedule.placement import BlockKind
 from deepoffload.schedule.planner import MoveKind, plan_prefetch
+from deepoffload.schedule.victims import leaving_order
 
 
 @dataclass
@@ -141,10 +142,9 @@ class Residency:
         return True
 
     def _evict_farthest(self) -> bool:
-        for copy in sorted(self.copies.values(), key=lambda c: self._tiers.policy.next_use(c.block.id), reverse=True):
-            if self._evict(copy):
-                return True
-        return False
+        candidates = [copy.block.id for copy in self.copies.values() if not copy.leases]
+        leaving = leaving_order(candidates, self._tiers.policy.next_use, is_clean=lambda b: not self.copies[b].dirty)
+        return any(self._evict(self.copies[block]) for block in leaving)
 
     def _make_room(self, block: Block) -> int:
         collected = False

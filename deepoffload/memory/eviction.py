@@ -20,6 +20,7 @@ from deepoffload.memory.limbo import Limbo
 from deepoffload.memory.no_room import no_room
 from deepoffload.memory.transfers import TierCounters, Transfers
 from deepoffload.schedule.placement import BlockKind, Placement
+from deepoffload.schedule.victims import leaving_order, rank
 
 SLIDE_WORTH = 3
 """Sliding this many bytes in memory costs about as much as reading one from NVMe (10 GB/s on one core, some 3 GB/s)."""
@@ -180,15 +181,16 @@ class RoomMaker:
         return True
 
     def _evict_farthest(self, wanted: Block) -> bool:
-        next_use = self._policy.next_use
-        candidates = [
-            b for b in self._resident.values() if b.leases == 0 and b.id not in self._static and b is not wanted
-        ]
-        candidates.sort(key=lambda b: (next_use(b.id), b.state is BlockState.CLEAN, b.id), reverse=True)
+        resident = self._resident.values()
+        candidates = {b.id: b for b in resident if b.leases == 0 and b.id not in self._static and b is not wanted}
+
+        def is_clean(block_id: int) -> bool:
+            return candidates[block_id].state is BlockState.CLEAN
+
         failure: IoFailure | None = None
-        for candidate in candidates:
+        for candidate in leaving_order(candidates, self._policy.next_use, is_clean=is_clean):
             try:
-                if self._evict(candidate):
+                if self._evict(candidates[candidate]):
                     return True
             except IoFailure as error:  # it could not be written and stays; another may be clean
                 failure = failure or error
@@ -205,7 +207,7 @@ class RoomMaker:
         going = [b for b in static if (owner := host_view_owner(b)) is None or owner.can_release()]
         if not going:
             return False
-        block = max(going, key=lambda b: (b.kind is BlockKind.STATE, self._policy.next_use(b.id), b.id))
+        block = max(going, key=lambda b: (b.kind is BlockKind.STATE, rank(b.id, self._policy.next_use)))
         self._policy.before_leaving(block)
         self._static.discard(block.id)
         return True

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sized
 from deepoffload.memory.block import Block, BlockState
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import PAGE_BYTES
-from deepoffload.schedule.planner import MoveKind, choose_victim, plan_prefetch, plan_write_back
+from deepoffload.schedule.planner import MoveKind, plan_prefetch, plan_write_back
 from deepoffload.schedule.trace import Trace
+from deepoffload.schedule.victims import choose_victim
 
 WRITE_BEHIND_SHARE = 0.5
 """At most this share of the arena may be in flight to NVMe without anybody waiting for it."""

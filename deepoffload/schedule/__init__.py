@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Traffic, Workload
 from deepoffload.schedule.placement import BlockSpec, Placement, plan_placement
-from deepoffload.schedule.planner import Move, MoveKind, choose_victim, plan_prefetch, plan_write_back
+from deepoffload.schedule.planner import Move, MoveKind, plan_prefetch, plan_write_back
 from deepoffload.schedule.trace import Event, Trace, TraceStats
+from deepoffload.schedule.victims import choose_victim
 
 __all__ = [
     "Bandwidths",

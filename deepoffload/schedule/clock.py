@@ -15,9 +15,10 @@ from enum import Enum
 
 from deepoffload.errors import BudgetError
 from deepoffload.schedule.cost_model import Bandwidths
-from deepoffload.schedule.planner import MoveKind, choose_victim, plan_prefetch, plan_write_back
+from deepoffload.schedule.planner import MoveKind, plan_prefetch, plan_write_back
 from deepoffload.schedule.trace import Phase, Trace
 from deepoffload.schedule.uses import Use
+from deepoffload.schedule.victims import choose_victim
 
 
 @dataclass(frozen=True)
@@ -320,12 +321,13 @@ class TimedRun:
     def _may_go(self, block: int, in_use: Sequence[int]) -> bool:
         return block not in self._static and block not in in_use
 
+    def _is_clean(self, block: int) -> bool:
+        return self._state[block] is _State.CLEAN
+
     def _make_room(self, nbytes: int, in_use: Sequence[int]) -> None:
         while self._free_bytes < nbytes:
             candidates = [b for b in self._resident if self._may_go(b, in_use)]
-            victim = choose_victim(
-                candidates, self._next_use, cost=lambda block: float(self._state[block] is not _State.CLEAN)
-            )
+            victim = choose_victim(candidates, self._next_use, is_clean=self._is_clean)
             if victim is None:
                 raise BudgetError(
                     f"one event uses more than the {self._capacity_bytes} bytes of memory that there are beside what "

@@ -1,17 +1,17 @@
-"""What to move next: Belady's choice over a known cyclic order.
+"""What to move next over a known cyclic order, in which least-recently-used would never hit where it is longer than the
+memory. Who leaves is decided by ``victims``.
 
-Evicting the block whose next use lies farthest ahead is optimal for blocks of one size (Belady, "A study of replacement
-algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966); least-recently-used never hits in a cyclic
-order that is longer than the memory. All functions are pure; their callers carry the moves out.
+All functions are pure; their callers carry the moves out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
+
+from deepoffload.schedule.victims import Rank, leaving_order, rank
 
 
 class MoveKind(Enum):
@@ -28,30 +28,6 @@ class Move:
     block: int
 
 
-def choose_victim(
-    candidates: Iterable[int],
-    next_use: Callable[[int], float],
-    *,
-    cost: Callable[[int], float] | None = None,
-    farther_than: float = -math.inf,
-) -> int | None:
-    """The candidate used farthest in the future, or None when there is none.
-
-    Equal distances: the one that costs least to evict (``cost``: seconds, or bytes to write back; clean blocks 0), then
-    the lowest id. Only blocks whose next use is strictly ``farther_than`` are taken. The caller offers only what may be
-    evicted: nothing leased, nothing in flight, nothing the running event uses.
-    """
-    best: tuple[float, float, int] | None = None
-    for block in candidates:
-        distance = next_use(block)
-        if distance <= farther_than:
-            continue
-        rank = (distance, -cost(block) if cost is not None else 0.0, -block)
-        if best is None or rank > best:
-            best = rank
-    return None if best is None else -best[2]
-
-
 def plan_prefetch(
     upcoming: Iterable[tuple[int, int]],
     *,
@@ -65,7 +41,6 @@ def plan_prefetch(
     is_empty: Callable[[int], bool] = lambda block: False,
     reserve_bytes: int = 0,
     aside_bytes: int = 0,
-    cost: Callable[[int], float] | None = None,
     scan_limit: int = 256,
 ) -> list[Move]:
     """The moves that bring upcoming blocks nearer, in the order in which they must be carried out.
@@ -82,7 +57,6 @@ def plan_prefetch(
         the window; but its memory has to be there when it comes, so room for such blocks is left before anything used
         later is fetched: for all of them that are ``static``, and for ``reserve_bytes`` of others.
     aside_bytes: room to leave before anything is fetched: what the running event is about to take.
-    cost: of evicting a block, for ties; see ``choose_victim``.
 
     A block is evicted only for one that is used strictly sooner. The plan ends at the first block for which no room can
     be made: a prefetch never waits.
@@ -113,7 +87,7 @@ def plan_prefetch(
         lacking_bytes = size + aside_bytes + others_aside_bytes - free_bytes
         if lacking_bytes > 0:
             if victims is None:
-                victims = _Victims(evictable, next_use, nbytes, cost)
+                victims = _Victims(evictable, next_use, nbytes)
             chosen = victims.take(lacking_bytes, distance)
             if not chosen:
                 break
@@ -134,7 +108,7 @@ def plan_write_back(
     static: Container[int] = frozenset(),
     scan_limit: int = 256,
 ) -> list[int]:
-    """The dirty blocks to write now, so that their memory can be taken later without waiting; farthest next use first.
+    """The dirty blocks to write now, so that their memory can be taken later without waiting; first what leaves first.
 
     Left out are ``static`` blocks and those used again within the window of ``plan_prefetch``, of which the arguments
     are the same: they may change again before they go. The caller offers no block that is in use or being written.
@@ -152,23 +126,18 @@ def plan_write_back(
             break
         near.add(block)
         left.discard(block)
-    return sorted(left, key=lambda block: (-next_use(block), block))
+    return list(leaving_order(left, next_use))
 
 
 class _Victims:
-    """Evictable blocks, the farthest last."""
+    """Evictable blocks, the first to leave last."""
 
     __slots__ = ("_nbytes", "_order", "taken")
 
     def __init__(
-        self,
-        evictable: Iterable[int],
-        next_use: Callable[[int], float],
-        nbytes: Callable[[int], int],
-        cost: Callable[[int], float] | None,
+        self, evictable: Iterable[int], next_use: Callable[[int], float], nbytes: Callable[[int], int]
     ) -> None:
-        self._order = [(next_use(block), -cost(block) if cost is not None else 0.0, -block) for block in evictable]
-        self._order.sort()
+        self._order = sorted(rank(block, next_use) for block in evictable)
         self._nbytes = nbytes
         self.taken: set[int] = set()
 
@@ -179,16 +148,16 @@ class _Victims:
             first -= 1
             if first < 0 or order[first][0] <= farther_than:
                 return []
-            found_bytes += self._nbytes(-order[first][2])
+            found_bytes += self._nbytes(order[first][2])
         chosen: list[int] = []
-        kept: list[tuple[float, float, int]] = []
+        kept: list[Rank] = []
         for entry in order[first:]:  # the nearest first: what a larger, farther one makes needless stays in memory
-            size = self._nbytes(-entry[2])
+            size = self._nbytes(entry[2])
             if found_bytes - size >= needed_bytes:
                 found_bytes -= size
                 kept.append(entry)
             else:
-                chosen.append(-entry[2])
+                chosen.append(entry[2])
         self._order = order[:first] + kept
         self.taken.update(chosen)
         return chosen[::-1]

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from deepoffload.errors import BudgetError
 from deepoffload.schedule.cost_model import Workload
 from deepoffload.schedule.placement import BlockSpec
-from deepoffload.schedule.planner import MoveKind, choose_victim, plan_prefetch, plan_write_back
+from deepoffload.schedule.planner import MoveKind, plan_prefetch, plan_write_back
 from deepoffload.schedule.trace import Trace
 from deepoffload.schedule.uses import Use, step_uses, unit_blocks
+from deepoffload.schedule.victims import choose_victim
 
 
 @dataclass
@@ -98,7 +99,6 @@ class Simulation:
             next_use=self.trace.next_use,
             lookahead_bytes=self._lookahead_bytes,
             static=self._static,
-            cost=self._cost,
         )
         for move in moves:
             (self._fetch if move.kind is MoveKind.FETCH else self._evict)(move.block)
@@ -117,7 +117,7 @@ class Simulation:
 
     def _make_room(self, needed_bytes: int, in_use: tuple[int, ...]) -> None:
         while self._free_bytes < needed_bytes:
-            victim = choose_victim(self._evictable(in_use), self.trace.next_use, cost=self._cost)
+            victim = choose_victim(self._evictable(in_use), self.trace.next_use, is_clean=self._is_clean)
             if victim is None:
                 event_bytes = sum(self._nbytes[block] for block in set(in_use) - self._static)
                 raise BudgetError(
@@ -129,8 +129,8 @@ class Simulation:
     def _evictable(self, in_use: tuple[int, ...]) -> list[int]:
         return [block for block in self.resident if block not in self._static and block not in in_use]
 
-    def _cost(self, block: int) -> float:
-        return float(self._nbytes[block]) if block in self._dirty else 0.0
+    def _is_clean(self, block: int) -> bool:
+        return block not in self._dirty
 
     def _fetch(self, block: int) -> None:
         self.resident.add(block)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepoffload.schedule import Move, MoveKind, choose_victim, plan_prefetch, plan_write_back
+from deepoffload.schedule import Move, MoveKind, plan_prefetch, plan_write_back
+from deepoffload.schedule.victims import choose_victim, leaving_order
 
 
 @dataclass(frozen=True)
@@ -197,17 +199,17 @@ distances = st.dictionaries(st.integers(0, 20), st.one_of(st.integers(1, 5).map(
 
 
 @given(distances, st.frozensets(st.integers(0, 20)), st.sampled_from([-math.inf, 2.0, math.inf]))
-def test_the_victim_is_the_farthest_then_the_cleanest_then_the_lowest(
+def test_the_victim_is_the_farthest_then_the_cleanest_then_the_highest(
     next_use: dict[int, float], dirty: frozenset[int], farther_than: float
 ) -> None:
     def order(block: int) -> tuple[float, bool, int]:
-        return -next_use[block], block in dirty, block
+        return -next_use[block], block in dirty, -block
 
-    victim = choose_victim(
-        next_use, next_use.__getitem__, cost=lambda block: float(block in dirty), farther_than=farther_than
-    )
+    is_clean: Callable[[int], bool] = lambda block: block not in dirty  # noqa: E731
+    victim = choose_victim(next_use, next_use.__getitem__, is_clean=is_clean, farther_than=farther_than)
     allowed = [block for block in next_use if next_use[block] > farther_than]
     assert victim == (min(allowed, key=order) if allowed else None)
+    assert list(leaving_order(next_use, next_use.__getitem__, is_clean=is_clean)) == sorted(next_use, key=order)
 
 
 @given(distances)
