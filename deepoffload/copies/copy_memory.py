@@ -1,7 +1,8 @@
 """The device tier: copies of blocks in the memory of a device, within its budget.
 
-A copy is either like the host's bytes or, after the program wrote to it, the only right one (``dirty``); it goes back
-to the host before it leaves, and before the host's bytes are used (:meth:`CopyMemory.settle`).
+What the host stores and what the device shows are two things; a materialiser makes the one from the other. A copy is
+either like the stored bytes or, after the program wrote to it, the only right one (``dirty``). It goes back to the host
+before it leaves, and before the host's bytes are used (:meth:`CopyMemory.settle`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from deepoffload.copies.accelerator import ComputeDevice
 from deepoffload.copies.fenced_arena import DeviceArena
 from deepoffload.copies.host_link import HostLink
+from deepoffload.copies.materialise import Materialiser
 from deepoffload.copies.movement import Movement
 from deepoffload.copies.residency import Residency
 from deepoffload.memory.block import Block
@@ -36,6 +38,7 @@ class CopyMemory:
         capacity_bytes: the device budget.
         outside_user_modes: a context outside of the program's modes, in which bytes are moved.
         storage_at: makes a storage of an address, a device and a number of bytes, which it does not own.
+        materialiser: made of the link to the arena; shows blocks that are not stored as they are shown.
         poison: fill what is taken back with 0xFF.
     """
 
@@ -49,6 +52,7 @@ class CopyMemory:
         *,
         outside_user_modes: Callable[[], AbstractContextManager[None]],
         storage_at: Callable[[int, torch.device, int], Any],
+        materialiser: Callable[[HostLink], Materialiser] | None = None,
         poison: bool = False,
     ) -> None:
         self.tiers = tiers
@@ -57,7 +61,8 @@ class CopyMemory:
         self.arena = DeviceArena(accelerator, capacity_bytes, outside_user_modes=outside_user_modes, poison=poison)
         self.link = HostLink(tiers, accelerator)
         self.transfers = self.link.transfers
-        self._movement = Movement(self.link, self.arena, outside_user_modes)
+        between = None if materialiser is None else materialiser(self.link)
+        self._movement = Movement(self.link, self.arena, between, outside_user_modes)
         self._residency = Residency(tiers, self.arena, self._movement)
         self._outside_user_modes = outside_user_modes
         self._storage_at = storage_at
@@ -103,7 +108,7 @@ class CopyMemory:
 
     def will_change(self, block: Block) -> None:
         with self.tiers.lock:
-            self._residency.copies[block.id].dirty = True
+            self._movement.will_change(self._residency.copies[block.id])
 
     def all_stay(self) -> bool:
         """Never: each update of a weight happens on the host."""

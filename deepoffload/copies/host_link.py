@@ -15,6 +15,13 @@ from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 
 
+def host_offset(block: Block) -> int:
+    """Where the stored bytes of a resident block lie in the arena."""
+    if block.offset is None:
+        raise RuntimeError(f"block {block.name} has no memory")
+    return block.offset
+
+
 class HostLink:
     """Copies ranges of the arena to a device and back. Guarded by the tier manager's lock.
 

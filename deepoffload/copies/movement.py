@@ -1,4 +1,4 @@
-"""How the bytes of copies come and go: which stream waits for what, and when a use of a copy is over.
+"""When the bytes of copies come and go: which stream waits for what, and when a use of a copy is over.
 
 The streams that use a copy wait for its coming, and its range is used again when what was launched on them until it
 left is done: Python's last reference says only when the *host* is done with a tensor.
@@ -15,6 +15,8 @@ from torch import Tensor
 from deepoffload.copies.block_copy import BlockCopy
 from deepoffload.copies.fenced_arena import DeviceArena
 from deepoffload.copies.host_link import HostLink
+from deepoffload.copies.materialise import Materialiser, SameBytes
+from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Alias, Block
 from deepoffload.timeline import Lane
 
@@ -23,16 +25,23 @@ class Movement:
     """Moves the bytes of copies and orders what uses them. Guarded by the tier manager's lock.
 
     Args:
+        materialiser: of blocks that are not stored as they are shown.
         outside_user_modes: a context outside of the program's modes, in which bytes are moved.
     """
 
     def __init__(
-        self, link: HostLink, arena: DeviceArena, outside_user_modes: Callable[[], AbstractContextManager[None]]
+        self,
+        link: HostLink,
+        arena: DeviceArena,
+        materialiser: Materialiser | None,
+        outside_user_modes: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._link = link
         self._tiers = link.tiers
         self._accelerator = link.accelerator
         self._arena = arena
+        self._same_bytes = SameBytes(link)
+        self._materialiser = materialiser
         self._outside_user_modes = outside_user_modes
         self._used: dict[int, BlockCopy] = {}
 
@@ -71,7 +80,16 @@ class Movement:
     def shown_bytes(self, copy: BlockCopy) -> Tensor:
         """The bytes on the device, uint8."""
         with self._outside_user_modes():
-            return self._arena.bytes()[copy.offset : copy.offset + copy.block.nbytes]
+            return self._arena.bytes()[copy.offset : copy.offset + copy.block.shown_nbytes]
+
+    def _between(self, block: Block) -> Materialiser:
+        if not block.forms:
+            return self._same_bytes
+        if self._materialiser is None:
+            raise UnsupportedError(
+                f"{block.name} is stored as {block.forms[0].encoding}, and nothing here makes what is shown of it"
+            )
+        return self._materialiser
 
     def copy_in(self, copy: BlockCopy, after: Iterable[Any] = ()) -> None:
         """Start bringing the host's bytes, when ``after`` has happened. They are leased until that is done."""
@@ -81,7 +99,7 @@ class Movement:
             for event in (*self._arena.events_before(copy.offset), *after):
                 stream.wait_event(event)
             with self._outside_user_modes(), self._accelerator.on(stream):
-                self._link.bring(there, _host_offset(block))
+                self._between(block).bring(block, there)
             copy.ready = self._accelerator.event(stream)
         self._link.transfers.launched(Lane.TO_DEVICE, copy.ready, block, block.nbytes)
 
@@ -91,15 +109,33 @@ class Movement:
         self.use(copy)
 
     def overwrite(self, copy: BlockCopy) -> None:
-        """The current stream is about to write all of a new copy, which nothing is brought for."""
+        """The current stream is about to write all of a new copy, which nothing is brought for. Raises as
+        :meth:`will_change`."""
+        self._between(copy.block).check_take_back(copy.block)
         copy.dirty = True
         self._arena.bytes()
         current = self._accelerator.current()
         for event in self._arena.events_before(copy.offset):
             current.wait_event(event)
 
+    def will_change(self, copy: BlockCopy) -> None:
+        """The program is about to write to a copy, or has written to it: it alone is right.
+
+        Raises:
+            UnsupportedError: what is shown cannot be taken back. The copy shows what is stored again.
+        """
+        try:
+            self._between(copy.block).check_take_back(copy.block)
+        except UnsupportedError:
+            copy.dirty = False
+            self.rewrite(copy)
+            raise
+        copy.dirty = True
+
     def copy_out(self, copy: BlockCopy) -> None:
-        """Start taking what the program wrote to the host. The next use of the host's bytes waits for it."""
+        """Start taking what the program wrote to the host. The next use of the host's bytes waits for it. Raises as
+        :meth:`will_change`."""
+        self.will_change(copy)  # where no door saw it, nobody has asked yet
         block, stream = copy.block, self._accelerator.copy_out
         copy.dirty = False  # it is not asked for again while it is on its way
         try:
@@ -112,7 +148,7 @@ class Movement:
             for event in self.events(copy):
                 stream.wait_event(event)
             with self._outside_user_modes(), self._accelerator.on(stream):
-                self._link.take(self.shown_bytes(copy), _host_offset(block))
+                self._between(block).take_back(block, self.shown_bytes(copy))
             self._begin_use(copy, stream)
             done = self._accelerator.event(stream)
         self._link.transfers.launched(Lane.FROM_DEVICE, done, block, block.nbytes)
@@ -130,9 +166,3 @@ class Movement:
     def forget_all(self) -> None:
         """No copy is used any more: the device has been waited for."""
         self._used.clear()
-
-
-def _host_offset(block: Block) -> int:
-    if block.offset is None:
-        raise RuntimeError(f"block {block.name} has no memory")
-    return block.offset

@@ -77,7 +77,7 @@ class Residency:
         moves = plan_prefetch(
             weights,
             is_resident=lambda b: b in self.copies or not self._is_loadable(b),
-            nbytes=self._tiers.room_bytes,
+            nbytes=lambda b: self._tiers.block(b).shown_room_bytes,
             free_bytes=self._arena.free_bytes,
             evictable=(c.block.id for c in list(self.copies.values()) if self._is_idle(c, in_use)),
             next_use=self._tiers.policy.next_use,
@@ -90,7 +90,7 @@ class Residency:
                 break
 
     def _prefetch(self, block: Block) -> bool:
-        offset = self._arena.allocate(block.room_bytes)
+        offset = self._arena.allocate(block.shown_room_bytes)
         if offset is None:
             return False
         copy = BlockCopy(block, offset)
@@ -149,7 +149,7 @@ class Residency:
     def _make_room(self, block: Block) -> int:
         collected = False
         while True:
-            offset = self._arena.allocate(block.room_bytes, high=block.id in self.staying)
+            offset = self._arena.allocate(block.shown_room_bytes, high=block.id in self.staying)
             if offset is not None:
                 return offset
             if self._arena.empty_limbo() or self._evict_farthest():
@@ -162,12 +162,13 @@ class Residency:
 
     def _no_room(self, block: Block) -> str:
         held = [
-            f"  {copy.block.name}: {copy.block.room_bytes} bytes, {'in use' if copy.leases else 'views of it are held'}"
+            f"  {copy.block.name}: {copy.block.shown_room_bytes} bytes, "
+            f"{'in use' if copy.leases else 'views of it are held'}"
             for copy in self.copies.values()
             if copy.leases or not copy.may_go()
         ]
         return (
-            f"{block.name} needs {block.room_bytes} bytes on {self._arena.device}, whose device_budget of "
+            f"{block.name} needs {block.shown_room_bytes} bytes on {self._arena.device}, whose device_budget of "
             f"{self._arena.capacity_bytes} bytes is held by\n" + "\n".join(held[:20]) + "\nRaise device_budget, or let "
             "go of views of weights and gradients (CPUAdam instead of torch's optimizers)"
         )

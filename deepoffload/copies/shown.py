@@ -41,20 +41,22 @@ class ShownMemory(Protocol):
 
     @property
     def will_change(self) -> Callable[[Block], None]:
-        """Call before the shown bytes of an acquired block change; they alone are right then."""
+        """Call before the shown bytes of an acquired block change; they alone are right then. Raises
+        ``UnsupportedError`` where they cannot be taken back to what is stored, which is shown again then."""
 
     @property
     def all_stay(self) -> Callable[[], bool]:
         """True when nothing that is shown will ever be moved."""
 
     def flat(self, block: Block, offset_bytes: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """``numel`` elements of a block that is there, as a tensor with a storage of its own."""
+        """``numel`` elements of a block that is there, as a tensor with a storage of its own. ``offset_bytes`` is one
+        of the shown bytes."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in this memory."""
 
     def checksum(self, block: Block, offset_bytes: int, nbytes: int) -> int:
-        """Of the shown bytes of a block that is there."""
+        """Of a part of the shown bytes of a block that is there."""
 
     def settle(self, block: Block) -> None:
         """From now on, and until somebody writes to what is shown, the host's bytes of the block are right."""

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from deepoffload.io.extents import Extent
 from deepoffload.io.ticket import Ticket
+from deepoffload.memory.form import Form, shown_bytes
+from deepoffload.native.aio import round_up
 from deepoffload.schedule.placement import BlockKind
 
 
@@ -77,6 +79,9 @@ class Block:
     Attributes:
         offset: byte offset in the arena while resident, else None.
         leases: how many users need it to stay; above zero it is neither evicted nor moved.
+        nbytes: of its stored bytes, in the arena and on NVMe.
+        forms: of its tensors; none where they are stored as they are shown.
+        shown_nbytes: what the program is shown of it.
         room_bytes: what it takes in the arena, whole pages. Blocks of about the same size take the same, so that each
             fits where another was.
         copying: how many copies between host memory and a device's are in flight from or to it; until they have ended
@@ -88,6 +93,7 @@ class Block:
         "name",
         "kind",
         "nbytes",
+        "forms",
         "room_bytes",
         "state",
         "offset",
@@ -100,12 +106,20 @@ class Block:
     )
 
     def __init__(
-        self, block_id: int, name: str, kind: BlockKind, nbytes: int, census: Census, owner: BlockOwner | None = None
+        self,
+        block_id: int,
+        name: str,
+        kind: BlockKind,
+        nbytes: int,
+        census: Census,
+        owner: BlockOwner | None = None,
+        forms: tuple[Form, ...] = (),
     ) -> None:
         self.id = block_id
         self.name = name
         self.kind = kind
         self.nbytes = nbytes
+        self.forms = forms
         self.room_bytes = nbytes
         self.state = BlockState.EMPTY
         self.offset: int | None = None
@@ -124,6 +138,15 @@ class Block:
         del self._census[self.state][self.id]
         self._census[state][self.id] = self
         self.state = state
+
+    @property
+    def shown_nbytes(self) -> int:
+        return shown_bytes(self.forms) if self.forms else self.nbytes
+
+    @property
+    def shown_room_bytes(self) -> int:
+        """What a copy of it takes."""
+        return round_up(self.shown_nbytes) if self.forms else self.room_bytes
 
     @property
     def resident(self) -> bool:

@@ -21,6 +21,7 @@ from deepoffload.memory.arena import Arena, common_size
 from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState, Census, DeviceCopies, host_view_owner
 from deepoffload.memory.compaction import Compactor
 from deepoffload.memory.eviction import SLIDE_WORTH, EvictionPolicy, RoomMaker, UnknownOrder
+from deepoffload.memory.form import Form
 from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.transfers import TierCounters, Transfers
 from deepoffload.native.aio import PAGE_BYTES, round_up
@@ -90,11 +91,23 @@ class TierManager:
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
-    def create(self, name: str, kind: BlockKind, nbytes: int, owner: BlockOwner | None = None) -> Block:
-        """A new block without bytes; it takes memory when it is first acquired."""
+    def create(
+        self,
+        name: str,
+        kind: BlockKind,
+        nbytes: int,
+        owner: BlockOwner | None = None,
+        forms: tuple[Form, ...] = (),
+    ) -> Block:
+        """A new block without bytes; it takes memory when it is first acquired.
+
+        Args:
+            nbytes: that are stored.
+            forms: of its tensors, where what is shown of them is something else.
+        """
         with self.lock:
             self._ids += 1
-            block = Block(self._ids, name, kind, nbytes, self._census, owner)
+            block = Block(self._ids, name, kind, nbytes, self._census, owner, forms)
             block.room_bytes = round_up(nbytes)
             self._blocks[block.id] = block
             return block

@@ -52,7 +52,7 @@ def _run_segment(
 ) -> None:
     if handle.block is None:
         raise RuntimeError(f"{handle.name} has no block")
-    start_bytes = handle.byte_offset + part.start * handle.itemsize
+    start_bytes = handle.form.offset_shown + part.start * handle.itemsize
     weight = memory.flat(handle.block, start_bytes, handle.dtype, part.numel)
     moments = [_array(memory, piece, part, field) for field in ("exp_avg", "exp_avg_sq")]
     if job.first:
@@ -122,7 +122,7 @@ def _array(memory: ShownMemory, piece: StatePiece, part: PieceSegment, field: st
 def _gradient(memory: ShownMemory, gradients: Gradients, handle: ParamHandle, part: PieceSegment) -> Tensor:
     slot = gradients.in_block(handle)
     if slot is not None and slot.block is not None:
-        return memory.flat(slot.block, slot.byte_offset + part.start * slot.itemsize, slot.dtype, part.numel)
+        return memory.flat(slot.block, slot.form.offset_shown + part.start * slot.itemsize, slot.dtype, part.numel)
     param = handle.tensor
     raw = get_grad(param) if param is not None else None
     if raw is None:

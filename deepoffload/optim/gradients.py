@@ -90,7 +90,7 @@ class Gradients:
         for handle, offset, dtype in zip(handles, offsets, dtypes, strict=True):
             record = self._record(handle)
             record.slot = slot = GradientSlot(record, dtype)
-            slot.bind(block, offset)
+            slot.bind_as_shown(block, offset)
             owner.add(slot)
 
     def _record(self, handle: ParamHandle) -> GradientRecord:
@@ -202,7 +202,7 @@ class Gradients:
             timeline = self.tiers.timeline
             begin_s = time.perf_counter() if timeline is not None else 0.0
             sums = cpu_adam.land(
-                self.tiers.address(block) + slot.byte_offset,
+                self.tiers.address(block) + slot.form.offset_stored,
                 source.data_ptr(),
                 slot.numel,
                 dst_dtype=dtype if slot.dtype is source.dtype else NATIVE_DTYPES[slot.dtype],

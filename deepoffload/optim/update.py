@@ -244,5 +244,6 @@ def check_paged(handle: ParamHandle, name: str) -> None:
         raise UnsupportedError(
             f"{handle.name} has a sparse gradient; {name} needs dense ones (nn.Embedding(sparse=False))"
         )
+    handle.check_stored_as_shown(name)
     if handle.dtype not in NATIVE_DTYPES:
         raise UnsupportedError(f"{handle.name} is {handle.dtype}; {name} updates float32, bfloat16 and float16 weights")

@@ -86,7 +86,7 @@ def _become(tensor: Any, slot: ParamHandle, value: Tensor) -> None:
         try:
             tiers.remove(old)  # its owner hides the bytes: the tensor shows a stand-in now
             slot.become(value)
-            slot.bind(new, 0)
+            slot.bind_as_shown(new, 0)
             with outside_user_modes():
                 slot.view().copy_(get_data(value))
             if isinstance(new.owner, BlockView):

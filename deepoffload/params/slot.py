@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deepoffload.errors import UnsupportedError
+from deepoffload.memory.form import AS_SHOWN, Form
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.reference_counts import LONE, Holding
 from deepoffload.params.torch_private import (
@@ -70,8 +71,8 @@ def _data_unseen(tensor: Tensor) -> Tensor:
 
 
 class TensorSlot:
-    """A paged tensor's place. ``block`` and ``byte_offset`` say where, ``dtype``, ``shape`` and ``stride`` how; the
-    tensor is on ``device``.
+    """A paged tensor's place. ``block`` and ``form`` say where its bytes are stored and where they are shown. What the
+    program is shown has ``dtype``, ``shape`` and ``stride``, and is on ``device``.
 
     The tensor object is held weakly: its owner (the module, the user) decides how long it lives.
 
@@ -84,7 +85,7 @@ class TensorSlot:
         "pager",
         "name",
         "block",
-        "byte_offset",
+        "form",
         "dtype",
         "device",
         "shape",
@@ -112,7 +113,7 @@ class TensorSlot:
         self.name = name
         self.device = device
         self.block: Block | None = None
-        self.byte_offset = 0
+        self.form = Form.as_shown(0, 0)
         self.dtype = dtype
         self.shape = shape
         self.stride = stride
@@ -154,29 +155,46 @@ class TensorSlot:
 
     @property
     def nbytes(self) -> int:
+        """Of what is shown."""
         return self.numel * self.dtype.itemsize
 
     @property
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
-    def bind(self, block: Block, byte_offset: int) -> None:
+    def bind(self, block: Block, form: Form) -> None:
         """Say where the bytes lie from now on."""
         self.block = block
-        self.byte_offset = byte_offset
+        self.form = form
+
+    def bind_as_shown(self, block: Block, offset: int) -> None:
+        """The same of bytes that are stored as they are shown, from ``offset`` on."""
+        self.bind(block, Form.as_shown(offset, self.nbytes))
+
+    def check_stored_as_shown(self, what: str) -> None:
+        """Raise ``UnsupportedError`` where the host's bytes are not the elements that the program is shown. ``what``:
+        wants them."""
+        if self.form.encoding != AS_SHOWN:
+            raise UnsupportedError(
+                f"{self.name} is stored as {self.form.encoding} and shown as {self.dtype}: {what} works on the stored "
+                "bytes, and only where they are what is shown. Freeze the parameter (requires_grad_(False)), or let "
+                "an optimizer of torch change what is shown"
+            )
 
     def address(self) -> int:
-        """Host memory address of the first element; the block must be resident."""
+        """Host memory address of the first element, which must be stored as it is shown; the block must be resident."""
         if self.block is None:
             raise RuntimeError(f"{self.name} has no block")
-        return self.pager.tiers.address(self.block) + self.byte_offset
+        self.check_stored_as_shown("what takes its address")
+        return self.pager.tiers.address(self.block) + self.form.offset_stored
 
     def host_view(self) -> Tensor:
-        """A new tensor over the bytes in host memory, where the block must be resident. Call inside
-        :func:`outside_user_modes`."""
+        """A new tensor over the bytes in host memory, which must be stored as they are shown. The block must be
+        resident. Call inside :func:`outside_user_modes`."""
         if self.block is None or self.block.offset is None:
             raise RuntimeError(f"{self.name} is not resident")
-        buffer, offset = self.pager.tiers.arena.buffer, self.block.offset + self.byte_offset
+        self.check_stored_as_shown("what reads host memory")
+        buffer, offset = self.pager.tiers.arena.buffer, self.block.offset + self.form.offset_stored
         return torch.frombuffer(buffer, dtype=self.dtype, count=self.numel, offset=offset).as_strided(
             self.shape, self.stride
         )
@@ -191,7 +209,7 @@ class TensorSlot:
         :func:`outside_user_modes`, with the block acquired."""
         if self.block is None:
             raise RuntimeError(f"{self.name} has no block")
-        flat = self.memory.flat(self.block, self.byte_offset, self.dtype, self.numel)
+        flat = self.memory.flat(self.block, self.form.offset_shown, self.dtype, self.numel)
         return flat.as_strided(self.shape, self.stride)
 
     def install(self) -> None:

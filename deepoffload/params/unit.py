@@ -137,7 +137,7 @@ class ParamHandle(TensorSlot):
         """Checksum of the shown bytes, to see whether an alias that was handed out has been written through."""
         if self.block is None:
             raise RuntimeError(f"{self.name} has no block")
-        return self.memory.checksum(self.block, self.byte_offset, self.nbytes)
+        return self.memory.checksum(self.block, self.form.offset_shown, self.form.nbytes_shown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,11 +317,13 @@ class Window:
             pager.pop_hooks()
         if self._untracked:
             self._track_unfrozen()
-        for handle in self._give_doors_back(entry) if entry.plain else self._look_through_doors(entry):
-            if handle.changed():
-                pager.will_change(handle)
-        for block in entry.blocks:
-            pager.memory.release(block)
+        try:
+            for handle in self._give_doors_back(entry) if entry.plain else self._look_through_doors(entry):
+                if handle.changed():
+                    pager.will_change(handle)
+        finally:
+            for block in entry.blocks:
+                pager.memory.release(block)
         if pager.evict_always:
             pager.pump()
 

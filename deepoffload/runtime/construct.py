@@ -55,7 +55,7 @@ def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
     owner = WeightView(pager, memory)
     owner.slots.append(handle)
     block = pager.tiers.create(name, BlockKind.WEIGHT, handle.nbytes, owner)
-    handle.bind(block, 0)
+    handle.bind_as_shown(block, 0)
     try:
         memory.acquire(block, load=False)
     except BaseException:
@@ -217,10 +217,10 @@ class Assembly:
         # The state holds the fp32 value now. The master of a weight that came in fp16 is made at the first step.
         handle.master_stale = dtype is torch.float16 and handle.dtype is torch.float16
         self.tiers.remove(old)
-        handle.bind(unit.weights, offset)
-        handle.unit = unit
         if dtype is not handle.dtype:
             handle.retype(dtype)
+        handle.bind_as_shown(unit.weights, offset)
+        handle.unit = unit
         if handle.device != self.pager.memory.device:
             with outside_user_modes():
                 handle.move_to(self.pager.memory.device)

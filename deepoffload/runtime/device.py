@@ -105,7 +105,9 @@ def fit_device(memory: ShownMemory, plan: ModelPlan) -> None:
     capacity_bytes = memory.capacity_bytes
     if memory.on_host:
         return
-    name, nbytes = max(window_bytes(plan.drafts, plan.windows), key=lambda window: window[1], default=("", 0))
+    name, nbytes = max(
+        window_bytes(plan.drafts, plan.windows, shown=True), key=lambda window: window[1], default=("", 0)
+    )
     if nbytes > capacity_bytes:
         raise PlacementError(
             f"device_budget is {format_bytes(capacity_bytes)} ({capacity_bytes} bytes), but a call of "
@@ -113,7 +115,7 @@ def fit_device(memory: ShownMemory, plan: ModelPlan) -> None:
             f"least {nbytes} bytes",
             nbytes,
         )
-    needed_bytes = weights_on_device_bytes(plan.drafts) + sum(block.room_bytes for block in plan.on_device)
+    needed_bytes = weights_on_device_bytes(plan.drafts) + sum(block.shown_room_bytes for block in plan.on_device)
     try:
         memory.reserve(max(needed_bytes, TRIMMED_BYTES_MIN))
     except torch.OutOfMemoryError as error:

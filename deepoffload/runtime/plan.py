@@ -169,8 +169,8 @@ def _needs(error: PlacementError) -> float:
 def weights_on_device_bytes(drafts: Iterable[UnitDraft]) -> int:
     """Device memory that all weights take, and the largest block of gradients, of which one is there when looked at."""
     units = [draft.unit for draft in drafts]
-    gradients = [unit.gradients.room_bytes for unit in units if unit.gradients is not None]
-    return sum(unit.weights.room_bytes for unit in units) + max(gradients, default=0)
+    gradients = [unit.gradients.shown_room_bytes for unit in units if unit.gradients is not None]
+    return sum(unit.weights.shown_room_bytes for unit in units) + max(gradients, default=0)
 
 
 def _state_on_device(drafts: Sequence[UnitDraft], device_bytes: int) -> list[Block]:
@@ -179,7 +179,7 @@ def _state_on_device(drafts: Sequence[UnitDraft], device_bytes: int) -> list[Blo
     kept: list[Block] = []
     for draft in drafts:
         blocks = [piece.block for piece in draft.unit.pieces]
-        nbytes = sum(block.room_bytes for block in blocks)
+        nbytes = sum(block.shown_room_bytes for block in blocks)
         if nbytes <= left:
             left -= nbytes
             kept += blocks
@@ -228,12 +228,16 @@ def _set_up_bytes(drafts: Sequence[UnitDraft], *, can_leave: bool) -> int:
     return max(accumulate(changes, initial=registered))
 
 
-def window_bytes(drafts: Sequence[UnitDraft], windows: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, int]]:
-    """Each window's name, and the memory that the weights of one call of its module take."""
+def window_bytes(
+    drafts: Sequence[UnitDraft], windows: Sequence[tuple[str, nn.Module]], *, shown: bool = False
+) -> Iterator[tuple[str, int]]:
+    """Each window's name, and the host memory that the weights of one call of its module take. ``shown``: the memory of
+    their copies instead."""
     unit_of = {id(handle.tensor): draft.unit for draft in drafts for handle in draft.handles}
     for name, module in windows:
         units = {unit_of[id(p)].index: unit_of[id(p)] for p in module.parameters() if id(p) in unit_of}
-        yield name, sum(round_up(unit.weights.room_bytes) for unit in units.values())
+        blocks = [unit.weights for unit in units.values()]
+        yield name, sum(round_up(block.shown_room_bytes if shown else block.room_bytes) for block in blocks)
 
 
 def dry_pager(model: nn.Module) -> tuple[Pager, Gradients, list[ParamHandle]]:
