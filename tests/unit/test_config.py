@@ -423,7 +423,10 @@ def test_file_as_text_and_as_path(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{\n  "prefetch": true,\n}', "line 3, column 1: not valid JSON"),
+        (
+            '{\n  "prefetch": true,\n  3}',
+            "line 3, column 3: not valid JSON",
+        ),  # Python 3.13 has another place for a comma
         ("", "line 1, column 1: not valid JSON"),
         ('{"aio": {"queue_depth": 1, "queue_depth": 2}}', 'the key "queue_depth" stands twice in one object'),
         ("[1, 2]", "expected an object {...}, not list"),
