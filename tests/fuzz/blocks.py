@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.fuzz.functions import KeepsWeight, Recomputes, SavesWeight
+from tests.support.functions import KeepsWeight, Recomputes, SavesWeight
 
 WIDTH = 32
 

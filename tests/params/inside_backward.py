@@ -10,38 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.functions import KeepsWeight, Recomputes
+
 WIDTH = 32
-
-
-class KeepsWeight(torch.autograd.Function):
-    """Keeps a weight as an attribute."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
-        context.x, context.weight = x, weight
-        return x @ weight
-
-    @staticmethod
-    def backward(context: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad @ context.weight.t(), context.x.t() @ grad
-
-
-class RunsAgain(torch.autograd.Function):
-    """Forward again inside backward, as layers do that save memory, with a derivative of its own."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
-        context.save_for_backward(x)
-        context.weight = weight
-        return torch.tanh(x @ weight)
-
-    @staticmethod
-    def backward(context: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        (x,) = context.saved_tensors
-        with torch.enable_grad():
-            x, weight = x.detach().requires_grad_(), context.weight.detach().requires_grad_()
-            y = torch.tanh(x @ weight)
-        return torch.autograd.grad(y, (x, weight), grad)
 
 
 class Layer(nn.Module):
@@ -106,7 +77,7 @@ INSIDE: dict[str, Callable[[Layer, Tensor], Tensor]] = {
     "checkpointed module": lambda layer, x: checkpoint(layer.linear, x, use_reentrant=False),
     "reentrant checkpoint": lambda layer, x: checkpoint(layer.linear, x @ layer.weight, use_reentrant=True),
     "keeps its weight": lambda layer, x: KeepsWeight.apply(x, layer.weight),
-    "runs again": lambda layer, x: RunsAgain.apply(x, layer.weight),
+    "runs again": lambda layer, x: Recomputes.apply(x, layer.weight),
     "tensor hook": tensor_hook,
     "node hooks": node_hooks,
     "multi-grad hook": multi_grad_hook,
