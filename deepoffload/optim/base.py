@@ -20,8 +20,10 @@ from torch import Tensor
 
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim import checks
+from deepoffload.optim.begun_step import BegunStep
 from deepoffload.optim.gradients import Gradients
-from deepoffload.optim.in_backward import EarlyUpdates, InBackward
+from deepoffload.optim.handles import early_of, gradients_of, handle_of
+from deepoffload.optim.in_backward import InBackward
 from deepoffload.optim.ordinary import OrdinaryUpdate, check_has_bytes, check_ordinary, plain_state, sum_of_squares
 from deepoffload.optim.paged_state import read_state, write_state
 from deepoffload.optim.rule import Hyper, Rule, UpdateJob
@@ -29,7 +31,6 @@ from deepoffload.optim.state import MASTER_PART_KEYS
 from deepoffload.optim.state_dict import load_into, pack
 from deepoffload.optim.update import HostUpdate, check_paged
 from deepoffload.params.pager import Pager
-from deepoffload.params.ports import PagerPort
 from deepoffload.params.torch_private import leave_to_python
 from deepoffload.params.unit import ParamHandle
 
@@ -81,7 +82,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self._token = object()
         self._held: weakref.WeakSet[ParamHandle] = weakref.WeakSet()
         self._ordinary = OrdinaryUpdate(self.rule)
-        self._interrupted: dict[Gradients, int] | None = None
+        self._interrupted: BegunStep | None = None
         self._in_backward = InBackward()
 
     @property
@@ -136,8 +137,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             self.param_groups.pop()
             raise
         for param in self.param_groups[-1]["params"]:
-            handle = _handle_of(param)
-            early = _early(handle.pager) if handle is not None else None
+            handle = handle_of(param)
+            early = early_of(handle.pager) if handle is not None else None
             if handle is not None and early is not None:
                 self._in_backward.refuse_looking_at_all(self.max_grad_norm, self.skip_non_finite)
                 early.own(handle, self)
@@ -145,7 +146,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def _check_group(self, group: Mapping[str, Any]) -> None:
         self._check_settings(group)
         for param in group["params"]:
-            handle = _handle_of(param)
+            handle = handle_of(param)
             if handle is None:
                 check_has_bytes(param, self.rule.name)
             elif not group.get("master_weights", True):
@@ -157,7 +158,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
                 yield param, group
 
     def _pagers(self) -> list[Pager]:
-        handles = (_handle_of(param) for param, _ in self._each())
+        handles = (handle_of(param) for param, _ in self._each())
         pagers = (handle.pager for handle in handles if handle is not None)
         return list({id(pager): pager for pager in pagers if isinstance(pager, Pager)}.values())
 
@@ -167,7 +168,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """As in torch; also ends what an interrupted forward left open, so that every gradient is seen."""
         for pager in self._pagers():
             pager.close_leaked()
-            early = _early(pager)
+            early = early_of(pager)
             if early is not None:
                 with pager.lock:
                     self._in_backward.forget(self, early, set_to_none)
@@ -175,7 +176,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             super().zero_grad(set_to_none)
             return
         for param, _ in self._each():
-            handle = _handle_of(param)
+            handle = handle_of(param)
             if handle is None or handle.pager.gradients is None:
                 param.grad = None
             else:
@@ -220,7 +221,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             pager.catch_up_all()
         if self._goes_on():
             return True
-        early = [found for found in map(_early, pagers) if found is not None]
+        early = [found for found in map(early_of, pagers) if found is not None]
         if early:
             self._in_backward.refuse_looking_at_all(self.max_grad_norm, self.skip_non_finite)
             self._in_backward.refuse_changed(self.param_groups)
@@ -244,7 +245,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         updates = []
         for pager in pagers:
             mine = {handle: job for handle, (_, job) in work.paged.items() if handle.pager is pager}
-            updates.append(HostUpdate(pager, _gradients(pager), self.rule, mine, grad_factor))
+            updates.append(HostUpdate(pager, gradients_of(pager), self.rule, mine, grad_factor))
             updates[-1].take_edits()
         with ExitStack() as locks:
             for pager in pagers:
@@ -254,13 +255,14 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             for update in updates:
                 update.hand_over()
             if whole:
-                self._interrupted = {update.gradients: update.gradients.changes for update in updates}
+                ordinary = (param for param, _ in self._each() if handle_of(param) is None)
+                self._interrupted = BegunStep([update.gradients for update in updates], ordinary)
         return updates
 
     def _finish_step(self, pagers: Iterable[Pager]) -> None:
         for pager in pagers:
             pager.end_of_step()
-            early = _early(pager)
+            early = early_of(pager)
             if early is not None:
                 with pager.lock:
                     early.end_of_step(self)
@@ -282,10 +284,16 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """Whether this call of ``step`` repeats one that failed half-way: the gradients are still the same ones. Its
         rest has been made then."""
         begun = self._interrupted
-        if not begun or any(gradients.changes != changes for gradients, changes in begun.items()):
+        if begun is None:
+            return False
+        paged: defaultdict[Gradients, list[ParamHandle]] = defaultdict(list)
+        for handle in (handle_of(param) for param, _ in self._each()):
+            if handle is not None:
+                paged[gradients_of(handle.pager, handle.name)].append(handle)
+        if not begun.is_repeated(paged):
             self._interrupted = None
             return False
-        self._finish_step(gradients.pager for gradients in begun)
+        self._finish_step(gradients.pager for gradients in begun.changes)
         return True
 
     def _work(self, only: set[ParamHandle] | None = None) -> _Work:
@@ -295,11 +303,11 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             jobs: dict[tuple[int, bool], UpdateJob] = {}
             arrays = self._arrays(group)
             for param in group["params"]:
-                handle = _handle_of(param)
+                handle = handle_of(param)
                 if only is not None and handle not in only:
                     continue
                 if handle is not None:
-                    if _gradients(handle.pager, handle.name).present(handle):
+                    if gradients_of(handle.pager, handle.name).present(handle):
                         check_paged(handle, self.rule.name)
                         self._refuse_lost(handle)
                         work.paged[handle] = (param, self._job(param, group, handle not in self._held, jobs))
@@ -349,7 +357,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         total = 0.0
         finite = True
         for handle in sorted(work.paged, key=lambda h: h.unit.index if h.unit is not None else -1):
-            squares, bad = _gradients(handle.pager).sum_of_squares(handle)
+            squares, bad = gradients_of(handle.pager).sum_of_squares(handle)
             total += squares
             finite &= not bad
         for param, _ in work.ordinary:
@@ -386,7 +394,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             ValueError: other parameter groups, shapes, or arrays than this optimizer's, or a setting out of range.
         """
         for pager in self._pagers():
-            _gradients(pager)
+            gradients_of(pager)
         load_into(self, state_dict, self._import_group, self._check_group, self._arrays)
 
     def _full_state(self) -> dict[Any, Any]:
@@ -394,16 +402,16 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         for pager in self._pagers():
             pager.catch_up_all()
         state = dict(self.state)
-        for param in [param for param, _ in self._each() if _handle_of(param) is None and param in state]:
+        for param in [param for param, _ in self._each() if handle_of(param) is None and param in state]:
             self._ordinary.follow_weight(param, state[param])
             state[param] = plain_state(state[param])
         params: dict[ParamHandle, Tensor] = {}
         held: dict[ParamHandle, Mapping[str, str]] = {}
         for param, group in self._each():
-            handle = _handle_of(param)
+            handle = handle_of(param)
             if handle is None or handle.pager.gradients is None:
                 continue
-            _gradients(handle.pager, handle.name)
+            gradients_of(handle.pager, handle.name)
             params[handle] = param
             if handle in self._held:
                 self._refuse_lost(handle)
@@ -436,7 +444,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         given: dict[ParamHandle, dict[str, Tensor]] = {}
         arrays: dict[ParamHandle, Mapping[str, str]] = {}
         for param, group in self._each():
-            handle = _handle_of(param)
+            handle = handle_of(param)
             state = self.state.get(param)
             if handle is None or not state or handle.pager.gradients is None:
                 continue
@@ -475,23 +483,3 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
 # Dynamo cannot follow these. It cuts a compiled training step at each of them.
 leave_to_python(HostOptimizer.zero_grad)
 leave_to_python(HostOptimizer.apply_step)
-
-
-def _handle_of(param: Tensor) -> ParamHandle | None:
-    slot = param.__dict__.get("_slot")
-    return slot if isinstance(slot, ParamHandle) else None
-
-
-def _early(pager: PagerPort) -> EarlyUpdates | None:
-    gradients = pager.gradients
-    return gradients.early if isinstance(gradients, Gradients) else None
-
-
-def _gradients(pager: PagerPort, name: str = "") -> Gradients:
-    """Raises ClosedError or UsageError where the pager's parameters cannot be updated."""
-    if pager.closed_because is not None:
-        pager.refuse_closed(name)
-    gradients = pager.gradients
-    if not isinstance(gradients, Gradients):
-        raise UsageError("the optimizer was used inside offload_context; use it after the context has ended")
-    return gradients

@@ -48,10 +48,11 @@ class GradientRecord:
         sum_sq: sum of squares (float64) of a landed gradient; None while it is unknown.
         non_finite: whether the landed gradient holds an infinity or NaN; meaningful where ``sum_sq`` is known.
         hook: tells us when autograd has completed the gradient; None while the parameter is not tracked.
+        changed_at: the count of :attr:`Gradients.changes` when a gradient last landed or was assigned.
         light: so small that it may stay autograd's own where nothing is moved.
     """
 
-    __slots__ = ("handle", "state", "slot", "sum_sq", "non_finite", "hook", "light")
+    __slots__ = ("handle", "state", "slot", "sum_sq", "non_finite", "hook", "changed_at", "light")
 
     def __init__(self, handle: ParamHandle) -> None:
         self.handle = handle
@@ -60,6 +61,7 @@ class GradientRecord:
         self.sum_sq: float | None = None
         self.non_finite = False
         self.hook: RemovableHandle | None = None
+        self.changed_at = 0
         self.light = False
 
     # -- transitions (each checks the table itself: a landing pays for every call) -----------------------------------

@@ -61,7 +61,7 @@ class Gradients:
         early: set where units make their step inside backward.
         in_fp32: gradients of 16-bit weights are accumulated in fp32 (set before the units are made).
         from_device: brings gradients to host memory; None where the CPU computes them.
-        changes: counts landings and assignments, so that one can see whether anything happened in between.
+        changes: counts landings and assignments, for :meth:`changed_since`.
     """
 
     def __init__(self, pager: Pager) -> None:
@@ -144,8 +144,8 @@ class Gradients:
 
     def land(self, param: Tensor, handle: ParamHandle) -> None:
         """Take over what autograd has just put into ``param.grad``. Where it goes depends on who holds the gradient."""
-        self.changes += 1
         record, unit, pager = self._records[handle], handle.unit, self.pager
+        record.changed_at = self.changes = self.changes + 1
         if record.light and record.state is GradientState.EMPTY and self.early is None and self.from_device is None:
             if pager.is_fully_resident():
                 if pager.cast_by:
@@ -274,7 +274,7 @@ class Gradients:
         if record.state is GradientState.USER:
             self.pager.catch_up(handle.unit)  # an update that failed half-way still needs it
         set_grad(param, value)  # torch checks shape, dtype and device before anything else changes
-        self.changes += 1
+        record.changed_at = self.changes = self.changes + 1
         if record.state is GradientState.USER:
             if value is None:
                 record.dropped()
@@ -340,6 +340,10 @@ class Gradients:
             set_data(shown, values)
         else:
             slot.hide()
+
+    def changed_since(self, changes: int, handles: Iterable[ParamHandle]) -> bool:
+        """Whether a gradient of one of these landed or was assigned after the count was ``changes``."""
+        return any(self._record(handle).changed_at > changes for handle in handles)
 
     # -- the step --------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import deepoffload
@@ -23,7 +24,7 @@ from deepoffload.runtime import engine as engine_module
 from deepoffload.runtime.context import engine_of
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
-from tests.support.paging import PACKAGE, SERIAL, Paging
+from tests.support.paging import PACKAGE, SERIAL, Paging, plain
 
 TRIED = 5
 """How many places in an update are made to fail, one after the other."""
@@ -202,3 +203,93 @@ def test_interrupted_again_and_again(paging: Paging, overlap: str) -> None:
                     break  # it came between the end of the step and the return of the call
         assert_same_bits(expected, weights_of(model))
     assert caught > 20, "hardly anything was interrupted twice: this tested nothing"
+
+
+class Halves:
+    """A model with two optimizers, one of each half; the first one has an ordinary layer, too."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.model = model
+        torch.manual_seed(5)
+        self.head = nn.Linear(8, 8)
+        self.first = deepoffload.CPUAdamW([*model[:6].parameters(), *self.head.parameters()], lr=1e-2)
+        self.second = deepoffload.CPUAdamW(model[6:].parameters(), lr=1e-2)
+
+    def begin(self) -> None:
+        """A step, and the gradients of the next one."""
+        for seed in (0, 1):
+            self.first.zero_grad()
+            self.second.zero_grad()
+            (self.model(rows(seed=seed)).square().mean() + self.head(torch.ones(1, 8)).square().mean()).backward()
+            if seed == 0:
+                self.first.step()
+                self.second.step()
+
+    def result(self) -> Any:
+        state = self.first.state_dict()["state"]
+        return weights_of(self.model), weights_of(self.head), [state[number]["step"] for number in range(len(state))]
+
+
+def land_elsewhere(halves: Halves) -> None:
+    halves.model[6:](rows(seed=7)).square().mean().backward()
+
+
+def step_elsewhere(halves: Halves) -> None:
+    land_elsewhere(halves)
+    halves.second.step()
+    halves.second.zero_grad()
+
+
+def land_again(halves: Halves) -> None:
+    halves.model[4:](rows(seed=7)).square().mean().backward()
+
+
+def land_in_ordinary(halves: Halves) -> None:
+    halves.head(torch.full((1, 8), 2.0)).square().mean().backward()
+
+
+def drop_in_ordinary(halves: Halves) -> None:
+    halves.head.weight.grad = None
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "is_new"),
+    [
+        (land_elsewhere, False),
+        (step_elsewhere, False),
+        (land_again, True),
+        (land_in_ordinary, True),
+        (drop_in_ordinary, True),
+    ],
+)
+def test_what_happens_before_the_step_is_tried_again(
+    paging: Paging, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Halves], None], is_new: bool
+) -> None:
+    """Gradients of other parameters leave the step the same one. New gradients of its own make another step, as they
+    would in plain PyTorch after a step that did not fail."""
+    expected = Halves(plain(mlp))
+    expected.begin()
+    expected.first.step()
+    meanwhile(expected)
+    if is_new:
+        expected.first.step()
+    config = replace(SERIAL, step_overlap="none")
+    halves = Halves(paging.build(mlp, config, key="mlp"))
+    halves.begin()
+    before = chunks_of(halves.model)
+    halves.first.step()
+    chunks = range(before + 1, chunks_of(halves.model))
+    raised = 0
+    for chunk in chunks[1::7]:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "IoEngine", partial(IoEngine, fault_script=f"nth={chunk} errno={errno.EIO}"))
+            halves = Halves(paging.build(mlp, config, key="mlp"))
+        halves.begin()
+        try:
+            halves.first.step()
+        except IoFailure:
+            raised += 1
+            meanwhile(halves)
+            halves.first.step()
+            assert_same_bits(expected.result(), halves.result())
+    assert raised > 1, "hardly anything has failed: this tested nothing"

@@ -1,0 +1,37 @@
+"""From a parameter, as an optimizer has it, to the engine that pages it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deepoffload.errors import UsageError
+from deepoffload.optim.gradients import Gradients
+from deepoffload.optim.in_backward import EarlyUpdates
+from deepoffload.params.ports import PagerPort
+from deepoffload.params.unit import ParamHandle
+
+
+def handle_of(param: Tensor) -> ParamHandle | None:
+    """The handle of a paged parameter; None for an ordinary one."""
+    slot = param.__dict__.get("_slot")
+    return slot if isinstance(slot, ParamHandle) else None
+
+
+def early_of(pager: PagerPort) -> EarlyUpdates | None:
+    """The updates inside backward of an engine that makes them there."""
+    gradients = pager.gradients
+    return gradients.early if isinstance(gradients, Gradients) else None
+
+
+def gradients_of(pager: PagerPort, name: str = "") -> Gradients:
+    """The gradients of an engine.
+
+    Raises:
+        ClosedError, UsageError: its parameters cannot be updated any more, or not yet.
+    """
+    if pager.closed_because is not None:
+        pager.refuse_closed(name)
+    gradients = pager.gradients
+    if not isinstance(gradients, Gradients):
+        raise UsageError("the optimizer was used inside offload_context; use it after the context has ended")
+    return gradients
