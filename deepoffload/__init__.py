@@ -1,7 +1,7 @@
 """Train PyTorch models that do not fit: weights, gradients and optimizer states in host memory and on NVMe, just in
 time.
 
-Public names are loaded when first used, so that importing this package costs little beside importing torch.
+Public names are loaded when first used, so that importing this package costs little compared with importing torch.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class Timeline:
         """Write the trace event format of Chrome and Perfetto (open it at https://ui.perfetto.dev).
 
         Source: Nicolas Duca and Dan Sinclair, "Trace Event Format" (complete events, ``"ph": "X"``). Transfers that
-        overlap get rows of their own.
+        overlap get separate rows.
         """
         rows: dict[str, int] = {}
         events = []

@@ -149,14 +149,14 @@ nobody counts gradients, state and holes: no budget is kept      memory/arena, m
 the model must fit in memory once, before it is paged            runtime/construct
 weights used outside of a layer's forward are NaN                params/parameter (the door of each operation)
 x = w.view(-1), kept over an eviction, shows old values          params/slot ("alias = lease"), memory/limbo
-checkpoints push hooks of their own, which hide these            params/saved (hooks that compose)
+checkpoints push their own hooks, which hide these               params/saved (hooks that compose)
 clipping by the global norm, accumulation: the update comes      optim/gradients, optim/update (a step that waits
   before all gradients are there                                   for the norm, deferred to the weight's next use)
 p.grad, p.data = ..., state_dict(), deepcopy: NaN or nothing     params/new_data, params/lazy, params/copies
 bf16 weights lose their fp32 master                              csrc/cpu_adam, optim/state (the split master)
 Adam in five passes over memory                                  csrc/cpu_adam (one pass), native/cpu_adam
 Ctrl-C or a full disk between two files: half a step             memory/lock, optim/update (a step is finished later)
-a GPU has memory of its own                                      memory/device_memory, optim/device_landing
+a GPU has its own memory                                         copies/copy_memory, optim/device_landing
 """
 
 if __name__ == "__main__":

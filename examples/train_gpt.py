@@ -1,7 +1,7 @@
 """Train a GPT on real text while its weights, gradients and optimizer state live on disk.
 
 python examples/train_gpt.py                                  # 125 M parameters in a sixth of their memory
-python examples/train_gpt.py --compare                        # and the same in plain PyTorch, loss beside loss
+python examples/train_gpt.py --compare                        # and the same in plain PyTorch, loss next to loss
 python examples/train_gpt.py --size 1.2b --host-budget 1GiB --seq 128 --batch 1
 """
 
@@ -178,7 +178,7 @@ def train_plain(options: Options, text: bytes) -> Outcome:
 
 
 def run_plain(options: Options) -> dict[str, Any]:
-    """:func:`train_plain` in a process of its own, which starts without our memory and ends with this one."""
+    """:func:`train_plain` in a separate process, which starts without our memory and ends with this one."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "plain.json"
         command = [sys.executable, __file__, "--plain", "--json", str(result)]

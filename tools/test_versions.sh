@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # test_versions.sh PYTHON:TORCH ...: the core tests with each of these versions, for example python3.10:2.12.0.
 #
-# Each pair has an environment of its own in .venv-versions, which stays, and tests a copy of this checkout there. Pythons
+# Each pair has its own environment in .venv-versions, which stays, and tests a copy of this checkout there. Pythons
 # are looked for on PATH and among pyenv's. PYTEST_ARGS: arguments of pytest instead of the core tests.
 # TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu takes the CPU builds, which save gigabytes each.
 set -euo pipefail

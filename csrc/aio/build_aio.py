@@ -1,4 +1,4 @@
-"""Builds ``deepoffload.native._aio`` (cffi, API mode) from the C sources beside this file.
+"""Builds ``deepoffload.native._aio`` (cffi, API mode) from the C sources next to this file.
 
 ``setup.py`` uses it through ``cffi_modules=["csrc/aio/build_aio.py:ffibuilder"]``; run as a program it builds in place.
 ``DEEPOFFLOAD_SANITIZE=address|thread|undefined`` adds that sanitizer to the library.

@@ -145,7 +145,7 @@ int doff_forget(uint64_t address, uint64_t nbytes);
 /* CRC-32C (Castagnoli) of each block of block_bytes; the last may be short. sums: ceil(nbytes / block_bytes) values. */
 void doff_crc32c_blocks(uint64_t address, uint64_t nbytes, uint64_t block_bytes, uint32_t* sums);
 const char* doff_crc32c_kind(void);
-/* The same through the table, whatever the CPU can do (for tests). */
+/* The same through the table, on every CPU (for tests). */
 void doff_crc32c_blocks_table(uint64_t address, uint64_t nbytes, uint64_t block_bytes, uint32_t* sums);
 /* cdef-end */
 

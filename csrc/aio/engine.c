@@ -65,8 +65,8 @@ static int start_backends(doff_engine* engine, const struct doff_backend_table* 
     code = doff_backend_start(&engine->backend, table, ops, NULL, doff_pump_complete, engine);
     if (code || table == &doff_backend_pool)
         return code;
-    /* libaio would do all buffered chunks inside io_submit, io_uring those whose pages are to be evicted without doing
-     * that; the pool starts threads only when there are such chunks. */
+    /* libaio would do all buffered chunks inside io_submit, io_uring those with pages that have yet to be evicted
+     * without doing that; the pool starts threads only when there are such chunks. */
     engine->all_buffered_aside = table == &doff_backend_libaio;
     code =
         doff_backend_start(&engine->side_pool, &doff_backend_pool, DOFF_SIDE_THREADS, NULL, doff_pump_complete, engine);

@@ -148,7 +148,7 @@ static int prepare(int fd, bool named, uint32_t flags, uint32_t direct, doff_fil
         int code = open_direct(fd, flags & DOFF_OPEN_READONLY, flags & DOFF_OPEN_CREATE, info);
         *fd_direct = code >= 0 ? code : -1;
         info->direct = code >= 0;
-        /* Beside direct I/O the page cache sees single blocks only: reading ahead would fill it with neighbours that
+        /* Next to direct I/O the page cache sees single blocks only: reading ahead would fill it with neighbours that
          * direct writes then make stale. */
         if (code >= 0)
             posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
@@ -214,7 +214,7 @@ struct doff_file* doff_file_get(doff_engine* engine, int32_t file) {
     return file >= 0 && file < DOFF_FILES_MAX && engine->files[file].used ? &engine->files[file] : NULL;
 }
 
-/* A descriptor of its own, so that a close in another thread cannot pull it away under a call that blocks. */
+/* A separate descriptor, so that a close in another thread cannot pull it away under a call that blocks. */
 static int borrow_fd(doff_engine* engine, int32_t id) {
     if (engine->pid != getpid())
         return -ECHILD;

@@ -61,10 +61,10 @@ struct doff_op {
     size_t taken; /* of the lane's bytes_in_flight */
     unsigned again_count;
     char *user, *bounce; /* bounce.c: the memory that io.buf stands for, or NULL; the slot's buffer, or NULL */
-    bool aside;          /* goes to the pool beside the main backend */
+    bool aside;          /* goes to the pool that runs next to the main backend */
     bool summed;         /* sums.c: a write's checksums are taken */
     int fault_errno; /* what is wrong with a transfer that succeeded: EFAULT (bounce.c), EBADMSG (sums.c; see fault) */
-    char* first;     /* the whole chunk in the caller's memory, whatever of it is still to be moved */
+    char* first;     /* the whole chunk in the caller's memory, moved already or not */
     size_t whole;
     struct {
         int64_t offset, nbytes;

@@ -106,8 +106,8 @@ void doff_request_fail(doff_engine* engine, struct doff_request* request, int er
 
 /* The length of the next chunk at a segment's cut, and how it goes. Pieces that direct I/O cannot do are cut off, so
  * that only they go through the page cache (and leave it at once, see backend_pool.c): whole blocks of 4096 bytes, even
- * where the device would take 512, because the page cache writes whole blocks back and would undo a direct write beside
- * it in the same block. Reading a part block directly, changing it in memory and writing it back is no way out: two
+ * where the device would take 512, because the page cache writes whole blocks back and would undo a direct write next
+ * to it in the same block. Reading a part block directly, changing it in memory and writing it back is no way out: two
  * requests may change one block at the same time. */
 static size_t chunk_length(const struct doff_engine* engine, const struct doff_seg* seg, enum route* route,
                            size_t* padded) {

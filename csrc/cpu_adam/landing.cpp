@@ -33,8 +33,8 @@ template <class Pass> void pieces(std::size_t n, std::size_t piece, int num_thre
     });
 }
 
-// Adds what pass(begin, count) returns for each chunk, in chunk order, whatever thread computed it. done() is called
-// after several chunks, by their thread.
+// Adds what pass(begin, count) returns for each chunk, in chunk order, no matter which thread computed it. done() is
+// called after several chunks, by their thread.
 template <class Pass, class Done>
 double chunk_sums(std::size_t n, int num_threads, const Pass& pass, const Done& done) {
     std::vector<double> sums((n + kSumChunk - 1) / kSumChunk);

@@ -33,7 +33,7 @@ class Pool {
     }
 
   private:
-    // Detached: a daemon thread that waits for ever and holds nothing, so that the process may end at any time.
+    // Detached: a daemon thread that waits without end and holds nothing, so that the process may end at any time.
     void serve(int index, unsigned long seen) {
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {

@@ -66,7 +66,7 @@ WeightForm read_weight(const SegmentReader& in, Layout layout, UpdateArgs& a) {
         const DType copy = in.dtype(kWeightDtype);
         if (copy == DType::kFp32)
             refuse(in.name(kWeightDtype).text() +
-                   " = FP32: a compute copy beside the master is BF16 or FP16; pass weight = 0 for none");
+                   " = FP32: a compute copy next to the master is BF16 or FP16; pass weight = 0 for none");
         return copy == DType::kBf16 ? WeightForm::kMasterBf16 : WeightForm::kMasterFp16;
     }
     a.weight = in.address<void>(kWeight);

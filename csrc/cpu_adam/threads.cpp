@@ -83,8 +83,8 @@ const OpenMp* openmp() {
     return result;
 }
 
-// Default rounding and no flushing of subnormals, whatever the thread was left in (torch.set_flush_denormal, a library
-// built with -ffast-math).
+// Default rounding and no flushing of subnormals, in any state the thread was left in (torch.set_flush_denormal, a
+// library built with -ffast-math).
 class DefaultFloatEnvironment {
   public:
 #if defined(__x86_64__)

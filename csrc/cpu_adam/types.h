@@ -10,7 +10,7 @@ enum class DType : int { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
 constexpr int kNumDTypes = 3;
 
 // What the weight of one segment consists of. `kFp32` and `kBf16` have one stream that is read and written; the others
-// have an fp32 value beside a bf16 or fp16 stream. A master without a compute copy is `kFp32` on the master.
+// have an fp32 value next to a bf16 or fp16 stream. A master without a compute copy is `kFp32` on the master.
 enum class WeightForm : int { kFp32 = 0, kSplitBf16 = 1, kMasterBf16 = 2, kMasterFp16 = 3, kBf16 = 4 };
 constexpr int kNumWeightForms = 5;
 

@@ -1,4 +1,4 @@
-"""A save appears whole or not at all: files are written beside their place and moved there when all are on the disk."""
+"""A save appears whole or not at all: files are written next to their place and moved when all are on the disk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def prepare(directory: str, needed_bytes: int) -> None:
 
 @contextlib.contextmanager
 def staging(directory: str) -> Iterator[str]:
-    """A directory beside the final place, removed with everything in it when the context ends, however it ends."""
+    """A directory next to the final place, removed with everything in it when the context ends, however it ends."""
     path = tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=directory)
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -31,7 +31,7 @@ WINDOW_BYTES = 4 << 20
 PROGRESS_INTERVAL_S = 10.0
 
 CONFIG_FILES_BYTES = 1 << 20
-"""Room asked for beside the weights, for configuration files and the index."""
+"""Room asked for in addition to the weights, for configuration files and the index."""
 
 
 class HasModule(Protocol):
@@ -134,7 +134,7 @@ def _plan(module: nn.Module, max_shard_bytes: int) -> tuple[Layout, Mapping[str,
     entries = in_file_order(_entry(expressions, name, tensor) for name, tensor in stored.items())
     layout = split(entries, max_shard_bytes, sum(param.numel() for param in module.parameters()))
     for shard in layout.files.values():
-        header_bytes(shard, metadata)  # whatever could be wrong with names and types shows before a file is made
+        header_bytes(shard, metadata)  # raises for wrong names and types before a file is made
     return layout, metadata
 
 

@@ -24,7 +24,7 @@ class Layout:
 
 
 def split(entries: Sequence[Entry], max_shard_bytes: int, num_parameters: int) -> Layout:
-    """Fill shards in order, as ``huggingface_hub`` does; a tensor above ``max_shard_bytes`` gets one of its own."""
+    """Fill shards in order, as ``huggingface_hub`` does; a tensor above ``max_shard_bytes`` gets its own shard."""
     shards: list[list[Entry]] = []
     current: list[Entry] = []
     current_bytes = 0

@@ -20,7 +20,7 @@ def is_pretrained_model(model: nn.Module) -> bool:
 
 
 def refuse_what_is_not_plain(model: nn.Module) -> None:
-    """Quantized models and adapters have formats of their own."""
+    """Quantized models and adapters have their own formats."""
     if getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedError(
             f"{type(model).__name__} is quantized; save_pretrained writes plain weights only: dequantize it first"

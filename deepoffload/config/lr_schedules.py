@@ -19,7 +19,7 @@ from deepoffload.config.keys import ValueKind, boolean, choice_of, either, integ
 from deepoffload.config.schema import SchedulerConfig
 
 ONE_CYCLE_BETA2 = 0.99
-"""DeepSpeed's OneCycle sets the second beta to this, whatever the optimizer was given."""
+"""DeepSpeed's OneCycle sets the second beta to this and ignores the optimizer's."""
 
 
 @dataclass(frozen=True)

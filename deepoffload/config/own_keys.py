@@ -54,7 +54,7 @@ OWN_KEYS = (
     _own(
         "device_budget",
         size(1),
-        "Bytes of device memory for weights; activations are beside it. On a CPU device one pool with `host_budget`.",
+        "Bytes of device memory for weights; activations come on top. On a CPU device one pool with `host_budget`.",
     ),
     _own("host_budget", size(1), "Bytes of host memory for weights, gradients, optimizer state and transfer buffers."),
     _own("nvme_budget", size(), "Bytes of disk. 0 keeps everything off the disk."),

@@ -1,4 +1,4 @@
-"""A device with memory and streams of its own, as torch's module for it offers them (``torch.cuda`` and its like).
+"""A device with its own memory and streams, as torch's module for it offers them (``torch.cuda`` and its like).
 
 Three streams: the program's current one computes, ``copy_in`` brings bytes from host memory, ``copy_out`` takes them
 there; both directions of the bus are in use at once, next to computing (CUDA C++ Programming Guide, "Overlap of Data

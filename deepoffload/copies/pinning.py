@@ -1,6 +1,6 @@
 """Page-locks the arena, chunk by chunk, as copies come to use it.
 
-Copies from and to page-locked memory run beside everything else; others go through a small buffer of the driver's. To
+Copies from and to page-locked memory overlap with everything else; others go through a small buffer of the driver's. To
 lock takes time and takes the memory at once, so only what is really used is locked (``cudaHostRegister``, CUDA
 Runtime API, "Memory Management"). CUDA refuses a copy from or to memory that is locked in part, and promises
 nothing for one that spans what was locked apart, so a copy is made chunk by chunk.

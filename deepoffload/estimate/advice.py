@@ -60,8 +60,8 @@ def _disk(found: Estimate) -> str:
 def _memory_for(found: Estimate, budget: int) -> str:
     """Host memory of a node in which such a budget has room."""
     machine = found.machine
-    beside = machine.host_memory_bytes // machine.devices_per_node - found.room_bytes
-    return _least((beside + budget) * machine.devices_per_node)
+    others = machine.host_memory_bytes // machine.devices_per_node - found.room_bytes
+    return _least((others + budget) * machine.devices_per_node)
 
 
 def _least(nbytes: int) -> str:

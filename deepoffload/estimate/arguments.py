@@ -43,7 +43,7 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     machine.add_argument("--nvme-budget", type=_bytes, metavar="BYTES", help="per rank; 0 for none")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--deepspeed", action="store_true", help="print DeepSpeed's estimates and ours beside them")
+    output.add_argument("--deepspeed", action="store_true", help="print DeepSpeed's estimates and ours next to them")
     output.add_argument("--zero-infinity", action="store_true", help="print the published results, reproduced")
     output.add_argument("--plot-efficiency", metavar="FILE", help="draw efficiency against bandwidth")
     output.add_argument("--plot-budget", metavar="FILE", help="draw step time against host budget")

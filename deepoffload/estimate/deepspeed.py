@@ -1,4 +1,4 @@
-"""DeepSpeed's own memory estimates, in its formulas, so that they can stand beside ours.
+"""DeepSpeed's own memory estimates, in its formulas, for comparison with ours.
 
 The formulas are those of ``estimate_zero2_model_states_mem_needs`` (``deepspeed/runtime/zero/stage_1_and_2.py``) and
 ``estimate_zero3_model_states_mem_needs`` (``stage3.py``) of DeepSpeed 0.19. They count mixed precision with Adam and

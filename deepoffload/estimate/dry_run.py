@@ -1,7 +1,7 @@
 """A training step without data: what memory its activations take, what it computes, and in which order it uses units.
 
 Forward and backward run on torch's fake tensors, which have shapes and no bytes. So everything that decides the memory
-of a step is the program itself: checkpointing, precision, the loss, whatever the model does.
+of a step is the program itself: checkpointing, precision, the loss, everything that the model does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepoffload.params.torch_private import TorchDispatchMode, fake_tensors, tr
 from deepoffload.runtime.compute_types import KEEP_TYPES, ComputeTypes
 
 LossOf = Callable[[Callable[..., Any]], Tensor]
-"""Calls the model it is given (once, with whatever inputs) and returns the loss."""
+"""Calls the model it is given (once, with any inputs) and returns the loss."""
 
 MALLOC_CHUNK_MAX_BYTES = 32 << 20
 """Larger chunks are mapped and given back when freed (mallopt(3), ``M_MMAP_THRESHOLD``)."""
@@ -64,7 +64,7 @@ class DryRun:
     """What one forward and backward takes.
 
     saved_bytes: activations alive when the forward ends (the loss among them). head_bytes: those of them that were made
-    after the last unit was entered: logits and what the loss keeps. peak_bytes: most bytes alive at a time beside
+    after the last unit was entered: logits and what the loss keeps. peak_bytes: most bytes alive at a time without
     weights, buffers and landed gradients; gradients count until they have landed. largest_chunk_bytes: the
     largest tensor that ``malloc`` takes from its heap. recomputes: whether backward runs parts of the forward again
     (activation checkpointing). calls: how to repeat each kernel.
@@ -219,7 +219,7 @@ class _Fakes:
             self.by_name[name] = torch.empty(buffer.shape, dtype=converted.get(id(buffer), buffer.dtype))
 
     def run(self, model: nn.Module, run: Callable[[], None]) -> None:
-        """Call ``run`` while ``model`` has these in the place of its own."""
+        """Call ``run`` while ``model`` has these in place of its parameters."""
         state = {f"model.{name}": fake for name, fake in self.by_name.items()}
         torch.func.functional_call(_Whole(model), state, (run,))
 

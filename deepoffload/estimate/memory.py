@@ -19,7 +19,7 @@ what is alive at the peak, and about so many times the largest tensor of its hea
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Bytes of one purpose. ``device``: of a device with memory of its own. ``pinned``: host memory that the device
+    """Bytes of one purpose. ``device``: of a device with its own memory. ``pinned``: host memory that the device
     reads (page-locked where the limits allow it). ``pageable``: other host memory."""
 
     name: str

@@ -13,7 +13,7 @@ EVERY_S = 1.0
 
 class MeasuringProgress:
     """Call it with what goes on now. On a terminal there is one line, which is cleared at the end; elsewhere each is a
-    line of its own."""
+    separate line."""
 
     def __init__(self, stream: TextIO = sys.stderr) -> None:
         self._stream = stream

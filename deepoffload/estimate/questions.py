@@ -176,7 +176,7 @@ def budgets(machine: MachineSpec, config: Config) -> tuple[int, int | None]:
 
 
 def surely_too_large(subject: Subject, machine: MachineSpec, config: Config) -> bool:
-    """Whether memory and NVMe together cannot hold the model, whatever their rates are."""
+    """Whether memory and NVMe together cannot hold the model at any rates."""
     capacity, nvme = budgets(machine, config)
     whole = plan_blocks(
         subject.module, config, capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=machine.bandwidths()
@@ -185,10 +185,10 @@ def surely_too_large(subject: Subject, machine: MachineSpec, config: Config) -> 
 
 
 def _room(blocks: BlockPlan, run: DryRun | None, machine: MachineSpec) -> int:
-    """The largest budget beside which there is memory for everything else."""
+    """The largest budget that leaves memory for everything else."""
     empty = replace(blocks, placement=replace(blocks.placement, capacity_bytes=0), largest_bytes=0)
-    beside = estimate_memory(empty, run, process_bytes=machine.process_bytes, has_device=machine.has_device)
-    near = sum(row.pageable for row in beside.rows if row.name not in _MODEL_ROWS)
+    others = estimate_memory(empty, run, process_bytes=machine.process_bytes, has_device=machine.has_device)
+    near = sum(row.pageable for row in others.rows if row.name not in _MODEL_ROWS)
     return max(0, machine.host_memory_bytes // machine.devices_per_node - near - blocks.largest_bytes)
 
 
@@ -245,7 +245,7 @@ def _too_much(memory: MemoryEstimate, machine: MachineSpec, room: int) -> str:
     host = memory.host_bytes * machine.devices_per_node
     if host > machine.host_memory_bytes:
         return (
-            f"the node's host memory must hold {host} bytes but has {machine.host_memory_bytes}: beside activations "
+            f"the node's host memory must hold {host} bytes but has {machine.host_memory_bytes}: next to activations "
             f"and processes there is room for a host_budget of {room} bytes"
         )
     if machine.has_device and memory.device_bytes > machine.device_memory_bytes:

@@ -30,8 +30,8 @@ def text(estimate: Estimate) -> str:
         f"It {'fits' if estimate.fits else 'does not fit'}. Per rank: weights, gradients and optimizer state "
         f"{format_bytes(estimate.whole_bytes)}; host budget {format_bytes(estimate.capacity_bytes)}"
         + (f" (the least is {format_bytes(estimate.smallest_bytes)})" if estimate.smallest_bytes else "")
-        + f", NVMe {format_bytes(estimate.nvme_bytes or 0)}; beside activations and processes there is room for a host "
-        f"budget of {format_bytes(estimate.room_bytes)}",
+        + f", NVMe {format_bytes(estimate.nvme_bytes or 0)}; next to activations and processes there is room for a "
+        f"host budget of {format_bytes(estimate.room_bytes)}",
     ]
     lines += ["", *_memory(estimate)] if estimate.memory is not None else []
     lines += ["", *_step(estimate)] if estimate.step is not None and estimate.fits else []

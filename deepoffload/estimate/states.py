@@ -1,4 +1,4 @@
-"""Memory of model states alone: DeepSpeed's estimates in its words, and ours beside them."""
+"""Memory of model states alone: DeepSpeed's estimates in its words, and ours next to them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _print(
     for row in theirs:
         near, gpu = row.cpu_bytes / 2**30, row.gpu_bytes / 2**30
         print(f" {near:7.2f}GB | {gpu:6.2f}GB | ZeRO-{row.stage}: {row.options()}")
-    print("\ndeepoffload (a computing device without memory of its own needs nothing beside host memory):")
+    print("\ndeepoffload (a computing device without its own memory needs only host memory):")
     print("  host/node |  NVMe/node |  host/rank |  NVMe/rank |    window |    per GPU |   Options")
     for mine in ours:
         sizes = (mine.host_bytes, mine.nvme_bytes, mine.rank_host_bytes, mine.rank_nvme_bytes)

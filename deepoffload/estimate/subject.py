@@ -156,7 +156,7 @@ def _by_transformers(settings: Mapping[str, Any]) -> tuple[Any, str]:
         import transformers
 
         known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    except Exception as error:  # whatever goes wrong in another package's import: versions that do not fit together
+    except Exception as error:  # another package's import can fail in any way: versions that do not fit together
         return None, f"transformers is installed and cannot be imported ({type(error).__name__}: {error})"
     if kind not in known:
         return None, f"transformers {transformers.__version__} does not know the model type {kind!r}"

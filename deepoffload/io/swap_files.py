@@ -117,7 +117,7 @@ def create_swap_file(engine: IoEngine, directory: str, label: str, direct: str) 
 def reclaim_stale(directory: str) -> list[str]:
     """Removes swap files of runs that died before they could; returns their paths.
 
-    A file that somebody holds locked belongs to a live run and is never touched, nor are other users' files.
+    A file that somebody holds locked belongs to a live run and is never touched. Other users' files are not, either.
     """
     removed = []
     for entry in _entries(directory):

@@ -275,13 +275,13 @@ class SwapSpace:
         if missing > available:
             raise BudgetError(
                 f"nvme_path: {missing} more bytes are needed on {', '.join(self.paths)}, but only {available} are free "
-                f"there (beside a margin of {SPACE_MARGIN_BYTES} bytes per file system). Free space, name another "
+                f"there (after a margin of {SPACE_MARGIN_BYTES} bytes per file system). Free space, name another "
                 "path, or give more host_budget."
             )
         target = split_by_weight(self.capacity_bytes + min(wanted, available), self.weights, PAGE_BYTES)
         shares = [0] * len(self.paths)
         left = min(wanted, available)
-        # First towards the proportion of the weights, then wherever there is room.
+        # First towards the proportion of the weights, then to any file with room.
         for limit in (True, False):
             for index, file in enumerate(self._files):
                 goal = target[index] - self._free[index].capacity_bytes - shares[index] if limit else left

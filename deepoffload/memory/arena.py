@@ -7,7 +7,7 @@ sizes together. The memory of a device has the same allocator.
 
 Memory that the program refers to cannot be moved, so free bytes may lie in pieces for good. Host memory is pages, and
 only their addresses have to lie together: the arena has spare addresses, and :meth:`Arena.lend` gives them the memory
-of the pieces. So a block fits wherever its bytes do.
+of the pieces. So a block fits if its bytes do.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Ranges:
         return self.capacity_bytes - self.used_bytes
 
     def whole_bytes(self, granule_bytes: int) -> int:
-        """Free bytes in whole parts of ``granule_bytes``: what the splinters beside them hold is of no use."""
+        """Free bytes in whole parts of ``granule_bytes``: the splinters next to them are of no use."""
         return sum(size - size % granule_bytes for size in self._hole_sizes.values())
 
     def allocate(self, nbytes: int, *, high: bool = False) -> int | None:
@@ -94,7 +94,7 @@ class Ranges:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def free(self, offset: int) -> None:
-        """Give a range back; it merges with the holes beside it."""
+        """Give a range back; it merges with the holes next to it."""
         size = self._used.pop(offset)
         self.used_bytes -= size
         start, end = offset, offset + size

@@ -66,7 +66,7 @@ class BlockOwner(Protocol):
         """One question for each part of the memory that somebody refers to now, still to be asked after release()."""
 
     def release(self) -> None:
-        """The memory is taken away now: whatever shows it must stop doing so."""
+        """The memory is taken away now: everything that shows it must stop doing so."""
 
     def relocate(self, offset: int) -> None:
         """The bytes have been moved to another arena offset."""

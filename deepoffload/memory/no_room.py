@@ -77,8 +77,8 @@ def no_room(
     kept_bytes = viewed_bytes + sum(b.room_bytes for b, hold in held.items() if hold is Hold.REFERRED_TO)
     enough_bytes = max(budget_bytes + lacking_bytes, least_bytes + kept_bytes)
     lines.append(
-        "Views of weights that the program keeps hold their memory, and one call (torch.cat, say) may need many at "
-        "once: drop the views, use the weights one by one,"
+        "Views of weights that the program keeps hold their memory, and one call (torch.cat, for example) may need "
+        "many at once: drop the views, use the weights one by one,"
         if has_nvme
         else "Nothing can leave memory without NVMe: set nvme_path,"
     )

@@ -37,7 +37,7 @@ class HostMapping:
     Args:
         nbytes: Size; rounded up to whole 4 KiB pages (``nbytes`` then says the rounded size).
         lock: Try ``mlock``. Best effort, because ordinary users may lock 8 MiB: ``lock_errno`` says 0 or why not.
-        spare: Addresses to reserve after the memory, in bytes; they have none of their own until :meth:`open_spare`.
+        spare: Addresses to reserve after the memory, in bytes; they have no memory until :meth:`open_spare`.
             Best effort, not with ``lock``: ``spare_bytes`` says how many there are.
 
     Raises:

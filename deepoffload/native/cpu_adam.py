@@ -6,7 +6,7 @@ memory alive. Addresses need no alignment. 0 stands for an absent buffer where a
 
 Instruction set: the best that the CPU has, or the one named by ``DEEPOFFLOAD_CPU_CAPABILITY`` (``scalar``, ``avx2``,
 ``avx512``, ``avx512_bf16``, ``neon``). All of them, and any number of threads, give the same bits (NaN payloads aside).
-Subnormal numbers are kept, whatever ``torch.set_flush_denormal`` says.
+Subnormal numbers are kept; ``torch.set_flush_denormal`` has no effect.
 
 Threads are those of torch's OpenMP team when torch is loaded, else an own pool; pass ``torch.get_num_threads()``.
 """

@@ -28,7 +28,7 @@ class EarlyOptimizer(Protocol):
 
 
 class EarlyUpdates:
-    """Which parameters of one pager have made their step in this backward already.
+    """Which parameters of one pager are updated in this backward already.
 
     Args:
         on_device: gradients take a while to come. A unit's step is decided on when its last one is on its way, and made

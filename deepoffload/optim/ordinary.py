@@ -52,7 +52,7 @@ def check_ordinary(param: Tensor, name: str, state_dtype: str = "fp32") -> None:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """A complex tensor as its real and imaginary parts, which are updated as numbers of their own, as by torch's
+    """A complex tensor as its real and imaginary parts, which are updated as separate numbers, as by torch's
     optimizers; any other as it is."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 

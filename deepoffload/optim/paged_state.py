@@ -27,7 +27,7 @@ def read_state(
     """Copies of what the pieces hold, in ordinary memory, piece by piece.
 
     Args:
-        held: parameters whose arrays are wanted, with ``"remainder"`` (bf16) or ``"master"`` (fp16) beside them.
+        held: parameters whose arrays are wanted, with ``"remainder"`` (bf16) or ``"master"`` (fp16) in addition.
         others: parameters of which no step was taken: all they can have is a remainder that is not all zero, or a
             master that is not the weight's value.
     """

@@ -36,7 +36,7 @@ def fit_pieces(tiers: TierManager, unit: Unit, jobs: Mapping[ParamHandle, Update
 
 
 def add_fields(tiers: TierManager, unit: Unit, fields: Mapping[ParamHandle, tuple[str, ...]]) -> None:
-    """Give parameters of a unit room for more arrays beside those that their pieces have."""
+    """Give parameters of a unit room for more arrays than their pieces have."""
     wanted = {}
     for handle, present in _formats(unit).items():
         more = tuple(field for field in fields.get(handle, ()) if field not in present.fields)

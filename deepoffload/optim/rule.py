@@ -62,7 +62,7 @@ class UpdateJob:
 
     @cached_property
     def addressed(self) -> Mapping[str, str]:
-        """``arrays``, and for 8-bit ones the scales beside them."""
+        """``arrays``, and for 8-bit ones also their scales."""
         if self.state_dtype is not StateDType.EIGHT_BIT:
             return self.arrays
         scales = {key + SCALE_SUFFIX: field + SCALE_SUFFIX for key, field in self.arrays.items()}

@@ -1,6 +1,6 @@
 """Optimizer state of paged parameters: the pieces of a unit, and where each array lies in them.
 
-A piece of ``n`` (padded) elements holds, one after the other, what its layout needs beside the weight: the int16
+A piece of ``n`` (padded) elements holds, one after the other, what its layout adds to the weight: the int16
 remainder of the fp32 master (bf16 weights) or the fp32 master itself (fp16 weights), then the arrays of its format
 (exp_avg and exp_avg_sq in fp32 until an optimizer wants others), then the scales of 8-bit ones.
 """
@@ -53,7 +53,7 @@ _ARRAY_BYTES = {StateDType.FP32: 4, StateDType.BF16: 2, StateDType.EIGHT_BIT: 1}
 
 
 def bytes_per_element(layout: StateLayout, state_format: StateFormat = PLAIN_FORMAT) -> int:
-    """Bytes of optimizer state per parameter, beside its weight and gradient (and 4 per block for 8-bit scales)."""
+    """Bytes of optimizer state per parameter, without its weight and gradient (and 4 per block for 8-bit scales)."""
     return _LEAD_BYTES[layout] + _ARRAY_BYTES[state_format.dtype] * len(state_format.fields)
 
 

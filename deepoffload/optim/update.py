@@ -2,7 +2,7 @@
 
 A step either runs at once (``step_overlap="none"``, the serial reference) or is *deferred*: each unit is caught up
 right before its next use, so that the transfers of its state overlap with everything else. The arithmetic of a piece
-knows nothing of when it runs; hence the same bits.
+knows nothing of when it runs; so the bits are the same.
 """
 
 from __future__ import annotations

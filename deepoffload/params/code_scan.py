@@ -46,7 +46,7 @@ def may_cast(module: nn.Module) -> bool:
 
 
 def hooks_of(module: nn.Module) -> tuple[int, ...]:
-    """What changes when forward hooks, or a forward of its own, are put on a module or below it."""
+    """What changes when forward hooks, or an own forward, are put on a module or below it."""
     ids: list[int] = [*forward_pre_hooks_of_all, *forward_hooks_of_all]
     for child in module.modules():
         ids += child._forward_pre_hooks

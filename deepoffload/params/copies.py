@@ -15,7 +15,7 @@ _NEAR = 32
 
 
 def plain_copy(param: Any) -> nn.Parameter:
-    """An ordinary parameter with the same values in memory of its own."""
+    """An ordinary parameter with the same values in its own memory."""
     slot = param._slot
     slot.pager.pin(slot)
     try:

@@ -28,7 +28,7 @@ class MappedCopy:
     """The copy of one weight. It lives as long as somebody asks for its address.
 
     Attributes:
-        tensor: has a storage of its own, which keeps the memory.
+        tensor: has its own storage, which keeps the memory.
     """
 
     def __init__(self, handle: ParamHandle, memory: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""The window over a module that was split: its weights belong to units that have windows of their own, or none.
+"""The window over a module that was split: its weights belong to units with their own windows, or to none.
 
 Such a module uses weights by their doors, and takes views of them (``x * self.gamma.reshape(1, -1)``,
 ``x @ self.embedding.weight.t()``). A view is an ordinary tensor: what is computed with it passes no door, and autograd

@@ -143,7 +143,7 @@ class SavedTensorHooks:
     """One pair of hooks: packs the weights of ``pager``, gives all else to the pair ``below`` (or keeps it as it is).
 
     Args:
-        again: for what is saved of weights that :func:`restore` gave, which have version counters of their own.
+        again: for what is saved of weights that :func:`restore` gave, which have their own version counters.
     """
 
     __slots__ = ("pager", "below", "again", "run_again")

@@ -1,6 +1,6 @@
 """One paged tensor: where its bytes lie in a block, and the tensor object that shows them.
 
-While the block is resident the object's data is a view of the arena with a storage of its own; while it is not, the
+While the block is resident the object's data is a view of the arena with its own storage; while it is not, the
 data is a *stand-in*: one scalar expanded to the shape, which costs nothing, reads as NaN and refuses every write.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def make_stand_in(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of ``shape`` backed by one scalar of its own: NaN for floating types, the largest value for others."""
+    """A tensor of ``shape`` backed by its own single scalar: NaN for floating types, the largest value for others."""
     with outside_user_modes():
         if dtype.is_floating_point or dtype.is_complex:
             scalar = torch.full((), float("nan"), dtype=dtype, device=device)
@@ -136,7 +136,7 @@ class TensorSlot:
 
     @property
     def unit(self) -> Any:
-        """The unit it belongs to, None while there is none. (An attribute of its own in a parameter's handle.)"""
+        """The unit it belongs to, None while there is none. (A separate attribute in a parameter's handle.)"""
         return None
 
     @property
@@ -205,7 +205,7 @@ class TensorSlot:
         return self.pager.memory_of(self.block)
 
     def view(self) -> Tensor:
-        """A new tensor over the bytes that are shown, with a storage of its own. Call inside
+        """A new tensor over the bytes that are shown, with its own storage. Call inside
         :func:`outside_user_modes`, with the block acquired."""
         if self.block is None:
             raise RuntimeError(f"{self.name} has no block")
@@ -264,7 +264,7 @@ class TensorSlot:
 
     def part_from_views(self) -> None:
         """The bytes are about to be replaced by others, which torch would put into other memory: let views that the
-        program holds keep the ones that they show, in memory of their own. The bytes must be shown.
+        program holds keep the ones that they show, in separate memory. The bytes must be shown.
         """
         tensor = self.tensor
         if tensor is not None:
@@ -332,7 +332,7 @@ class TensorSlot:
             set_data(tensor, self._stand_in)
 
     def aliased(self) -> bool:
-        """True when somebody besides the tensor object refers to the memory it shows."""
+        """True when somebody other than the tensor object refers to the memory it shows."""
         if self.storage is None:
             return False
         tensor = self.tensor

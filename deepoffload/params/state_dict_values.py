@@ -248,7 +248,7 @@ def _detach(func: Any, args: Any, kwargs: Any) -> Tensor:
     value = args[0]
     if door_caller() is not PARAMETER_NEW:
         return _value(value._source, value._view)
-    # nn.Parameter(value), as load_state_dict(assign=True) makes it: a paged parameter of its own. Parameter.__new__
+    # nn.Parameter(value), as load_state_dict(assign=True) makes it: a separate paged parameter. Parameter.__new__
     # insists on the class of its argument, until it sets _is_param.
     source, view = value._source, value._view
     whole = view.shape == source.slot.shape and view.dtype is source.slot.dtype and view.stride == source.slot.stride

@@ -157,7 +157,7 @@ def call_when_accumulated(tensor: Tensor, hook: Callable[[Tensor], None]) -> Rem
 
 def held_by_graphs(tensor: Tensor) -> int:
     """How many references to a frozen leaf are those of graphs, made while it was trainable: 1 or 0, since all of them
-    share one node. If there is none yet, this makes one, which counts beside those that were there before."""
+    share one node. If there is none yet, this makes one, which counts in addition to those that were there before."""
     with outside_user_modes():
         before = tensor_use_count(tensor)
         tensor.requires_grad_(True)

@@ -151,7 +151,7 @@ def _listed_by_transformers(root: nn.Module, dtype: torch.dtype | None) -> Itera
 
 def _converted_by_their_module(root: nn.Module) -> dict[int, torch.dtype]:
     """Weights of children that a method of their module assigns again (``self.gate = self.gate.to(self.dtype)``), where
-    the module says in an attribute of its own, ``dtype``, which type it computes in."""
+    the module says in its own attribute ``dtype`` which type it computes in."""
     found: dict[int, torch.dtype] = {}
     for module in root.modules():
         dtype = module.__dict__.get("dtype")

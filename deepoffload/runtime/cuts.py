@@ -71,7 +71,7 @@ class Cutter:
     Args:
         types: what the parameters compute in.
         roots: the models.
-        handles: of all parameters that are paged; those in none of ``roots`` become units of their own.
+        handles: of all parameters that are paged; each one outside of ``roots`` becomes a separate unit.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ TRIMMED_BYTES_MIN = 64 << 20
 
 
 def with_ring(gradients: Gradients, capacity_bytes: int) -> int:
-    """The host budget that leaves ``capacity_bytes`` for blocks beside the ring of gradients from a device."""
+    """The host budget that leaves ``capacity_bytes`` for blocks next to the ring of gradients from a device."""
     if gradients.from_device is None:
         return capacity_bytes
     budget_bytes = capacity_bytes

@@ -10,7 +10,7 @@ from deepoffload.errors import ConfigError
 
 
 def refuse_several_ranks() -> None:
-    """Raise ConfigError where this process is one of several: each would train a model of its own.
+    """Raise ConfigError where this process is one of several: each would train a separate model.
 
     A launcher (torchrun, accelerate, deepspeed) says so in ``WORLD_SIZE``, also when no process group was made. What
     schedulers of clusters set is not asked: an interactive shell under Slurm has ``SLURM_NTASKS``, too.

@@ -1,7 +1,7 @@
 """Finds the units of a model without annotation: which parameters move together, and which modules open windows.
 
 A unit is what one call uses: an element of a ``ModuleList`` or ``Sequential`` (a transformer layer), a module with
-parameters of its own and nothing repeated below it, or a leaf. What is larger than the budget can hold in a few
+its own parameters and nothing repeated below it, or a leaf. What is larger than the budget can hold in a few
 pieces is split along its children.
 """
 
@@ -29,7 +29,7 @@ class UnitPlan:
 class RootUnits:
     """The units of one root module, and the modules to put windows on.
 
-    ``outer``: modules that were split and are no window: the root, and those with parameters of their own.
+    ``outer``: modules that were split and are no window: the root, and those with their own parameters.
     """
 
     units: tuple[UnitPlan, ...]

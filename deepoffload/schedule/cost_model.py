@@ -115,7 +115,7 @@ def block_traffic(kind: BlockKind, nbytes: int, workload: Workload, *, updated: 
     ``updated``: whether the step changes the block's unit (False for frozen weights). With k accumulation steps:
 
     - weights: one read for each of k forwards and k backwards, and a read and a write for the update. An update that
-      shares the visit of a forward (``DEFERRED``) or a backward (``IN_BACKWARD``) needs no read of its own.
+      shares the visit of a forward (``DEFERRED``) or a backward (``IN_BACKWARD``) needs no separate read.
     - gradients: each landing writes; each landing but the first reads what it adds to, and so does the update.
       ``IN_BACKWARD`` consumes the last landing on the spot.
     - state: read once and written once.

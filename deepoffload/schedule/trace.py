@@ -2,7 +2,7 @@
 
 A program trains in steps which repeat, so its last complete step is the best guess of what comes next: the *cycle*.
 It may leave the cycle at any time (an eval pass, a skipped layer, generation). Then the trace finds its place again; it
-forgets nothing, and nothing here can fail. Memory is bounded whatever is observed.
+forgets nothing, and nothing here can fail. Memory is bounded for every sequence of events.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and a perceptron, each behind a norm and beside a residual."""
+    """One layer: attention and a perceptron, each behind a norm, with a residual."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

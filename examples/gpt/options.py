@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=_path, help=f"text: a file or a directory; not said: *.py of {standard_library()}")
     add("--host-budget", type=_bytes, metavar="BYTES", help="memory for weights, gradients, optimizer state and "
         f"buffers, such as 256MiB; not said: 1/{BUDGET_PARTS} of the first three")  # fmt: skip
-    add("--nvme-path", type=Path, metavar="DIR", help="where the swap file lives; not said: beside this repository")
+    add("--nvme-path", type=Path, metavar="DIR", help="where the swap file lives; not said: next to this repository")
     add("--steps", type=_whole(1), default=40, help="optimizer steps")
     add("--batch", type=_whole(1), default=8, help="sequences per batch")
     add("--seq", type=_whole(2), default=128, help="bytes per sequence")
@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--generate", type=_whole(0), nargs="?", const=120, default=0, metavar="N", help="write N bytes at the end")
     add("--save", type=Path, metavar="DIR", help="write the trained weights there as safetensors")
     add("--json", type=Path, metavar="FILE", help="write all numbers there")
-    add("--compare", action="store_true", help="train the same in plain PyTorch, in a process of its own")
+    add("--compare", action="store_true", help="train the same in plain PyTorch, in a separate process")
     add("--plain", action="store_true", help="train in plain PyTorch only (what --compare starts)")
     return parser
 

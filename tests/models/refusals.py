@@ -1,4 +1,4 @@
-"""What is refused whatever the model, with what the message says."""
+"""What is refused for every model, with what the message says."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ no weights but those in the budget.
 """
 
 _REFUSED = """
-## Refused, whatever the model
+## Refused for every model
 
 Each raises the error named, before anything is changed.
 

@@ -61,7 +61,7 @@ class Comparison:
 def compare_with_fio(
     bench: Bench, setting: Setting, patterns: Sequence[Pattern], deadline_s: float, warmup: bool
 ) -> list[Comparison]:
-    """Interleaved rounds; fio has files of its own beside ours, since what it writes is not checked data.
+    """Interleaved rounds; fio has its own files next to ours, since what it writes is not checked data.
 
     Raises:
         UnsupportedError: fio is missing or fails.

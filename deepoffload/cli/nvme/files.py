@@ -79,13 +79,13 @@ class BenchFile:
 
 
 def margin_bytes(directory: str) -> int:
-    """Bytes that stay free on the file system, whatever is asked for."""
+    """Bytes that stay free on the file system, for every request."""
     status = os.statvfs(directory)
     return min(MARGIN_MAX_BYTES, max(MARGIN_MIN_BYTES, int(MARGIN_SHARE * status.f_blocks * status.f_frsize)))
 
 
 def room_by_path(directories: list[str]) -> dict[str, int]:
-    """Bytes each directory may take, beside the margin; paths on one file system share what it has."""
+    """Bytes each directory may take, without the margin; paths on one file system share what it has."""
     devices = [os.stat(directory).st_dev for directory in directories]
     return {
         directory: max(0, free_bytes(directory) - margin_bytes(directory)) // devices.count(device)

@@ -87,7 +87,7 @@ def make_plan(options: Options, backends: Sequence[str], *, can_direct: bool, ro
         need = min(smallest_file_bytes(setting) for setting in wanted) * files_max if wanted else 0
         if options.size_bytes is None:
             raise BudgetError(
-                f"--path: only {format_bytes(room_bytes)} may be used there, beside what stays free, and "
+                f"--path: only {format_bytes(room_bytes)} may be used there, because some must stay free, and "
                 f"{format_bytes(2 * need)} are needed: free space or name another directory"
             )
         raise ConfigError(

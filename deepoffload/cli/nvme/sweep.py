@@ -36,7 +36,7 @@ class Findings:
 
     samples: dict[tuple[Setting, Pattern], list[Sample]] = field(default_factory=dict)
     compared_bytes: int = 0
-    """Read back and compared byte for byte; the stamps of all pages were compared besides."""
+    """Read back and compared byte for byte; the stamps of all pages were compared, too."""
     fill_bytes_per_s: float = 0.0
     huge_page_share: float = 0.0
     """Of the buffers."""
@@ -199,7 +199,7 @@ class Bench:
         for index, setting in enumerate(settings):
             drain_s = 2 * geometry_of(setting).memory_bytes / max(self.findings.fill_bytes_per_s, 1.0)
             cost_s = len(patterns) * (effort.warmup_s + effort.measure_s + drain_s)
-            # The first setting is measured whatever it takes: there is always a result.
+            # The first setting is always measured: there is always a result.
             if self.findings.samples and time.monotonic() + cost_s > deadline_s:
                 late += 1
                 continue
