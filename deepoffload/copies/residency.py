@@ -107,9 +107,11 @@ class Residency:
         return self._tiers.room_bytes(block_id) > 0 and self._tiers.block(block_id).kind is BlockKind.WEIGHT
 
     def _is_loadable(self, block_id: int) -> bool:
-        """In host memory, where no update of it is still to come."""
+        """In host memory, where no update of it is still to come and no copy is on its way."""
         block = self._tiers.block(block_id)
         owner = block.owner
+        if block.copying:  # what the program wrote may still be coming, on another stream
+            return False
         return block.resident and owner is not None and not owner.on_host and not owner.update_to_come()
 
     def _is_idle(self, copy: BlockCopy, in_use: set[int] | frozenset[int]) -> bool:

@@ -223,3 +223,31 @@ def test_any_order_of_copies(gpu: Gpu, seed: int) -> None:
     for number in range(4):
         assert_same_bits(on_cpu(step(gpu, plain, other, number)), on_cpu(step(gpu, model, mine, number)))
     assert_same_bits(on_cpu(weights_of(plain)), on_cpu(weights_of(model)))
+
+
+def different() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width) for width in (WIDTH, 32, 32, WIDTH)))
+
+
+def test_a_weight_on_its_way_to_the_host_is_not_brought_back_before_it_is_there(gpu: Gpu) -> None:
+    wanted = on_cpu(gpu.plain(different)[2].weight.detach()) * 2
+    budgets = {"device_budget": LAYER_BYTES + 2 * (8 << 10), "host_budget": "8MiB"}
+    with deepoffload.offload_context(device=gpu.device, nvme_path=str(gpu.nvme_path), **budgets):  # poison waits
+        torch.manual_seed(0)
+        model = different()
+    memory, order = memory_of(model), model[0].weight._slot.pager.order
+    first, between, written, last = [layer.weight._slot.block for layer in model]
+    memory.acquire(first)
+    memory.acquire(between)
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    slow(gpu, model)
+    memory.release(first)
+    order.stamp(first)
+    memory.acquire(last)  # in the place of the first one, when that of the written one was not enough
+    assert not memory.shows(written) and not memory.shows(first)
+    for block in (last, between):
+        memory.release(block)
+        memory.refresh(block)  # its copy goes, and leaves room where the written one has not been
+    memory.pump([(0, written.id)], frozenset())
+    assert_same_bits(wanted, on_cpu(model[2].weight.detach()))
