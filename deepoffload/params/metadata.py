@@ -37,26 +37,32 @@ def _metadata() -> frozenset[Any]:
 METADATA = _metadata()
 
 
-def _stride(func: Any, args: Any, kwargs: Any) -> Any:
-    slot = args[0]._slot
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return tuple(slot.stride) if dim is None else slot.stride[dim]
+def layout_answers(
+    layout_of: Callable[[Any], Any], offset_of: Callable[[Any], int] = lambda tensor: 0
+) -> dict[Any, Callable[[Any, Any, Any], Any]]:
+    """Questions that a stand-in would answer wrongly: how the elements lie.
+
+    Args:
+        layout_of: what a tensor has its ``shape``, ``stride`` and ``dtype`` from.
+        offset_of: where its elements begin, in elements.
+    """
+
+    def stride(func: Any, args: Any, kwargs: Any) -> Any:
+        strides = tuple(layout_of(args[0]).stride)
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        return strides if dim is None else strides[dim]
+
+    def storage_offset(func: Any, args: Any, kwargs: Any) -> int:
+        return offset_of(args[0])
+
+    def is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
+        layout = layout_of(args[0])
+        with outside_user_modes():
+            like = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+            return like.is_contiguous(*args[1:], **kwargs)
+
+    return {Tensor.stride: stride, Tensor.storage_offset: storage_offset, Tensor.is_contiguous: is_contiguous}
 
 
-def _storage_offset(func: Any, args: Any, kwargs: Any) -> int:
-    return 0
-
-
-def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
-    slot = args[0]._slot
-    with outside_user_modes():
-        like = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="meta")
-        return like.is_contiguous(*args[1:], **kwargs)
-
-
-LAYOUT: dict[Any, Callable[[Any, Any, Any], Any]] = {
-    Tensor.stride: _stride,
-    Tensor.storage_offset: _storage_offset,
-    Tensor.is_contiguous: _is_contiguous,
-}
-"""Questions that a stand-in would answer wrongly: how the elements will lie."""
+LAYOUT = layout_answers(lambda tensor: tensor._slot)
+"""Of parameters and gradients."""

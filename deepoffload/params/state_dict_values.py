@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.params.mapped import MappedCopies, MappedCopy
-from deepoffload.params.metadata import METADATA
+from deepoffload.params.metadata import METADATA, layout_answers
 from deepoffload.params.slot import make_stand_in
 from deepoffload.params.torch_private import PARAMETER_NEW, door_caller, no_torch_function, outside_user_modes, set_data
 from deepoffload.params.unit import ParamHandle
@@ -270,23 +270,6 @@ def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
     return value
 
 
-def _stride(func: Any, args: Any, kwargs: Any) -> Any:
-    stride = args[0]._view.stride
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return stride if dim is None else stride[dim]
-
-
-def _storage_offset(func: Any, args: Any, kwargs: Any) -> int:
-    return int(args[0]._view.offset)
-
-
-def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
-    view = args[0]._view
-    with outside_user_modes():
-        like = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device="meta")
-        return like.is_contiguous(*args[1:], **kwargs)
-
-
 def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
     tensor: Any = Tensor
     return {
@@ -295,9 +278,7 @@ def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
         tensor.requires_grad.__set__: _requires_grad,
         Tensor.requires_grad_: _requires_grad,
         Tensor.detach: _detach,
-        Tensor.stride: _stride,
-        Tensor.storage_offset: _storage_offset,
-        Tensor.is_contiguous: _is_contiguous,
+        **layout_answers(lambda value: value._view, lambda value: value._view.offset),
         Tensor.data_ptr: _by_address,
         Tensor.untyped_storage: _by_address,
         Tensor.storage: _by_address,
