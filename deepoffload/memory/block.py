@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from typing import Protocol
 
@@ -10,31 +9,8 @@ from deepoffload.io.extents import Extent
 from deepoffload.io.ticket import Ticket
 from deepoffload.memory.form import Form, shown_bytes
 from deepoffload.native.aio import round_up
+from deepoffload.schedule.block_state import BLOCK_TRANSITIONS, BlockState
 from deepoffload.schedule.placement import BlockKind
-
-
-class BlockState(enum.Enum):
-    """Who holds the bytes of a block."""
-
-    EMPTY = "nobody holds any bytes; the next user gets zeros or overwrites"
-    ON_NVME = "the extent alone is right"
-    READING = "the extent is right, the arena range is being filled"
-    CLEAN = "arena range and extent are both right"
-    DIRTY = "the arena range alone is right"
-    WRITING = "the arena range is right, the extent is being filled"
-
-    __hash__ = object.__hash__  # members are one of a kind; Enum's own is asked several times for every transfer
-
-
-_TRANSITIONS: dict[BlockState, frozenset[BlockState]] = {
-    BlockState.EMPTY: frozenset({BlockState.DIRTY}),
-    BlockState.ON_NVME: frozenset({BlockState.READING, BlockState.DIRTY, BlockState.EMPTY}),
-    BlockState.READING: frozenset({BlockState.CLEAN, BlockState.ON_NVME}),
-    BlockState.CLEAN: frozenset({BlockState.DIRTY, BlockState.ON_NVME, BlockState.EMPTY}),
-    BlockState.DIRTY: frozenset({BlockState.WRITING, BlockState.EMPTY}),
-    BlockState.WRITING: frozenset({BlockState.CLEAN, BlockState.DIRTY}),
-}
-
 
 Census = dict[BlockState, dict[int, "Block"]]
 """Blocks by state and id."""
@@ -133,7 +109,7 @@ class Block:
 
     def to(self, state: BlockState) -> None:
         """Change state along the transition table; anything else is a fault in deepoffload itself."""
-        if state not in _TRANSITIONS[self.state]:
+        if state not in BLOCK_TRANSITIONS[self.state]:
             raise RuntimeError(f"block {self.name}: no transition from {self.state.name} to {state.name}")
         del self._census[self.state][self.id]
         self._census[state][self.id] = self

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from deepoffload.memory.arena import Arena
-from deepoffload.memory.block import Block, BlockState, host_view_owner
+from deepoffload.memory.block import Block, host_view_owner
 from deepoffload.memory.transfers import TierCounters
+from deepoffload.schedule.block_state import BlockState
 
 
 class Compactor:

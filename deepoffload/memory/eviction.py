@@ -14,11 +14,12 @@ from typing import Protocol
 
 from deepoffload.errors import IoFailure
 from deepoffload.memory.arena import Arena
-from deepoffload.memory.block import Alias, Block, BlockState, DeviceCopies, host_view_owner
+from deepoffload.memory.block import Alias, Block, DeviceCopies, host_view_owner
 from deepoffload.memory.compaction import Compactor
 from deepoffload.memory.limbo import Limbo
 from deepoffload.memory.no_room import no_room
 from deepoffload.memory.transfers import TierCounters, Transfers
+from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.placement import BlockKind, Placement
 from deepoffload.schedule.victims import leaving_order, rank
 

@@ -18,13 +18,14 @@ from collections.abc import Callable, Container, Iterable
 from deepoffload.errors import ClosedError, IoFailure
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena, common_size
-from deepoffload.memory.block import Alias, Block, BlockOwner, BlockState, Census, DeviceCopies, host_view_owner
+from deepoffload.memory.block import Alias, Block, BlockOwner, Census, DeviceCopies, host_view_owner
 from deepoffload.memory.compaction import Compactor
 from deepoffload.memory.eviction import SLIDE_WORTH, EvictionPolicy, RoomMaker, UnknownOrder
 from deepoffload.memory.form import Form
 from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.transfers import TierCounters, Transfers
 from deepoffload.native.aio import PAGE_BYTES, round_up
+from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.placement import BlockKind, Placement
 from deepoffload.timeline import Timeline
 

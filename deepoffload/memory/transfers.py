@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from deepoffload.errors import IoFailure
 from deepoffload.io.swap_space import SwapSpace
-from deepoffload.memory.block import Block, BlockState
+from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
+from deepoffload.schedule.block_state import BlockState
 from deepoffload.timeline import Lane, Timeline
 
 TRANSFER_LIMIT_S = 300.0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepoffload.errors import UsageError
-from deepoffload.memory.block import Block, BlockState
+from deepoffload.memory.block import Block
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
 from deepoffload.optim import outside_gradient
@@ -44,6 +44,7 @@ from deepoffload.params.torch_private import (
     set_grad,
 )
 from deepoffload.params.unit import ParamHandle, Unit
+from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.placement import BlockKind
 from deepoffload.timeline import Lane
 
@@ -106,10 +107,6 @@ class Gradients:
             if record is not None and record.light:
                 self._light_bytes -= handle.nbytes
 
-    def blocks_of(self, unit: Unit) -> list[Block]:
-        """The blocks in which the gradients of a unit land."""
-        return self._blocks(self._records.get(handle) for handle in unit.handles)
-
     def track(self, handle: ParamHandle) -> None:
         """Have autograd call us when the gradient of a parameter is complete. A frozen parameter cannot be tracked
         yet."""
@@ -137,6 +134,7 @@ class Gradients:
         self.give_block(block, [handle], [0], [dtype])
         if handle.unit is not None:
             trained = [(handle, handle.dtype)]
+            handle.unit.late_gradients.append(block)
             handle.unit.pieces += make_pieces(self.tiers, handle.unit, trained, self.piece_bytes)
         handle.master_stale = True  # frozen weights have no remainder: the master starts as what the weight is
 
@@ -219,7 +217,9 @@ class Gradients:
 
     def _make_decided(self, early: EarlyUpdates) -> None:
         """Make the updates inside backward whose gradients have come from the device meanwhile."""
-        while early.decided and not any(block.copying for block in self.blocks_of(early.decided[0])):
+        while early.decided and not any(
+            block.copying for block in early.decided[0].blocks() if block.kind is BlockKind.GRADIENT
+        ):
             self.pager.catch_up(early.decided.popleft())
 
     def _leave_with_autograd(self, param: Tensor, record: GradientRecord, grad: Tensor) -> None:
@@ -392,14 +392,11 @@ class Gradients:
 
     def blocks_in_use(self, handles: Iterable[ParamHandle]) -> list[Block]:
         """The blocks in which gradients of these are now."""
-        records = (self._records[handle] for handle in handles)
-        return self._blocks(record for record in records if record.state in IN_BLOCK)
-
-    def _blocks(self, records: Iterable[GradientRecord | None]) -> list[Block]:
         blocks: dict[int, Block] = {}
-        for record in records:
-            if record is not None and record.slot is not None and record.slot.block is not None:
-                blocks[record.slot.block.id] = record.slot.block
+        for handle in handles:
+            slot = self._records[handle].slot
+            if self._records[handle].state in IN_BLOCK and slot is not None and slot.block is not None:
+                blocks[slot.block.id] = slot.block
         return list(blocks.values())
 
     def in_block(self, handle: ParamHandle) -> GradientSlot | None:

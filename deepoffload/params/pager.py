@@ -133,9 +133,7 @@ class Pager:
         """Give back what units hold of which every parameter was deleted (a replaced head, merged adapters)."""
         self._deaths = 0
         for unit in list(self.units):
-            blocks = [unit.weights, *(piece.block for piece in unit.pieces)]
-            if self.gradients is not None:
-                blocks += self.gradients.blocks_of(unit)
+            blocks = unit.blocks()
             if any(handle.tensor is not None for handle in unit.handles) or any(block.leases for block in blocks):
                 continue
             self.units.remove(unit)

@@ -34,9 +34,6 @@ class GradientDoor(Protocol):
     def is_tracked(self, handle: Any) -> bool:
         """Whether that is so already."""
 
-    def blocks_of(self, unit: Any) -> list[Block]:
-        """The blocks in which the gradients of a unit land."""
-
     def forget(self, unit: Any) -> None:
         """The unit is gone."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
 
-from deepoffload.memory.block import Block, BlockState
+from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import PAGE_BYTES
+from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.planner import MoveKind, plan_prefetch, plan_write_back
 from deepoffload.schedule.trace import Trace
 from deepoffload.schedule.victims import choose_victim

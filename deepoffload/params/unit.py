@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from deepoffload.memory.block import Alias, Block, BlockState
+from deepoffload.memory.block import Alias, Block
 from deepoffload.native.cpu_adam import StateDType, StateLayout
 from deepoffload.params.layout import PieceLayout
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import count_change, outside_user_modes, version_of
+from deepoffload.schedule.block_state import BlockState
 
 if TYPE_CHECKING:
     import torch
@@ -258,6 +259,8 @@ class Unit:
     """Parameters that move together. ``handles`` are in registration order.
 
     Attributes:
+        gradients: of the parameters that were trainable when the unit was made; None where all were frozen.
+        late_gradients: of each parameter that was unfrozen later.
         pending: the optimizer step that it still has to make before anybody uses it.
     """
 
@@ -268,6 +271,7 @@ class Unit:
         self.weights = weights
         self.owner = owner
         self.gradients: Block | None = None
+        self.late_gradients: list[Block] = []
         self.pieces: list[StatePiece] = []
         self.pending: PendingUpdate | None = None
 
@@ -276,6 +280,11 @@ class Unit:
         if self.owner.installed:
             return UnitState.RESIDENT
         return UnitState.FETCHING if self.weights.state is BlockState.READING else UnitState.EVICTED
+
+    def blocks(self) -> list[Block]:
+        """All of its blocks: weights, gradients, pieces of state."""
+        gradients = [] if self.gradients is None else [self.gradients]
+        return [self.weights, *gradients, *self.late_gradients, *(piece.block for piece in self.pieces)]
 
     def __repr__(self) -> str:
         return f"<Unit {self.index} {self.name} {len(self.handles)} parameters {self.state.name}>"

@@ -151,9 +151,8 @@ class Assembly:
         """Undo :meth:`make`: forget the unit and its blocks."""
         unit = draft.unit
         self.pager.units.remove(unit)
-        blocks = [unit.weights, *(piece.block for piece in unit.pieces), *self.gradients.blocks_of(unit)]
         self.gradients.forget(unit)
-        for block in blocks:
+        for block in unit.blocks():
             self.tiers.remove(block)
 
     def take_in(self, name: str, params: Iterable[tuple[str, Tensor]]) -> list[ParamHandle]:
@@ -357,7 +356,7 @@ class UnitDraft:
             self.unit.pieces = make_pieces(
                 tiers, self.unit, trained, piece_bytes, state_format, alignment, typical_bytes
             )
-            equalise_room([weights, block, *(piece.block for piece in self.unit.pieces)])
+            equalise_room(self.unit.blocks())
         return self.unit
 
 

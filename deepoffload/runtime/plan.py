@@ -199,8 +199,7 @@ def _place(
     trained = 0
     for draft in drafts:
         unit = draft.unit
-        blocks = [unit.weights, *([unit.gradients] if unit.gradients else []), *(p.block for p in unit.pieces)]
-        mine = [b for b in blocks if b.id not in on_device]
+        mine = [block for block in unit.blocks() if block.id not in on_device]
         specs += [BlockSpec(b.id, b.name, b.kind, round_up(b.room_bytes), unit.index) for b in mine]
         trained += sum(handle.numel for handle in draft.trained)
     limits = {BlockKind.WEIGHT: config.offload_param, BlockKind.STATE: config.offload_optimizer}

@@ -11,9 +11,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from deepoffload.errors import BudgetError
+from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.cost_model import Bandwidths
 from deepoffload.schedule.planner import MoveKind, plan_prefetch, plan_write_back
 from deepoffload.schedule.trace import Phase, Trace
@@ -48,15 +48,7 @@ class StepTimes:
         return self.forward_s + self.backward_s + self.update_s
 
 
-class _State(Enum):
-    """Who holds the bytes of a block (see ``memory.block``)."""
-
-    EMPTY = "nobody"
-    AWAY = "the disk"
-    READING = "the disk; memory is being filled"
-    CLEAN = "both"
-    DIRTY = "memory"
-    WRITING = "memory; the disk is being filled"
+_NOT_IN_MEMORY = (BlockState.EMPTY, BlockState.ON_NVME)
 
 
 @dataclass
@@ -170,9 +162,9 @@ class TimedRun:
         self._reserve_bytes = reserve_bytes
         self._static = static
         self._write_behind_bytes = capacity_bytes * write_behind_share
-        self._state = dict.fromkeys(nbytes, _State.AWAY)
-        self._state.update(dict.fromkeys(self._resident, _State.DIRTY))
-        self._state.update(dict.fromkeys(empty, _State.EMPTY))
+        self._state = dict.fromkeys(nbytes, BlockState.ON_NVME)
+        self._state.update(dict.fromkeys(self._resident, BlockState.DIRTY))
+        self._state.update(dict.fromkeys(empty, BlockState.EMPTY))
         self._writing: set[int] = set()
         self._reading: set[int] = set()
         self._events_per_plan = events_per_plan
@@ -229,9 +221,9 @@ class TimedRun:
             self._stamps[block] = self._uses
             self._bring(block, blocks)
         for block in use.writes:
-            if self._state[block] is _State.WRITING:
+            if self._state[block] is BlockState.WRITING:
                 self._settle(block)
-            self._state[block] = _State.DIRTY
+            self._state[block] = BlockState.DIRTY
         return self.disk.now - begun
 
     def _after(self, use: Use) -> None:
@@ -239,21 +231,21 @@ class TimedRun:
             self._drop(block)
 
     def _drop(self, block: int) -> None:
-        if self._state[block] in (_State.WRITING, _State.READING):
+        if self._state[block] in (BlockState.WRITING, BlockState.READING):
             self._settle(block)
         if block in self._resident:
             self._forget(block)
-        self._state[block] = _State.EMPTY
+        self._state[block] = BlockState.EMPTY
 
     def _bring(self, block: int, in_use: Sequence[int]) -> None:
         state = self._state[block]
-        if state is _State.READING:
+        if state is BlockState.READING:
             self._settle(block)
-        elif state in (_State.AWAY, _State.EMPTY):
+        elif state in _NOT_IN_MEMORY:
             self._make_room(self._nbytes[block], in_use)
             self._hold(block)
-            if state is _State.EMPTY:
-                self._state[block] = _State.DIRTY
+            if state is BlockState.EMPTY:
+                self._state[block] = BlockState.DIRTY
                 return
             self._faults += 1
             self._read(block, urgent=True)
@@ -268,16 +260,18 @@ class TimedRun:
         self._write_behind(in_use)
         moves = plan_prefetch(
             self.trace.upcoming(),
-            is_resident=lambda block: self._state[block] is not _State.AWAY,
+            is_resident=lambda block: self._state[block] is not BlockState.ON_NVME,
             nbytes=self._nbytes.__getitem__,
             free_bytes=self._free_bytes,
-            evictable=(b for b in self._resident if self._state[b] is _State.CLEAN and self._may_go(b, in_use)),
+            evictable=(b for b in self._resident if self._state[b] is BlockState.CLEAN and self._may_go(b, in_use)),
             next_use=self._next_use,
             lookahead_bytes=self._lookahead_bytes,
             static=self._static,
-            is_empty=lambda block: self._state[block] is _State.EMPTY,
+            is_empty=lambda block: self._state[block] is BlockState.EMPTY,
             reserve_bytes=self._reserve_bytes,
-            aside_bytes=sum(self._nbytes[b] for b in in_use if self._state[b] in (_State.EMPTY, _State.AWAY)),
+            aside_bytes=sum(
+                self._nbytes[b] for b in in_use if self._state[b] in (BlockState.EMPTY, BlockState.ON_NVME)
+            ),
         )
         for move in moves:
             if move.kind is MoveKind.EVICT:
@@ -300,7 +294,7 @@ class TimedRun:
     def _write_behind(self, in_use: Sequence[int]) -> None:
         budget = self._write_behind_bytes - sum(self._disk_nbytes[block] for block in self._writing)
         chosen = plan_write_back(
-            [b for b in self._resident if self._state[b] is _State.DIRTY and self._may_go(b, in_use)],
+            [b for b in self._resident if self._state[b] is BlockState.DIRTY and self._may_go(b, in_use)],
             self.trace.upcoming(),
             nbytes=self._nbytes.__getitem__,
             next_use=self._next_use,
@@ -322,7 +316,7 @@ class TimedRun:
         return block not in self._static and block not in in_use
 
     def _is_clean(self, block: int) -> bool:
-        return self._state[block] is _State.CLEAN
+        return self._state[block] is BlockState.CLEAN
 
     def _make_room(self, nbytes: int, in_use: Sequence[int]) -> None:
         while self._free_bytes < nbytes:
@@ -336,11 +330,11 @@ class TimedRun:
             self._evict(victim)
 
     def _evict(self, block: int) -> None:
-        if self._state[block] is _State.DIRTY:
+        if self._state[block] is BlockState.DIRTY:
             self._write(block)
-        if self._state[block] in (_State.WRITING, _State.READING):
+        if self._state[block] in (BlockState.WRITING, BlockState.READING):
             self._settle(block)
-        self._state[block] = _State.AWAY
+        self._state[block] = BlockState.ON_NVME
         self._forget(block)
 
     def _hold(self, block: int) -> None:
@@ -352,13 +346,13 @@ class TimedRun:
         self._free_bytes += self._nbytes[block]
 
     def _read(self, block: int, *, urgent: bool) -> None:
-        self._state[block] = _State.READING
+        self._state[block] = BlockState.READING
         self._reading.add(block)
         self._read_bytes += self._disk_nbytes[block]
         self.disk.read(block, self._disk_nbytes[block], urgent=urgent)
 
     def _write(self, block: int) -> None:
-        self._state[block] = _State.WRITING
+        self._state[block] = BlockState.WRITING
         self._writing.add(block)
         self.ever_written.add(block)
         self._written_bytes += self._disk_nbytes[block]
@@ -370,7 +364,7 @@ class TimedRun:
 
     def _collect(self) -> None:
         for block in self.disk.collect():
-            self._state[block] = _State.CLEAN
+            self._state[block] = BlockState.CLEAN
             self._writing.discard(block)
             self._reading.discard(block)
             self._settled += 1

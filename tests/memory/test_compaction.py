@@ -7,8 +7,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepoffload.memory.block import Block, BlockState, Census
+from deepoffload.memory.block import Block, Census
 from deepoffload.memory.compaction import cheapest_run
+from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.placement import BlockKind
 
 Layout = list[tuple[int, int, bool]]

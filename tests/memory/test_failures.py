@@ -11,9 +11,10 @@ from deepoffload.errors import ClosedError, IoFailure
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena
-from deepoffload.memory.block import Block, BlockState
+from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import PAGE_BYTES
+from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.placement import BlockKind
 from tests.memory.conftest import GivenOrder
 

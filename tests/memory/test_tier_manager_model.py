@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from deepoffload.errors import BudgetError, IoFailure
-from deepoffload.memory.block import Block, BlockState
+from deepoffload.memory.block import Block
 from deepoffload.native.aio import PAGE_BYTES
+from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.placement import BlockKind
 from tests.memory.conftest import Owner, Rig
 
