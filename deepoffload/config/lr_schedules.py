@@ -89,11 +89,6 @@ def lr_at(scheduler: SchedulerConfig, step: int, base_lr: float, group: int = 0)
     return _LR_OF[scheduler.type](dict(scheduler.params), step, base_lr, group)
 
 
-def lr_factor(scheduler: SchedulerConfig, step: int, base_lr: float, group: int = 0) -> float:
-    """``lr_at`` over ``base_lr``: what ``LambdaLR`` multiplies by. ``base_lr`` must not be 0."""
-    return lr_at(scheduler, step, base_lr, group) / base_lr
-
-
 def betas_at(scheduler: SchedulerConfig, step: int) -> tuple[float, float] | None:
     """Adam's betas for the update that follows ``step`` updates, where the schedule sets them; else ``None``.
 

@@ -59,10 +59,6 @@ class Node:
     host_bytes: float
     nvme_bytes: float
 
-    @property
-    def device_total_bytes(self) -> float:
-        return self.devices * self.device_bytes
-
 
 DGX2 = Node(devices=16, device_bytes=32e9, host_bytes=1.5e12, nvme_bytes=28e12)
 V100_FLOPS_PER_S = 70e12

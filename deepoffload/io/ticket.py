@@ -114,11 +114,6 @@ class Ticket:
         if self._error is not None:
             raise self._error()
 
-    def result(self) -> int:
-        """Waits as ``wait()`` does, then says how many bytes arrived: ``nbytes``."""
-        self.wait()
-        return self.nbytes
-
     def cancel(self) -> bool:
         """Takes the request back if nothing of it was submitted; a later ``wait()`` then raises with ``ECANCELED``."""
         return not self._finished and lib.doff_request_cancel(self._handle) == 1

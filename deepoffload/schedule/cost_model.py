@@ -76,12 +76,6 @@ class Bandwidths:
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{field.name} must be a positive finite number of bytes per second, not {value}")
 
-    @property
-    def is_duplex(self) -> bool:
-        """Whether reading and writing at once gains at least half of what full duplex would."""
-        shared = max(self.read_bytes_per_s, self.write_bytes_per_s)
-        return self.mixed_bytes_per_s >= (shared + self.read_bytes_per_s + self.write_bytes_per_s) / 2
-
     def serial_seconds(self, traffic: Traffic) -> float:
         """Time when reads and writes never overlap."""
         return traffic.read_bytes / self.read_bytes_per_s + traffic.written_bytes / self.write_bytes_per_s
@@ -138,11 +132,6 @@ def seconds_saved(traffic: Traffic, prices: tuple[float, float]) -> float:
     """Seconds per step that this traffic costs at ``Bandwidths.prices``. For the traffic of one byte (``block_traffic``
     with ``nbytes=1``): the seconds saved per byte of memory that keeps such a block resident."""
     return traffic.read_bytes * prices[0] + traffic.written_bytes * prices[1]
-
-
-def step_seconds(compute_s: float, traffic: Traffic, bandwidths: Bandwidths) -> float:
-    """The bound of a step in which everything overlaps: the slower of computing and moving."""
-    return max(compute_s, bandwidths.seconds(traffic))
 
 
 def update_seconds(touched_bytes: int, bandwidths: Bandwidths) -> float:

@@ -20,7 +20,7 @@ import torch._dynamo  # hooks and checkpointing are kept out of torch.compile, f
 
 import deepoffload
 from deepoffload.estimate.decoder import Decoder, DecoderShape
-from deepoffload.schedule import BlockKind
+from deepoffload.schedule.cost_model import BlockKind
 
 
 def resident_bytes() -> int:

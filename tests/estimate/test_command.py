@@ -22,7 +22,6 @@ from deepoffload.estimate.dry_run import dry_run
 from deepoffload.estimate.measure import measure_ops
 from deepoffload.estimate.progress import MeasuringProgress
 from deepoffload.estimate.zero_infinity import (
-    DGX2,
     STRATEGIES,
     Moved,
     arithmetic_intensity,
@@ -233,7 +232,6 @@ def test_the_published_results_come_out_of_the_formulas():
     assert tiers["ZeRO-Infinity, NVMe"].endswith("nvme") and tiers["ZeRO-Infinity, CPU"].endswith("host")
     exact = {row.what: row.deviation for row in compare_bandwidths()}
     assert abs(exact["parameters and gradients, 50 %, batch 1"]) < 0.05
-    assert DGX2.device_total_bytes == 512e9
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")

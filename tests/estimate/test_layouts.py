@@ -12,7 +12,7 @@ import deepoffload
 from deepoffload.config import Config, OptimizerConfig, Precision, StepOverlap
 from deepoffload.estimate import Batch, MachineSpec, estimate, from_counts
 from deepoffload.runtime.context import engine_of
-from deepoffload.schedule import BlockKind
+from deepoffload.schedule.cost_model import BlockKind
 from tests.support.models import mlp, rows
 
 SECTIONS: list[dict[str, Any]] = [

@@ -28,11 +28,11 @@ def file(make_engine, backend, tmp_path):
 def test_an_unaligned_view_gets_its_bytes_and_no_others(file, memory, shift, nbytes):
     content = bytearray(open(file.path, "rb").read())
     memory.buffer[: shift + nbytes + 8192] = b"\x5a" * (shift + nbytes + 8192)
-    assert file.engine.read(file, memory.address + shift, nbytes, 4096).result() == nbytes
+    file.engine.read(file, memory.address + shift, nbytes, 4096).wait()
     assert memory.buffer[shift : shift + nbytes] == content[4096 : 4096 + nbytes]
     assert memory.buffer[:shift] == BEYOND[:shift] and memory.buffer[shift + nbytes : shift + nbytes + 8192] == BEYOND
     data = memory.buffer[shift : shift + nbytes] = os.urandom(nbytes)
-    assert file.engine.write(file, memory.address + shift, nbytes, 4096).result() == nbytes
+    file.engine.write(file, memory.address + shift, nbytes, 4096).wait()
     content[4096 : 4096 + nbytes] = data
     assert open(file.path, "rb").read() == content
 
@@ -44,7 +44,7 @@ def test_a_read_past_the_end_is_an_error(file, memory, offset):
     assert caught.value.errno == errno.ENODATA and caught.value.filename == file.path
     # Of the pieces an unaligned read is cut into, the one that failed first, and all beyond the end may.
     assert offset <= caught.value.offset < offset + 8192
-    assert file.engine.read(file, memory.address, BYTES, 0).result() == BYTES
+    file.engine.read(file, memory.address, BYTES, 0).wait()
 
 
 def test_waiting_when_nothing_is_pending_is_no_fault(file, memory):

@@ -75,7 +75,7 @@ def test_an_error_of_the_file_system_is_named_and_spares_the_rest(
     assert (caught.value.errno, caught.value.filename) == (code, str(where / "data"))
     assert LIMIT_BYTES <= caught.value.offset < LIMIT_BYTES + MIB
     assert f"{errno.errorcode[code]}" in str(caught.value)
-    assert engine.read(file, memory.address + 2 * MIB, 2 * MIB, 0).result() == 2 * MIB
+    engine.read(file, memory.address + 2 * MIB, 2 * MIB, 0).wait()
     assert memory.buffer[: 2 * MIB] == memory.buffer[2 * MIB : 4 * MIB]
 
 
@@ -87,7 +87,7 @@ def test_a_read_that_timed_out_below_is_an_error(make_engine, memory, backend, w
     with pytest.raises(IoFailure, match="ETIMEDOUT") as caught:
         engine.read(file, memory.address, 2 * LIMIT_BYTES, 0).wait(20)
     assert caught.value.errno == errno.ETIMEDOUT and caught.value.offset >= LIMIT_BYTES - MIB
-    assert engine.read(file, memory.address, MIB, 0).result() == MIB
+    engine.read(file, memory.address, MIB, 0).wait()
 
 
 def test_a_quota_stops_swap_space_before_anything_is_written(make_engine, memory, where, mount):

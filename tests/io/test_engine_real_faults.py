@@ -62,7 +62,8 @@ def test_a_file_size_limit_is_an_error_not_a_short_success(backend, direct, tmp_
             ticket.wait(20)
         except IoFailure as failure:
             print(errno.errorcode[failure.errno], failure.offset, failure.filename == file.path)
-        print(engine.write(file, memory.address, 1 << 20, 0).result())
+        engine.write(file, memory.address, 1 << 20, 0).wait()
+        print("written")
         try:
             file.grow(8 << 20)
         except IoFailure as failure:
@@ -76,7 +77,7 @@ def test_a_file_size_limit_is_an_error_not_a_short_success(backend, direct, tmp_
     name, offset, same = first.split()
     assert (name, same) == ("EFBIG", "True")
     assert (3 << 20) <= int(offset) < (8 << 20)
-    assert after == str(1 << 20)
+    assert after == "written"
     assert grow == "EFBIG"
 
 
@@ -85,14 +86,14 @@ def test_a_file_truncated_under_us_is_an_error(make_engine, memory, backend, dir
     engine = make_engine(backend=backend)
     file = engine.open_file(tmp_path / "data", create=True, direct=direct)
     file.grow(8 << 20)
-    assert engine.read(file, memory.address, 8 << 20, 0).result() == 8 << 20
+    engine.read(file, memory.address, 8 << 20, 0).wait()
     os.truncate(tmp_path / "data", (3 << 20) + 1000)
     with pytest.raises(IoFailure, match="truncated") as caught:
         engine.read(file, memory.address, 8 << 20, 0).wait(20)
     assert caught.value.errno == errno.ENODATA
     assert (3 << 20) <= caught.value.offset < (8 << 20)
-    assert engine.read(file, memory.address, 3 << 20, 0).result() == 3 << 20
-    assert engine.read(file, memory.address, (3 << 20) + 1000, 0).result() == (3 << 20) + 1000
+    engine.read(file, memory.address, 3 << 20, 0).wait()
+    engine.read(file, memory.address, (3 << 20) + 1000, 0).wait()
 
 
 def test_a_file_removed_under_us_goes_on_working(make_engine, memory, backend, tmp_path):
@@ -129,7 +130,7 @@ def test_a_disk_that_fills_up(make_engine, memory, backend, small_disk):
     os.truncate(small_disk / "data", 0)  # which pieces have their blocks, and so the size, is a matter of chance
     with pytest.raises(IoFailure, match="ENOSPC"):
         file.grow(8 << 20)
-    assert engine.write(file, memory.address, 1 << 20, 0).result() == 1 << 20
+    engine.write(file, memory.address, 1 << 20, 0).wait()
     file.close()
 
 
@@ -160,7 +161,7 @@ def test_a_read_only_file_cannot_be_written(make_engine, memory, backend, tmp_pa
     (tmp_path / "data").write_bytes(b"x" * 5000)
     engine = make_engine(backend=backend)
     file = engine.open_file(tmp_path / "data", readonly=True)
-    assert engine.read(file, memory.address, 5000, 0).result() == 5000
+    engine.read(file, memory.address, 5000, 0).wait()
     assert bytes(memory.buffer[:5000]) == b"x" * 5000
     with pytest.raises(IoFailure, match="EBADF"):
         engine.write(file, memory.address, 4096, 0).wait(20)
@@ -221,7 +222,7 @@ def test_a_forked_child_has_no_part_in_it(make_engine, memory, backend, tmp_path
             os._exit(4)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     ticket.wait(20)
-    assert engine.read(file, memory.address, 4096, 0).result() == 4096
+    engine.read(file, memory.address, 4096, 0).wait()
 
 
 SWAP = """
@@ -349,11 +350,13 @@ def test_memory_that_is_not_there_is_an_error_of_its_request(backend, tmp_path):
                 start(file, at, 3 << 20, 0).wait(20)
             except IoFailure as failure:
                 print(errno.errorcode[failure.errno], 0 <= failure.offset < 3 << 20, "not mapped" in str(failure))
-        print(engine.write(file, closed.address + 1, 3 << 20, 4 << 20).result() == 3 << 20)
-        print(engine.read(file, memory.address + 1, 8 << 20, 0).result() == 8 << 20)
+        engine.write(file, closed.address + 1, 3 << 20, 4 << 20).wait()
+        print("written")
+        engine.read(file, memory.address + 1, 8 << 20, 0).wait()
+        print("read")
         engine.close()
         """,
         backend,
         tmp_path,
     )
-    assert out.splitlines() == ["EFAULT True True"] * 7 + ["True"] * 2
+    assert out.splitlines() == ["EFAULT True True"] * 7 + ["written", "read"]

@@ -11,7 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deepoffload.errors import PlacementError
-from deepoffload.schedule import Bandwidths, BlockKind, BlockSpec, Placement, StepOverlap, Workload, plan_placement
+from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Workload
+from deepoffload.schedule.placement import BlockSpec, Placement, plan_placement
 
 MIB = 1 << 20
 DISK = Bandwidths(2.1e9, 2.5e9, 2.7e9, 5e10)

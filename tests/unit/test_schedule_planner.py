@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepoffload.schedule import Move, MoveKind, plan_prefetch, plan_write_back
+from deepoffload.schedule.planner import Move, MoveKind, plan_prefetch, plan_write_back
 from deepoffload.schedule.victims import choose_victim, leaving_order
 
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepoffload.errors import BudgetError
-from deepoffload.schedule import Bandwidths, BlockKind, BlockSpec, Event, StepOverlap, Workload, plan_placement
-from deepoffload.schedule.trace import Phase
+from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Workload
+from deepoffload.schedule.placement import BlockSpec, plan_placement
+from deepoffload.schedule.trace import Event, Phase
 from deepoffload.schedule.uses import Use, seen_until_zero_grad, unit_blocks
 from tests.support.played import Simulation, chain_uses
 

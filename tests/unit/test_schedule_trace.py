@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepoffload.schedule import Event, Trace
+from deepoffload.schedule.trace import Event, Trace
 
 
 def program(*keys: int) -> list[Event]:
