@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,11 +56,13 @@ class HostLink:
             yield there[start - offset :][:nbytes], self._arena_bytes[start : start + nbytes]
 
     @contextmanager
-    def lease_kept(self, block: Block) -> Iterator[None]:
-        """What is launched inside takes the lease of ``block`` over, if it is launched."""
+    def lease_kept(self, block: Block, stream: Any) -> Iterator[None]:
+        """What is launched inside, on ``stream``, takes the lease of ``block`` over, if all of it is launched. Else the
+        lease ends when the part that was is done."""
         try:
             yield
         except BaseException:
+            self.accelerator.event(stream).synchronize()
             self.tiers.release(block)
             raise
 

@@ -95,13 +95,17 @@ class Movement:
         """Start bringing the host's bytes, when ``after`` has happened. They are leased until that is done."""
         block, stream, there = copy.block, self._accelerator.copy_in, self.shown_bytes(copy)
         self._tiers.acquire(block)
-        with self._link.lease_kept(block):
+        with self._link.lease_kept(block, stream):
             for event in (*self._arena.events_before(copy.offset), *after):
                 stream.wait_event(event)
             with self._outside_user_modes(), self._accelerator.on(stream):
                 self._between(block).bring(block, there)
             copy.ready = self._accelerator.event(stream)
         self._link.transfers.launched(Lane.TO_DEVICE, copy.ready, block, block.nbytes)
+
+    def give_up(self, copy: BlockCopy) -> None:
+        """Give the range of a new copy back that could not be filled; what was launched for it comes first."""
+        self._arena.free(copy.offset, [self._accelerator.event(self._accelerator.copy_in)])
 
     def rewrite(self, copy: BlockCopy) -> None:
         """The same for a copy that somebody holds views of, who may look at any time."""
@@ -136,14 +140,17 @@ class Movement:
         """Start taking what the program wrote to the host. The next use of the host's bytes waits for it. Raises as
         :meth:`will_change`."""
         self.will_change(copy)  # where no door saw it, nobody has asked yet
-        block, stream = copy.block, self._accelerator.copy_out
         copy.dirty = False  # it is not asked for again while it is on its way
         try:
-            self._tiers.acquire(block, load=False)
+            self._take_back(copy)
         except BaseException:
             copy.dirty = True
             raise
-        with self._link.lease_kept(block):
+
+    def _take_back(self, copy: BlockCopy) -> None:
+        block, stream = copy.block, self._accelerator.copy_out
+        self._tiers.acquire(block, load=False)
+        with self._link.lease_kept(block, stream):
             self._tiers.will_change(block, by_device=True)
             for event in self.events(copy):
                 stream.wait_event(event)

@@ -67,7 +67,7 @@ class Residency:
                 self._movement.overwrite(copy)
         except BaseException:
             del self.copies[block.id]
-            self._arena.free(copy.offset, [])
+            self._movement.give_up(copy)
             raise
         return copy
 
@@ -97,7 +97,7 @@ class Residency:
         try:
             self._movement.copy_in(copy)
         except BaseException:
-            self._arena.free(offset, [])
+            self._movement.give_up(copy)
             raise
         self.copies[block.id] = copy
         self.counters.prefetches += 1

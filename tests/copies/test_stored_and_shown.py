@@ -245,6 +245,30 @@ def test_what_cannot_be_shown_is_refused_and_holds_nothing(encode: Encode) -> No
     assert not any(unit.weights.leases or unit.weights.copying for unit in encoded.pager.units)
 
 
+class FailsOnce(Fp32ShownAsBf16):
+    """Finds no memory to work in, the first time that something is taken back."""
+
+    failed = False
+
+    def take_back(self, block: Block, shown: Tensor) -> None:
+        if not self.failed:
+            self.failed = True
+            raise torch.OutOfMemoryError("no memory for what is taken back")
+        super().take_back(block, shown)
+
+
+def test_what_the_program_wrote_is_not_lost_when_it_cannot_be_taken_back_now(encode: Encode) -> None:
+    net = build().requires_grad_(False)
+    encoded = encode(net, FailsOnce, device_bytes=64 << 10)
+    wanted = net.layers[3].weight * 2
+    net.layers[3].weight.mul_(2)
+    with pytest.raises(torch.OutOfMemoryError):
+        encoded.memory.evict_all(frozenset())
+    encoded.memory.evict_all(frozenset())
+    assert not any(encoded.memory.shows(unit.weights) for unit in encoded.pager.units)
+    assert torch.equal(net.layers[3].weight, wanted)
+
+
 def test_a_state_dict_has_what_is_shown(encode: Encode) -> None:
     net = build().requires_grad_(False)
     encode(net, Int8ShownAsFp32, device_bytes=64 << 10)

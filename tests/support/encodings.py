@@ -1,5 +1,5 @@
 """Models whose weights are stored in one form and shown in another: two materialisers, and the paging of a model
-through one of them, with the package's own pager, doors and windows on the CPU as a device with copies."""
+through one of them, with the package's own pager, doors and windows, on any device and on the CPU as one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from deepoffload.copies.accelerator import ComputeDevice
 from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.copies.cpu_device import CpuDevice
 from deepoffload.copies.host_link import HostLink, host_offset
@@ -155,11 +156,21 @@ class EncodedModel:
 
     Args:
         device_bytes, host_bytes: the budgets of copies and of the arena.
+        accelerator: the device that computes.
     """
 
     def __init__(
-        self, model: nn.Module, encoding: type[Encoding], path: Path, *, device_bytes: int, host_bytes: int
+        self,
+        model: nn.Module,
+        encoding: type[Encoding],
+        path: Path,
+        *,
+        device_bytes: int,
+        host_bytes: int,
+        accelerator: ComputeDevice | None = None,
+        poison: bool = True,
     ) -> None:
+        accelerator = accelerator or CpuDevice()
         self.encoding = encoding
         self._last = ExitStack()
         io = IoEngine()
@@ -170,14 +181,16 @@ class EncodedModel:
         order = UseOrder(graphs)
         copies = partial(
             CopyMemory,
-            accelerator=CpuDevice(),
+            accelerator=accelerator,
             capacity_bytes=device_bytes,
             outside_user_modes=outside_user_modes,
             storage_at=storage_at,
             materialiser=encoding,
-            poison=True,
+            poison=poison,
         )
-        self.tiers = TierManager(Arena(host_bytes), space, order, copies=copies, poison=True)
+        self.tiers = TierManager(
+            Arena(host_bytes, lends=accelerator.device.type == "cpu"), space, order, copies=copies, poison=poison
+        )
         self._last.callback(self.tiers.close)
         memory = self.tiers.copies
         assert isinstance(memory, CopyMemory)
@@ -235,6 +248,8 @@ class EncodedModel:
             param.__class__ = OffloadedParameter
             param._slot = handle
             handle.uninstall()
+            if handle.device != self.memory.device:
+                handle.move_to(self.memory.device)
         handle.version = version_of(param)
         return handle
 
