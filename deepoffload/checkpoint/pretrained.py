@@ -148,8 +148,8 @@ def _check(state: Mapping[str, object]) -> None:
         if value.is_meta or value.layout is not torch.strided:
             raise UnsupportedError(f"{name} ({value.layout}, on {value.device}) has no plain values to save")
         handle = _handle_of(value)
-        if handle is not None and handle.pager.closed_because is not None:
-            handle.pager.refuse_closed(handle.name)
+        if handle is not None and handle.pager.life.closed_because is not None:
+            handle.pager.life.refuse_closed(handle.name)
 
 
 def _names_of_shared(state: Mapping[str, Tensor]) -> list[list[str]]:

@@ -270,8 +270,8 @@ class TrainingEngine:
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
-        if self.core.pager.closed_because is not None:
-            raise ClosedError(f"the training engine cannot go on: {self.core.pager.closed_because}")
+        if self.core.pager.life.closed_because is not None:
+            raise ClosedError(f"the training engine cannot go on: {self.core.pager.life.closed_because}")
         start = time.perf_counter()
         try:
             yield

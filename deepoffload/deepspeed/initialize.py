@@ -155,8 +155,8 @@ def _paging_engine(model: nn.Module) -> Engine | None:
     if not any(isinstance(param.__dict__.get("_slot"), ParamHandle) for param in model.parameters()):
         return None
     engine = engine_of(model)
-    if engine.pager.closed_because is not None:
-        engine.pager.refuse_closed(type(model).__name__)
+    if engine.pager.life.closed_because is not None:
+        engine.pager.life.refuse_closed(type(model).__name__)
     if engine.pager.gradients is None:
         raise UsageError("initialize() inside offload_context: call it after the context has ended")
     return engine

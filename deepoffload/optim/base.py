@@ -167,7 +167,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; also ends what an interrupted forward left open, so that every gradient is seen."""
         for pager in self._pagers():
-            pager.close_leaked()
+            pager.hooks.close_leaked()
             early = early_of(pager)
             if early is not None:
                 with pager.lock:
@@ -217,7 +217,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """
         pagers = self._pagers()
         for pager in pagers:
-            pager.close_leaked()
+            pager.hooks.close_leaked()
             pager.catch_up_all()
         if self._goes_on():
             return True

@@ -146,8 +146,8 @@ class Gradients:
         record.changed_at = self.changes = self.changes + 1
         if record.light and record.state is GradientState.EMPTY and self.early is None and self.from_device is None:
             if pager.is_fully_resident():
-                if pager.cast_by:
-                    pager.forget_casts()
+                if pager.casts.left:
+                    pager.casts.forget()
                 record.left_to_program()
                 return
         if self.early is not None:
@@ -433,5 +433,5 @@ def _landed(param: Tensor) -> None:
     if handle is not None:
         pager = handle.pager
         gradients = pager.gradients
-        if isinstance(gradients, Gradients) and pager.closed_because is None:
+        if isinstance(gradients, Gradients) and pager.life.closed_because is None:
             gradients.land(param, handle)

@@ -29,8 +29,8 @@ def gradients_of(pager: PagerPort, name: str = "") -> Gradients:
     Raises:
         ClosedError, UsageError: its parameters cannot be updated any more, or not yet.
     """
-    if pager.closed_because is not None:
-        pager.refuse_closed(name)
+    if pager.life.closed_because is not None:
+        pager.life.refuse_closed(name)
     gradients = pager.gradients
     if not isinstance(gradients, Gradients):
         raise UsageError("the optimizer was used inside offload_context; use it after the context has ended")

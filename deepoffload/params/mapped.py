@@ -88,11 +88,11 @@ class MappedCopies:
     """All copies of one engine's weights. To be called under the engine's lock.
 
     Args:
-        directory: where the file is made.
+        directory: where the file is made; None for the system's directory of temporary files.
     """
 
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
+    def __init__(self, directory: str | None) -> None:
+        self._directory = directory
         self._places: weakref.WeakKeyDictionary[ParamHandle, _Place] = weakref.WeakKeyDictionary()
         self._unused: deque[_Place] = deque()
 
@@ -104,6 +104,10 @@ class MappedCopies:
             known = MappedCopy(handle, self._memory(handle))
             handle.mapped_copy = weakref.ref(known)
         return known
+
+    @property
+    def directory(self) -> str:
+        return self._directory or tempfile.gettempdir()
 
     def _memory(self, handle: ParamHandle) -> memoryview:
         try:

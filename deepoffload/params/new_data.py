@@ -68,7 +68,7 @@ def set_new_data(tensor: Any, value: Any) -> None:
 def _may_become(slot: TensorSlot, value: Any) -> bool:
     """While the model is being built a parameter may still change dtype and shape (``model.bfloat16()`` in the
     context)."""
-    building = isinstance(slot, ParamHandle) and slot.unit is None and slot.pager.closed_because is None
+    building = isinstance(slot, ParamHandle) and slot.unit is None and slot.pager.life.closed_because is None
     plain = type(value) is Tensor or type(value) is nn.Parameter
     return building and plain and value.device == slot.device and value.numel() > 0 and not value.is_complex()
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepoffload.params.window import FrameEnd, Window, WindowCall, frame_ended
+from deepoffload.params.window import Window
+from deepoffload.params.window_call import FrameEnd, WindowCall, frame_ended
 
 
 class OuterWindow(Window):
@@ -32,22 +33,22 @@ class OuterWindow(Window):
         pager = self.pager
         if pager.memory.all_stay() or not torch.is_grad_enabled():
             return  # what autograd keeps by reference is no harm, or it keeps nothing
-        if module is not self.module() or pager.closed_because is not None:
+        if module is not self.module() or pager.life.closed_because is not None:
             return
         with pager.lock:
-            if pager.opened():
-                pager.close_stale()
+            if pager.hooks.opened():
+                pager.hooks.close_stale()
             frame = sys._getframe(2)  # the module's call
             entry = WindowCall(self, frame)
-            pager.opened().append(entry)
-            entry.pushed = pager.push_hooks()
-            pager.shared_by_threads()
+            pager.hooks.opened().append(entry)
+            entry.pushed = pager.hooks.push()
+            pager.hooks.shared_by_threads()
             frame_end = FrameEnd()
             entry.frame_end = weakref.ref(frame_end, partial(frame_ended, entry))
             frame.f_locals["_deepoffload_window"] = frame_end
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        opened = self.pager.opened()
+        opened = self.pager.hooks.opened()
         if opened and opened[-1].window is self and opened[-1].frame_id == id(sys._getframe(2)):
             with self.pager.lock:
                 self.close(opened.pop())

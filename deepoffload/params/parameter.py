@@ -7,9 +7,7 @@ hooks only make it cheaper.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,12 +17,13 @@ from deepoffload.errors import UnsupportedError
 from deepoffload.params import differentiation
 from deepoffload.params.copies import page_in_context, plain_copy
 from deepoffload.params.metadata import LAYOUT, METADATA
+from deepoffload.params.moved_model import MOVES, of_moved_model
 from deepoffload.params.new_data import set_new_data
 from deepoffload.params.sharding import refuse_sharding
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.state_dict_values import lazy_weight
+from deepoffload.params.tensor_lists import calls_of_one
 from deepoffload.params.torch_private import (
-    MODULE_APPLY,
     MODULE_SAVE,
     PARAMETER_NEW,
     door_caller,
@@ -39,8 +38,6 @@ from deepoffload.params.torch_private import (
 from deepoffload.params.unit import ParamHandle
 
 _RAW_GRAD: Any = Tensor.grad
-
-_MOVES = ("to", "cpu", "cuda", "xpu", "ipu")
 
 _ESCAPES = frozenset(
     (
@@ -87,7 +84,7 @@ class OffloadedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = copy = plain_copy(self)
-            memo[id(self)] = page_in_context(copy, self._slot.name, memo)
+            page_in_context(copy, self._slot.name, memo)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -150,7 +147,7 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
         pager = paged[0]._slot.pager if paged else None
         pushed: bool | None = False
         if pager is not None and torch.is_grad_enabled():
-            pushed = pager.push_hooks(always=any(type(tensor) is OffloadedGradient for tensor in paged))
+            pushed = pager.hooks.push(always=any(type(tensor) is OffloadedGradient for tensor in paged))
         if pushed is None:
             for slot in pinned:
                 slot.pager.hold_until_step(slot)
@@ -162,38 +159,15 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
                     result = func(*args, **kwargs)
         finally:
             if pushed and pager is not None:
-                pager.pop_hooks()
+                pager.hooks.pop()
         for tensor in paged:
             _after_call(tensor, name)
-        return _of_moved_model(paged[0], result) if name in _MOVES else result
+        return of_moved_model(paged[0], result) if name in MOVES else result
     finally:
         for slot in pinned:
             slot.pager.unpin(slot)
         if pinned and pinned[0].pager.evict_always:
             pinned[0].pager.pump()
-
-
-def _of_moved_model(tensor: Any, result: Any) -> Any:
-    """``model.to(device)`` would replace every paged parameter by an ordinary one; ``param.to(device)`` is a copy.
-
-    A model that is still being built goes to its device when the context ends: until then it stays where it is.
-    """
-    if not isinstance(result, Tensor) or result.device == tensor.device:
-        return result
-    slot = tensor._slot
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is MODULE_APPLY:
-            building = isinstance(slot, ParamHandle) and slot.unit is None and slot.pager.closed_because is None
-            if building and result.device == slot.pager.memory.device:
-                return tensor if result.dtype is tensor.dtype else result.to(tensor.device)
-            raise UnsupportedError(
-                f"a paged model stays on its device ({tensor.device}), it cannot be moved to {result.device}: its "
-                "bytes come and go by themselves. Save it with deepoffload.save_pretrained and load it elsewhere, or "
-                "copy.deepcopy it"
-            )
-        frame = frame.f_back
-    return result
 
 
 def _collect(values: Any, found: list[Any]) -> None:
@@ -261,38 +235,20 @@ def _among_strangers(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 
 
 def _one_by_one(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """A ``_foreach_`` or ``_fused_`` function over many tensors: the same function over one of each list at a time.
-
-    That is what torch's own slow path does on the CPU, and it needs the bytes of one tensor at a time.
-    """
-    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and len(a) and _has_tensor(a)]
-    if not lists:
-        return _paged_call(func, getattr(func, "__name__", ""), (), args, kwargs)
-    count = len(lists[0])
-
-    def pick(value: Any, index: int) -> Any:
-        if isinstance(value, (list, tuple)) and len(value) == count:
-            return [value[index]]
-        return value
-
+    """A ``_foreach_`` or ``_fused_`` function, tensor by tensor."""
+    name = getattr(func, "__name__", "")
+    calls = calls_of_one(args, kwargs)
+    if calls is None:
+        return _paged_call(func, name, (), args, kwargs)
     results: list[Any] = []
-    for index in range(count):
-        one = tuple(pick(a, index) for a in args)
-        named = {key: pick(value, index) for key, value in kwargs.items()}
+    for one, named in calls:
         paged: list[Any] = []
         _collect(one, paged)
         _collect(named.values(), paged)
-        if paged:
-            result = _paged_call(func, getattr(func, "__name__", ""), (), one, named)
-        else:
-            result = func(*one, **named)
+        result = _paged_call(func, name, (), one, named) if paged else func(*one, **named)
         if isinstance(result, (list, tuple)):
             results.extend(result)
     return results if results else None
-
-
-def _has_tensor(values: Any) -> bool:
-    return any(isinstance(value, Tensor) for value in values)
 
 
 # -- special doors -----------------------------------------------------------------------------------------------------
@@ -350,7 +306,7 @@ def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
 def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     caller = door_caller()
     if caller is MODULE_SAVE and type(args[0]) is OffloadedParameter:
-        if args[0]._slot.unit is not None and args[0]._slot.pager.closed_because is None:
+        if args[0]._slot.unit is not None and args[0]._slot.pager.life.closed_because is None:
             return lazy_weight(args[0])
     refuse_sharding(args[0]._slot.name)
     if caller is PARAMETER_NEW:
@@ -373,7 +329,7 @@ def _is_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
 def _new_parameter_like(tensor: Any) -> Any:
     slot = tensor._slot
     copy = plain_copy(tensor) if type(tensor) is OffloadedParameter else nn.Parameter(tensor.clone())
-    if slot.pager.adopt_late is None or slot.pager.adopt_late(copy, f"{slot.name} (copy)") is None:
+    if slot.pager.adopt_late(copy, f"{slot.name} (copy)") is None:
         raise UnsupportedError(
             f"nn.Parameter({slot.name}) could not be adopted; use nn.Parameter({slot.name}.data.clone())"
         )
@@ -406,7 +362,7 @@ def _share_memory(func: Any, args: Any, kwargs: Any) -> Any:
 def _repr(func: Any, args: Any, kwargs: Any) -> str:
     tensor = args[0]
     slot = tensor._slot
-    if slot.pager.closed_because is not None:
+    if slot.pager.life.closed_because is not None:
         return f"<{type(tensor).__name__} {slot.name} {tuple(slot.shape)} {slot.dtype}, of a closed engine>"
     return str(_paged_call(func, "__repr__", (), args, kwargs))
 

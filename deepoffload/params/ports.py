@@ -1,12 +1,12 @@
-"""What slots, units and doors ask of the pager, and the pager of the gradients: seams, so that imports go one way.
+"""Protocols that let imports go one way.
 
-The slots that pass through here are typed ``Any``: their classes lie above.
+Slots, units and doors see the pager through :class:`PagerPort`. The pager sees the gradients through
+:class:`GradientDoor`, and the engine through :class:`PagerOwner`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -16,26 +16,43 @@ from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.tier_manager import TierManager
 
 if TYPE_CHECKING:
+    from deepoffload.params.hook_stack import HookStack
+    from deepoffload.params.lifetime import Lifetime
+    from deepoffload.params.mapped import MappedCopies
     from deepoffload.params.open_graphs import OpenGraphs
+    from deepoffload.params.slot import TensorSlot
+    from deepoffload.params.unit import ParamHandle, Unit
 
 
 class GradientDoor(Protocol):
     """What stands behind ``param.grad`` (implemented by :class:`deepoffload.optim.gradients.Gradients`)."""
 
-    def read(self, handle: Any) -> Tensor | None:
+    def read(self, handle: ParamHandle) -> Tensor | None:
         """The gradient that ``param.grad`` shows."""
 
-    def assign(self, handle: Any, value: Tensor | None) -> None:
+    def assign(self, handle: ParamHandle, value: Tensor | None) -> None:
         """``param.grad = value``; None drops it."""
 
-    def track(self, handle: Any) -> None:
+    def track(self, handle: ParamHandle) -> None:
         """From now on take over what autograd puts into ``param.grad``."""
 
-    def is_tracked(self, handle: Any) -> bool:
+    def is_tracked(self, handle: ParamHandle) -> bool:
         """Whether that is so already."""
 
-    def forget(self, unit: Any) -> None:
+    def forget(self, unit: Unit) -> None:
         """The unit is gone."""
+
+
+class PagerOwner(Protocol):
+    """Whose models a pager pages (implemented by :class:`deepoffload.runtime.engine.Engine`)."""
+
+    gradients: GradientDoor
+
+    def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:
+        """Page a parameter that no registration hook has seen; None when that cannot be done."""
+
+    def all_dead(self) -> None:
+        """The last parameter is gone."""
 
 
 class PagerPort(Protocol):
@@ -44,46 +61,36 @@ class PagerPort(Protocol):
     tiers: TierManager
     memory: ShownMemory
     lock: BooksLock
-    storages: dict[int, Any]
-    units: list[Any]
+    storages: dict[int, TensorSlot]
+    units: list[Unit]
     gradients: GradientDoor | None
-    adopt_late: Callable[[Tensor, str], Any] | None
-    closed_because: str | None
     evict_always: bool
     graphs: OpenGraphs
-    engine: Any
-    mapped_copies: Any
+    hooks: HookStack
+    life: Lifetime
+    engine: PagerOwner | None
+    mapped_copies: MappedCopies
 
     def memory_of(self, block: Block | None) -> ShownMemory: ...
 
-    def parameter_registered(self) -> None: ...
+    def remember_storage(self, slot: TensorSlot) -> None: ...
 
-    def parameter_dropped(self, _: Any) -> None: ...
+    def forget_storage(self, slot: TensorSlot) -> None: ...
 
-    def remember_storage(self, slot: Any) -> None: ...
+    def pin(self, slot: TensorSlot) -> None: ...
 
-    def forget_storage(self, slot: Any) -> None: ...
+    def unpin(self, slot: TensorSlot) -> None: ...
 
-    def pin(self, slot: Any) -> None: ...
+    def pin_for_backward(self, handle: ParamHandle) -> None: ...
 
-    def unpin(self, slot: Any) -> None: ...
+    def will_change(self, slot: TensorSlot) -> None: ...
 
-    def pin_for_backward(self, handle: Any) -> None: ...
+    def catch_up(self, unit: Unit | None) -> None: ...
 
-    def will_change(self, slot: Any) -> None: ...
+    def hold_until_step(self, slot: TensorSlot) -> None: ...
 
-    def catch_up(self, unit: Any) -> None: ...
+    def note_use(self, slot: TensorSlot) -> None: ...
 
-    def hold_until_step(self, slot: Any) -> None: ...
-
-    def note_use(self, slot: Any) -> None: ...
-
-    def opened(self) -> list[Any]: ...
-
-    def push_hooks(self, *, always: bool = False) -> bool | None: ...
-
-    def pop_hooks(self) -> None: ...
+    def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None: ...
 
     def pump(self) -> None: ...
-
-    def refuse_closed(self, name: str) -> None: ...

@@ -1,8 +1,19 @@
 """Who else refers to memory: it is used again for other bytes only when nobody does.
 
-Neither torch nor Python promises what an object's counts are while one tensor alone uses it, and both have changed
-them. Each count is therefore compared with that of a lone object, taken by the same code when this module is imported.
-A self-test then holds memory in every way that a program can, and refuses to go on when one of them is not seen.
+[Note: reference counts] Whether the program still looks at memory is read from counts that torch and Python keep for
+themselves. There are three, and each sees what the others do not. With ``w`` a paged weight whose bytes are shown::
+
+    view = w[0]                      # the use count of the storage (C++)
+    storage = w.untyped_storage()    # the reference count of the storage's Python object, of which torch makes one
+    capsule = to_dlpack(w)           # the use count of the tensor itself, which the capsule holds
+
+Neither torch nor Python promises what these counts are while one tensor alone uses the memory, and both have changed
+them between versions. So no number is written down here. :func:`calibrate` takes each count from a lone object, by the
+same code that later asks, when this module is imported; a count above it means that somebody else is there.
+:func:`self_test` then holds memory in every way that a program can, lets go of it, and looks whether both are seen. On
+a torch or Python where one of them is not, we would overwrite memory that the program looks at: there the import fails
+with UnsupportedError, which names what was not seen. Who asks, and what becomes of the answer, is told in [Note:
+aliases and leases] in ``params.slot``.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from deepoffload.errors import ClosedError
+from deepoffload.params.casts import NARROW, cast_again, cast_of_frozen, cast_of_weight
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.torch_private import (
     get_data,
@@ -31,11 +32,6 @@ from deepoffload.params.torch_private import (
 from deepoffload.params.unit import ParamHandle
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-_NARROW = (torch.bfloat16, torch.float16)
-"""What autocast casts weights to."""
-
-_WIDE = (torch.float32, torch.float64)
 
 _NAMED_TYPES = (
     *(torch.float16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -73,10 +69,8 @@ class SavedWeight:
 
 
 class SavedCast(SavedWeight):
-    """A copy of a weight in a narrower type, as autocast makes it, or a view of one: it is made again for backward.
-
-    Otherwise a forward under autocast would keep a second copy of the model in memory, in 16 bits per weight.
-    """
+    """A copy of a weight in a narrower type, as autocast makes it, or a view of one: it is made again for backward. See
+    [Note: casts under autocast] in ``params.casts``."""
 
     __slots__ = ("dtype", "base_stride")
 
@@ -164,39 +158,16 @@ class SavedTensorHooks:
                 return SavedWeight(slot, tensor, None)
             weight = slot.tensor if self.again else None
             return SavedWeight(slot, tensor, tensor._version if weight is None else version_of(weight))
-        if slot is None and tensor.dtype in _NARROW:
-            cast = self._cast_of_weight(tensor) if tensor.requires_grad else self._cast_of_frozen(tensor)
-            if cast is not None:
-                return cast
+        if slot is None and tensor.dtype in NARROW:
+            found = cast_of_weight(tensor) if tensor.requires_grad else cast_of_frozen(tensor, self.pager.hooks)
+            if found is not None and found[0].pager is self.pager:
+                handle, weight, base = found
+                return SavedCast(handle, tensor, base, None if self.run_again else version_of(weight))
         if slot is not None or getattr(tensor, "_slot", None) is not None:
             tensor = _alias(tensor)  # a gradient, or another engine's: the object would lose its bytes, an alias not
         if self.below is None:
             return SavedTensor(tensor)
         return SavedBelow(self.below[0](tensor), self.below[1])
-
-    def _cast_of_weight(self, tensor: Tensor) -> SavedCast | None:
-        base = tensor if tensor._base is None else tensor._base
-        node = base.grad_fn
-        if node is None or node.name() != "ToCopyBackward0" or tensor.is_conj() or tensor.is_neg():
-            return None
-        weight: Any = getattr(node.next_functions[0][0], "variable", None)  # of an AccumulateGrad node
-        handle = None if weight is None else weight.__dict__.get("_slot")
-        if not isinstance(handle, ParamHandle) or handle.pager is not self.pager or base.shape != handle.shape:
-            return None
-        return SavedCast(handle, tensor, base, None if self.run_again else version_of(weight))
-
-    def _cast_of_frozen(self, tensor: Tensor) -> SavedCast | None:
-        """The same of a frozen weight, whose cast has no graph: it is known by its values, among those of the modules
-        that are running."""
-        if in_functorch() or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-            return None
-        base = tensor if tensor._base is None else tensor._base
-        for entry in reversed(self.pager.opened()):
-            for handle in entry.window.of_shape(base.shape):
-                weight = handle.tensor
-                if weight is not None and not weight.requires_grad and _is_cast(base, weight):
-                    return SavedCast(handle, tensor, base, None if self.run_again else version_of(weight))
-        return None
 
     def unpack(self, packed: Any) -> Tensor:
         if type(packed) is SavedTensor:
@@ -204,16 +175,6 @@ class SavedTensorHooks:
         if type(packed) is SavedBelow:
             return packed.unpack(packed.packed)
         return restore(packed)
-
-
-def _is_cast(tensor: Tensor, weight: Tensor) -> bool:
-    """Whether ``tensor`` is ``weight`` in a narrower type, bit for bit."""
-    with outside_user_modes():
-        shown = get_data(weight)
-        if shown.dtype not in _WIDE or shown.device != tensor.device:
-            return False
-        cast = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=shown.device).copy_(shown)
-        return torch.equal(cast.view(torch.int16), get_data(tensor).view(torch.int16))
 
 
 def _version_of_any(tensor: Tensor) -> int:
@@ -286,9 +247,7 @@ def restore(saved: SavedWeight) -> Tensor:
             shown = get_data(param)
             if type(saved) is SavedCast:
                 with outside_user_modes():
-                    shown = torch.empty_strided(
-                        shown.size(), saved.base_stride, dtype=saved.dtype, device=shown.device
-                    ).copy_(shown)
+                    shown = cast_again(shown, saved.base_stride, saved.dtype)
             if saved.offset == 0 and saved.size == shown.size() and saved.stride == shown.stride():
                 return shown
             if not modes_active():

@@ -2,6 +2,26 @@
 
 While the block is resident the object's data is a view of the arena with its own storage; while it is not, the
 data is a *stand-in*: one scalar expanded to the shape, which costs nothing, reads as NaN and refuses every write.
+
+[Note: aliases and leases] Two things keep the bytes of a block where they are. A *lease* is a count on the block
+(``Block.leases``): our own code takes it with ``acquire`` and gives it back with ``release``. An *alias* is a tensor of
+the program's that shares memory with a paged one. Nobody gives an alias back, because nobody had to ask for it::
+
+    row = model.embed.weight[0]      # a view: it shows our memory for as long as `row` lives
+    with torch.no_grad():
+        row.zero_()                  # no door sees this; the bytes must still be those of the weight
+
+If the block were evicted here, ``row`` would show the bytes of another block, and ``row.zero_()`` would destroy them.
+So an alias counts as a lease: before memory is taken away, :meth:`TensorSlot.aliased` asks whether anybody but the
+tensor object refers to its storage (see [Note: reference counts] in ``params.reference_counts``). That is why each
+tensor shows its bytes through a storage of its own, although all of a block lie together: the counts then tell of each
+one alone.
+
+What follows: a block with an alias is neither evicted nor moved. A block that is discarded while it has one leaves its
+memory in limbo, from where it comes back when the alias has gone (:meth:`TensorSlot.alias` is the question to ask).
+And because an alias can be written through without a trace (``w.detach().numpy()``), the bytes get a checksum when it
+is made, with which they are compared whenever it matters whether the program wrote (``ParamHandle.note_escape``,
+``changed``).
 """
 
 from __future__ import annotations
@@ -124,7 +144,7 @@ class TensorSlot:
         self._stand_in = make_stand_in(shape, dtype, device)
         self._stand_in_storage = self._stand_in.untyped_storage()._cdata
         if tensor is not None:
-            self.attach(tensor, pager.parameter_dropped)
+            self.attach(tensor, pager.life.parameter_dropped)
 
     def attach(self, tensor: Tensor, on_death: Callable[[Any], None] | None = None) -> None:
         """Show the bytes through this tensor object from now on."""

@@ -4,11 +4,22 @@ A ``state_dict()`` of plain PyTorch holds aliases of all weights; of a paged mod
 memory. A :class:`LazyWeight` is an alias, too: it shows later updates of its weight, and what is written to it is
 written to the weight. Only its bytes are not held. Views of it are such values, too, so that the address of a view and
 the address of the whole agree.
+
+[Note: a value becomes a parameter] ``load_state_dict(state, assign=True)`` makes ``nn.Parameter(value)`` of every
+value, and what comes out has to be a paged parameter, no LazyWeight. ``nn.Parameter.__new__`` has no place for that.
+It does::
+
+    t = value.detach()            # our door knows the caller: a new paged parameter, with LazyWeight for its class
+    t.requires_grad_(flag)        # let through, because ``t`` has ``_class``
+    if type(t) is not type(value): raise RuntimeError(...)
+    t._is_param = True            # the last that happens to ``t``: our setter gives it its real class, ``_class``
+
+So ``LazyWeight._is_param`` is a property whose setter swaps the class of its object. Nothing but ``nn.Parameter`` sets
+it. ``isinstance(value, nn.Parameter)`` reads it, and gets False.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -16,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
-from deepoffload.params.mapped import MappedCopies, MappedCopy
+from deepoffload.params.mapped import MappedCopy
 from deepoffload.params.metadata import METADATA, layout_answers
 from deepoffload.params.slot import make_stand_in
 from deepoffload.params.torch_private import PARAMETER_NEW, door_caller, no_torch_function, outside_user_modes, set_data
@@ -80,7 +91,7 @@ class LazyWeight(Tensor):
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
-        kind = self._class  # see _detach
+        kind = self._class  # see [Note: a value becomes a parameter]
         del self._class
         self.__class__ = kind
 
@@ -118,13 +129,10 @@ class _WeightSource:
     def mapped(self) -> Tensor:
         """An ordinary tensor with an address. It follows later changes of the weight only when asked for again."""
         pager, slot = self.slot.pager, self.slot
-        space = pager.tiers.space
-        if space is None and slot.memory.on_host:
+        if pager.tiers.space is None and slot.memory.on_host:
             return self.weight.detach()  # without NVMe all weights are in memory anyway
         if self.copy is None:
             with pager.lock:
-                if pager.mapped_copies is None:
-                    pager.mapped_copies = MappedCopies(str(space.paths[0]) if space else tempfile.gettempdir())
                 self.copy = pager.mapped_copies.of(slot)  # tied weights have one address
         return self.copy.refresh(self.weight)
 
@@ -248,8 +256,7 @@ def _detach(func: Any, args: Any, kwargs: Any) -> Tensor:
     value = args[0]
     if door_caller() is not PARAMETER_NEW:
         return _value(value._source, value._view)
-    # nn.Parameter(value), as load_state_dict(assign=True) makes it: a separate paged parameter. Parameter.__new__
-    # insists on the class of its argument, until it sets _is_param.
+    # See [Note: a value becomes a parameter].
     source, view = value._source, value._view
     whole = view.shape == source.slot.shape and view.dtype is source.slot.dtype and view.stride == source.slot.stride
     made: Any = nn.Parameter(source.weight if whole else value.clone())

@@ -66,7 +66,7 @@ class ParamHandle(TensorSlot):
         self, pager: PagerPort, name: str, tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...]
     ) -> None:
         super().__init__(pager, name, tensor, tensor.shape, dtype, stride, tensor.device)
-        pager.parameter_registered()
+        pager.life.parameter_registered()
         self.unit: Unit | None = None
         self.state_owner: object | None = None
         self.master_stale = False

@@ -17,35 +17,36 @@ from deepoffload import machine
 from deepoffload.config import Config, StepOverlap
 from deepoffload.config.resolve import Budgets, resolve_budgets
 from deepoffload.device import Device
-from deepoffload.errors import PlacementError, UsageError
+from deepoffload.errors import BudgetError, PlacementError, UsageError
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
 from deepoffload.io.swap_files import check_paths, warn_of_shared
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.lock import SHIELD
+from deepoffload.native.aio import round_up
 from deepoffload.optim.device_landing import DeviceLandings
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.outer_window import OuterWindow
 from deepoffload.params.pager import Pager
+from deepoffload.params.root_watch import RootWatch
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.use_order import UseOrder
-from deepoffload.params.window import RootWatch, Window
+from deepoffload.params.window import Window
 from deepoffload.runtime.announce import OutsideWatch, announce, summary
 from deepoffload.runtime.compute_types import convert_buffers
-from deepoffload.runtime.construct import Assembly, adoptable
+from deepoffload.runtime.construct import Assembly, ConstructionHooks, adopt, adoptable, refuse_meta
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
 from deepoffload.runtime.device import find_accelerator, fit_device, open_memory, with_ring
 from deepoffload.runtime.plan import (
     NO_DISK,
     ModelPlan,
+    enough_for,
     plan_model,
-    refusal_of,
 )
 from deepoffload.runtime.ranks import refuse_several_ranks
-from deepoffload.runtime.registration import ConstructionHooks, ShortageError, refuse_meta, take
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind
 from deepoffload.schedule.placement import Placement
@@ -76,6 +77,7 @@ class Engine:
         self._outer: list[OuterWindow] = []
         self._watches: list[RootWatch] = []
         self._outside: OutsideWatch | None = None
+        self._building: ConstructionHooks | None = None
         self._io: IoEngine | None = None
         self._space: SwapSpace | None = None
         self._bandwidths = NO_DISK
@@ -104,11 +106,11 @@ class Engine:
             order,
             graphs,
             memory,
+            self,
             prefetch=config.prefetch,
             evict_always=config.debug.evict_always,
             defer_updates=config.step_overlap is StepOverlap.DEFERRED,
         )
-        self.pager.engine = self
         self.gradients = Gradients(self.pager)
         self.gradients.from_device = landings
         if config.step_overlap is StepOverlap.IN_BACKWARD:
@@ -173,9 +175,8 @@ class Engine:
             self._pin_residents(plan.placement)
         for root in roots:
             convert_buffers(root, memory.device, plan.assembly.types)
-        self.pager.gradients = self.gradients
-        self.pager.adopt_late = self.adopt_late
-        self.pager.on_all_dead = lambda: self.close("its model was deleted")
+        self._building = None
+        self.pager.assembled()
         for unit in self.pager.units:
             for handle in unit.handles:
                 self.gradients.track(handle)
@@ -188,31 +189,22 @@ class Engine:
         announce(summary(plan.placement, num_parameters, self.config.nvme_path, memory.device))
         self._outside = OutsideWatch(self.budgets.host_bytes)
 
-    def hooks(self) -> ConstructionHooks:
-        """What pages parameters as they are registered."""
-        return ConstructionHooks(self.pager, self._capacity_bytes(), self._refusal)
-
-    def _refusal(self, roots: Sequence[nn.Module], shortage: ShortageError, built_bytes: int) -> PlacementError:
-        """The error for models, paged and on the meta device, of which one parameter did not fit: with a budget for all
-        of them. ``built_bytes``: what was registered at once while they were built."""
-        why = partial(
-            refusal_of,
-            roots,
-            capacity_bytes=self._capacity_bytes(),
-            nvme_bytes=self._nvme_bytes(),
-            bandwidths=self._bandwidths,
-        )
-        try:
-            whole = why(self.config)
-        except UsageError:  # keep_fp32 names what is not built yet
-            whole = why(replace(self.config, keep_fp32=()))
-        if whole is not None and (whole.enough_bytes is None or whole.enough_bytes >= built_bytes):
-            whole = self._with_ring(whole)
-            return PlacementError(f"{shortage}. {whole}", whole.enough_bytes)
-        enough = with_ring(self.gradients, built_bytes)
-        return PlacementError(
-            f"{shortage}. Parameters of {built_bytes:,} bytes are there at once while the model is built, although not "
-            f"all of them stay. Raise host_budget to at least {enough} bytes",
+    def refuse_too_large(self, param: Tensor, name: str) -> None:
+        """Raise for a parameter that is larger than the budget by itself, naming one that is enough for it alone: what
+        else is to come is not known while a model is built."""
+        capacity_bytes = self._capacity_bytes()
+        if round_up(param.nbytes) <= capacity_bytes:
+            return
+        alone = nn.Module()
+        alone._parameters["weight"] = param if isinstance(param, nn.Parameter) else None
+        enough = enough_for(alone, replace(self.config, keep_fp32=()), capacity_bytes, self._nvme_bytes())
+        said = f"{name} ({param.nbytes:,} bytes) alone is larger than the budget of {capacity_bytes:,} bytes"
+        if enough is None:
+            raise BudgetError(f"{said}, and NVMe cannot hold what memory does not: raise host_budget and nvme_budget")
+        enough = with_ring(self.gradients, enough)
+        raise BudgetError(
+            f"{said}. A step needs a weight, its gradient and pieces of its optimizer state at once: raise host_budget "
+            f"to at least {enough} bytes, which is enough for a model of this parameter alone",
             enough,
         )
 
@@ -259,18 +251,24 @@ class Engine:
         handles = []
         for name, param in model.named_parameters():
             if adoptable(self.pager, param):
-                try:
-                    handles.append(take(self.pager, param, name, self._capacity_bytes()))
-                except ShortageError as error:
-                    raise self._refusal([model], error, 0) from None
+                self.refuse_too_large(param, name)
+                handles.append(adopt(self.pager, param, name))
         if not handles:
             where = "the CPU" if self.pager.memory.on_host else f"the CPU or {self.pager.memory.device}"
             raise UsageError(f"{type(model).__name__} has no parameters on {where} that could be offloaded")
         self.assemble([model], handles)
 
+    def construction(self) -> ConstructionHooks:
+        """What adopts parameters while models are being built."""
+        self._building = ConstructionHooks(self.pager, self.refuse_too_large)
+        return self._building
+
     def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:
         """A parameter that arrived after the context ended becomes a unit of its own; None for what is not
         adoptable."""
+        if self.pager.gradients is None:
+            building = self._building
+            return building.adopt(param, name) if building is not None and building.is_on() else None
         if not adoptable(self.pager, param):
             return None
         with self.pager.lock:
@@ -348,16 +346,19 @@ class Engine:
 
     # -- end -------------------------------------------------------------------------------------------------------
 
+    def all_dead(self) -> None:
+        """The last parameter is gone: the engine of models that were built ends with them."""
+        if self.pager.gradients is not None:
+            self.close("its model was deleted")
+
     def close(self, because: str = "engine.close() was called") -> None:
         """Give everything back: hooks, memory, swap files, threads. Idempotent. Parameters then raise
         ``ClosedError``."""
-        if self.pager.closed_because is not None:
+        if self.pager.life.closed_because is not None:
             return
         with self.pager.lock:
-            self.pager.close_leaked()
-            self.pager.closed_because = because
-            self.pager.ignore_deaths()
-            self.pager.graphs.refuse_all(self.pager.units)
+            self.pager.close(because)
+            self._building = None
             for window in (*self._windows, *self._outer):
                 window.remove()
             for watch in self._watches:
@@ -388,7 +389,7 @@ class Engine:
 def _close_at_exit(reference: weakref.ref[Pager], io: IoEngine | None, space: SwapSpace | None, pid: int) -> None:
     pager = reference()
     if pager is not None:
-        pager.ignore_deaths()
+        pager.life.ignore_deaths()
     if os.getpid() != pid:
         return  # a forked child: the files and threads are the parent's
     if space is not None:
@@ -401,8 +402,8 @@ def _close_at_exit(reference: weakref.ref[Pager], io: IoEngine | None, space: Sw
 def _forked(reference: weakref.ref[Engine]) -> None:
     """In a forked child, which inherits neither the memory nor the transfers: every use is refused from now on."""
     engine = reference()
-    if engine is not None and engine.pager.closed_because is None:
-        engine.pager.closed_because = "it is the parent process's; a forked child cannot use it (start it with spawn)"
+    if engine is not None and engine.pager.life.closed_because is None:
+        engine.pager.life.close("it is the parent process's; a forked child cannot use it (start it with spawn)")
 
 
 def _together(rates: Sequence[Bandwidth]) -> Bandwidths:

@@ -433,11 +433,11 @@ def test_deleted_with_a_step_to_come(paging: Paging, order: str) -> None:
     if order == "model first":
         del model
         weight = optimizer.param_groups[0]["params"][3].detach().sum().item()
-        assert weight == weight and engine.pager.closed_because is None
+        assert weight == weight and engine.pager.life.closed_because is None
         del optimizer
     else:
         del optimizer, model
-    assert engine.pager.closed_because is not None
+    assert engine.pager.life.closed_because is not None
     assert list(paging.nvme_path.iterdir()) == []
 
 

@@ -24,7 +24,7 @@ def leases(model: nn.Module) -> int:
 
 
 def open_windows(model: nn.Module) -> int:
-    return len(engine_of(model).pager.opened())
+    return len(engine_of(model).pager.hooks.opened())
 
 
 class Stops(RuntimeError):
@@ -217,4 +217,4 @@ def test_late_parameter_that_finds_no_room_can_be_tried_again(paging: Paging) ->
     assert_same_bits(gradients_of(expected), gradients_of(model))
     engine = engine_of(model)
     del model, late, net, param
-    assert engine.pager.closed_because == "its model was deleted"
+    assert engine.pager.life.closed_because == "its model was deleted"

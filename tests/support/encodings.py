@@ -196,10 +196,10 @@ class EncodedModel:
         assert isinstance(memory, CopyMemory)
         self.memory = memory
         self._last.callback(memory.close)
-        self.pager = Pager(self.tiers, order, graphs, memory)
-        gradients = Gradients(self.pager)
+        self.pager = Pager(self.tiers, order, graphs, memory, self)
+        self.gradients = gradients = Gradients(self.pager)
         gradients.from_device = DeviceLandings(memory)
-        self.pager.gradients = gradients
+        self.pager.assembled()
         for name, module in model.named_modules():
             params = list(module.named_parameters(recurse=False))
             if params:
@@ -226,7 +226,7 @@ class EncodedModel:
             self._adopt(f"{name}.{key}", param, block, form) for (key, param), form in zip(params, forms, strict=True)
         ]
         owner.slots += handles
-        unit = Unit(self.pager.new_unit_index(), name, handles, block, owner)
+        unit = Unit(self.pager.life.new_unit_index(), name, handles, block, owner)
         for handle in handles:
             handle.unit = unit
         self.pager.units.append(unit)
@@ -264,7 +264,13 @@ class EncodedModel:
         finally:
             self.tiers.release(unit.weights)
 
+    def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:
+        return None
+
+    def all_dead(self) -> None:
+        """The test ends it."""
+
     def close(self) -> None:
-        self.pager.closed_because = "the test is over"
-        self.pager.ignore_deaths()
+        self.pager.life.close("the test is over")
+        self.pager.life.ignore_deaths()
         self._last.close()

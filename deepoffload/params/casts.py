@@ -1,0 +1,113 @@
+"""Autocast's casts of weights: known again when autograd saves them, and dropped before they are a second model.
+
+[Note: casts under autocast] Under ``torch.autocast`` a linear layer computes with ``weight.to(torch.bfloat16)``. Two
+parties keep that copy. Autograd saves it for backward, with the graph; and autocast keeps it in a cache until the
+``with`` block ends, so that a weight which is used twice is cast once. Either of them would hold a 16-bit copy of the
+whole model in memory that no budget counts.
+
+Autograd is answered by our saved-tensor hooks: a cast of a weight is saved as (weight, type, view), and made again for
+backward, with the same bits. A cast of a weight that is trained has a graph, ``ToCopyBackward0`` of the weight's
+``AccumulateGrad``, by which it is known. A cast of a frozen weight has none. It is known by its values, among the
+weights of its shape in the windows that are open.
+
+Autocast is answered by emptying its cache when the next window is entered. One rule limits this. Where a weight is used
+twice in one forward, torch adds the gradients of one shared cast in 16 bits, and those of two casts in 32 bits: to
+drop the cast in between would change the numbers. So from the first time on that a weight is seen to be used twice, the
+cache is left alone (``shared``). For example, a tied embedding is in two windows, which is known when these are made. A
+layer that is called twice shows it by its second call before a backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepoffload.params.torch_private import get_data, in_functorch, outside_user_modes
+from deepoffload.params.unit import ParamHandle
+
+if TYPE_CHECKING:
+    from deepoffload.params.hook_stack import HookStack
+
+NARROW = (torch.bfloat16, torch.float16)
+"""What autocast casts weights to."""
+
+_WIDE = (torch.float32, torch.float64)
+
+
+class CastCache:
+    """What autocast's cache may hold of the models' weights. Windows are known by their ids.
+
+    Attributes:
+        shared: weights are used more than once in a forward, so the cache is left alone.
+        held_by: the window whose casts are in the cache and leave it when another one is entered.
+    """
+
+    def __init__(self) -> None:
+        self.shared = False
+        self.held_by: int | None = None
+        self.left: set[int] = set()
+
+    def drop(self) -> None:
+        """Another window than ``held_by`` is entered."""
+        self.held_by = None
+        torch.clear_autocast_cache()
+
+    def leave(self, window: int) -> None:
+        """A window ends that ran under autocast and its cache."""
+        if torch.is_grad_enabled():
+            self.shared |= window in self.left
+            self.left.add(window)
+        self.held_by = None if self.shared else window
+
+    def forget(self) -> None:
+        """A backward is running: what casts weights from now on is another forward."""
+        if self.left:
+            self.left.clear()
+
+
+FoundCast = tuple[ParamHandle, Tensor, Tensor]
+"""A weight's handle and tensor, and the whole cast that a tensor is, or is a view of."""
+
+
+def cast_of_weight(tensor: Tensor) -> FoundCast | None:
+    """Of which weight ``tensor``, which has a graph, is a cast or a view of one."""
+    base = tensor if tensor._base is None else tensor._base
+    node = base.grad_fn
+    if node is None or node.name() != "ToCopyBackward0" or tensor.is_conj() or tensor.is_neg():
+        return None
+    weight: Any = getattr(node.next_functions[0][0], "variable", None)  # of an AccumulateGrad node
+    handle = None if weight is None else weight.__dict__.get("_slot")
+    if not isinstance(handle, ParamHandle) or base.shape != handle.shape:
+        return None
+    return handle, weight, base
+
+
+def cast_of_frozen(tensor: Tensor, hooks: HookStack) -> FoundCast | None:
+    """The same of a frozen weight, whose cast has no graph: it is known by its values, among those of the modules that
+    are running."""
+    if in_functorch() or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return None
+    base = tensor if tensor._base is None else tensor._base
+    for entry in reversed(hooks.opened()):
+        for handle in entry.window.of_shape(base.shape):
+            weight = handle.tensor
+            if weight is not None and not weight.requires_grad and _is_cast(base, weight):
+                return handle, weight, base
+    return None
+
+
+def _is_cast(tensor: Tensor, weight: Tensor) -> bool:
+    """Whether ``tensor`` is ``weight`` in a narrower type, bit for bit."""
+    with outside_user_modes():
+        shown = get_data(weight)
+        if shown.dtype not in _WIDE or shown.device != tensor.device:
+            return False
+        cast = cast_again(shown, tensor.stride(), tensor.dtype)
+        return torch.equal(cast.view(torch.int16), get_data(tensor).view(torch.int16))
+
+
+def cast_again(shown: Tensor, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The cast that autocast makes of the bytes that a weight shows. Call it outside of the program's modes."""
+    return torch.empty_strided(shown.size(), stride, dtype=dtype, device=shown.device).copy_(shown)

@@ -1,0 +1,154 @@
+"""What runs now: the calls of windows that are open, and the saved-tensor hooks that were pushed for them, per thread.
+
+torch keeps the stack of hooks per thread, and so is this. Both lists are undone in the reverse order in which they were
+filled. Ctrl-C can end a call without its post hook: what then is left is found here and undone (see
+[Note: the frame's end] in ``params.window_call``).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepoffload.copies.shown import ShownMemory
+from deepoffload.memory.lock import BooksLock
+from deepoffload.params.open_graphs import OpenGraphs
+from deepoffload.params.ports import PagerPort
+from deepoffload.params.saved import SavedTensorHooks
+from deepoffload.params.torch_private import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks_enabled,
+    top_saved_tensors_hooks,
+)
+
+if TYPE_CHECKING:
+    from deepoffload.params.window_call import WindowCall
+
+
+class _ThreadState(threading.local):
+    """What this thread has opened, innermost last."""
+
+    def __init__(self) -> None:
+        self.pushed: list[SavedTensorHooks] = []
+        self.opened: list[WindowCall] = []
+
+
+class HookStack:
+    """Args:
+    memory: in which tensors show their bytes.
+    graphs: are told when autograd is left to save weights itself.
+    """
+
+    def __init__(self, pager: PagerPort, memory: ShownMemory, lock: BooksLock, graphs: OpenGraphs) -> None:
+        self._pager = pager
+        self._memory = memory
+        self._lock = lock
+        self._graphs = graphs
+        self._local = _ThreadState()
+        self._opened_by: dict[int, list[WindowCall]] = {}
+        self._shared = False
+        self._hooks_alone = SavedTensorHooks(pager, None)
+
+    # -- saved-tensor hooks ----------------------------------------------------------------------------------------
+
+    def push(self, *, always: bool = False) -> bool | None:
+        """Push our saved-tensor hooks unless they are on top.
+
+        Nor where nothing will ever be moved: what autograd keeps of a weight then stays right without us, and an update
+        moves the weight's version, by which autograd sees that it no longer is. Not so under autocast, whose narrower
+        copies of weights are a second copy of the model.
+
+        Args:
+            always: also there: more than weights may be saved.
+
+        Returns True when pushed, False when that is not needed, None when the program has disabled such hooks.
+        """
+        memory = self._memory
+        if not always and memory.all_stay() and not torch.is_autocast_enabled(memory.device.type):
+            self._graphs.unhooked = True
+            return False
+        if not saved_tensors_hooks_enabled():
+            return None
+        top = top_saved_tensors_hooks(True)
+        if top is None:
+            hooks = self._hooks_alone
+        else:
+            mine = getattr(top[0], "__self__", None)
+            if type(mine) is SavedTensorHooks and mine.pager is self._pager:
+                return False
+            hooks = SavedTensorHooks(self._pager, top)
+        self._local.pushed.append(hooks)  # in this order: what an interrupt leaves is found and undone
+        push_saved_tensors_hooks(hooks.pack, hooks.unpack)
+        return True
+
+    def pop(self) -> None:
+        """Undo one :meth:`push` that returned True."""
+        pop_saved_tensors_hooks()
+        self._local.pushed.pop()
+
+    # -- open calls ------------------------------------------------------------------------------------------------
+
+    def opened(self) -> list[WindowCall]:
+        """The calls of windows that this thread is in, innermost last."""
+        return self._local.opened
+
+    def shared_by_threads(self) -> bool:
+        """True from the moment on that one thread uses the models while another is in a window of theirs.
+
+        Then no parameter is without its door again: inside a window the other thread would pass it unseen.
+        """
+        me = threading.get_ident()
+        opened_by = self._opened_by
+        opened_by[me] = self._local.opened
+        if not self._shared and len(opened_by) > 1:
+            others = [entry for thread, opened in opened_by.items() if thread != me for entry in opened]
+            if others:
+                with self._lock:
+                    self._shared = True
+                    for entry in others:
+                        entry.window.show_doors(entry)
+        return self._shared
+
+    # -- what a call left behind -----------------------------------------------------------------------------------
+
+    def close_leaked(self) -> None:
+        """Close what an interrupted forward (Ctrl-C) left open on this thread; torch runs no post hooks for it.
+
+        To be called where no forward of these models is running on this thread.
+        """
+        with self._lock:
+            self._forget_foreign_hooks()
+            while self._local.opened:
+                entry = self._local.opened.pop()
+                entry.window.close(entry)
+            while self._local.pushed:
+                self.pop()
+
+    def close_stale(self) -> None:
+        """The same where a forward may be running: close the calls whose frames are no longer on this thread's
+        stack."""
+        running = set()
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            running.add(id(frame))
+            frame = frame.f_back
+        with self._lock:
+            opened = self._local.opened
+            while opened and (opened[-1].over or opened[-1].frame_id not in running):
+                self._forget_foreign_hooks()
+                entry = opened.pop()
+                entry.window.close(entry)
+
+    def _forget_foreign_hooks(self) -> None:
+        if self._local.pushed and saved_tensors_hooks_enabled():
+            top = top_saved_tensors_hooks(True)
+            if top is None or getattr(top[0], "__self__", None) is not self._local.pushed[-1]:
+                # Somebody else has tidied the stack already, or has pushed over ours: leave torch's stack alone.
+                for entry in self._local.opened:
+                    entry.pushed = False
+                self._local.pushed.clear()

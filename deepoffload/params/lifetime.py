@@ -1,0 +1,84 @@
+"""Life and death: parameters and units come and go as the program keeps them, and the end of all ends the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepoffload.errors import ClosedError
+from deepoffload.memory.lock import BooksLock
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.params.ports import GradientDoor, PagerOwner
+from deepoffload.params.unit import Unit
+
+
+class Lifetime:
+    """Counts what is alive. The program owns its parameters; this only notices that they are gone.
+
+    Args:
+        owner: is told when nothing is alive any more; None when nobody has to know.
+
+    Attributes:
+        closed_because: why nothing can be used any more; None while it can.
+        deaths: of parameters and modules since units were last looked through.
+        minds_deaths: False when it no longer matters who dies.
+    """
+
+    def __init__(self, lock: BooksLock, owner: PagerOwner | None) -> None:
+        self.closed_because: str | None = None
+        self.deaths = 0
+        self.minds_deaths = True
+        self._lock = lock
+        self._owner = owner
+        self._alive = 0
+        self._unit_count = 0
+
+    def parameter_registered(self) -> None:
+        with self._lock:
+            self._alive += 1
+
+    def parameter_dropped(self, _: Any) -> None:
+        """A parameter was deleted. May run at any time, in any thread: only count, and end an engine that shows
+        nothing."""
+        self._alive -= 1
+        self.deaths += 1
+        owner = self._owner
+        if self._alive == 0 and owner is not None and self.minds_deaths and self._lock.acquire_idle():
+            try:
+                owner.all_dead()
+            finally:
+                self._lock.release()
+
+    def ignore_deaths(self) -> None:
+        """From now on nothing happens when parameters, modules or calls die: the engine has ended, or the process ends.
+
+        The interpreter empties modules on its way out, in an order of its own. What runs when an object dies then finds
+        None in the place of every function and class.
+        """
+        self.minds_deaths = False
+
+    def close(self, because: str) -> None:
+        """Nothing can be used from now on."""
+        self.closed_because = because
+
+    def refuse_closed(self, name: str) -> None:
+        raise ClosedError(f"{name or 'the model'} belongs to a closed engine: {self.closed_because}")
+
+    # -- units -----------------------------------------------------------------------------------------------------
+
+    def new_unit_index(self) -> int:
+        """A number that no unit of this pager ever had."""
+        self._unit_count += 1
+        return self._unit_count - 1
+
+    def free_dead_units(self, units: list[Unit], tiers: TierManager, gradients: GradientDoor | None) -> None:
+        """Give back what units hold of which every parameter was deleted (a replaced head, merged adapters)."""
+        self.deaths = 0
+        for unit in list(units):
+            blocks = unit.blocks()
+            if any(handle.tensor is not None for handle in unit.handles) or any(block.leases for block in blocks):
+                continue
+            units.remove(unit)
+            if gradients is not None:
+                gradients.forget(unit)
+            for block in blocks:
+                tiers.remove(block)

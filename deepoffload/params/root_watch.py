@@ -1,0 +1,67 @@
+"""Notices modules and parameters that come to a model or leave it after it was placed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from deepoffload.params.membership import Membership
+from deepoffload.params.module_hooks import ModuleHook, NoWindow
+
+if TYPE_CHECKING:
+    from deepoffload.params.window import Window
+
+
+class RootWatch:
+    """Pre-forward hook of a whole model: calls ``refresh`` when modules or parameters came or went.
+
+    Args:
+        windows: those of them that lie below ``root`` need not ask again in a call of it.
+
+    Attributes:
+        checks: how often it has asked and found nothing new.
+        changes: how often it has found something.
+        running: a call of ``root`` is.
+    """
+
+    def __init__(self, root: nn.Module, refresh: Callable[[nn.Module], None], windows: Iterable[Window]) -> None:
+        self.checks = self.changes = 0
+        self.running = False
+        self._refresh = refresh
+        self._members = Membership(root)
+        below = set(root.modules())
+        for window in windows:
+            if window.module() in below:
+                window.watched_by(self)
+        self._module = weakref.ref(root)
+        self._removable = (
+            root.register_forward_pre_hook(ModuleHook(self.enter), prepend=True),
+            root.register_forward_hook(ModuleHook(self.leave), always_call=True),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RootWatch:
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return (NoWindow, ())
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        if module is not self._module():
+            return
+        self.running = True
+        if not self._members.changed():
+            self.checks += 1
+            return
+        self.changes += 1
+        self._refresh(module)
+        self._members = Membership(module)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.running = False
+
+    def remove(self) -> None:
+        for handle in self._removable:
+            handle.remove()
