@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepoffload.errors import ConfigError
-
 _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 writes a limit near 2**63 where there is none."""
 
@@ -65,11 +63,8 @@ def measure(paths: Iterable[str] = (), root: str = "/") -> Machine:
     """Look at the machine now.
 
     Args:
-        paths: directories that are to hold swap files.
+        paths: directories that are to hold swap files, checked already.
         root: where ``proc`` and ``sys`` are found.
-
-    Raises:
-        ConfigError: a path is missing, is not a directory, or cannot be written to.
     """
     import psutil  # costs 15 ms and is needed only here
 
@@ -82,20 +77,9 @@ def measure(paths: Iterable[str] = (), root: str = "/") -> Machine:
 
 
 def disk_space(path: str) -> DiskSpace:
-    """Free bytes for an ordinary user at ``path``.
-
-    Raises:
-        ConfigError: ``path`` is missing, is not a directory, or cannot be written to.
-    """
-    try:
-        status, usage = os.stat(path), shutil.disk_usage(path)
-    except OSError as error:
-        raise ConfigError(f"nvme_path {path}: {error.strerror}; make the directory or name another one") from error
-    if not os.path.isdir(path):
-        raise ConfigError(f"nvme_path {path}: is not a directory; name the directory that is to hold the swap file")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"nvme_path {path}: this user may not write there; change its rights or name another one")
-    return DiskSpace(path, usage.free, status.st_dev)
+    """Free bytes for an ordinary user in a directory. Raises ``OSError`` where there is none (``io.swap_files`` checks
+    what users name)."""
+    return DiskSpace(path, shutil.disk_usage(path).free, os.stat(path).st_dev)
 
 
 def usable_cores(root: Path = Path("/")) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import cuda
 from tests.support.paging import STRICT, Paging, Same
@@ -41,6 +42,15 @@ def quick_collections() -> None:
     again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small models are fastest on one thread, and two of these sessions may run side by side."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

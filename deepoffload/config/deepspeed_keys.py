@@ -28,9 +28,10 @@ from deepoffload.config.keys import (
     switched_group,
     text,
 )
-from deepoffload.config.own_keys import QUEUE_DEPTH_MAX, tier_limit
+from deepoffload.config.own_keys import tier_limit
 from deepoffload.config.schema import Buffers, Precision
 from deepoffload.device import Tier
+from deepoffload.native.aio import QUEUE_DEPTH_MAX
 
 _ONE_RANK = "one process trains, so nothing is reduced, scattered or gathered"
 _BUDGETS = "the budgets and measured bandwidths decide which bytes stay near (device_budget, host_budget)"

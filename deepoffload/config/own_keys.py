@@ -17,13 +17,8 @@ from deepoffload.config.keys import (
 from deepoffload.config.schema import AioBackend, Buffers, GradientDtype, Precision
 from deepoffload.device import Device, Tier
 from deepoffload.errors import ConfigError
+from deepoffload.native.aio import PAGE_BYTES, REQUEST_BYTES_MAX
 from deepoffload.schedule.cost_model import StepOverlap
-
-DIRECT_IO_ALIGNMENT_BYTES = 4096
-REQUEST_BYTES_MAX = 1 << 30
-"""Below Linux's limit of 0x7ffff000 bytes per transfer (read(2), "NOTES")."""
-QUEUE_DEPTH_MAX = 1024
-"""What the engine takes: ``DOFF_QUEUE_DEPTH_MAX`` of ``csrc/aio/doff_aio.h``."""
 
 
 def tier_limit() -> ValueKind:
@@ -119,10 +114,8 @@ OWN_KEYS = (
     _own(
         "aio.block_bytes",
         ValueKind(
-            f"bytes from {DIRECT_IO_ALIGNMENT_BYTES} to {REQUEST_BYTES_MAX}, a multiple of {DIRECT_IO_ALIGNMENT_BYTES}",
-            lambda value: integer(DIRECT_IO_ALIGNMENT_BYTES, REQUEST_BYTES_MAX, DIRECT_IO_ALIGNMENT_BYTES).normalise(
-                size().normalise(value)
-            ),
+            f"bytes from {PAGE_BYTES} to {REQUEST_BYTES_MAX}, a multiple of {PAGE_BYTES}",
+            lambda value: integer(PAGE_BYTES, REQUEST_BYTES_MAX, PAGE_BYTES).normalise(size().normalise(value)),
         ),
         "Length of one disk request.",
         1 << 20,

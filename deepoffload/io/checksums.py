@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..native.aio import ffi, lib
-from .engine import IoEngine
-from .extents import Extent
+from deepoffload.io.engine import IoEngine
+from deepoffload.io.extents import Extent
+from deepoffload.native.aio import ffi, lib
 
 BLOCK_BYTES: int = lib.DOFF_SUM_BYTES
 

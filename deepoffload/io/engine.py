@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.own_keys import QUEUE_DEPTH_MAX, REQUEST_BYTES_MAX
-from ..errors import ClosedError, ConfigError, IoFailure, IoTimeout, UnsupportedError, UsageError
-from ..native.aio import PAGE_BYTES, ffi, lib
-from .ticket import WAIT_SLICE_MS, Ticket, completions_lost
+from deepoffload.errors import ClosedError, ConfigError, IoFailure, IoTimeout, UnsupportedError, UsageError
+from deepoffload.io.ticket import WAIT_SLICE_MS, Ticket, completions_lost
+from deepoffload.native.aio import PAGE_BYTES, QUEUE_DEPTH_MAX, REQUEST_BYTES_MAX, ffi, lib
 
 log = logging.getLogger("deepoffload")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from ..errors import UsageError
-from ..native.aio import PAGE_BYTES
+from deepoffload.errors import UsageError
+from deepoffload.native.aio import PAGE_BYTES
 
 
 @dataclass(frozen=True)

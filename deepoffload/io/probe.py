@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ..errors import BudgetError
-from ..native.aio import HostMapping
-from .engine import IoEngine
-from .extents import Extent
-from .swap_files import check_paths, create_swap_file, free_bytes
-from .swap_space import SPACE_MARGIN_BYTES, SwapSpace
-from .ticket import Ticket
+from deepoffload.errors import BudgetError
+from deepoffload.io.engine import IoEngine
+from deepoffload.io.extents import Extent
+from deepoffload.io.swap_files import check_paths, create_swap_file, free_bytes
+from deepoffload.io.swap_space import SPACE_MARGIN_BYTES, SwapSpace
+from deepoffload.io.ticket import Ticket
+from deepoffload.native.aio import HostMapping
 
 log = logging.getLogger("deepoffload")
 

@@ -12,8 +12,8 @@ import stat
 import warnings
 from collections.abc import Iterable, Sequence
 
-from ..errors import ConfigError, IoFailure
-from .engine import IoEngine, IoFile
+from deepoffload.errors import ConfigError, IoFailure
+from deepoffload.io.engine import IoEngine, IoFile
 
 PREFIX, SUFFIX = "deepoffload-", ".swap"
 _CREATE_ATTEMPTS = 8
@@ -36,11 +36,16 @@ def check_paths(paths: Sequence[str | os.PathLike[str]], key: str = "nvme_path")
             raise ConfigError(f"{key}: {path!r} has a zero byte, which no path can have")
     checked = [os.path.realpath(path) for path in paths]
     for path in checked:
-        if not os.path.exists(path):
-            raise ConfigError(f"{key}: {path} does not exist; create the directory or name another")
-        if not os.path.isdir(path):
-            raise ConfigError(f"{key}: {path} is not a directory")
-        status = os.statvfs(path)
+        try:
+            is_directory = stat.S_ISDIR(os.stat(path).st_mode)
+            status = os.statvfs(path)
+        except FileNotFoundError:
+            raise ConfigError(f"{key}: {path} does not exist; create the directory or name another") from None
+        except OSError as error:
+            name = errno.errorcode.get(error.errno or 0, str(error.errno))
+            raise ConfigError(f"{key}: {path} cannot be looked at: {error.strerror} ({name}); name another") from error
+        if not is_directory:
+            raise ConfigError(f"{key}: {path} is not a directory; name the directory that is to hold the swap file")
         if status.f_flag & os.ST_RDONLY:
             raise ConfigError(f"{key}: {path} is on a file system mounted read-only; name another directory")
         if not status.f_blocks:

@@ -11,13 +11,13 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import BudgetError, ClosedError, ConfigError, IoFailure, IoTimeout, UsageError
-from ..native.aio import PAGE_BYTES, ffi, round_up
-from .checksums import ChecksumTable
-from .engine import PADDED, READ, URGENT, WRITE, IoEngine, IoFile
-from .extents import Extent, ExtentPart, FreeList, split_by_weight
-from .swap_files import check_paths, create_swap_file, free_bytes, reclaim_stale
-from .ticket import Ticket
+from deepoffload.errors import BudgetError, ClosedError, ConfigError, IoFailure, IoTimeout, UsageError
+from deepoffload.io.checksums import ChecksumTable
+from deepoffload.io.engine import PADDED, READ, URGENT, WRITE, IoEngine, IoFile
+from deepoffload.io.extents import Extent, ExtentPart, FreeList, split_by_weight
+from deepoffload.io.swap_files import check_paths, create_swap_file, free_bytes, reclaim_stale
+from deepoffload.io.ticket import Ticket
+from deepoffload.native.aio import PAGE_BYTES, ffi, round_up
 
 # Left free on every file system: a full one breaks other programs, and some slow down near the end.
 SPACE_MARGIN_BYTES = 64 << 20

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ..errors import ClosedError, IoFailure, IoTimeout
-from ..native.aio import ffi, lib
+from deepoffload.errors import ClosedError, IoFailure, IoTimeout
+from deepoffload.native.aio import ffi, lib
 
 # A wait is cut into pieces of this length, so that Ctrl-C is seen between them.
 WAIT_SLICE_MS = 100

@@ -1,6 +1,7 @@
 """The compiled I/O module (``csrc/aio``) and memory made for it.
 
-``ffi`` and ``lib`` are cffi's; ``deepoffload.io`` is their only other user.
+``ffi`` and ``lib`` are cffi's; ``deepoffload.io`` is their only other user. The engine's limits are here, where both it and
+the configuration, which lies below ``io``, can see them.
 """
 
 from __future__ import annotations
@@ -8,19 +9,22 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..errors import BudgetError, UnsupportedError
+from deepoffload.errors import BudgetError, UnsupportedError
 
 try:
-    from ._aio import ffi, lib
+    from deepoffload.native._aio import ffi, lib
 except ImportError as error:
     raise UnsupportedError(
         f"the compiled module deepoffload.native._aio cannot be loaded ({error}). "
         "Build it with `pip install -e .` (needs a C compiler and Python's headers)."
     ) from error
 
-__all__ = ["PAGE_BYTES", "HostMapping", "ffi", "lib", "round_up"]
+__all__ = ["PAGE_BYTES", "QUEUE_DEPTH_MAX", "REQUEST_BYTES_MAX", "HostMapping", "ffi", "lib", "round_up"]
 
 PAGE_BYTES: int = lib.DOFF_PAGE
+QUEUE_DEPTH_MAX: int = lib.DOFF_QUEUE_DEPTH_MAX
+REQUEST_BYTES_MAX = 1 << 30
+"""Below Linux's limit of 0x7ffff000 bytes per transfer (read(2), "NOTES")."""
 
 
 def round_up(nbytes: int, multiple: int = PAGE_BYTES) -> int:

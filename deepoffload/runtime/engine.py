@@ -71,7 +71,7 @@ class Engine:
         accelerator = find_accelerator(config)
         device = Device.parse("cpu" if accelerator is None else str(accelerator.device))
         free_bytes = 0 if accelerator is None else accelerator.free_bytes()
-        self.budgets: Budgets = resolve_budgets(config, machine.measure(config.nvme_path or ()), device, free_bytes)
+        self.budgets: Budgets = resolve_budgets(config, machine.measure(paths), device, free_bytes)
         self.placement: Placement | None = None
         self._windows: list[Window] = []
         self._outer: list[OuterWindow] = []

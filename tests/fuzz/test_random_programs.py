@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests.fuzz.blocks import BLOCKS
 from tests.fuzz.campaign import campaign
@@ -20,13 +17,7 @@ PROGRAMS = 240
 PART = 40
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Such small tensors are slower with more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_programs_have_every_block_and_every_operation() -> None:

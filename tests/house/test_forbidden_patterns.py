@@ -120,6 +120,12 @@ def mocks(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"import of {', '.join(names)}"
 
 
+def relative_imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield node.lineno, f"a relative import: {ast.unparse(node)}"
+
+
 def long_functions(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -143,7 +149,7 @@ def private_names_of_torch(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 Rule = Callable[[ast.Module], Iterator[tuple[int, str]]]
-EVERYWHERE: tuple[Rule, ...] = (stubs, swallowed_exceptions, changes_to_torch, global_statements)
+EVERYWHERE: tuple[Rule, ...] = (stubs, swallowed_exceptions, changes_to_torch, global_statements, relative_imports)
 RULES: tuple[tuple[Rule, list[Path]], ...] = (
     *((rule, [*PACKAGE, *TESTS, *OTHERS]) for rule in EVERYWHERE),
     (module_level_mutable_state, PACKAGE),
@@ -181,6 +187,7 @@ def test_pattern_is_absent(rule, paths):
         (private_names_of_torch, "torch._C._storage_Use_Count(1)"),
         (private_names_of_torch, "from torch.utils._pytree import tree_map"),
         (private_names_of_torch, "code = nn.Module.forward.__code__"),
+        (relative_imports, "from .engine import IoEngine"),
         (long_functions, "def f():\n" + "    x = 1\n" * (FUNCTION_LINES_MAX + 1)),
     ],
 )

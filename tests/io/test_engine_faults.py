@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from deepoffload.config.own_keys import QUEUE_DEPTH_MAX
 from deepoffload.config.parse import parse_config
 from deepoffload.errors import ClosedError, ConfigError, IoFailure, IoTimeout, UnsupportedError, UsageError
 from deepoffload.io.engine import IoEngine, Priority, choose_backend, probe_backend
 from deepoffload.io.ticket import WAIT_SLICE_MS, Ticket
-from deepoffload.native.aio import lib
+from deepoffload.native.aio import QUEUE_DEPTH_MAX
 
 BLOCK = 64 << 10
 FATAL = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT, errno.EFBIG, errno.ENODEV, errno.EREMOTEIO]
@@ -303,7 +302,6 @@ def test_wrong_options_are_refused(options, match):
 
 
 def test_the_configuration_and_the_engine_have_one_limit(make_engine):
-    assert lib.DOFF_QUEUE_DEPTH_MAX == QUEUE_DEPTH_MAX
     depth = parse_config({"aio": {"queue_depth": QUEUE_DEPTH_MAX}}).aio.queue_depth
     assert make_engine(queue_depth=depth, backend="pool").queue_depth == QUEUE_DEPTH_MAX
     with pytest.raises(ConfigError, match=str(QUEUE_DEPTH_MAX)):

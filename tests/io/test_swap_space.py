@@ -223,6 +223,8 @@ def test_wrong_paths_are_refused_before_anything_is_created(engine, tmp_path):
     for bad, match in [
         ([good, tmp_path / "none"], "none does not exist"),
         ([good, file], "file is not a directory"),
+        ([good, file / "below"], r"below cannot be looked at: Not a directory \(ENOTDIR\)"),
+        ([good, tmp_path / ("long" * 100)], r"long cannot be looked at: File name too long \(ENAMETOOLONG\)"),
         ([], "no directory"),
         ([good, good], "named twice"),
         ([good, tmp_path / "good" / ".." / "good"], "named twice"),

@@ -4,7 +4,6 @@ deferred one, over budgets, precisions, clipping, accumulation and dropout."""
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,13 +30,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small models are fastest on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def gpt(dropout: float = 0.0, checkpointing: bool | None = None) -> TinyGPT:

@@ -4,7 +4,6 @@ parameters, modules, graphs, engines; and what the program had kept from before 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,7 @@ from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import rows
 from tests.support.paging import TIGHT, Paging
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small models are fastest on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(params=SETTINGS, ids=lambda setting: f"{setting}-{setting.precision}")

@@ -1,16 +1,10 @@
-"""Small models are fastest on one thread, and two of these sessions may run side by side."""
+"""Every test here runs on one thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def small_models(one_thread: None) -> None:
+    """For all tests of this folder."""

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from deepoffload.cli.nvme.types import Pattern
-from deepoffload.config.own_keys import QUEUE_DEPTH_MAX, REQUEST_BYTES_MAX
 from deepoffload.config.units import parse_bytes
 from deepoffload.errors import ConfigError
 from deepoffload.io.engine import BACKENDS
-from deepoffload.native.aio import PAGE_BYTES
+from deepoffload.native.aio import PAGE_BYTES, QUEUE_DEPTH_MAX, REQUEST_BYTES_MAX
 
 FILES_MAX = 64
 COMPARE_TOOLS = ("fio",)

@@ -9,8 +9,8 @@ from typing import Any
 
 from deepoffload.cli.nvme.sweep import Findings
 from deepoffload.cli.nvme.types import Pattern, Setting
-from deepoffload.config.own_keys import REQUEST_BYTES_MAX
 from deepoffload.io.probe import Bandwidth
+from deepoffload.native.aio import REQUEST_BYTES_MAX
 
 # Settings that lie this near together are equally good: the one that needs least memory in flight is taken.
 EQUAL_SHARE = 0.97
