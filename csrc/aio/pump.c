@@ -69,7 +69,8 @@ static unsigned pick_batch(doff_engine* engine, struct doff_io** ios, bool* asid
     return count;
 }
 
-/* With the mutex held, which it releases. What the device is to do next goes out before the waiters wake. */
+/* The caller holds the mutex; this releases it. New chunks go out before the waiters wake, so the device never idles.
+ */
 static void pump(doff_engine* engine, bool top_up) {
     struct doff_io *ios[BATCH_MAX], *group[2][BATCH_MAX];
     bool aside[BATCH_MAX], again = false;

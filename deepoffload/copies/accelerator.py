@@ -54,7 +54,7 @@ class ComputeDevice(Protocol):
 
 
 class Accelerator:
-    """One device with memory of its own.
+    """One device with its own memory.
 
     Args:
         device: with or without an index; without one it is the current one of its kind.
@@ -124,8 +124,8 @@ class Accelerator:
         return f"cudaHostRegister gave error {code}" if code else None
 
     def _forget_error(self) -> None:
-        """CUDA keeps the error of a call that failed, and torch's next launch on this thread would raise it, whatever
-        it launches. Let that be one of ours."""
+        """CUDA keeps the error of a call that failed, and torch's next launch on this thread, of any
+        kernel, would raise it. Let that be one of ours."""
         with contextlib.suppress(RuntimeError):
             torch.ones((), device=self.device)
 

@@ -117,7 +117,7 @@ class CopyMemory:
     def flat(self, block: Block, offset_bytes: int, dtype: torch.dtype, numel: int) -> Tensor:
         copy = self._residency.copies[block.id]
         memory = self.arena.bytes()
-        # A storage of its own tells who else refers to these bytes. It keeps the whole memory alive.
+        # A separate storage tells who else refers to these bytes. It keeps the whole memory alive.
         address = memory.data_ptr() + copy.offset + offset_bytes
         storage = self._storage_at(address, self.device, numel * dtype.itemsize)
         storage.memory = memory

@@ -1,4 +1,4 @@
-"""The CPU as a device with copies of its own: an :class:`~deepoffload.copies.accelerator.Accelerator` whose streams
+"""The CPU as a device with its own copies: an :class:`~deepoffload.copies.accelerator.Accelerator` whose streams
 and events are trivial, because each operation is done when its call returns.
 
 What is shown on it need not be what is stored; and everything that copies can get wrong shows without a GPU.

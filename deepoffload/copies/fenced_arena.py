@@ -110,7 +110,7 @@ class DeviceArena:
         return self._ranges.allocate(nbytes, high=high)
 
     def events_before(self, offset: int) -> list[Any]:
-        """What has to happen before the range at ``offset`` is written. Fences that hold nobody up are dropped."""
+        """Events to wait for before a write to the range at ``offset``. Completed events are pruned."""
         start, end = offset, offset + self._ranges.size_of(offset)
         self._fences = [fence for fence in self._fences if not fence.event.query()]
         return [fence.event for fence in self._fences if fence.start < end and start < fence.end]
@@ -140,7 +140,7 @@ class DeviceArena:
         """Take back ranges whose last alias has gone; True when some came back."""
         free = self._limbo.take_free()
         for offset, events in free:
-            # Whatever the last view was used for has been launched on the stream that is current now.
+            # Every use of the last view has been launched on the stream that is current now.
             self.free(offset, [*events, self._accelerator.event(self._accelerator.current())])
         return bool(free)
 

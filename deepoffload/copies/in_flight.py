@@ -28,7 +28,7 @@ class _Launched:
 class DeviceTransfers:
     """Every copy in flight, the oldest first. Guarded by the tier manager's lock.
 
-    No thread of its own: the next caller notices the end of a copy.
+    It has no thread: the next caller notices the end of a copy.
 
     Attributes:
         in_bytes, out_bytes: bytes copied to the device and from it so far.
@@ -43,8 +43,9 @@ class DeviceTransfers:
     def launched(
         self, lane: Lane, event: Any, block: Block, nbytes: int, then: Callable[[], None] | None = None
     ) -> None:
-        """A copy into the host's bytes of a leased ``block``, or from them, is under way until ``event``. Whoever comes
-        to use them waits; the lease ends with ``then``, which runs where the end of the copy is noticed."""
+        """Register a copy to or from the host's bytes of a leased ``block``, which completes at ``event``. :meth:`poll`
+        and :meth:`end` notice its completion and call ``then``, which releases the lease. Users of the block wait until
+        then."""
         block.copying += 1
         self._in_flight.append(_Launched(event, block, then, lane, nbytes, time.perf_counter()))
         if lane is Lane.TO_DEVICE:

@@ -1,7 +1,7 @@
 """When the bytes of copies come and go: which stream waits for what, and when a use of a copy is over.
 
-The streams that use a copy wait for its coming, and its range is used again when what was launched on them until it
-left is done: Python's last reference says only when the *host* is done with a tensor.
+Streams wait for the copy-in event before they use a copy. The range of an evicted copy is reused only after all kernels
+that those streams launched before the eviction have finished: a dropped Python reference does not tell us that.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class StagingRing:
                     self._link.take(part, offset)
                 self._tiers.acquire(block)
             except BaseException:
-                self._free.append(offset)  # whatever was launched into it comes before the next copy of this stream
+                self._free.append(offset)  # launches into it precede the next copy of this stream
                 raise
             done = partial(self._arrived, then, offset, start, part.numel())
             self._link.transfers.launched(Lane.FROM_DEVICE, accelerator.event(stream), block, part.numel(), done)

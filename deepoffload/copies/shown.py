@@ -19,7 +19,7 @@ class ShownMemory(Protocol):
     Attributes:
         device: where the tensors are.
         on_host: it is the arena; there are no copies of anything.
-        capacity_bytes: of memory of its own, the device budget; 0 where that is the arena.
+        capacity_bytes: the device budget; 0 where the arena is what tensors show.
     """
 
     device: torch.device
@@ -49,8 +49,8 @@ class ShownMemory(Protocol):
         """True when nothing that is shown will ever be moved."""
 
     def flat(self, block: Block, offset_bytes: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """``numel`` elements of a block that is there, as a tensor with a storage of its own. ``offset_bytes`` is one
-        of the shown bytes."""
+        """``numel`` elements of a block that is there, as a tensor with its own storage. ``offset_bytes`` is one of
+        the shown bytes."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in this memory."""
@@ -62,7 +62,7 @@ class ShownMemory(Protocol):
         """From now on, and until somebody writes to what is shown, the host's bytes of the block are right."""
 
     def refresh(self, block: Block) -> None:
-        """The host's bytes of a block were changed: whatever shows it has to show these."""
+        """The host's bytes of a block were changed: everything that shows it has to show these."""
 
     def keeps(self, block: Block) -> bool:
         """Whether a block of optimizer state lives in this memory, to be updated there."""

@@ -28,7 +28,7 @@ SLIDE_WORTH = 3
 
 
 class EvictionPolicy(Protocol):
-    """What the memory asks of whoever knows the order in which the program uses blocks (implemented by
+    """What the memory asks of its policy, which knows the order in which the program uses blocks (implemented by
     :class:`deepoffload.params.use_order.UseOrder`).
 
     Attributes:

@@ -4,7 +4,7 @@ The arena is the budget: a block is resident only while it has a range there, so
 that somebody leases, or whose memory somebody still refers to, stays. Everything else is evicted when room is needed,
 farthest next use first (Belady's choice, on the order that the caller's ``policy`` knows; see ``memory.eviction``).
 
-No thread of its own: transfers run in the I/O engine's native threads, and each call in here also collects what has
+No Python thread: transfers run in the I/O engine's native threads, and each call in here also collects what has
 completed. One re-entrant lock guards all of it; completions never need that lock, so waiting under it cannot deadlock.
 """
 
@@ -42,7 +42,7 @@ class TierManager:
         timeline: where transfers and waits are recorded, if anywhere.
 
     Attributes:
-        static: ids of the blocks that placement keeps in memory for good: never evicted, hence never written.
+        static: ids of the blocks that placement keeps in memory for good: never evicted, so never written.
         copies: what a device holds of the blocks, if there is one.
         is_away: whether a block, by id, exists and has its bytes on NVMe only.
         is_empty: whether a block, by id, exists and has no bytes anywhere yet.
@@ -226,8 +226,8 @@ class TierManager:
             block.leases -= 1
 
     def will_change(self, block: Block, *, by_device: bool = False) -> None:
-        """Call before the bytes of a resident block change: a write in flight ends first, then memory alone is
-        right. ``by_device``: it is the device's copy that comes."""
+        """Call before the bytes of a resident block change. Waits for a write-back in flight, then marks the block
+        DIRTY. ``by_device``: the change is a copy from the device, which stays valid."""
         with self.lock:
             if block.copying and self.copies is not None:
                 self.copies.end_copies(block)
@@ -322,7 +322,7 @@ class TierManager:
             self.will_change(block)
 
     def evict_all(self) -> None:
-        """Evict whatever may be evicted (used at the end of construction and by the tests' strictest mode)."""
+        """Evict every block that may leave (used at the end of construction and by the tests' strictest mode)."""
         with self.lock:
             for block in list(self._resident.values()):
                 self.evict(block)
@@ -416,7 +416,7 @@ class TierManager:
                     owner.release()
                 block.offset = None
             for block in self._blocks.values():
-                block.state = BlockState.EMPTY  # from whatever it was: nobody holds any bytes now
+                block.state = BlockState.EMPTY  # from every state: nobody holds any bytes now
             self._resident.clear()
             self._blocks.clear()
             for blocks in self._census.values():

@@ -37,7 +37,8 @@ class CPUAdam(HostOptimizer):
         max_grad_norm: clip the gradients of all groups together to this global L2 norm inside the update; the norm is
             summed in float64. None: no clipping. ``param.grad`` keeps the unclipped values.
 
-    bf16 weights have an exact fp32 master (the weight is its upper half). fp32 weights are their own master.
+    A bf16 weight is its fp32 master rounded to nearest even; an int16 remainder completes it (docs/how_it_works.md). An
+    fp16 weight has a separate fp32 master. fp32 weights are their own master.
 
     Raises:
         ValueError: a setting is out of range. UnsupportedError: no master weights for paged parameters.

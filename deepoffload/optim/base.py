@@ -1,6 +1,6 @@
 """What all optimizers on the host have in common: ordinary ``torch.optim.Optimizer``s whose update is one native pass.
 
-They take paged parameters and ordinary CPU parameters side by side. Paged parameters keep their state on whatever tier
+They take paged parameters and ordinary CPU parameters together. Paged parameters keep their state on the tier where
 the engine placed it; ordinary ones keep it in ``optimizer.state`` as torch's own optimizers do.
 """
 
@@ -49,7 +49,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     """Base of :class:`CPUAdam`, :class:`CPULion`, :class:`CPUAdagrad` and :class:`CPUSGD`.
 
     One optimizer at a time holds the state of a paged parameter. When another one updates that parameter it starts with
-    a state of its own, and from then on the first one refuses to.
+    fresh state, and from then on the first one refuses to.
 
     Args:
         max_grad_norm: clip the gradients of all groups together to this global L2 norm inside the update; the norm is
@@ -240,7 +240,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def _enter_step(self, work: _Work, pagers: list[Pager], grad_factor: float, *, whole: bool) -> list[HostUpdate]:
         """From here on the step happens: it counts, ordinary parameters make it, and every unit has it to make.
 
-        ``whole``: of all gradients, so that the next :meth:`step` resumes after a failure.
+        ``whole``: this is the full step, not a part of it inside backward. If it fails, the next :meth:`step`
+        finishes it.
         """
         updates = []
         for pager in pagers:

@@ -59,7 +59,7 @@ class Gradients:
 
     Attributes:
         piece_bytes: about the most that a piece of optimizer state may take (set when the units are made).
-        early: set where units make their step inside backward.
+        early: set where units are updated inside backward.
         in_fp32: gradients of 16-bit weights are accumulated in fp32 (set before the units are made).
         from_device: brings gradients to host memory; None where the CPU computes them.
         changes: counts landings and assignments, for :meth:`changed_since`.
@@ -223,7 +223,7 @@ class Gradients:
             self.pager.catch_up(early.decided.popleft())
 
     def _leave_with_autograd(self, param: Tensor, record: GradientRecord, grad: Tensor) -> None:
-        """A sparse gradient, or one with a graph of its own: autograd's tensor stays the truth, with what had
+        """A sparse gradient, or one with a graph: autograd's tensor stays the truth, with what had
         landed."""
         if record.state is GradientState.LANDED:
             set_grad(param, (grad + self._show(record)).to(grad.dtype))

@@ -70,10 +70,11 @@ def sum_of_squares(grad: Tensor) -> tuple[float, bool]:
 class OrdinaryUpdate:
     """Steps ordinary parameters, and notices when the program has changed a weight between two steps.
 
-    A 16-bit weight has an fp32 master: for bf16 the weight is its upper half and ``state["remainder"]`` (int16) the
-    rest, for fp16 it is ``state["master"]``. A weight that the program changed becomes its own master again. For bf16
-    that is seen by the tensor's version counter, which writes through ``param.data`` do not move; the rest then stays,
-    which is less than half a unit in the last place of the weight.
+    A 16-bit weight has an fp32 master. For bf16 the weight is the master rounded to nearest even, and
+    ``state["remainder"]`` (int16) is the difference. For fp16 it is ``state["master"]``. A weight that the program
+    changed becomes its own master again. For bf16, the tensor's version counter shows the change. Writes through
+    ``param.data`` do not move it; the remainder then stays, which is at most half a unit in the last place of the
+    weight.
     """
 
     def __init__(self, rule: Rule) -> None:

@@ -32,8 +32,8 @@ from deepoffload.timeline import Lane
 class HostUpdate:
     """One step of an update rule over the paged parameters of one pager.
 
-    Made when no unit has another update to make. It knows which pieces are still to be updated. One that fails (a
-    transfer) or is interrupted is still to be updated; those before it are not touched again.
+    Precondition: no unit has a pending update. It tracks which pieces remain, so an update that fails (a transfer) or
+    is interrupted resumes at the piece where it stopped. Finished pieces are not touched again.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class HostUpdate:
         next.
 
         A unit whose weights or gradients the program has views of is never deferred: it would see old values through
-        them. Nor is any where everything stays in memory: there is nothing to overlap with then. Raises what the
-        transfers raise; :meth:`Pager.catch_up_all` resumes with the rest then.
+        them. No unit is deferred where everything stays in memory: there is nothing to overlap with then. Raises what
+        the transfers raise; :meth:`Pager.catch_up_all` resumes with the rest then.
         """
         with self.pager.lock:
             defer = defer and not self.memory.all_stay()

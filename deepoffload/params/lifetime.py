@@ -51,7 +51,7 @@ class Lifetime:
     def ignore_deaths(self) -> None:
         """From now on nothing happens when parameters, modules or calls die: the engine has ended, or the process ends.
 
-        The interpreter empties modules on its way out, in an order of its own. What runs when an object dies then finds
+        The interpreter empties modules on its way out, in an unknown order. What runs when an object dies then finds
         None in the place of every function and class.
         """
         self.minds_deaths = False

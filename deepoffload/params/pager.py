@@ -53,7 +53,7 @@ class Pager:
         memory: in which tensors show their bytes; the arena when None.
         engine: whose models these are; None for a pager that only plans.
         prefetch: False for the serial reference: every transfer is waited for where it is needed.
-        evict_always: evict whatever may be evicted after every use (tests).
+        evict_always: evict everything that may leave after every use (tests).
         defer_updates: an optimizer step updates each unit right before its next use, instead of all at once.
 
     Attributes:

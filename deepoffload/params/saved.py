@@ -54,8 +54,8 @@ class SavedWeight:
     """A weight, or a view of one, saved for backward.
 
     Attributes:
-        version: the version that it must still have; None behind a checkpoint, which runs the forward again and goes on
-            with what the weight is then.
+        version: the version that it must still have; None behind a checkpoint, which runs the forward again with the
+            values that the weight has then.
     """
 
     __slots__ = ("handle", "size", "stride", "offset", "version")
@@ -137,7 +137,8 @@ class SavedTensorHooks:
     """One pair of hooks: packs the weights of ``pager``, gives all else to the pair ``below`` (or keeps it as it is).
 
     Args:
-        again: for what is saved of weights that :func:`restore` gave, which have their own version counters.
+        again: set while a double backward records. Tensors from :func:`restore` have fresh version counters, so compare
+            with the parameter's version.
     """
 
     __slots__ = ("pager", "below", "again", "run_again")
@@ -197,7 +198,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def _without_graph(tensor: Tensor) -> Tensor:
     """The same memory and version counter without its graph. A node that held its own output would hold itself: the
-    graph of a loss that is never used for backward would stay for ever (``torch.autograd.graph.saved_tensors_hooks``
+    graph of a loss that is never used for backward would never end (``torch.autograd.graph.saved_tensors_hooks``
     warns of it)."""
     if not modes_active():
         return tensor.detach()

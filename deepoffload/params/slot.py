@@ -14,7 +14,7 @@ the program's that shares memory with a paged one. Nobody gives an alias back, b
 If the block were evicted here, ``row`` would show the bytes of another block, and ``row.zero_()`` would destroy them.
 So an alias counts as a lease: before memory is taken away, :meth:`TensorSlot.aliased` asks whether anybody but the
 tensor object refers to its storage (see [Note: reference counts] in ``params.reference_counts``). That is why each
-tensor shows its bytes through a storage of its own, although all of a block lie together: the counts then tell of each
+tensor shows its bytes through its own storage, although all of a block lie together: the counts then tell of each
 one alone.
 
 What follows: a block with an alias is neither evicted nor moved. A block that is discarded while it has one leaves its

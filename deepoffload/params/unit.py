@@ -130,7 +130,8 @@ class ParamHandle(TensorSlot):
         self.rewritten()
 
     def rewritten(self) -> None:
-        """The resident bytes are not what the program was handed, and the program has not changed them."""
+        """We rewrote bytes that the program holds a view of: refresh the checksum, so that this does not count as the
+        program's edit."""
         if self.escape_crc is not None:
             self.escape_crc = self.crc() if self.aliased() else None
 

@@ -1,7 +1,7 @@
 """Building a model under a budget: parameters are adopted as they are registered, and become units when the context
 ends.
 
-While the model is built each parameter is a block of its own and the least recently used ones are evicted. At the
+While the model is built each parameter is a separate block and the least recently used ones are evicted. At the
 end the units are found and placed, and each parameter's bytes move, once, into its unit's block, in the dtype it will
 compute in.
 """
@@ -49,7 +49,7 @@ def adoptable(pager: Pager, param: Any) -> bool:
 
 
 def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
-    """Make ``param`` a paged parameter in place: same object, its bytes copied into a block of its own."""
+    """Make ``param`` a paged parameter in place: same object, its bytes copied into a separate block."""
     handle = ParamHandle(pager, name, param, param.dtype, dense_stride(param))
     memory = pager.memory_on(param.device)
     owner = WeightView(pager, memory)
@@ -73,7 +73,7 @@ def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
 
 
 def give_back(handle: ParamHandle) -> None:
-    """Undo an adoption: the parameter is an ordinary one again, its values in memory of its own. Its block is left."""
+    """Undo an adoption: the parameter is an ordinary one again, its values in ordinary memory. Its block is left."""
     param, pager = handle.tensor, handle.pager
     if param is None:
         return
@@ -156,7 +156,7 @@ class Assembly:
             self.tiers.remove(block)
 
     def take_in(self, name: str, params: Iterable[tuple[str, Tensor]]) -> list[ParamHandle]:
-        """Adopt parameters that came after construction, as a unit of their own. All of them or none.
+        """Adopt parameters that came after construction, as one new unit. All of them or none.
 
         Raises:
             BudgetError: there is no room now; the parameters stay ordinary ones, and the next call tries again.

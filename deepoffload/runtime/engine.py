@@ -264,7 +264,7 @@ class Engine:
         return self._building
 
     def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:
-        """A parameter that arrived after the context ended becomes a unit of its own; None for what is not
+        """A parameter that arrived after the context ended becomes a separate unit; None for what is not
         adoptable."""
         if self.pager.gradients is None:
             building = self._building
@@ -368,7 +368,7 @@ class Engine:
             self._windows.clear()
             self._outer.clear()
             self._watches.clear()
-            with ExitStack() as last:  # each of them, whatever the one before has met
+            with ExitStack() as last:  # each runs, even if the one before raised
                 last.callback(SHIELD.disengage)
                 last.callback(self._exit.detach)
                 last.callback(self._close_disk)

@@ -91,8 +91,8 @@ def plan_model(
     path). Declares the blocks with the pager's tier manager.
 
     The model is cut as finely as the budget suggests. Where that needs more than there is, because small blocks waste
-    more of their pages or large ones do not fit, other cuts are tried: a budget is accepted if any cut fits, hence so
-    is each larger one, and what a refusal names is the least that is accepted.
+    more of their pages or large ones do not fit, other cuts are tried: a budget is accepted if any cut fits, so
+    each larger one is, too, and what a refusal names is the least that is accepted.
 
     ``device_bytes``: of a device's memory; what the weights leave of it is for optimizer state, where the configuration
     keeps that on the device.
@@ -174,7 +174,7 @@ def weights_on_device_bytes(drafts: Iterable[UnitDraft]) -> int:
 
 
 def _state_on_device(drafts: Sequence[UnitDraft], device_bytes: int) -> list[Block]:
-    """The state of as many units, first to last, as there is room for beside the weights."""
+    """The state of as many units, first to last, as there is room for next to the weights."""
     left = device_bytes - weights_on_device_bytes(drafts)
     kept: list[Block] = []
     for draft in drafts:

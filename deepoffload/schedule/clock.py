@@ -126,7 +126,7 @@ class TimedRun:
 
     Args:
         nbytes: of each block in memory. disk_nbytes: what of it moves.
-        static: blocks that are in memory from the beginning and for ever. empty: blocks without content; all others
+        static: blocks that are in memory from beginning to end. empty: blocks without content; all others
             lie on disk at the beginning.
         write_behind_share: most of the memory that may be on its way to the disk without anybody waiting for it.
         computing_share: see ``Disk``.
@@ -324,7 +324,7 @@ class TimedRun:
             victim = choose_victim(candidates, self._next_use, is_clean=self._is_clean)
             if victim is None:
                 raise BudgetError(
-                    f"one event uses more than the {self._capacity_bytes} bytes of memory that there are beside what "
+                    f"one event uses more than the {self._capacity_bytes} bytes of memory that are left next to what "
                     "stays"
                 )
             self._evict(victim)

@@ -40,8 +40,8 @@ class BlockSpec:
 class WorkingSet:
     """Memory through which the blocks that are not resident pass.
 
-    ``weight_bytes``: the largest set of weights that one event uses, and if there is room the largest other unit beside
-    it, so that one is fetched while the other is used. ``gradient_bytes``: the largest gradient block.
+    ``weight_bytes``: the largest set of weights that one event uses, and if there is room the largest other unit, too,
+    so that one is fetched while the other is used. ``gradient_bytes``: the largest gradient block.
     ``ring_bytes``: ``ring_pieces`` of the largest state piece.
     """
 
@@ -226,7 +226,7 @@ class _Problem:
         return _suffix_needs(tuple(paged))[0].window(ring_pieces, prefetches_weights, self._event_weight_bytes)
 
     def choose(self, capacity_bytes: int, ring_pieces: int) -> tuple[frozenset[int], WorkingSet]:
-        """The resident blocks and the window: the largest window that fits, then the most valuable blocks beside it.
+        """The resident blocks and the window: the largest window that fits, then the most valuable blocks that fit.
 
         Only a capacity of at least ``minimum_bytes`` may be given; then the last level has a solution.
         """
@@ -249,7 +249,7 @@ class _Problem:
         return frozenset(resident), self.window(paged, pieces, prefetches_weights)
 
     def _largest_prefix(self, capacity_bytes: int, pieces: int, prefetches_weights: bool) -> int | None:
-        """How many of the most valuable blocks fit beside the window that the others then need."""
+        """How many of the most valuable blocks fit next to the window that the others then need."""
         best = None
         for count, kept_bytes in enumerate(self._prefix_bytes):
             if kept_bytes > capacity_bytes:

@@ -21,13 +21,6 @@ PAGES = sorted(
 PYTHON = sorted(path for folder in ("deepoffload", "examples", "csrc") for path in (ROOT / folder).rglob("*.py"))
 NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".c", ".h", ".cpp"))
 
-LATER = {
-    path
-    for pattern in ("params/*.py", "memory/*.py", "copies/*.py", "optim/*.py", "schedule/*.py", "runtime/*.py")
-    for path in (ROOT / "deepoffload").glob(pattern)
-}
-"""Files that are being restructured: their words follow."""
-
 WORDS = (
     (r"who(?:m|so)?ever|whichever", "name who or which it is"),
     (r"whatever", "any, every, everything that"),
@@ -85,7 +78,7 @@ def texts_of_c(source: str) -> str:
 def all_texts() -> Iterator[tuple[Path, str]]:
     for path in PAGES:
         yield path, without_code(path.read_text(encoding="utf-8"))
-    for path in sorted({*PYTHON} - LATER):
+    for path in PYTHON:
         yield path, texts_of_python(path.read_text(encoding="utf-8"))
     for path in NATIVE:
         yield path, texts_of_c(path.read_text(encoding="utf-8"))
