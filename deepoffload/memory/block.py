@@ -16,7 +16,8 @@ Census = dict[BlockState, dict[int, "Block"]]
 """Blocks by state and id."""
 
 Alias = Callable[[], bool]
-"""Answers whether somebody still refers to a piece of memory that was taken from its block."""
+"""Answers whether somebody still refers to a piece of memory that was taken from its block. See
+[Note: aliases and leases] in ``params.slot``."""
 
 
 class BlockOwner(Protocol):

@@ -33,6 +33,9 @@ from deepoffload.timeline import Timeline
 class TierManager:
     """Owner of arena, swap space and blocks.
 
+    It has more methods than other classes, because nothing else may change a block's state or memory: each method is
+    one such change or one question. What that takes lies in ``eviction``, ``transfers`` and ``compaction``.
+
     Args:
         arena: the memory; its capacity is the budget.
         space: where evicted blocks go; None when there is no NVMe path, then nothing dirty can be evicted.

@@ -57,22 +57,26 @@ moved: to let one land costs more than its memory."""
 class Gradients:
     """All gradients of one pager's parameters.
 
+    Args:
+        early: where units are updated inside backward, what knows of these.
+        from_device: brings gradients to host memory; None where the CPU computes them.
+
     Attributes:
         piece_bytes: about the most that a piece of optimizer state may take (set when the units are made).
-        early: set where units are updated inside backward.
         in_fp32: gradients of 16-bit weights are accumulated in fp32 (set before the units are made).
-        from_device: brings gradients to host memory; None where the CPU computes them.
         changes: counts landings and assignments, for :meth:`changed_since`.
     """
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(
+        self, pager: Pager, *, early: EarlyUpdates | None = None, from_device: DeviceLandings | None = None
+    ) -> None:
         self.pager = pager
         self.tiers = pager.tiers
         self.piece_bytes = PIECE_BYTES
         self.changes = 0
         self.in_fp32 = False
-        self.early: EarlyUpdates | None = None
-        self.from_device: DeviceLandings | None = None
+        self.early = early
+        self.from_device = from_device
         self._records: dict[ParamHandle, GradientRecord] = {}
         self._light_bytes = 0
 

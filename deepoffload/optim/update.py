@@ -33,7 +33,8 @@ class HostUpdate:
     """One step of an update rule over the paged parameters of one pager.
 
     Precondition: no unit has a pending update. It tracks which pieces remain, so an update that fails (a transfer) or
-    is interrupted resumes at the piece where it stopped. Finished pieces are not touched again.
+    is interrupted resumes at the piece where it stopped. Finished pieces are not touched again. [Note: deferred
+    updates] in ``params.pager`` says when it is applied.
     """
 
     def __init__(

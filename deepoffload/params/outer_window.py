@@ -43,7 +43,7 @@ class OuterWindow(Window):
             pager.hooks.opened().append(entry)
             entry.pushed = pager.hooks.push()
             pager.hooks.shared_by_threads()
-            frame_end = FrameEnd()
+            frame_end = FrameEnd()  # see [Note: the frame's end] in params.window_call
             entry.frame_end = weakref.ref(frame_end, partial(frame_ended, entry))
             frame.f_locals["_deepoffload_window"] = frame_end
 

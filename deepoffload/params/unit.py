@@ -262,7 +262,8 @@ class Unit:
     Attributes:
         gradients: of the parameters that were trainable when the unit was made; None where all were frozen.
         late_gradients: of each parameter that was unfrozen later.
-        pending: the optimizer step that it still has to make before anybody uses it.
+        pending: the optimizer step that it still has to make before anybody uses it. See [Note: deferred updates] in
+            ``params.pager``.
     """
 
     def __init__(self, index: int, name: str, handles: list[ParamHandle], weights: Block, owner: BlockView) -> None:

@@ -183,7 +183,7 @@ class Window:
                     param = reference()
                     if param is not None:
                         param.__class__ = nn.Parameter
-            frame_end = FrameEnd()
+            frame_end = FrameEnd()  # see [Note: the frame's end] in params.window_call
             entry.frame_end = weakref.ref(frame_end, partial(frame_ended, entry))
             frame.f_locals["_deepoffload_window"] = frame_end
 

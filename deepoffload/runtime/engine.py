@@ -111,10 +111,9 @@ class Engine:
             evict_always=config.debug.evict_always,
             defer_updates=config.step_overlap is StepOverlap.DEFERRED,
         )
-        self.gradients = Gradients(self.pager)
-        self.gradients.from_device = landings
-        if config.step_overlap is StepOverlap.IN_BACKWARD:
-            self.gradients.early = EarlyUpdates(on_device=accelerator is not None)
+        in_backward = config.step_overlap is StepOverlap.IN_BACKWARD
+        early = EarlyUpdates(on_device=accelerator is not None) if in_backward else None
+        self.gradients = Gradients(self.pager, early=early, from_device=landings)
         self._exit = weakref.finalize(self, _close_at_exit, weakref.ref(self.pager), self._io, self._space, os.getpid())
         SHIELD.engage()
         os.register_at_fork(after_in_child=partial(_forked, weakref.ref(self)))

@@ -197,8 +197,7 @@ class EncodedModel:
         self.memory = memory
         self._last.callback(memory.close)
         self.pager = Pager(self.tiers, order, graphs, memory, self)
-        self.gradients = gradients = Gradients(self.pager)
-        gradients.from_device = DeviceLandings(memory)
+        self.gradients = gradients = Gradients(self.pager, from_device=DeviceLandings(memory))
         self.pager.assembled()
         for name, module in model.named_modules():
             params = list(module.named_parameters(recurse=False))
