@@ -44,8 +44,7 @@ class DeviceTransfers:
         self, lane: Lane, event: Any, block: Block, nbytes: int, then: Callable[[], None] | None = None
     ) -> None:
         """Register a copy to or from the host's bytes of a leased ``block``, which completes at ``event``. :meth:`poll`
-        and :meth:`end` notice its completion and call ``then``, which releases the lease. Users of the block wait until
-        then."""
+        and :meth:`end` notice its completion, call ``then`` and end the lease. Users of the block wait until then."""
         block.copying += 1
         self._in_flight.append(_Launched(event, block, then, lane, nbytes, time.perf_counter()))
         if lane is Lane.TO_DEVICE:

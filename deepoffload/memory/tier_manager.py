@@ -15,7 +15,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Container, Iterable
 
-from deepoffload.errors import ClosedError, IoFailure
+from deepoffload.errors import ClosedError, IoFailure, UnsupportedError
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena, common_size
 from deepoffload.memory.block import Alias, Block, BlockOwner, Census, DeviceCopies, host_view_owner
@@ -108,7 +108,15 @@ class TierManager:
         Args:
             nbytes: that are stored.
             forms: of its tensors, where what is shown of them is something else.
+
+        Raises:
+            UnsupportedError: tensors show the arena itself, so all is shown as it is stored.
         """
+        if forms and self.copies is None:
+            raise UnsupportedError(
+                f"{name} is stored as {forms[0].encoding}, and tensors show the stored bytes themselves here: such a "
+                "block needs a device with copies (device, or debug.copies for the CPU)"
+            )
         with self.lock:
             self._ids += 1
             block = Block(self._ids, name, kind, nbytes, self._census, owner, forms)

@@ -94,7 +94,8 @@ class TensorSlot:
     """A paged tensor's place. ``block`` and ``form`` say where its bytes are stored and where they are shown. What the
     program is shown has ``dtype``, ``shape`` and ``stride``, and is on ``device``.
 
-    The tensor object is held weakly: its owner (the module, the user) decides how long it lives.
+    The tensor object is held weakly: its owner (the module, the user) decides how long it lives. More methods than
+    elsewhere, because every way to show, hide, replace or ask for a tensor's bytes is a short one that begins here.
 
     Attributes:
         storage: what the tensor object shows the bytes by, None while it shows the stand-in.

@@ -14,8 +14,14 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload.errors import UnsupportedError
+from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Block
+from deepoffload.memory.form import Form
+from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import PAGE_BYTES
+from deepoffload.params.open_graphs import OpenGraphs
+from deepoffload.params.use_order import UseOrder
+from deepoffload.schedule.placement import BlockKind
 from tests.support.encodings import EncodedModel, Encoding, Fp32ShownAsBf16, Int8ShownAsFp32
 from tests.support.loops import assert_same_bits, to_bf16
 
@@ -275,3 +281,12 @@ def test_a_state_dict_has_what_is_shown(encode: Encode) -> None:
     for name, value in dequantised(build()).state_dict().items():
         assert torch.equal(net.state_dict()[name], value)
         assert torch.equal(copy.deepcopy(net.state_dict()[name]), value)
+
+
+def test_the_arena_itself_shows_nothing_else_than_it_stores() -> None:
+    tiers = TierManager(Arena(1 << 20), None, UseOrder(OpenGraphs()))
+    try:
+        with pytest.raises(UnsupportedError, match=r"layer is stored as fp32, .* needs a device with copies"):
+            tiers.create("layer", BlockKind.WEIGHT, 8, forms=(Form(0, 8, 0, 4, "fp32"),))
+    finally:
+        tiers.close()
