@@ -127,7 +127,8 @@ def _estimate(subject: Subject, machine: MachineSpec, config: Config, options: a
         return timed[0]
 
     known: dict[str, Any] = {"time_ops": time_ops} if options.measure else {}
-    found = estimate(subject, machine, config, **known)
+    with MeasuringProgress(sys.stderr) as progress:
+        found = estimate(subject, machine, config, progress=progress, **known)
     if options.plot_budget:
         _plot_budgets(found, known, options.plot_budget)
     return found

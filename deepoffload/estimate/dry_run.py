@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from deepoffload.errors import UsageError
-from deepoffload.params.torch_private import TorchDispatchMode, fake_tensors, tree_flatten, tree_map
+from deepoffload.params.torch_private import TorchDispatchMode, fake_device, fake_tensors, tree_flatten, tree_map
 from deepoffload.runtime.compute_types import KEEP_TYPES, ComputeTypes
 
 LossOf = Callable[[Callable[..., Any]], Tensor]
@@ -30,6 +30,10 @@ MALLOC_CHUNK_MAX_BYTES = 32 << 20
 _ATTENTION_BACKWARD = 2.5
 """Matrix products in the backward of fused attention for one pair in its forward: five for two (FlashAttention,
 arXiv 2205.14135, algorithm 4)."""
+
+
+CALLS_APART = 4
+"""The first calls of a kernel in a visit are told apart; this one and all behind it are one."""
 
 
 @dataclass(frozen=True)
@@ -88,23 +92,29 @@ class DryRun:
 class LiveBytes:
     """What happens to live bytes in a part of a visit: a visit is one span, or two where the forward ends in it.
 
-    ``net_bytes``: more at its end than at its beginning. ``over_bytes``: most at a time, over those at its beginning.
-    ``freed``: of bytes that another visit made, by the number of that visit. ``after_forward``: of the backward.
+    ``net_bytes``: more at its end than at its beginning. ``over_bytes``: most at a time, over those at its beginning;
+    ``over_by_call``: after the first calls of each kernel, and most after all others. ``freed``: of bytes that another
+    visit made, by the number of that visit. ``after_forward``: of the backward.
     """
 
     visit: int
     after_forward: bool
     net_bytes: int = 0
     over_bytes: int = 0
+    over_by_call: dict[tuple[Op, int], int] = field(default_factory=dict)
     freed: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A run of forward and backward, visit by visit. The other attributes are those of :class:`DryRun`."""
+    """A run of forward and backward, visit by visit. ``made_bytes``: of each tensor that a kernel makes.
+
+    The other attributes are those of :class:`DryRun`.
+    """
 
     visits: tuple[Visit, ...]
     spans: tuple[LiveBytes, ...]
+    made_bytes: Mapping[Op, tuple[int, ...]]
     head_bytes: int
     largest_chunk_bytes: int
     recomputes: bool
@@ -141,6 +151,14 @@ def dry_run(
     return record(model, loss_of, windows=windows, unit_of=unit_of, types=types).summary()
 
 
+class LoopSeen(Exception):
+    """A recording was given up: the forward calls the same kernels again and again. ``visits``: until then."""
+
+    def __init__(self, visits: tuple[Visit, ...]) -> None:
+        super().__init__("the forward is a loop")
+        self.visits = visits
+
+
 def record(
     model: nn.Module,
     loss_of: LossOf,
@@ -148,6 +166,7 @@ def record(
     windows: Sequence[nn.Module] = (),
     unit_of: Mapping[int, int] | None = None,
     types: ComputeTypes = KEEP_TYPES,
+    calls_max: int | None = None,
 ) -> Recording:
     """One forward and backward of ``model``, which may be on any device; it keeps its parameters and state.
 
@@ -156,17 +175,20 @@ def record(
         windows: modules whose calls begin a use of units.
         unit_of: ``id(parameter)`` to the number of its unit.
         types: what parameters and buffers compute in; not said: in what they have.
+        calls_max: how often one visit of the forward may call one kernel with tensors of the same shapes.
 
     Raises:
         UsageError: the model cannot run without data (it looks at values), or gives no loss.
+        LoopSeen: there were more calls than ``calls_max``.
     """
     with fake_tensors():
         fakes = _Fakes(model, types)
-        tracker = _Tracker(fakes, unit_of or {})
+        tracker = _Tracker(fakes, unit_of or {}, calls_max)
         with tracker.hooked(windows), tracker:
             try:
                 fakes.run(model, lambda: _step(model, loss_of, tracker))
-            except UsageError:
+                tracker.end()
+            except (UsageError, LoopSeen):
                 raise
             except Exception as error:
                 raise UsageError(
@@ -176,6 +198,7 @@ def record(
     return Recording(
         visits=tuple(tracker.visits),
         spans=tuple(tracker.spans),
+        made_bytes=tracker.made_bytes,
         head_bytes=tracker.head_bytes,
         largest_chunk_bytes=tracker.largest_chunk_bytes,
         recomputes=tracker.recomputes,
@@ -227,7 +250,7 @@ class _Fakes:
 class _Tracker(TorchDispatchMode):
     """Sees every kernel call: counts what is alive, and who computes."""
 
-    def __init__(self, fakes: _Fakes, unit_of: Mapping[int, int]) -> None:
+    def __init__(self, fakes: _Fakes, unit_of: Mapping[int, int], calls_max: int | None) -> None:
         super().__init__()
         self.head_bytes = 0
         self.in_backward = False
@@ -236,6 +259,9 @@ class _Tracker(TorchDispatchMode):
         self.largest_chunk_bytes = 0
         self.recomputes = False
         self.calls: dict[Op, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+        self.made_bytes: dict[Op, tuple[int, ...]] = {}
+        self._calls_max = calls_max
+        self._over = False
         self._sizes: dict[int, tuple[int, int]] = {}  # bytes, and the number of the visit that made them
         self._since_entry: set[int] = set()
         self._unit_by_storage: dict[int, int] = {}
@@ -321,15 +347,17 @@ class _Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], Tensor):
+            return fake_device(args[0])  # autograd asks this more often than it calls kernels
         if not self.in_backward or self._inside:
             self._note_doors(args)
         out = func(*args, **kwargs)
         if func.namespace == "prim":
             return out
         made = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
-        fresh_bytes = sum(self._note(tensor) for tensor in made)
-        if not func.is_view and (fresh_bytes or made):
-            self._count(func, args, kwargs, out, made)
+        fresh = tuple(self._note(tensor) for tensor in made)
+        if not func.is_view and made:
+            self._count(func, args, kwargs, out, made, fresh)
         return out
 
     def _note(self, tensor: Tensor) -> int:
@@ -347,6 +375,8 @@ class _Tracker(TorchDispatchMode):
         return size
 
     def _gone(self, key: int) -> None:
+        if self._over:
+            return  # of what the model itself keeps until it is called again
         size, made_in = self._sizes.pop(key)
         if made_in != len(self.visits) - 1:
             self.spans[-1].freed[made_in] += size
@@ -358,19 +388,30 @@ class _Tracker(TorchDispatchMode):
         span.net_bytes += nbytes
         span.over_bytes = max(span.over_bytes, span.net_bytes)
 
+    def end(self) -> None:
+        self._over = True
+
     def end_forward(self) -> None:
         self.head_bytes = sum(self._sizes[key][0] for key in self._since_entry)
         self.in_backward = True
         self._begin_span()
 
-    def _count(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, made: list[Tensor]) -> None:
+    def _count(
+        self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, made: list[Tensor], fresh: tuple[int, ...]
+    ) -> None:
         taken = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         nbytes = sum(_dense_bytes(t) for t in (*taken, *made))
         key = tuple((tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in taken)
         op = Op(str(func), key, _flops(func, args, kwargs, out), nbytes)
-        self.visits[-1].ops[op] += 1
+        ops, span = self.visits[-1].ops, self.spans[-1]
+        ops[op] += 1
+        call = op, min(ops[op], CALLS_APART)
+        span.over_by_call[call] = max(span.over_by_call.get(call, span.net_bytes), span.net_bytes)
         if op not in self.calls:
             self.calls[op] = (func, *tree_map(_shape_only, (args, kwargs)))
+            self.made_bytes[op] = fresh
+        if self._calls_max is not None and ops[op] > self._calls_max and not self.in_backward:
+            raise LoopSeen(tuple(self.visits))
 
 
 @dataclass(frozen=True)

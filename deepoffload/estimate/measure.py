@@ -18,7 +18,7 @@ from deepoffload import machine as limits
 from deepoffload.estimate.dry_run import DryRun, Op, Shape
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.overheads import measure_overheads
-from deepoffload.estimate.progress import silent
+from deepoffload.estimate.progress import Report, silent
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import measure_bandwidth
 from deepoffload.io.swap_space import SwapSpace
@@ -48,10 +48,6 @@ with open("/proc/self/status") as status:
     fields = dict(line.split(":", 1) for line in status if ":" in line)
 print((int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) * 1024)
 """
-
-
-Report = Callable[..., None]
-"""Called with what is measured now, and perhaps how much of how much is done; see ``progress``."""
 
 
 def unmeasured_machine(nvme_path: str | None = None) -> MachineSpec:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
+
+Report = Callable[..., None]
+"""Called with what is done now, and perhaps how much of how much is done."""
 
 EVERY_S = 1.0
 """How often the line changes within one measurement."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from deepoffload.config import Config
 from deepoffload.config.resolve import may_use_nvme, unsaid_host_bytes, unsaid_nvme_bytes
@@ -13,9 +14,11 @@ from deepoffload.errors import ConfigError, PlacementError
 from deepoffload.estimate.blocks import UNBOUNDED_BYTES, BlockPlan, plan_blocks, smallest_capacity
 from deepoffload.estimate.checks import positive_integer
 from deepoffload.estimate.decoder import DecoderShape
-from deepoffload.estimate.dry_run import DryRun, dry_run
+from deepoffload.estimate.dry_run import DryRun
+from deepoffload.estimate.lengths import ByLength, record_quickly
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.memory import MemoryEstimate, estimate_memory
+from deepoffload.estimate.progress import Report, silent
 from deepoffload.estimate.repeats import dry_run_once_per_layer
 from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_step
 from deepoffload.estimate.subject import Batch, Subject, from_shape
@@ -77,6 +80,7 @@ def estimate(
     config: Config,
     *,
     time_ops: Callable[[DryRun], OpTimes] | None = None,
+    progress: Report = silent,
 ) -> Estimate:
     """Plan ``subject`` on ``machine``: memory by tier, and a step on the simulated clock.
 
@@ -85,6 +89,7 @@ def estimate(
 
     Args:
         time_ops: gives seconds of a run's operators as measured; it is asked only where the model fits.
+        progress: is told of what takes long.
 
     Raises:
         ConfigError: the configuration asks for what the machine does not have.
@@ -103,7 +108,7 @@ def estimate(
         problem = str(error)
     # The units of a run in a budget without end serve as well where there is no plan: its activations are the same.
     known = blocks or plan_blocks(model, config, capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=bandwidths)
-    run = _run(subject, known, types)
+    run = _run(subject, known, types, progress)
     room = _room(known, run, machine)
     smallest = _smallest(model, config, nvme_planned, machine)
     whole = sum(block.nbytes for block in known.placement.blocks)
@@ -192,13 +197,16 @@ def _room(blocks: BlockPlan, run: DryRun | None, machine: MachineSpec) -> int:
     return max(0, machine.host_memory_bytes // machine.devices_per_node - near - blocks.largest_bytes)
 
 
-def _run(subject: Subject, blocks: BlockPlan, types: ComputeTypes) -> DryRun | None:
+def _run(subject: Subject, blocks: BlockPlan, types: ComputeTypes, progress: Report) -> DryRun | None:
     if subject.loss_of is None:
         return None
     # nobody else uses a model that has no bytes, so it may lack layers for a while
     bare = all(param.is_meta for param in subject.module.parameters())
-    run = dry_run_once_per_layer if bare else dry_run
-    return run(subject.module, subject.loss_of, windows=blocks.modules, unit_of=blocks.unit_of, types=types)
+    said: dict[str, Any] = {"windows": blocks.modules, "unit_of": blocks.unit_of, "types": types, "progress": progress}
+    by_length = None if subject.loss_at is None else ByLength(subject.batch.length, subject.loss_at)
+    if bare:
+        return dry_run_once_per_layer(subject.module, subject.loss_of, by_length=by_length, **said)
+    return record_quickly(subject.module, subject.loss_of, by_length, **said).summary()
 
 
 _MODEL_ROWS = ("weights", "gradients", "optimizer state", "slots for state", "prefetch window")

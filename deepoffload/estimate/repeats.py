@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from deepoffload.errors import UsageError
-from deepoffload.estimate.dry_run import DryRun, LiveBytes, LossOf, Recording, Visit, record
+from deepoffload.estimate.dry_run import DryRun, LiveBytes, LossOf, Recording, Visit
+from deepoffload.estimate.lengths import ByLength, record_quickly
+from deepoffload.estimate.progress import Report, silent
 from deepoffload.runtime.compute_types import KEEP_TYPES, ComputeTypes
 
 KEPT = 4
@@ -53,25 +56,34 @@ def dry_run_once_per_layer(
     windows: Sequence[nn.Module],
     unit_of: Mapping[int, int],
     types: ComputeTypes = KEEP_TYPES,
+    by_length: ByLength | None = None,
+    progress: Report = silent,
 ) -> DryRun:
     """As :func:`deepoffload.estimate.dry_run.dry_run`. ``model`` has fewer layers while this runs.
+
+    Args:
+        by_length: how to run it on shorter sequences, where that is enough.
+        progress: is told of what takes long.
 
     Raises:
         UsageError: the model cannot run without data, or gives no loss.
     """
+    run_it = partial(
+        record_quickly, model, loss_of, by_length, windows=windows, unit_of=unit_of, types=types, progress=progress
+    )
     repeats = find_repeats(model)
     places = _Places.of(repeats, unit_of, model) if repeats else None
     if places is not None:
         try:
             with _shortened(repeats):
-                run = record(model, loss_of, windows=windows, unit_of=unit_of, types=types)
+                run = run_it()
         except UsageError:
             expanded = None  # perhaps because of the layers that were missing: the whole model tells
         else:
             expanded = _expanded(run, repeats, places)
         if expanded is not None:
             return expanded.summary()
-    return record(model, loss_of, windows=windows, unit_of=unit_of, types=types).summary()
+    return run_it().summary()
 
 
 # -- finding ---------------------------------------------------------------------------------------------------------

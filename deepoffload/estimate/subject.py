@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ class Batch:
 @dataclass(frozen=True)
 class Subject:
     """A model to plan for. ``module`` may be on the meta device. ``loss_of``: how to run it (None: only its states are
-    estimated). ``source``: how its sizes became known, for people. ``notes``: what they should know about that."""
+    estimated); ``loss_at``: how to run it on sequences of another length. ``source``: how its sizes became known, for
+    people. ``notes``: what they should know about that."""
 
     module: nn.Module
     name: str
@@ -48,6 +50,7 @@ class Subject:
     batch: Batch
     loss_of: LossOf | None
     notes: tuple[str, ...] = ()
+    loss_at: Callable[[int], LossOf] | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -59,9 +62,11 @@ def from_module(model: nn.Module, batch: Batch | None = None, loss_of: LossOf | 
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be an nn.Module, not {type(model).__name__}")
     batch = batch or Batch()
+    loss_at = None
     if loss_of is None and hasattr(getattr(model, "config", None), "to_dict"):
-        loss_of = transformers_loss(model, batch.size, batch.length)
-    return Subject(model, type(model).__name__, "a live module", batch, loss_of)
+        loss_at = partial(transformers_loss, model, batch.size)
+        loss_of = loss_at(batch.length)
+    return Subject(model, type(model).__name__, "a live module", batch, loss_of, loss_at=loss_at)
 
 
 def from_counts(
@@ -122,6 +127,7 @@ def from_config(
                 f"{file}, built by transformers",
                 batch,
                 transformers_loss(model, batch.size, batch.length),
+                loss_at=partial(transformers_loss, model, batch.size),
             )
         notes = (f"{file}: {why_not}, so the sizes in it are taken for those of a decoder (--arithmetic)",)
     try:

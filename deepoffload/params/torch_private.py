@@ -248,6 +248,12 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def fake_device(tensor: Tensor) -> torch.device:
+    """The device that a tensor made under :func:`fake_tensors` seems to be on; any other's own."""
+    found: torch.device | None = getattr(tensor, "fake_device", None)
+    return tensor.device if found is None else found
+
+
 def in_functorch() -> bool:
     """True inside a ``torch.func`` transform."""
     return _peek_interpreter_stack() is not None
