@@ -138,8 +138,11 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             raise
         for param in self.param_groups[-1]["params"]:
             handle = handle_of(param)
-            early = early_of(handle.pager) if handle is not None else None
-            if handle is not None and early is not None:
+            if handle is None:
+                continue
+            handle.pager.held.updates(self, handle)
+            early = early_of(handle.pager)
+            if early is not None:
                 self._in_backward.refuse_looking_at_all(self.max_grad_norm, self.skip_non_finite)
                 early.own(handle, self)
 
@@ -230,7 +233,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         grad_factor, finite = self._grad_factor(work, unscale, skip_non_finite)
         if overflow or (skip_non_finite and not finite):
             for pager in pagers:
-                pager.end_of_step()
+                pager.end_of_step(self)
             return False
         for update in self._enter_step(work, pagers, grad_factor, whole=True):
             update.run(defer=update.pager.defer_updates)
@@ -262,7 +265,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _finish_step(self, pagers: Iterable[Pager]) -> None:
         for pager in pagers:
-            pager.end_of_step()
+            pager.end_of_step(self)
             early = early_of(pager)
             if early is not None:
                 with pager.lock:

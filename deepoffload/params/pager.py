@@ -31,6 +31,7 @@ from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.params.casts import CastCache
+from deepoffload.params.held import HeldUntilStep
 from deepoffload.params.hook_stack import HookStack
 from deepoffload.params.lifetime import Lifetime
 from deepoffload.params.mapped import MappedCopies
@@ -96,7 +97,7 @@ class Pager:
         self.hooks = HookStack(self, self.memory, tiers.lock, graphs)
         self.prefetcher = Prefetcher(tiers, order.trace, order.next_use, self.units)
         self.mapped_copies = MappedCopies(None if tiers.space is None else str(tiers.space.paths[0]))
-        self._held: list[Block] = []
+        self.held = HeldUntilStep(self.memory_of)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -158,20 +159,14 @@ class Pager:
             self.memory_of(block).will_change(block)
 
     def hold_until_step(self, slot: TensorSlot) -> None:
-        """Keep a tensor resident until the step ends, where autograd saves it by reference and no door sees it."""
+        """Keep a tensor resident until the step that updates it, where autograd saves it by reference and no door sees
+        it."""
         with self.lock:
             self.catch_up(slot.unit)
             block = self._block_of(slot)
-            self.memory_of(block).acquire(block)
-            self._held.append(block)
+            self.held.take(slot, block)
             if isinstance(block.owner, BlockView):
                 block.owner.install()
-
-    def release_held(self) -> None:
-        with self.lock:
-            for block in self._held:
-                self.memory_of(block).release(block)
-            self._held.clear()
 
     def _block_of(self, slot: TensorSlot) -> Block:
         if self.life.closed_because is not None:
@@ -240,10 +235,10 @@ class Pager:
         """The optimizer comes to a piece of a unit's state."""
         self._event((Phase.UPDATE, (unit.index, piece)), blocks)
 
-    def end_of_step(self) -> None:
-        """An optimizer step is finished: the recorded order becomes the cycle."""
+    def end_of_step(self, optimizer: object) -> None:
+        """A step of ``optimizer`` is finished: the recorded order becomes the cycle."""
         with self.lock:
-            self.release_held()
+            self.held.end_of_step(optimizer)
             if self.tiers.timeline is not None:
                 self.tiers.timeline.end_of_step()
             self.order.end_of_step()

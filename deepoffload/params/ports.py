@@ -14,6 +14,7 @@ from deepoffload.copies.shown import ShownMemory
 from deepoffload.memory.block import Block
 from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.tier_manager import TierManager
+from deepoffload.params.held import HeldUntilStep
 
 if TYPE_CHECKING:
     from deepoffload.params.hook_stack import HookStack
@@ -70,6 +71,7 @@ class PagerPort(Protocol):
     life: Lifetime
     engine: PagerOwner | None
     mapped_copies: MappedCopies
+    held: HeldUntilStep
 
     def memory_of(self, block: Block | None) -> ShownMemory: ...
 

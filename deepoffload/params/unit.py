@@ -75,6 +75,11 @@ class ParamHandle(TensorSlot):
         self.windows: set[int] = set()
         self.mapped_copy: weakref.ref[Any] | None = None
 
+    @property
+    def handle(self) -> ParamHandle:
+        """The parameter's handle, as its gradient's slot has it, too."""
+        return self
+
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # Pickled along when a parameter is pickled inside a window; the copy belongs to no engine.
         return (type(None), ())
