@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.params import differentiation
+from deepoffload.params.callables import BY_ELEMENT, UNASKED, with_open_doors
 from deepoffload.params.copies import page_in_context, plain_copy
 from deepoffload.params.metadata import LAYOUT, METADATA
 from deepoffload.params.moved_model import MOVES, of_moved_model
@@ -26,6 +27,7 @@ from deepoffload.params.tensor_lists import calls_of_one
 from deepoffload.params.torch_private import (
     MODULE_SAVE,
     PARAMETER_NEW,
+    Operators,
     door_caller,
     get_data,
     no_torch_function,
@@ -111,6 +113,7 @@ class OffloadedGradient(Tensor):
 
 
 PAGED_CLASSES = (OffloadedParameter, OffloadedGradient)
+_KNOWN_CLASSES = (*PAGED_CLASSES, nn.Parameter, Tensor)
 
 
 def through_the_door(func: Callable[..., Any], types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -152,8 +155,8 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
             for slot in pinned:
                 slot.pager.hold_until_step(slot)
         try:
-            if any(t not in PAGED_CLASSES and t is not nn.Parameter and t is not Tensor for t in types):
-                result = _among_strangers(func, args, kwargs, paged)
+            if type(func) in Operators or func in BY_ELEMENT or any(t not in _KNOWN_CLASSES for t in types):
+                result = _looking_plain(func, args, kwargs, paged)
             else:
                 with no_torch_function():
                     result = func(*args, **kwargs)
@@ -222,8 +225,9 @@ def _after_call(tensor: Any, name: str) -> None:
         slot.note_escape()  # what was handed out can be written to without moving any version (detach().numpy())
 
 
-def _among_strangers(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], paged: list[Any]) -> Any:
-    """Call with another library's tensor subclass among the arguments: ours look like plain ones, theirs are asked."""
+def _looking_plain(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], paged: list[Any]) -> Any:
+    """Call with our tensors looking like plain ones: another library's tensor subclass among the arguments is asked,
+    and other paged tensors that the program uses inside come to their doors."""
     classes = [type(tensor) for tensor in paged]
     for tensor in paged:
         tensor.__class__ = nn.Parameter if type(tensor) is OffloadedParameter else Tensor
@@ -389,6 +393,7 @@ def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
         Tensor.backward: differentiation.backward,
         torch.autograd.backward: differentiation.backward,
         torch.autograd.grad: differentiation.grad,
+        **dict.fromkeys(UNASKED, with_open_doors),
     }
     return table
 

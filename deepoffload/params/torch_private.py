@@ -14,7 +14,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _ops, nn
 from torch.autograd.graph import increment_version
 from torch.nn.modules import module as _modules
 from torch.utils import _python_dispatch, _pytree
@@ -212,20 +212,28 @@ def door_frame(depth: int = 2) -> FrameType:
     return frame
 
 
+_CHECKS = frozenset({"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"})
+
+
+def _is_not_asked(*arguments: Any) -> bool:
+    return False
+
+
 def _unasked(function: Any, *, needed: bool) -> Any:
     """``function`` without its check for ``__torch_function__`` among its arguments. What it calls is asked as ever.
 
     A door has been asked already, and cannot call the function itself: to disable the check, it would have to disable
     it for all that runs inside, too.
     """
-    if "has_torch_function" not in function.__code__.co_names:
+    checks = _CHECKS.intersection(function.__code__.co_names)
+    if not checks:
         if needed:
             raise UnsupportedError(
-                f"torch.autograd.{function.__name__} of torch {torch.__version__} has no has_torch_function, which "
-                f"paged parameters need; use {TESTED_VERSIONS}, or report this version"
+                f"{function.__module__}.{function.__name__} of torch {torch.__version__} has no has_torch_function, "
+                f"which paged parameters need; use {TESTED_VERSIONS}, or report this version"
             )
         return function
-    names = {**function.__globals__, "has_torch_function": lambda arguments: False}
+    names = {**function.__globals__, **dict.fromkeys(checks, _is_not_asked)}
     unasked = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     unasked.__kwdefaults__ = function.__kwdefaults__
     return unasked
@@ -234,6 +242,10 @@ def _unasked(function: Any, *, needed: bool) -> Any:
 autograd_grad = _unasked(torch.autograd.grad, needed=True)
 autograd_backward = _unasked(torch.autograd.backward, needed=False)  # not every torch checks there
 make_grads = _need(torch.autograd, "_make_grads")
+lobpcg = _unasked(torch.lobpcg, needed=True)
+triplet_loss = _unasked(nn.functional.triplet_margin_with_distance_loss, needed=True)
+Operators = (_need(_ops, "OpOverload"), _need(_ops, "OpOverloadPacket"))
+"""What ``torch.ops`` holds: torch's operators, and those that programs register."""
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, what: str) -> list[Callable[..., Any]]:
