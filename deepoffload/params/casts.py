@@ -49,6 +49,10 @@ class CastCache:
         self.held_by: int | None = None
         self.left: set[int] = set()
 
+    def share(self) -> None:
+        """Weights are used more than once in a forward: the cache is left alone from now on."""
+        self.shared = True
+
     def drop(self) -> None:
         """Another window than ``held_by`` is entered."""
         self.held_by = None

@@ -90,7 +90,8 @@ class Window:
             if handle is not None and handle.unit is not None:
                 if not isinstance(module, nn.Embedding):  # autocast leaves them as they are
                     handle.windows.add(id(self))
-                    self.pager.casts.shared |= len(handle.windows) > 1
+                    if len(handle.windows) > 1:
+                        self.pager.casts.share()
                 handles[id(handle)] = handle
                 units[handle.unit.index] = handle.unit
         self._members = Membership(module)
@@ -237,7 +238,7 @@ class Window:
         if watch is not None and watch.running:
             call = watch.checks + watch.changes
             if call == self._call and not self.pager.casts.shared and torch.is_grad_enabled() and not in_backward():
-                self.pager.casts.shared = True
+                self.pager.casts.share()
             self._call = call
 
     def close(self, entry: WindowCall) -> None:
