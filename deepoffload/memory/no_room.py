@@ -18,14 +18,17 @@ class Hold(enum.Enum):
     IN_USE = "in use"
     REFERRED_TO = "still referred to by the program"
     STATIC = "static"
+    NO_NVME = "nowhere to go without NVMe"
 
 
-def _why_it_stays(block: Block, static: Container[int]) -> Hold | None:
+def _why_it_stays(block: Block, static: Container[int], has_nvme: bool) -> Hold | None:
     owner = host_view_owner(block)
     if block.leases:
         return Hold.IN_USE
     if owner is not None and not owner.can_release():
         return Hold.REFERRED_TO
+    if not has_nvme:
+        return Hold.NO_NVME
     return Hold.STATIC if block.id in static else None
 
 
@@ -55,13 +58,13 @@ def no_room(
             block.room_bytes,
         )
     present = list(resident)
-    held = {b: hold for b in present if (hold := _why_it_stays(b, static)) is not None}
+    held = {b: hold for b in present if (hold := _why_it_stays(b, static, has_nvme)) is not None}
     unowned_bytes = arena.used_bytes - sum(b.room_bytes for b in present)
     stay_bytes = sum(b.room_bytes for b in held) + unowned_bytes
     lacking_bytes = block.room_bytes - (budget_bytes - stay_bytes)
     viewed_bytes = sum(arena.size_of(offset) for offset in viewed)
     lines = [f"no room for {what}: {budget_bytes:,} bytes are budgeted and {stay_bytes:,}, in whole pages, must stay:"]
-    for b in sorted(held, key=lambda b: (held[b] is Hold.STATIC, -b.room_bytes))[:SHOWN_MAX]:
+    for b in sorted(held, key=lambda b: (held[b] in (Hold.STATIC, Hold.NO_NVME), -b.room_bytes))[:SHOWN_MAX]:
         lines.append(f"  {b.name} ({b.kind.name.lower()}): {b.room_bytes:,} bytes, {held[b].value}")
     if viewed_bytes:
         lines.append(f"  memory that was given back and that the program has views of: {viewed_bytes:,} bytes")

@@ -86,7 +86,7 @@ class OffloadedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = copy = plain_copy(self)
-            page_in_context(copy, self._slot.name, memo)
+            memo[id(self)] = page_in_context(copy, self._slot.name, memo)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

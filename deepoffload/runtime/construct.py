@@ -9,14 +9,12 @@ compute in.
 from __future__ import annotations
 
 import ctypes
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepoffload.errors import UsageError
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
@@ -379,81 +377,3 @@ def parts_to_fill(unit: Unit, handle: ParamHandle, dtype: torch.dtype) -> list[t
 def _trainable(handle: ParamHandle) -> bool:
     param = handle.tensor
     return param is not None and param.requires_grad
-
-
-class ConstructionHooks:
-    """torch's global registration hooks, on while a context is open.
-
-    Args:
-        refuse: raises for a parameter that the budget cannot hold.
-    """
-
-    def __init__(self, pager: Pager, refuse: Callable[[Tensor, str], None]) -> None:
-        self.pager = pager
-        self._refuse = refuse
-        self.handles: list[ParamHandle] = []
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._removable: list[Any] = []
-
-    def __enter__(self) -> ConstructionHooks:
-        registration = torch.nn.modules.module
-        self._removable = [
-            registration.register_module_parameter_registration_hook(self._on_parameter),
-            registration.register_module_module_registration_hook(self._on_module),
-        ]
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for removable in self._removable:
-            removable.remove()
-        self._removable.clear()
-
-    def is_on(self) -> bool:
-        """Whether the context is open."""
-        return bool(self._removable)
-
-    def _on_parameter(self, module: nn.Module, name: str, param: Any) -> None:
-        self._modules.add(module)
-        self.adopt(param, f"{type(module).__name__}.{name}")
-
-    def take_copy(self, param: nn.Parameter, name: str, modules: list[nn.Module]) -> None:
-        """Page a parameter that ``copy.deepcopy`` has made, which registers nothing."""
-        self._modules.update(modules)
-        self.adopt(param, f"{name} (copy)")
-
-    def take_unregistered(self, roots: list[nn.Module]) -> None:
-        """Page what came into a model past the hooks: ``to_empty`` writes into ``_parameters`` itself."""
-        for root in roots:
-            for name, param in root.named_parameters():
-                self.adopt(param, name)
-
-    def adopt(self, param: Any, name: str) -> ParamHandle | None:
-        if not adoptable(self.pager, param):
-            return None
-        self._refuse(param, name)
-        handle = adopt(self.pager, param, name)
-        self.handles.append(handle)
-        return handle
-
-    def _on_module(self, module: nn.Module, name: str, child: Any) -> None:
-        self._modules.add(module)
-        if isinstance(child, nn.Module):
-            self._modules.add(child)
-
-    def roots(self) -> list[nn.Module]:
-        """Modules built in the context that live on and are part of no other."""
-        alive = list(self._modules)
-        inner = {id(child) for module in alive for child in module.modules() if child is not module}
-        return [module for module in alive if id(module) not in inner and next(module.parameters(), None) is not None]
-
-
-def refuse_meta(root: nn.Module) -> None:
-    """Raise for parameters that were never given real memory."""
-    on_meta = [name for name, param in root.named_parameters() if param.is_meta]
-    if on_meta:
-        shown = ", ".join(on_meta[:5]) + (f" and {len(on_meta) - 5} more" if len(on_meta) > 5 else "")
-        raise UsageError(
-            f"{len(on_meta)} parameters of {type(root).__name__} are still on the meta device when offload_context "
-            f"ends: {shown}. Load or initialise them inside the context (model.to_empty(device='cpu') and a "
-            "checkpoint), or build the model without a meta device: the context keeps it within the budget anyway"
-        )

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from deepoffload.config import Config, parse_config
-from deepoffload.errors import UsageError
+from deepoffload.errors import BudgetError, UsageError
 from deepoffload.params.torch_private import parameter_registration_hooks
 from deepoffload.params.unit import ParamHandle
-from deepoffload.runtime.construct import ConstructionHooks
 from deepoffload.runtime.engine import Engine
+from deepoffload.runtime.registration import ConstructionHooks
 
 
 class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
@@ -32,7 +32,8 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
 
     Raises:
         ConfigError: on construction of this object, before anything is touched.
-        PlacementError, UsageError: when the context ends; nothing is left behind.
+        PlacementError, UsageError: when the context ends; nothing is left behind. Where a parameter does not fit while
+            the model is built, the rest is built on the meta device, so that the error can name a budget for all of it.
     """
 
     def __init__(
@@ -62,10 +63,13 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
             return
         hooks.__exit__()
         self._hooks = None
-        if error is not None:
+        short = hooks.shortage is not None and not isinstance(error, BudgetError)
+        if error is not None and not (short and isinstance(error, Exception)):
             engine.close(f"its offload_context was left by {type(error).__name__}")
             return
         try:
+            if short:
+                raise hooks.refusal(error)
             roots = hooks.roots()
             hooks.take_unregistered(roots)
             engine.assemble(roots, hooks.handles)

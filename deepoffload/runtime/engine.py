@@ -17,14 +17,13 @@ from deepoffload import machine
 from deepoffload.config import Config, StepOverlap
 from deepoffload.config.resolve import Budgets, resolve_budgets
 from deepoffload.device import Device
-from deepoffload.errors import BudgetError, PlacementError, UsageError
+from deepoffload.errors import PlacementError, UsageError
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
 from deepoffload.io.swap_files import check_paths, warn_of_shared
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.lock import SHIELD
-from deepoffload.native.aio import round_up
 from deepoffload.optim.device_landing import DeviceLandings
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.in_backward import EarlyUpdates
@@ -37,16 +36,17 @@ from deepoffload.params.use_order import UseOrder
 from deepoffload.params.window import Window
 from deepoffload.runtime.announce import OutsideWatch, announce, summary
 from deepoffload.runtime.compute_types import convert_buffers
-from deepoffload.runtime.construct import Assembly, ConstructionHooks, adopt, adoptable, refuse_meta
+from deepoffload.runtime.construct import Assembly, adoptable
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
 from deepoffload.runtime.device import find_accelerator, fit_device, open_memory, with_ring
 from deepoffload.runtime.plan import (
     NO_DISK,
     ModelPlan,
-    enough_for,
     plan_model,
+    refusal_of,
 )
 from deepoffload.runtime.ranks import refuse_several_ranks
+from deepoffload.runtime.registration import ConstructionHooks, ShortageError, refuse_meta, take
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind
 from deepoffload.schedule.placement import Placement
@@ -188,22 +188,27 @@ class Engine:
         announce(summary(plan.placement, num_parameters, self.config.nvme_path, memory.device))
         self._outside = OutsideWatch(self.budgets.host_bytes)
 
-    def refuse_too_large(self, param: Tensor, name: str) -> None:
-        """Raise for a parameter that is larger than the budget by itself, naming one that is enough for it alone: what
-        else is to come is not known while a model is built."""
-        capacity_bytes = self._capacity_bytes()
-        if round_up(param.nbytes) <= capacity_bytes:
-            return
-        alone = nn.Module()
-        alone._parameters["weight"] = param if isinstance(param, nn.Parameter) else None
-        enough = enough_for(alone, replace(self.config, keep_fp32=()), capacity_bytes, self._nvme_bytes())
-        said = f"{name} ({param.nbytes:,} bytes) alone is larger than the budget of {capacity_bytes:,} bytes"
-        if enough is None:
-            raise BudgetError(f"{said}, and NVMe cannot hold what memory does not: raise host_budget and nvme_budget")
-        enough = with_ring(self.gradients, enough)
-        raise BudgetError(
-            f"{said}. A step needs a weight, its gradient and pieces of its optimizer state at once: raise host_budget "
-            f"to at least {enough} bytes, which is enough for a model of this parameter alone",
+    def _refusal(self, roots: Sequence[nn.Module], shortage: ShortageError, built_bytes: int) -> PlacementError:
+        """The error for models, paged and on the meta device, of which one parameter did not fit: with a budget for all
+        of them. ``built_bytes``: what was registered at once while they were built."""
+        why = partial(
+            refusal_of,
+            roots,
+            capacity_bytes=self._capacity_bytes(),
+            nvme_bytes=self._nvme_bytes(),
+            bandwidths=self._bandwidths,
+        )
+        try:
+            whole = why(self.config)
+        except UsageError:  # keep_fp32 names what is not built yet
+            whole = why(replace(self.config, keep_fp32=()))
+        if whole is not None and (whole.enough_bytes is None or whole.enough_bytes >= built_bytes):
+            whole = self._with_ring(whole)
+            return PlacementError(f"{shortage}. {whole}", whole.enough_bytes)
+        enough = with_ring(self.gradients, built_bytes)
+        return PlacementError(
+            f"{shortage}. Parameters of {built_bytes:,} bytes are there at once while the model is built, although not "
+            f"all of them stay. Raise host_budget to at least {enough} bytes",
             enough,
         )
 
@@ -250,8 +255,10 @@ class Engine:
         handles = []
         for name, param in model.named_parameters():
             if adoptable(self.pager, param):
-                self.refuse_too_large(param, name)
-                handles.append(adopt(self.pager, param, name))
+                try:
+                    handles.append(take(self.pager, param, name, self._capacity_bytes()))
+                except ShortageError as error:
+                    raise self._refusal([model], error, 0) from None
         if not handles:
             where = "the CPU" if self.pager.memory.on_host else f"the CPU or {self.pager.memory.device}"
             raise UsageError(f"{type(model).__name__} has no parameters on {where} that could be offloaded")
@@ -259,7 +266,7 @@ class Engine:
 
     def construction(self) -> ConstructionHooks:
         """What adopts parameters while models are being built."""
-        self._building = ConstructionHooks(self.pager, self.refuse_too_large)
+        self._building = ConstructionHooks(self.pager, self._capacity_bytes(), self._refusal)
         return self._building
 
     def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from deepoffload.config import Config, GradientDtype
 from deepoffload.device import Tier
@@ -239,35 +240,41 @@ def window_bytes(
         yield name, sum(round_up(block.shown_room_bytes if shown else block.room_bytes) for block in blocks)
 
 
-def dry_pager(model: nn.Module) -> tuple[Pager, Gradients, list[ParamHandle]]:
+def dry_pager(*roots: nn.Module) -> tuple[Pager, Gradients, list[ParamHandle]]:
     """A pager that has no memory and a handle for each parameter, which the parameters know nothing of."""
     graphs = OpenGraphs()
     order = UseOrder(graphs, prefetch=False)
     pager = Pager(TierManager(Arena(PAGE_BYTES, lends=False), None, order), order, graphs, prefetch=False)
+    params = {id(param): (name, param) for root in roots for name, param in root.named_parameters()}
     handles = [
         ParamHandle(pager, name, param, param.dtype, dense_stride(param))
-        for name, param in model.named_parameters()
-        if param.numel() and not param.is_complex()
+        for name, param in params.values()
+        if not is_lazy(param) and param.numel() and not param.is_complex()
     ]
     return pager, Gradients(pager), handles
 
 
-def enough_for(model: nn.Module, config: Config, capacity_bytes: int, nvme_bytes: int | None) -> int | None:
-    """The least budget above ``capacity_bytes`` that is enough for ``model``; None when more memory is not what is
-    missing."""
-    pager, gradients, handles = dry_pager(model)
-    capacity_bytes += PAGE_BYTES
+def refusal_of(
+    roots: Sequence[nn.Module],
+    config: Config,
+    *,
+    capacity_bytes: int,
+    nvme_bytes: int | None,
+    bandwidths: Bandwidths,
+) -> PlacementError | None:
+    """Why models cannot run, as :func:`plan_model` says it; None for ones that can."""
+    pager, gradients, handles = dry_pager(*roots)
     try:
         plan_model(
             pager,
             gradients,
             config,
-            [model],
+            roots,
             handles,
             capacity_bytes=capacity_bytes,
             nvme_bytes=nvme_bytes,
-            bandwidths=NO_DISK,
+            bandwidths=bandwidths,
         )
     except PlacementError as error:
-        return error.enough_bytes
-    return capacity_bytes
+        return error
+    return None

@@ -20,6 +20,7 @@ from torch.nn import functional
 import deepoffload
 from deepoffload.errors import BudgetError, PlacementError
 from deepoffload.memory.no_room import Hold
+from deepoffload.native.aio import PAGE_BYTES
 
 STEPS = 10
 FIRST_BUDGET_BYTES = 16 << 10
@@ -196,12 +197,17 @@ class Program:
         return None
 
     def least_bytes(self, directory: str) -> int:
-        """The least budget that is accepted, as the refusals name it."""
-        budget = FIRST_BUDGET_BYTES
-        while (refusal := self.accepted(directory, budget)) is not None:
-            named = getattr(refusal, "enough_bytes", None)
-            budget = named if named is not None and named > budget else 2 * budget
-        return budget
+        """The least budget that is accepted, as the first refusal names it."""
+        refusal = self.accepted(directory, FIRST_BUDGET_BYTES)
+        if refusal is None:
+            return FIRST_BUDGET_BYTES
+        named = refusal.enough_bytes
+        assert named is not None, f"{self} is refused without a budget that is enough: {refusal}"
+        again = self.accepted(directory, named)
+        assert again is None, f"{self} is refused with the {named} bytes that were named: {again}"
+        less = self.accepted(directory, named - PAGE_BYTES)
+        assert less is not None, f"{self} is accepted with less than the {named} bytes that were named"
+        return named
 
     def train(self, directory: str, budget_bytes: int) -> list[float]:
         """Ten steps. Raises what a user would see."""
@@ -251,7 +257,10 @@ def run(seed: int, directory: str) -> str | None:
     enough, is right then.
     """
     program = Program.drawn(seed)
-    budget = int(program.least_bytes(directory) * program.spare)
+    try:
+        budget = int(program.least_bytes(directory) * program.spare)
+    except AssertionError as error:
+        return str(error)
     for _ in range(RAISES_MAX if program.holds == "views" else 1):
         try:
             losses = program.train(directory, budget)

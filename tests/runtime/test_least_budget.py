@@ -123,18 +123,96 @@ class Many(nn.Module):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("sizes", [(1000, 90_000, 3000, 200_000, 17), (300_000, 11, 5000, 5000), (70_000,) * 4])
 def test_without_nvme_the_budget_that_is_named_trains(sizes: tuple[int, ...], precision: str) -> None:
-    with pytest.raises(BudgetError) as refused:
+    with pytest.raises(PlacementError) as refused:
         built(1 << 20, None, lambda: Many(sizes), precision=precision)
-    named = refused.value.enough_bytes or 1 << 20
-    while True:
-        try:
-            model = built(named, None, lambda: Many(sizes), precision=precision)
-        except BudgetError as error:  # one that is being built, of which no more is known
-            named = max(error.enough_bytes or 0, named + (named >> 3))
-        else:
-            break
+    assert refused.value.enough_bytes is not None
+    model = built(refused.value.enough_bytes, None, lambda: Many(sizes), precision=precision)
     dtype = next(model.parameters()).dtype
     trained(model, torch.ones(8, dtype=dtype))
+
+
+def named_by(budget_bytes: int, swap: Path | None, build: Callable[[], nn.Module]) -> int:
+    """The budget that the refusal of this one names, which is also in its text."""
+    with pytest.raises(PlacementError) as refused:
+        built(budget_bytes, swap, build)
+    named = refused.value.enough_bytes
+    assert named is not None and f"to at least {named} bytes" in str(refused.value)
+    return named
+
+
+@pytest.mark.parametrize("has_nvme", [True, False])
+def test_one_refusal_names_a_budget_for_all_of_the_model(tmp_path: Path, has_nvme: bool) -> None:
+    """Also for the layers that come after the first one that does not fit."""
+    swap = tmp_path if has_nvme else None
+
+    def build() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(64, 4, 4096, dropout=0.0)
+        return nn.Sequential(nn.Linear(8, 64), nn.TransformerEncoder(layer, 2), nn.Linear(64, 2048))
+
+    named = named_by(1 << 16, swap, build)
+    with pytest.raises(PlacementError):
+        built(named - PAGE_BYTES, swap, build)
+    built(named, swap, build)
+
+
+def test_a_tied_weight_is_counted_once(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64), nn.Linear(64, 1000, bias=False))
+        model[2].weight = model[0].weight
+        shared = nn.Parameter(torch.zeros(1 << 16))
+        for name in ("first", "second"):
+            child = nn.Module()
+            child.weight = shared
+            model.add_module(name, child)
+        return model
+
+    named = named_by(1 << 16, None, build)
+    built(named, None, build)
+    with pytest.raises(PlacementError):
+        built(named - PAGE_BYTES, None, build)
+
+
+def test_weights_that_are_replaced_while_the_model_is_built_need_room_for_both() -> None:
+    """Without NVMe. What the finished model needs would be less."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1 << 14))
+        for param in model.parameters():
+            param.requires_grad_(False)
+        model[1] = nn.Linear(64, 4)
+        return model
+
+    built(named_by(1 << 16, None, build), None, build)
+
+
+def test_an_error_of_the_program_in_a_model_that_is_only_counted_is_told_with_the_budget(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8192))
+        assert float(model[1].weight.sum().detach()) == float(model[1].weight.sum().detach())
+        return model
+
+    with pytest.raises(PlacementError, match="what was built until, without its bytes: .*meta") as refused:
+        built(1 << 16, tmp_path, build)
+    assert refused.value.enough_bytes is not None and refused.value.__context__ is not None
+    built(refused.value.enough_bytes, tmp_path, build)
+
+
+def test_a_model_whose_bytes_are_loaded_is_refused_at_its_first_weight_that_does_not_fit(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 2048), nn.Linear(2048, 64))
+    loaded: list[str] = []
+
+    def build() -> nn.Module:
+        held = nn.Sequential(model)
+        for name, param in list(model.named_parameters()):
+            layer, _, key = name.rpartition(".")
+            setattr(model.get_submodule(layer), key, nn.Parameter(torch.zeros(param.shape)))
+            loaded.append(name)
+        return held
+
+    named = named_by(1 << 16, tmp_path, build)
+    assert loaded == ["0.weight", "0.bias"]
+    built(named, tmp_path, build)
 
 
 class Scaled(nn.Module):

@@ -1,0 +1,198 @@
+"""Parameters while a context is open: each is paged when it is registered, if the budget holds it.
+
+If it does not, the model cannot be used, but only with all of it built is known which budget is enough. So the rest of
+the context builds the model without bytes, on the meta device, and the error at its end names a budget for all of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from traceback import format_exception_only
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from deepoffload.errors import BudgetError, UsageError
+from deepoffload.native.aio import round_up
+from deepoffload.params.pager import Pager
+from deepoffload.params.torch_private import outside_user_modes
+from deepoffload.params.unit import ParamHandle
+from deepoffload.runtime.construct import adopt, adoptable
+
+
+class ShortageError(BudgetError):
+    """A parameter does not fit while a model is built. Which budget is enough is not known yet."""
+
+
+Refusal = Callable[[Sequence[nn.Module], ShortageError, int], BudgetError]
+"""From models that were counted, the first parameter that did not fit, and the bytes that registered parameters took at
+once, to the error for the user."""
+
+
+def take(pager: Pager, param: Tensor, name: str, capacity_bytes: int) -> ParamHandle:
+    """Adopt ``param``.
+
+    Raises:
+        ShortageError: memory of ``capacity_bytes`` cannot hold it, now or ever.
+        BudgetError: it could, if the program did not keep views of others.
+    """
+    what = f"{name} ({param.nbytes:,} bytes)"
+    if round_up(param.nbytes) > capacity_bytes:
+        raise ShortageError(f"{what} alone is larger than the budget of {capacity_bytes:,} bytes")
+    try:
+        return adopt(pager, param, name)
+    except BudgetError:
+        if pager.tiers.space is not None:
+            raise
+    raise ShortageError(
+        f"no room for {what}: parameters registered before it take {pager.tiers.arena.used_bytes:,} bytes of "
+        f"{capacity_bytes:,}, and there is no NVMe to put them on"
+    )
+
+
+class ConstructionHooks:
+    """torch's global registration hooks, on while a context is open.
+
+    Args:
+        capacity_bytes: of memory, for what is registered.
+        refusal: makes the error for a model that the budget does not hold.
+
+    Attributes:
+        handles: of the parameters that were paged.
+        shortage: the first parameter that did not fit, if there was one. Parameters that come after it are replaced by
+            ones on the meta device.
+    """
+
+    def __init__(self, pager: Pager, capacity_bytes: int, refusal: Refusal) -> None:
+        self.pager = pager
+        self.handles: list[ParamHandle] = []
+        self.shortage: ShortageError | None = None
+        self._capacity_bytes = capacity_bytes
+        self._refusal = refusal
+        self._counted = WeakTensorKeyDictionary()
+        self._stand_ins: list[weakref.ref[nn.Parameter]] = []
+        self._peak_bytes = 0
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._removable: list[Any] = []
+
+    def __enter__(self) -> ConstructionHooks:
+        registration = torch.nn.modules.module
+        self._removable = [
+            registration.register_module_parameter_registration_hook(self._on_parameter),  # type: ignore[arg-type]  # may return one
+            registration.register_module_module_registration_hook(self._on_module),
+        ]
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for removable in self._removable:
+            removable.remove()
+        self._removable.clear()
+
+    def is_on(self) -> bool:
+        """Whether the context is open."""
+        return bool(self._removable)
+
+    def refusal(self, ended_by: BaseException | None = None) -> BudgetError:
+        """The error for a model that did not fit, as far as it was built. ``ended_by``: the program's error, after
+        which nothing was built any more; it may come from weights that have no bytes."""
+        shortage = self.shortage
+        if shortage is None:
+            raise RuntimeError("every parameter has found room")
+        if ended_by is not None:
+            cause = "".join(format_exception_only(ended_by)).strip()
+            shortage = ShortageError(f"{shortage}. Counted is what was built until, without its bytes: {cause}")
+        return self._refusal(self.roots(), shortage, self._peak_bytes)
+
+    def _on_parameter(self, module: nn.Module, name: str, param: Any) -> nn.Parameter | None:
+        self._modules.add(module)
+        return self._take_or_count(param, f"{type(module).__name__}.{name}")
+
+    def take_copy(self, param: nn.Parameter, name: str, modules: list[nn.Module]) -> nn.Parameter | None:
+        """Page a parameter that ``copy.deepcopy`` has made, which registers nothing. Returns what stands for it in a
+        model that is only counted."""
+        self._modules.update(modules)
+        return self._take_or_count(param, f"{name} (copy)")
+
+    def _take_or_count(self, param: Any, name: str) -> nn.Parameter | None:
+        if self.shortage is None:
+            try:
+                self._take(param, name)
+            except ShortageError as error:
+                self.shortage = ShortageError(str(error))  # without a traceback, which would keep modules alive
+                if self._whole_is_known():
+                    self._note_peak(round_up(param.nbytes))
+                    raise self.refusal() from None
+        return None if self.shortage is None else self._count(param)
+
+    def take_unregistered(self, roots: list[nn.Module]) -> None:
+        """Page what came into a model past the hooks: ``to_empty`` writes into ``_parameters`` itself."""
+        for root in roots:
+            for name, param in root.named_parameters():
+                self.adopt(param, name)
+
+    def adopt(self, param: Any, name: str) -> ParamHandle | None:
+        """Page a parameter that no hook can replace."""
+        try:
+            return self._take(param, name)
+        except ShortageError as error:
+            self.shortage = self.shortage or ShortageError(str(error))
+            self._note_peak(round_up(param.nbytes))
+            raise self.refusal() from None
+
+    def _take(self, param: Any, name: str) -> ParamHandle | None:
+        if not adoptable(self.pager, param):
+            return None
+        handle = take(self.pager, param, name, self._capacity_bytes)
+        self.handles.append(handle)
+        return handle
+
+    def _whole_is_known(self) -> bool:
+        """True where the rest of the model is there, on the meta device, and only its bytes are loaded."""
+        return any(p is not None and p.is_meta for module in self._modules for p in module._parameters.values())
+
+    def _count(self, param: Any) -> nn.Parameter | None:
+        """What stands for a parameter in a model that is only counted; None for one that takes no room."""
+        if not adoptable(self.pager, param):
+            return None
+        stand_in: nn.Parameter | None = self._counted.get(param)
+        if stand_in is None:
+            self._note_peak(round_up(param.nbytes))
+            with outside_user_modes():
+                stand_in = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            self._counted[param] = stand_in
+            self._stand_ins.append(weakref.ref(stand_in))
+        return stand_in
+
+    def _note_peak(self, coming_bytes: int) -> None:
+        """What must be in memory at once while the model is built: without NVMe, all that is registered and alive."""
+        if self.pager.tiers.space is None:
+            alive = (stand_in() for stand_in in self._stand_ins)
+            coming_bytes += sum(round_up(param.nbytes) for param in alive if param is not None)
+            coming_bytes += self.pager.tiers.arena.used_bytes
+        self._peak_bytes = max(self._peak_bytes, coming_bytes)
+
+    def _on_module(self, module: nn.Module, name: str, child: Any) -> None:
+        self._modules.add(module)
+        if isinstance(child, nn.Module):
+            self._modules.add(child)
+
+    def roots(self) -> list[nn.Module]:
+        """Modules built in the context that live on and are part of no other."""
+        alive = [module for module in self._modules if "_modules" in module.__dict__]  # copies may not be finished
+        inner = {id(child) for module in alive for child in module.modules() if child is not module}
+        return [module for module in alive if id(module) not in inner and next(module.parameters(), None) is not None]
+
+
+def refuse_meta(root: nn.Module) -> None:
+    """Raise for parameters that were never given real memory."""
+    on_meta = [name for name, param in root.named_parameters() if param.is_meta]
+    if on_meta:
+        shown = ", ".join(on_meta[:5]) + (f" and {len(on_meta) - 5} more" if len(on_meta) > 5 else "")
+        raise UsageError(
+            f"{len(on_meta)} parameters of {type(root).__name__} are still on the meta device when offload_context "
+            f"ends: {shown}. Load or initialise them inside the context (model.to_empty(device='cpu') and a "
+            "checkpoint), or build the model without a meta device: the context keeps it within the budget anyway"
+        )
