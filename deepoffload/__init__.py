@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from deepoffload.optim.adam import CPUAdamW as CPUAdamW
     from deepoffload.optim.lion import CPULion as CPULion
     from deepoffload.optim.sgd import CPUSGD as CPUSGD
+    from deepoffload.params.code_scan import careful as careful
     from deepoffload.runtime.context import offload_context as offload_context
     from deepoffload.runtime.context import stats as stats
 
@@ -32,6 +33,7 @@ _HOMES = {
     "CPUAdamW": "deepoffload.optim.adam",
     "CPULion": "deepoffload.optim.lion",
     "CPUSGD": "deepoffload.optim.sgd",
+    "careful": "deepoffload.params.code_scan",
     "offload_context": "deepoffload.runtime.context",
     "stats": "deepoffload.runtime.context",
     "add_config_arguments": "deepoffload.deepspeed.initialize",
@@ -47,6 +49,7 @@ __all__ = [
     "CPUSGD",
     "Config",
     "add_config_arguments",
+    "careful",
     "initialize",
     "offload_context",
     "save_pretrained",

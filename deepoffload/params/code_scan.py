@@ -5,7 +5,8 @@ access is then seen. So do windows over modules that run parts of themselves beh
 again in backward, without the window, and must save the same tensors then.
 
 The code is asked, not run: a module counts when its methods, the hooks on it, or a function or class outside of torch
-that these name (and so on) name ``data``, ``numpy`` and the like.
+that these name (and so on) name ``data``, ``numpy`` and the like. A program marks a module with :func:`careful` when
+its code does not name what it calls.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from deepoffload.errors import UsageError
 from deepoffload.params.torch_private import forward_hooks_of_all, forward_pre_hooks_of_all
 
 _TELLING_NAMES = frozenset(
@@ -35,9 +37,43 @@ CODES_MAX = 1000
 """How much code is read for one module; what names more than that keeps the doors unread."""
 
 
+class _Careful:
+    """The forward pre-hook by which :func:`careful` marks a module. It does nothing in a call."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        return None
+
+
+def careful(module: nn.Module) -> None:
+    """Say that the forward of ``module`` changes weights where deepoffload cannot see it.
+
+    Two things come together in such a module. It writes through ``weight.data``, ``weight.numpy()`` or the like. And
+    its code does not name the function that writes, which comes from a dictionary or a list, for example. All other
+    modules are found without this call. Calls of ``module``, and of the modules in it, then check every access to a
+    paged weight, which costs several microseconds each. The numbers of other modules do not change.
+
+    Call it at any time, on a paged or on an ordinary module, once. Modules that are added later need their own call.
+
+    Raises:
+        UsageError: ``module`` is not an ``nn.Module``.
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            f"careful() takes the module whose forward changes weights, not {type(module).__name__}; pass the layer"
+        )
+    for child in module.modules():
+        if not _is_marked(child):
+            child.register_forward_pre_hook(_Careful())
+
+
+def _is_marked(module: nn.Module) -> bool:
+    return any(isinstance(hook, _Careful) for hook in module._forward_pre_hooks.values())
+
+
 def may_bypass_hooks(module: nn.Module) -> bool:
-    """True when what a call of ``module`` may run could change weights without a trace."""
-    return _Reader(_TELLING_NAMES).any_of(_run_by(module))
+    """True when what a call of ``module`` may run could change weights without a trace, or when the program says so
+    (:func:`careful`)."""
+    return any(map(_is_marked, module.modules())) or _Reader(_TELLING_NAMES).any_of(_run_by(module))
 
 
 def may_cast(module: nn.Module) -> bool:
@@ -46,7 +82,7 @@ def may_cast(module: nn.Module) -> bool:
 
 
 def hooks_of(module: nn.Module) -> tuple[int, ...]:
-    """What changes when forward hooks, or an own forward, are put on a module or below it."""
+    """What changes when forward hooks, or another forward, are put on a module or below it."""
     ids: list[int] = [*forward_pre_hooks_of_all, *forward_hooks_of_all]
     for child in module.modules():
         ids += child._forward_pre_hooks

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import deepoffload
+from deepoffload.errors import UsageError
 from deepoffload.params.code_scan import may_bypass_hooks
 from tests.support.loops import gradients_of, weights_of
 from tests.support.models import rows
@@ -200,6 +202,56 @@ def test_edits_by_hooks(same: Same, put_on: Callable[[Any], list[Any]], late: bo
                 hook.remove()
 
     same(lambda: nn.Sequential(*[Layer() for _ in range(6)]), program, key="edited layers")
+
+
+EDITS = {"clamp": clamp}
+
+
+class HelperInDictionary(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        EDITS["clamp"](self.weight)
+        return super().forward(x)
+
+
+def marked_layers(model: nn.Module) -> None:
+    for layer in model.children():
+        deepoffload.careful(layer)
+
+
+@pytest.mark.parametrize("mark", [marked_layers, deepoffload.careful], ids=["layers", "model"])
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after-the-first-call"])
+def test_edits_that_the_program_announces(same: Same, mark: Callable[[nn.Module], None], late: bool) -> None:
+    assert not may_bypass_hooks(HelperInDictionary()), "this would be found without an announcement"
+
+    def program(model: nn.Sequential) -> Any:
+        if late:
+            with torch.no_grad():
+                model(rows())
+                for layer in model:
+                    layer.weight.clamp_(-0.05, 0.05)  # which an unseen edit of that call may or may not have done
+        mark(model)
+        return trained(model)
+
+    same(lambda: nn.Sequential(*[HelperInDictionary() for _ in range(6)]), program, key="edited layers")
+
+
+def test_a_model_is_announced_before_it_is_paged(same: Same) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(*[HelperInDictionary() for _ in range(6)])
+        deepoffload.careful(model)
+        return model
+
+    same(build, trained, key="announced layers")
+
+
+def test_careful_takes_a_module_and_marks_it_once() -> None:
+    layer = HelperInDictionary()
+    for _ in range(2):
+        deepoffload.careful(layer)
+    assert len(layer._forward_pre_hooks) == 1
+    assert may_bypass_hooks(nn.Sequential(layer))
+    with pytest.raises(UsageError, match="not Parameter; pass the layer"):
+        deepoffload.careful(layer.weight)  # type: ignore[arg-type]
 
 
 def test_ordinary_modules_are_not_suspected() -> None:
