@@ -13,6 +13,7 @@ not. A ratio is the median of the rounds' ratios. The JSON goes to benchmarks/re
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import statistics
@@ -21,13 +22,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor
 
 from benchmarks.cpu_adam.buffers import Buffers
 from benchmarks.cpu_adam.contenders import HYPER, optimizer_step
 from benchmarks.cpu_adam.machine import RESULTS, machine, parse_size
-from benchmarks.cpu_adam.zero import Zero, start
 from benchmarks.cpu_adam.zero_parts import CLIP_NORM, LANDING, zero3_parts
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType, StateLayout
@@ -150,6 +149,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULTS / "cpu_adam_whole.json")
     options = parser.parse_args()
+    if importlib.util.find_spec("deepspeed") is None:
+        parser.error("DeepSpeed, which this compares with, is not installed: pip install -e '.[bench-peers]'")
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from benchmarks.cpu_adam.zero import Zero, start
+
     n, runs = parse_size(options.size), []
     start()
     for side in options.matrices:

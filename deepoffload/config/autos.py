@@ -9,7 +9,17 @@ from deepoffload.config.deepspeed_keys import TRAINER_KEYS
 from deepoffload.config.keys import Key, Treatment
 from deepoffload.config.schema import Config
 
+_NO_PATH = "no path: nothing goes to NVMe"
+_MACHINE = "worked out from what the machine has"
 _UNSAID = {
+    "device": "the accelerator that torch finds, else the CPU",
+    "device_budget": _MACHINE,
+    "host_budget": _MACHINE,
+    "nvme_budget": _MACHINE,
+    "nvme_path": _NO_PATH,
+    "zero_optimization.offload_param.nvme_path": _NO_PATH,
+    "zero_optimization.offload_optimizer.nvme_path": _NO_PATH,
+    "keep_fp32": "nothing",
     "gradient_clipping": "1.0 in initialize(), off in a plain loop",
     "train_batch_size": "unknown",
     "train_micro_batch_size_per_gpu": "unknown",
@@ -46,9 +56,9 @@ def _became(path: str, config: Config) -> str:
         value = _field(key.field, config)
         if value is None:
             value = _default(key)
-        if key.field != path:
-            return f"{key.field.split('.offload')[0]} = {shown(value)}" if value is not None else "not said"
-    if value is None:
+        if key.field != path and value not in (None, ()):
+            return f"{key.field.split('.offload')[0]} = {shown(value)}"
+    if value in (None, ()):
         return _UNSAID.get(path, "not said")
     return shown(list(value) if isinstance(value, tuple) else value)
 

@@ -62,7 +62,8 @@ class Layer:
                 if value == AUTO:
                     self.autos.append(path)
             else:
-                raise ConfigError(f"{self.where}{path} = {shown(value)}: expected an object")
+                stages = ', such as {"stage": 1}, or true or false' if path in BOOLEAN_SECTIONS else ""
+                raise ConfigError(f"{self.where}{path} = {shown(value)}: expected an object{stages}")
         return self
 
     def _take(self, key: Key, raw: object) -> None:

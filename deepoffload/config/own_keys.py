@@ -94,8 +94,9 @@ OWN_KEYS = (
         "keep_fp32",
         names_or_classes(),
         "What computes in fp32 in a bf16 or fp16 model: names of parameters, buffers or modules (whole parts of them, "
-        'such as `"router.classifier"`), and classes of modules. What a model of transformers names in '
-        "`_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` stays fp32 by itself.",
+        'such as `"router.classifier"`), and classes of modules or their names, which mean subclasses, too. What a '
+        "model of transformers names in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` stays fp32 by "
+        "itself.",
         (),
     ),
     _own(

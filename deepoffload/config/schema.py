@@ -146,7 +146,7 @@ class Config:
     precision: Precision = Precision.KEEP
     buffers: Buffers = Buffers.KEEP
     keep_fp32: tuple[str | type, ...] = ()
-    """Names and classes of what stays in fp32: parts of names of parameters and buffers, or classes of modules."""
+    """What stays in fp32: parts of names of parameters and buffers, and classes of modules or their names."""
     gradient_dtype: GradientDtype = GradientDtype.KEEP
     gradient_clipping: float | None = None
     gradient_accumulation_steps: int = 1

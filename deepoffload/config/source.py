@@ -62,13 +62,15 @@ def _read_file(path: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"configuration {path}: not UTF-8 text (byte {error.start})") from error
     try:
-        value = json.loads(text, object_pairs_hook=_without_repetition)
+        value = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"configuration {path}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}"
         ) from error
     except _RepeatedKey as error:
         raise ConfigError(f'configuration {path}: the key "{error}" stands twice in one object') from error
+    except _NoJson as error:
+        raise ConfigError(f"configuration {path}: not valid JSON: {error} is not a number in JSON") from error
     except RecursionError as error:
         raise ConfigError(f"configuration {path}: nested too deeply") from error
     if not isinstance(value, dict):
@@ -78,6 +80,15 @@ def _read_file(path: str) -> dict[str, Any]:
 
 class _RepeatedKey(Exception):
     pass
+
+
+class _NoJson(Exception):
+    pass
+
+
+def _no_constant(name: str) -> None:
+    """``NaN`` and ``Infinity``, which Python's parser takes."""
+    raise _NoJson(name)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

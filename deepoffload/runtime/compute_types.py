@@ -126,7 +126,8 @@ def _asked_for(said: Sequence[str | type], roots: Sequence[nn.Module]) -> set[in
 
 def _meant(what: str | type, root: nn.Module) -> Iterator[Tensor]:
     for module in root.modules():
-        if type(module).__name__ == what if isinstance(what, str) else isinstance(module, what):
+        names = (kind.__name__ for kind in type(module).__mro__)
+        if what in names if isinstance(what, str) else isinstance(module, what):
             yield from _tensors(module)
     if isinstance(what, str):
         for name, tensor in _named_tensors(root):

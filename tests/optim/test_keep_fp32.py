@@ -141,6 +141,7 @@ def test_they_are_saved_and_loaded_in_fp32(paging: Paging, tmp_path: Path) -> No
     [
         (Gate, {"gate.weight", "gate.bias"}),
         ("Gate", {"gate.weight", "gate.bias"}),
+        ("Linear", {"up.weight", "up.bias", "gate.weight", "gate.bias"}),
         ("gate", {"gate.weight", "gate.bias"}),
         ("gate.bias", {"gate.bias"}),
         ("3.scale", {"scale"}),

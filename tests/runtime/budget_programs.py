@@ -25,6 +25,9 @@ from deepoffload.native.aio import PAGE_BYTES
 STEPS = 10
 FIRST_BUDGET_BYTES = 16 << 10
 
+RING_BYTES = 256 << 10
+"""What the way of gradients from a device takes of a small budget."""
+
 RAISES_MAX = 5
 """How often a budget is raised as an error says. Larger ones bring larger units, whose views hold more."""
 
@@ -152,11 +155,13 @@ class Program:
     optimizer: str
     nvme: bool
     spare: float
+    device: str
 
     @staticmethod
-    def drawn(seed: int) -> Program:
+    def drawn(seed: int, device: str = "cpu") -> Program:
         chance = random.Random(seed)
         return Program(
+            device=device,
             seed=seed,
             precision=chance.choice(("fp32", "bf16")),
             overlap=chance.choice(("deferred", "deferred", "none")),
@@ -181,6 +186,7 @@ class Program:
             precision=self.precision,
             step_overlap=self.overlap,
             prefetch=self.prefetch,
+            device=self.device,
             debug={"poison": True},
             **({"nvme_path": directory} if self.nvme else {}),
         )
@@ -198,9 +204,10 @@ class Program:
 
     def least_bytes(self, directory: str) -> int:
         """The least budget that is accepted, as the first refusal names it."""
-        refusal = self.accepted(directory, FIRST_BUDGET_BYTES)
+        first = FIRST_BUDGET_BYTES + (0 if self.device == "cpu" else RING_BYTES)
+        refusal = self.accepted(directory, first)
         if refusal is None:
-            return FIRST_BUDGET_BYTES
+            return first
         named = refusal.enough_bytes
         assert named is not None, f"{self} is refused without a budget that is enough: {refusal}"
         again = self.accepted(directory, named)
@@ -224,11 +231,15 @@ class Program:
         kind = torch.optim.AdamW if self.optimizer == "AdamW" else getattr(deepoffload, self.optimizer)
         optimizer = kind(trained, **rates)
         data = torch.Generator().manual_seed(self.seed)
+
+        def tokens() -> Tensor:
+            return torch.randint(0, 20, (6,), generator=data).to(self.device)
+
         losses = []
         held: dict[str, Any] = {}
         for step in range(STEPS):
             for _ in range(self.micro_batches):
-                loss = model(torch.randint(0, 20, (6,), generator=data)) / self.micro_batches
+                loss = model(tokens()) / self.micro_batches
                 loss.backward()
                 losses.append(float(loss.detach()))
             if self.looks_at_gradients:
@@ -241,22 +252,22 @@ class Program:
             if self.holds == "views" and step < 2:
                 held["views"] = [p.detach()[:1] for p in [p for p in model.parameters() if p.dim() == 1][:3]]
             if self.holds == "a graph":
-                held["graph"] = [model(torch.randint(0, 20, (6,), generator=data))]
+                held["graph"] = [model(tokens())]
             if self.evaluates and step % 4 == 3:
                 model.eval()
                 with torch.no_grad():
-                    model(torch.randint(0, 20, (6,), generator=data))
+                    model(tokens())
                 model.train()
         return losses
 
 
-def run(seed: int, directory: str) -> str | None:
+def run(seed: int, directory: str, device: str = "cpu") -> str | None:
     """What goes wrong with the program of ``seed``, None when nothing does.
 
     Views that a program keeps across steps are known to nobody before. An error that names them, and a budget that is
     enough, is right then.
     """
-    program = Program.drawn(seed)
+    program = Program.drawn(seed, device)
     try:
         budget = int(program.least_bytes(directory) * program.spare)
     except AssertionError as error:
@@ -276,12 +287,12 @@ def run(seed: int, directory: str) -> str | None:
     return failure
 
 
-def main(directory: str, count: int, first: int = 0, say: Callable[[str], None] = print) -> int:
+def main(directory: str, count: int, first: int = 0, say: Callable[[str], None] = print, *, device: str = "cpu") -> int:
     wrong = 0
     begin_s = time.monotonic()
     for seed in range(first, first + count):
         with tempfile.TemporaryDirectory(dir=directory) as swap:
-            failure = run(seed, swap)
+            failure = run(seed, swap, device)
         if failure is not None:
             wrong += 1
             say(failure)

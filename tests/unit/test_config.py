@@ -248,7 +248,10 @@ MISTAKES = [
     ({"gradient_clipping": float("nan")}, "gradient_clipping = nan: expected a finite number at least 0"),
     ({"gradient_clipping": -1}, "gradient_clipping = -1"),
     ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4: expected a whole number from 0 to 3"),
-    ({"zero_optimization": 2}, "zero_optimization = 2: expected an object"),
+    (
+        {"zero_optimization": 2},
+        'zero_optimization = 2: expected an object, such as {"stage": 1}, or true or false',
+    ),
     ({"aio": True}, "aio = true: expected an object"),
     (
         {"compression_training": {"pruning": {}}},
@@ -394,6 +397,21 @@ def test_every_auto_is_listed_with_what_it_became(tmp_path):
     }
 
 
+def test_what_an_auto_became_is_said_in_the_words_of_users():
+    offload = {"device": "nvme", "nvme_path": "auto"}
+    source = {"nvme_path": "auto", "host_budget": "auto", "keep_fp32": "auto", "device": "auto"}
+    (warning,) = parse_config({**source, "zero_optimization": {"offload_param": {"nvme_path": "auto"}}}).warnings
+    assert dict(line.strip().split(" became ") for line in warning.splitlines()[1:]) == {
+        "nvme_path": "no path: nothing goes to NVMe",
+        "zero_optimization.offload_param.nvme_path": "no path: nothing goes to NVMe",
+        "host_budget": "worked out from what the machine has",
+        "keep_fp32": "nothing",
+        "device": "the accelerator that torch finds, else the CPU",
+    }
+    (warning,) = parse_config({"zero_optimization": {"offload_param": offload}}, nvme_path="/mnt/a").warnings or ("",)
+    assert "()" not in warning and "[]" not in warning
+
+
 def test_an_auto_that_a_keyword_decides_is_not_listed():
     source = {"gradient_clipping": "auto", "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
     assert not parse_config(source, gradient_clipping=0.5, train_batch_size=4, precision="bf16").warnings
@@ -430,6 +448,8 @@ def test_file_as_text_and_as_path(tmp_path):
         ("", "line 1, column 1: not valid JSON"),
         ('{"aio": {"queue_depth": 1, "queue_depth": 2}}', 'the key "queue_depth" stands twice in one object'),
         ("[1, 2]", "expected an object {...}, not list"),
+        ('{"gradient_clipping": NaN}', "not valid JSON: NaN is not a number in JSON"),
+        ('{"unknown": [-Infinity]}', "not valid JSON: -Infinity is not a number in JSON"),
         ('{"prefetch": 3}', "prefetch = 3: expected true or false"),
         ('{"durability": true}', "durability = true: not in this version"),
         ("[" * 100_000, "nested too deeply"),
