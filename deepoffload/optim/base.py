@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
@@ -18,16 +17,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.errors import UnsupportedError
 from deepoffload.optim import checks
 from deepoffload.optim.begun_step import BegunStep
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.handles import early_of, gradients_of, handle_of
+from deepoffload.optim.held_state import HeldState
 from deepoffload.optim.in_backward import InBackward
-from deepoffload.optim.ordinary import OrdinaryUpdate, check_has_bytes, check_ordinary, plain_state, sum_of_squares
-from deepoffload.optim.paged_state import read_state, write_state
+from deepoffload.optim.ordinary import OrdinaryUpdate, check_has_bytes, check_ordinary, sum_of_squares
 from deepoffload.optim.rule import Hyper, Rule, UpdateJob
-from deepoffload.optim.state import MASTER_PART_KEYS
 from deepoffload.optim.state_dict import load_into, pack
 from deepoffload.optim.update import HostUpdate, check_paged
 from deepoffload.params.pager import Pager
@@ -79,8 +77,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self.overflow = False
         self.loss_scale = 1.0
         self.grad_norm: float | None = None
-        self._token = object()
-        self._held: weakref.WeakSet[ParamHandle] = weakref.WeakSet()
+        self._held = HeldState()
         self._ordinary = OrdinaryUpdate(self.rule)
         self._interrupted: BegunStep | None = None
         self._in_backward = InBackward()
@@ -228,7 +225,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         if early:
             self._in_backward.refuse_looking_at_all(self.max_grad_norm, self.skip_non_finite)
             self._in_backward.refuse_changed(self.param_groups)
-        self._move_into_pieces()
+        self._held.move_into_pieces(self)
         work = self._work()
         grad_factor, finite = self._grad_factor(work, unscale, skip_non_finite)
         if overflow or (skip_non_finite and not finite):
@@ -313,7 +310,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
                 if handle is not None:
                     if gradients_of(handle.pager, handle.name).present(handle):
                         check_paged(handle, self.rule.name)
-                        self._refuse_lost(handle)
+                        self._held.refuse_lost(handle)
                         work.paged[handle] = (param, self._job(param, group, handle not in self._held, jobs))
                 elif param.grad is not None:
                     check_ordinary(param, self.rule.name, group.get("state_dtype", "fp32"))
@@ -336,13 +333,6 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             jobs[step, first] = job
         return job
 
-    def _refuse_lost(self, handle: ParamHandle) -> None:
-        if handle in self._held and handle.state_owner is not self._token:
-            raise UsageError(
-                f"the optimizer state of {handle.name} was given up when another optimizer updated it; use one "
-                "optimizer for a paged parameter, or load_state_dict() what state_dict() gave before"
-            )
-
     def _count_step(self, work: _Work) -> None:
         """The step counts, and the pieces hold this optimizer's state."""
         if self.rule.counts_steps:
@@ -350,8 +340,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
                 self.state[param]["step"] = torch.tensor(float(job.step), device="cpu")
         for handle, (_, job) in work.paged.items():
             if job.arrays:
-                self._held.add(handle)
-                handle.state_owner = self._token
+                self._held.take(handle)
 
     def _grad_factor(self, work: _Work, unscale: float, need_finite: bool) -> tuple[float, bool]:
         """Unscale times clip factor (as ``torch.nn.utils.clip_grad_norm_`` defines it), and whether all is finite."""
@@ -386,7 +375,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         16-bit parameters have one array more, which completes the weight to its fp32 master: ``"remainder"`` (int16,
         bf16) or ``"master"`` (fp32, fp16).
         """
-        return pack(self, self._full_state(), self._export_group)
+        return pack(self, self._held.full(self, self._ordinary), self._export_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace state and settings by those of ``state_dict``, ours or that of torch's optimizer of the same kind.
@@ -401,77 +390,12 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             gradients_of(pager)
         load_into(self, state_dict, self._import_group, self._check_group, self._arrays)
 
-    def _full_state(self) -> dict[Any, Any]:
-        """``self.state`` with what the pieces hold."""
-        for pager in self._pagers():
-            pager.catch_up_all()
-        state = dict(self.state)
-        for param in [param for param, _ in self._each() if handle_of(param) is None and param in state]:
-            self._ordinary.follow_weight(param, state[param])
-            state[param] = plain_state(state[param])
-        params: dict[ParamHandle, Tensor] = {}
-        held: dict[ParamHandle, Mapping[str, str]] = {}
-        for param, group in self._each():
-            handle = handle_of(param)
-            if handle is None or handle.pager.gradients is None:
-                continue
-            gradients_of(handle.pager, handle.name)
-            params[handle] = param
-            if handle in self._held:
-                self._refuse_lost(handle)
-                held[handle] = self._arrays(group)
-        for pager in self._pagers():
-            mine = {handle: arrays for handle, arrays in held.items() if handle.pager is pager}
-            others = {handle for handle in params if handle.pager is pager and handle not in held}
-            for handle, found in read_state(pager, mine, others).items():
-                param = params[handle]
-                known = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.get(param, {}).items()}
-                state[param] = {**self._unstepped(param, handle not in held), **known, **found}
-        return state
-
-    def _unstepped(self, param: Tensor, wanted: bool) -> dict[str, Any]:
-        """The state before the first step, for a parameter that has nothing but a remainder yet; takes no memory."""
-        if not wanted or not self.rule.counts_steps:
-            return {}
-        group = next(group for known, group in self._each() if known is param)
-        initial = self._initial(group)
-        arrays = {
-            key: torch.tensor(initial.get(key, 0.0), device="cpu").expand(param.shape) for key in self._arrays(group)
-        }
-        return {"step": torch.tensor(0.0, device="cpu"), **arrays}
-
-    def _move_into_pieces(self) -> None:
-        """Arrays that ``self.state`` has for paged parameters (loaded, or kept from before they were paged) go where
-        they belong."""
-        for pager in self._pagers():
-            pager.catch_up_all()
-        given: dict[ParamHandle, dict[str, Tensor]] = {}
-        arrays: dict[ParamHandle, Mapping[str, str]] = {}
-        for param, group in self._each():
-            handle = handle_of(param)
-            state = self.state.get(param)
-            if handle is None or not state or handle.pager.gradients is None:
-                continue
-            if len(state) > 1:
-                self.state[param] = state = plain_state(state)
-            names = [*self._arrays(group), *MASTER_PART_KEYS.values()]
-            found = {key: state.pop(key) for key in names if isinstance(state.get(key), Tensor)}
-            if found:
-                given[handle] = found
-                arrays[handle] = {key: field for key, field in self._arrays(group).items() if key in found}
-        for pager in self._pagers():
-            write_state(pager, {h: found for h, found in given.items() if h.pager is pager}, arrays)
-        for handle in given:
-            if arrays[handle]:
-                self._held.add(handle)
-                handle.state_owner = self._token
-
     def __getstate__(self) -> dict[str, Any]:
         # As torch's, so that hooks and schedulers' wrappers stay behind. Paged parameters are pickled and copied as
         # ordinary ones, and take their state along.
         return {
             "defaults": self.defaults,
-            "state": self._full_state(),
+            "state": self._held.full(self, self._ordinary),
             "param_groups": self.param_groups,
             "max_grad_norm": self.max_grad_norm,
             "skip_non_finite": self.skip_non_finite,
@@ -481,7 +405,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         super().__setstate__(state)
         self._start()
         self.state = defaultdict(dict, self.state)
-        self._move_into_pieces()
+        self._held.move_into_pieces(self)
 
 
 # Dynamo cannot follow these. It cuts a compiled training step at each of them.

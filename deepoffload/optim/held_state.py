@@ -1,0 +1,132 @@
+"""The state that one optimizer holds: in the pieces of units for paged parameters, as torch does for ordinary ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from deepoffload.errors import UsageError
+from deepoffload.optim.handles import gradients_of, handle_of
+from deepoffload.optim.ordinary import OrdinaryUpdate, plain_state
+from deepoffload.optim.paged_state import read_state, write_state
+from deepoffload.optim.rule import Rule
+from deepoffload.optim.state import MASTER_PART_KEYS
+from deepoffload.params.pager import Pager
+from deepoffload.params.unit import ParamHandle
+
+Group = dict[str, Any]
+
+
+class StatefulOptimizer(Protocol):
+    """What the state asks of its optimizer (implemented by :class:`deepoffload.optim.base.HostOptimizer`), which passes
+    itself: the two do not keep each other alive. The names are those that the user of an optimizer is not to see."""
+
+    rule: ClassVar[Rule]
+    state: Any
+
+    def _each(self) -> Iterator[tuple[Tensor, Group]]:
+        """Every parameter, with its group."""
+
+    def _pagers(self) -> list[Pager]:
+        """The pagers of its paged parameters."""
+
+    def _arrays(self, group: Mapping[str, Any]) -> Mapping[str, str]:
+        """Arrays of state that a parameter of this group has: see :class:`~deepoffload.optim.rule.UpdateJob`."""
+
+    def _initial(self, group: Mapping[str, Any]) -> Mapping[str, float]:
+        """What new arrays are filled with, where it is not zero."""
+
+
+class HeldState:
+    """Of which paged parameters the units' pieces hold this optimizer's state. One optimizer at a time does."""
+
+    def __init__(self) -> None:
+        self._token = object()
+        self._held: weakref.WeakSet[ParamHandle] = weakref.WeakSet()
+
+    def __contains__(self, handle: ParamHandle) -> bool:
+        """Whether it held the state of this parameter at any time."""
+        return handle in self._held
+
+    def take(self, handle: ParamHandle) -> None:
+        """From now on the pieces hold the state of this optimizer."""
+        self._held.add(handle)
+        handle.state_owner = self._token
+
+    def refuse_lost(self, handle: ParamHandle) -> None:
+        """Raise UsageError where another optimizer has taken over since."""
+        if handle in self._held and handle.state_owner is not self._token:
+            raise UsageError(
+                f"the optimizer state of {handle.name} was given up when another optimizer updated it; use one "
+                "optimizer for a paged parameter, or load_state_dict() what state_dict() gave before"
+            )
+
+    def full(self, optimizer: StatefulOptimizer, ordinary: OrdinaryUpdate) -> dict[Any, Any]:
+        """``optimizer.state`` with what the pieces hold, as ordinary tensors."""
+        for pager in optimizer._pagers():
+            pager.catch_up_all()
+        state = dict(optimizer.state)
+        for param in [param for param, _ in optimizer._each() if handle_of(param) is None and param in state]:
+            ordinary.follow_weight(param, state[param])
+            state[param] = plain_state(state[param])
+        params: dict[ParamHandle, Tensor] = {}
+        held: dict[ParamHandle, Mapping[str, str]] = {}
+        for param, group in optimizer._each():
+            handle = handle_of(param)
+            if handle is None or handle.pager.gradients is None:
+                continue
+            gradients_of(handle.pager, handle.name)
+            params[handle] = param
+            if handle in self._held:
+                self.refuse_lost(handle)
+                held[handle] = optimizer._arrays(group)
+        for pager in optimizer._pagers():
+            mine = {handle: arrays for handle, arrays in held.items() if handle.pager is pager}
+            others = {handle for handle in params if handle.pager is pager and handle not in held}
+            for handle, found in read_state(pager, mine, others).items():
+                param = params[handle]
+                known = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.get(param, {}).items()}
+                unstepped = _unstepped(optimizer, param) if handle not in held else {}
+                state[param] = {**unstepped, **known, **found}
+        return state
+
+    def move_into_pieces(self, optimizer: StatefulOptimizer) -> None:
+        """Arrays that ``optimizer.state`` has for paged parameters (loaded, or kept from before they were paged) go
+        where they belong."""
+        for pager in optimizer._pagers():
+            pager.catch_up_all()
+        given: dict[ParamHandle, dict[str, Tensor]] = {}
+        arrays: dict[ParamHandle, Mapping[str, str]] = {}
+        for param, group in optimizer._each():
+            handle = handle_of(param)
+            state = optimizer.state.get(param)
+            if handle is None or not state or handle.pager.gradients is None:
+                continue
+            if len(state) > 1:
+                optimizer.state[param] = state = plain_state(state)
+            names = [*optimizer._arrays(group), *MASTER_PART_KEYS.values()]
+            found = {key: state.pop(key) for key in names if isinstance(state.get(key), Tensor)}
+            if found:
+                given[handle] = found
+                arrays[handle] = {key: field for key, field in optimizer._arrays(group).items() if key in found}
+        for pager in optimizer._pagers():
+            write_state(pager, {h: found for h, found in given.items() if h.pager is pager}, arrays)
+        for handle in given:
+            if arrays[handle]:
+                self.take(handle)
+
+
+def _unstepped(optimizer: StatefulOptimizer, param: Tensor) -> dict[str, Any]:
+    """The state before the first step, for a parameter that has nothing but a remainder yet; takes no memory."""
+    if not optimizer.rule.counts_steps:
+        return {}
+    group = next(group for known, group in optimizer._each() if known is param)
+    initial = optimizer._initial(group)
+    arrays = {
+        key: torch.tensor(initial.get(key, 0.0), device="cpu").expand(param.shape) for key in optimizer._arrays(group)
+    }
+    return {"step": torch.tensor(0.0, device="cpu"), **arrays}
