@@ -281,3 +281,18 @@ def anything() -> ValueKind:
 def keys_by_path(*tables: Sequence[Key]) -> dict[str, Key]:
     """One mapping of several tables. Each path is in one table only (a test holds it)."""
     return {key.path: key for table in tables for key in table}
+
+
+def honoured(path: str, kind: ValueKind, what: str, default: object = None, field: str | None = None) -> Key:
+    """A key of DeepSpeed's that means the same here."""
+    return Key(path, kind, Treatment.HONOURED, what, default, field=field or path)
+
+
+def inapplicable(path: str, kind: ValueKind, why: str, default: object = None) -> Key:
+    """A key of DeepSpeed's that changes nothing here, and why."""
+    return Key(path, kind, Treatment.INAPPLICABLE, why, default)
+
+
+def refused(path: str, kind: ValueKind, why: str, default: object = None, *harmless: object) -> Key:
+    """A key of DeepSpeed's that is an error unless its value is the default or one of the ``harmless``."""
+    return Key(path, kind, Treatment.ERROR, why, default, (default, *harmless))
