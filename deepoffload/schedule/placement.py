@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from deepoffload.errors import PlacementError
 from deepoffload.schedule.cost_model import (
@@ -20,6 +21,9 @@ from deepoffload.schedule.cost_model import (
 from deepoffload.schedule.table import Row, Totals, human_bytes, render
 
 __all__ = ["BlockSpec", "BlockKind", "Placement", "WorkingSet", "plan_placement"]
+
+Mask = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.int64]
 
 _KINDS = (BlockKind.WEIGHT, BlockKind.GRADIENT, BlockKind.STATE)
 
@@ -133,8 +137,7 @@ def plan_placement(
         return problem.placement(everything, WorkingSet(), capacity_bytes, nvme_capacity_bytes)
     least_bytes = total_bytes if nvme_capacity_bytes is None else problem.minimum_bytes
     if nvme_capacity_bytes is None or capacity_bytes < least_bytes:
-        paged = [block for block in problem.blocks if block.id not in keep]
-        placement = problem.placement(keep, problem.window(paged, 2, False), capacity_bytes, nvme_capacity_bytes)
+        placement = problem.placement(keep, problem.window(keep, 2, False), capacity_bytes, nvme_capacity_bytes)
         raise PlacementError(_memory_message(placement, least_bytes, nvme_capacity_bytes is not None), least_bytes)
     resident, window = problem.choose(capacity_bytes, max(ring_pieces, 2))
     placement = problem.placement(resident, window, capacity_bytes, nvme_capacity_bytes)
@@ -181,49 +184,58 @@ class _Problem:
         set_up_bytes: int,
     ) -> None:
         self.blocks = tuple(blocks)
-        self._keep = keep & {block.id for block in self.blocks}
+        ids = [block.id for block in self.blocks]
+        if len(set(ids)) != len(ids):
+            raise ValueError("block ids must be unique")
+        self._keep = keep & set(ids)
         self._event_weight_bytes = event_weight_bytes
         self._bandwidths = bandwidths
         self._num_parameters = num_parameters
-        if len({block.id for block in self.blocks}) != len(self.blocks):
-            raise ValueError("block ids must be unique")
-        trained = {block.unit for block in self.blocks if block.kind is not BlockKind.WEIGHT}
-        # Models are of few sorts of blocks and of very many blocks: what one costs is worked out once a sort.
-        self._per_byte = {
-            (kind, updated): block_traffic(kind, 1, workload, updated=updated)
-            for kind in _KINDS
-            for updated in (False, True)
-        }
-        self._sort = {block.id: (block.kind, block.unit in trained) for block in self.blocks}
-        prices = bandwidths.prices(self._traffic(self.blocks))
-        worth = {sort: seconds_saved(traffic, prices) for sort, traffic in self._per_byte.items()}
-        self._worth = {block: worth[sort] for block, sort in self._sort.items()}
-        ranked: list[tuple[tuple[bool, float, int, float], BlockSpec]] = []
-        for rank, kind in enumerate(_KINDS):
-            of_kind = [block for block in self.blocks if block.kind is kind]
-            for place, block in zip(_spread(len(of_kind)), of_kind, strict=True):
-                ranked.append(((block.id not in keep, -self._worth[block.id], rank, place), block))
-        self._ranked = [block for _, block in sorted(ranked, key=lambda entry: entry[0])]
-        self._prefix_bytes = list(accumulate((block.nbytes for block in self._ranked), initial=0))
-        self._suffix_needs = _suffix_needs(self._ranked)
-        working_bytes = min(
-            self._prefix_bytes[count] + self._suffix_needs[count].window_bytes(2, False, event_weight_bytes)
-            for count in range(len(self._keep), len(self._ranked) + 1)
-        )
-        self.minimum_bytes = max(working_bytes, set_up_bytes)
+        # Plans are of up to some 100,000 blocks, and of few sorts of them: everything is done by the column.
+        rank = {kind: number for number, kind in enumerate(_KINDS)}
+        self._ids = np.array(ids, np.int64)
+        self._nbytes = np.array([block.nbytes for block in self.blocks], np.int64)
+        self._kind = np.array([rank[block.kind] for block in self.blocks], np.int8)
+        units = np.array([block.unit for block in self.blocks], np.int64)
+        trained = np.isin(units, units[self._kind != rank[BlockKind.WEIGHT]])
+        self._sort = 2 * self._kind.astype(np.int64) + trained
+        self._per_byte = [
+            block_traffic(kind, 1, workload, updated=bool(updated)) for kind in _KINDS for updated in (0, 1)
+        ]
+        everything = np.ones(len(ids), bool)
+        prices = bandwidths.prices(self._traffic(everything))
+        worth = np.array([seconds_saved(traffic, prices) for traffic in self._per_byte])
+        self._worth = worth[self._sort]
+        place = np.empty(len(ids))
+        for number in range(len(_KINDS)):
+            of_kind = self._kind == number
+            place[of_kind] = _spread(int(of_kind.sum()))
+        self._kept = self._among(self._keep)
+        self._order = np.lexsort((place, self._kind, -self._worth, ~self._kept))
+        ranked_bytes = self._nbytes[self._order]
+        self._prefix_bytes = np.concatenate(([0], np.cumsum(ranked_bytes)))
+        self._suffix_needs = _Needs.of_suffixes(self._kind[self._order], ranked_bytes)
+        needed = self._prefix_bytes + self._suffix_needs.window_bytes(2, False, event_weight_bytes)
+        self.minimum_bytes = max(int(needed[len(self._keep) :].min()), set_up_bytes)
 
-    def _traffic(self, blocks: Iterable[BlockSpec]) -> Traffic:
-        """Of all of ``blocks``, when they are paged."""
-        nbytes: Counter[tuple[BlockKind, bool]] = Counter()
-        for block in blocks:
-            nbytes[self._sort[block.id]] += block.nbytes
+    def _among(self, ids: frozenset[int]) -> Mask:
+        """Which blocks are among ``ids``."""
+        return np.isin(self._ids, np.fromiter(ids, np.int64, len(ids)))
+
+    def _traffic(self, which: Mask) -> Traffic:
+        """Of all blocks of ``which``, when they are paged."""
+        nbytes = [int(self._nbytes[which & (self._sort == sort)].sum()) for sort in range(len(self._per_byte))]
+        pairs = list(zip(self._per_byte, nbytes, strict=True))
         return Traffic(
-            sum(self._per_byte[sort].read_bytes * count for sort, count in nbytes.items()),
-            sum(self._per_byte[sort].written_bytes * count for sort, count in nbytes.items()),
+            sum(traffic.read_bytes * count for traffic, count in pairs),
+            sum(traffic.written_bytes * count for traffic, count in pairs),
         )
 
-    def window(self, paged: Iterable[BlockSpec], ring_pieces: int, prefetches_weights: bool) -> WorkingSet:
-        return _suffix_needs(tuple(paged))[0].window(ring_pieces, prefetches_weights, self._event_weight_bytes)
+    def window(self, resident: frozenset[int], ring_pieces: int, prefetches_weights: bool) -> WorkingSet:
+        """What the blocks pass through that are not ``resident``."""
+        paged = ~self._among(resident)
+        needs = _Needs.of_suffixes(self._kind[paged], self._nbytes[paged])
+        return needs.window(0, ring_pieces, prefetches_weights, self._event_weight_bytes)
 
     def choose(self, capacity_bytes: int, ring_pieces: int) -> tuple[frozenset[int], WorkingSet]:
         """The resident blocks and the window: the largest window that fits, then the most valuable blocks that fit.
@@ -237,52 +249,49 @@ class _Problem:
                 break
         else:
             raise ValueError(f"capacity_bytes {capacity_bytes} is below the minimum of {self.minimum_bytes}")
-        resident = {block.id for block in self._ranked[:count]}
+        ids, sizes = self._ids[self._order], self._nbytes[self._order]
+        resident = set(ids[:count].tolist())
         if (pieces, prefetches_weights) == levels[0]:  # below that, memory to spare is more window
-            window = self._suffix_needs[count].window(pieces, prefetches_weights, self._event_weight_bytes)
-            free_bytes = capacity_bytes - window.nbytes - self._prefix_bytes[count]
-            for block in self._ranked[count:]:  # smaller blocks of less worth, where the next in line is too large
-                if block.nbytes <= free_bytes:
-                    resident.add(block.id)
-                    free_bytes -= block.nbytes
-        paged = [block for block in self.blocks if block.id not in resident]
-        return frozenset(resident), self.window(paged, pieces, prefetches_weights)
+            window = self._suffix_needs.window(count, pieces, prefetches_weights, self._event_weight_bytes)
+            free_bytes = capacity_bytes - window.nbytes - int(self._prefix_bytes[count])
+            small = count + np.flatnonzero(sizes[count:] <= free_bytes)
+            # smaller blocks of less worth, where the next in line is too large
+            for block, nbytes in zip(ids[small].tolist(), sizes[small].tolist(), strict=True):
+                if nbytes <= free_bytes:
+                    resident.add(block)
+                    free_bytes -= nbytes
+        return frozenset(resident), self.window(frozenset(resident), pieces, prefetches_weights)
 
     def _largest_prefix(self, capacity_bytes: int, pieces: int, prefetches_weights: bool) -> int | None:
         """How many of the most valuable blocks fit next to the window that the others then need."""
-        best = None
-        for count, kept_bytes in enumerate(self._prefix_bytes):
-            if kept_bytes > capacity_bytes:
-                break
-            if count < len(self._keep):
-                continue
-            needed = self._suffix_needs[count].window_bytes(pieces, prefetches_weights, self._event_weight_bytes)
-            if kept_bytes + needed <= capacity_bytes:
-                best = count
-        return best
+        needed = self._suffix_needs.window_bytes(pieces, prefetches_weights, self._event_weight_bytes)
+        fits = np.flatnonzero(self._prefix_bytes + needed <= capacity_bytes)
+        return int(fits[-1]) if len(fits) and fits[-1] >= len(self._keep) else None
 
     def placement(
         self, resident: frozenset[int], window: WorkingSet, capacity_bytes: int, nvme_capacity_bytes: int | None
     ) -> Placement:
-        paged = [block for block in self.blocks if block.id not in resident]
-        resident_bytes = sum(block.nbytes for block in self.blocks if block.id in resident)
-        traffic = self._traffic(paged)
+        stays = self._among(resident)
+        resident_bytes, paged_bytes = int(self._nbytes[stays].sum()), int(self._nbytes[~stays].sum())
+        traffic = self._traffic(~stays)
         dynamic_bytes = max(capacity_bytes - resident_bytes, 0)
-        rows = [self._row(kind, resident) for kind in _KINDS]
-        rows.append(_window_row(window, dynamic_bytes) if paged else Row("windows + ring", reason="not needed"))
+        rows = [self._row(number, stays) for number in range(len(_KINDS))]
+        rows.append(
+            _window_row(window, dynamic_bytes) if not stays.all() else Row("windows + ring", reason="not needed")
+        )
         return Placement(
             blocks=self.blocks,
             resident=resident,
-            paged=frozenset(block.id for block in paged),
+            paged=frozenset(self._ids[~stays].tolist()),
             window=window,
             capacity_bytes=capacity_bytes,
             nvme_capacity_bytes=nvme_capacity_bytes,
             resident_bytes=resident_bytes,
             dynamic_bytes=dynamic_bytes,
             lookahead_bytes=dynamic_bytes
-            + sum(block.nbytes for block in self.blocks if block.id in resident and block.kind is BlockKind.GRADIENT),
+            + int(self._nbytes[stays & (self._kind == _KINDS.index(BlockKind.GRADIENT))].sum()),
             reserve_bytes=min(dynamic_bytes // 4, 3 * window.gradient_bytes),
-            nvme_bytes=sum(block.nbytes for block in paged),
+            nvme_bytes=paged_bytes,
             minimum_bytes=self.minimum_bytes,
             traffic=traffic,
             disk_seconds=self._bandwidths.seconds(traffic),
@@ -290,28 +299,27 @@ class _Problem:
             rows=tuple(rows),
         )
 
-    def _row(self, kind: BlockKind, resident: frozenset[int]) -> Row:
-        every = [block for block in self.blocks if block.kind is kind]
-        kept = [block for block in every if block.id in resident]
-        paged = [block for block in every if block.id not in resident]
+    def _row(self, number: int, stays: Mask) -> Row:
+        every = self._kind == number
+        kept, paged, free = every & stays, every & ~stays, every & ~self._kept
         moved = self._traffic(paged)
-        if not every:
+        num_paged, num_free = int(paged.sum()), int(free.sum())
+        if not every.any():
             reason = "none"
-        elif all(block.id in self._keep for block in every):
+        elif not num_free:
             reason = "kept in memory, as configured"
-        elif not paged:
-            reason = "all fit" if len(resident) < len(self.blocks) else "everything fits"
+        elif not num_paged:
+            reason = "all fit" if not stays.all() else "everything fits"
         else:
-            worth = max(self._worth[block.id] for block in paged) * (1 << 30)
-            free = [block for block in every if block.id not in self._keep]
-            room = "no room" if len(paged) == len(free) else f"{len(paged)} of {len(free)} have no room"
+            worth = float(self._worth[paged].max()) * (1 << 30)
+            room = "no room" if num_paged == num_free else f"{num_paged} of {num_free} have no room"
             reason = f"{room}; 1 GiB more would save {worth:.2f} s per step"
         return Row(
-            name=kind.value,
-            host_bytes=sum(block.nbytes for block in kept),
-            nvme_bytes=sum(block.nbytes for block in paged),
-            resident_blocks=len(kept),
-            num_blocks=len(every),
+            name=_KINDS[number].value,
+            host_bytes=int(self._nbytes[kept].sum()),
+            nvme_bytes=int(self._nbytes[paged].sum()),
+            resident_blocks=int(kept.sum()),
+            num_blocks=int(every.sum()),
             read_bytes=moved.read_bytes,
             written_bytes=moved.written_bytes,
             reason=reason,
@@ -344,46 +352,44 @@ def _window_row(window: WorkingSet, dynamic_bytes: int) -> Row:
 
 
 class _Needs(NamedTuple):
-    """Totals over the blocks that are paged, from which their window follows."""
+    """Totals over the blocks that are paged, from which their window follows: an entry for each number n of blocks
+    that stay, over those from the n-th on."""
 
-    weight_total_bytes: int = 0
-    weight_max_bytes: int = 0
-    gradient_max_bytes: int = 0
-    state_total_bytes: int = 0
-    state_max_bytes: int = 0
+    weight_total_bytes: Bytes
+    weight_max_bytes: Bytes
+    gradient_max_bytes: Bytes
+    state_total_bytes: Bytes
+    state_max_bytes: Bytes
 
-    def and_block(self, block: BlockSpec) -> _Needs:
-        weights, weight, gradient, states, state = self
-        size = block.nbytes
-        if block.kind is BlockKind.WEIGHT:
-            return _Needs(weights + size, max(weight, size), gradient, states, state)
-        if block.kind is BlockKind.GRADIENT:
-            return _Needs(weights, weight, max(gradient, size), states, state)
-        return _Needs(weights, weight, gradient, states + size, max(state, size))
-
-    def window_bytes(self, ring_pieces: int, prefetches_weights: bool, event_weight_bytes: int) -> int:
-        """``window(...).nbytes``, which is asked for every number of blocks that could stay."""
-        weights, weight, gradient, states, state = self
-        needed = max(event_weight_bytes, weight) + (weight if prefetches_weights else 0)
-        return min(needed, weights) + gradient + min(ring_pieces * state, states)
-
-    def window(self, ring_pieces: int, prefetches_weights: bool, event_weight_bytes: int) -> WorkingSet:
-        weights = max(event_weight_bytes, self.weight_max_bytes)
-        if prefetches_weights:
-            weights += self.weight_max_bytes
-        ring_bytes = min(ring_pieces * self.state_max_bytes, self.state_total_bytes)
-        return WorkingSet(
-            weight_bytes=min(weights, self.weight_total_bytes),
-            gradient_bytes=self.gradient_max_bytes,
-            ring_bytes=ring_bytes,
-            ring_pieces=-(-ring_bytes // self.state_max_bytes) if self.state_max_bytes else 0,
-            prefetches_weights=prefetches_weights and self.weight_total_bytes > 0,
+    @classmethod
+    def of_suffixes(cls, kinds: npt.NDArray[np.int8], nbytes: Bytes) -> _Needs:
+        """Of blocks in an order, ``kinds`` by number and ``nbytes``: of all, without the first, and so on."""
+        weight, gradient, state = (
+            np.concatenate((np.where(kinds == number, nbytes, 0), [0]))[::-1] for number in range(len(_KINDS))
+        )
+        return cls(
+            np.cumsum(weight)[::-1],
+            np.maximum.accumulate(weight)[::-1],
+            np.maximum.accumulate(gradient)[::-1],
+            np.cumsum(state)[::-1],
+            np.maximum.accumulate(state)[::-1],
         )
 
+    def window_bytes(self, ring_pieces: int, prefetches_weights: bool, event_weight_bytes: int) -> Bytes:
+        """``window(...).nbytes`` for each number of blocks that stay."""
+        weights, weight, gradient, states, state = self
+        needed = np.maximum(event_weight_bytes, weight) + (weight if prefetches_weights else 0)
+        return np.minimum(needed, weights) + gradient + np.minimum(ring_pieces * state, states)
 
-def _suffix_needs(blocks: Sequence[BlockSpec]) -> list[_Needs]:
-    """The needs of ``blocks[n:]`` for n from 0 to ``len(blocks)``."""
-    needs = [_Needs()]
-    for block in reversed(blocks):
-        needs.append(needs[-1].and_block(block))
-    return needs[::-1]
+    def window(self, count: int, ring_pieces: int, prefetches_weights: bool, event_weight_bytes: int) -> WorkingSet:
+        """Where the first ``count`` blocks stay."""
+        weights, weight, gradient, states, state = (int(column[count]) for column in self)
+        needed = max(event_weight_bytes, weight) + (weight if prefetches_weights else 0)
+        ring_bytes = min(ring_pieces * state, states)
+        return WorkingSet(
+            weight_bytes=min(needed, weights),
+            gradient_bytes=gradient,
+            ring_bytes=ring_bytes,
+            ring_pieces=-(-ring_bytes // state) if state else 0,
+            prefetches_weights=prefetches_weights and weights > 0,
+        )
