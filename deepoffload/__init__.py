@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepoffload import errors as errors
     from deepoffload.checkpoint.pretrained import save_pretrained as save_pretrained
+    from deepoffload.checkpoint.training_state import TrainingState as TrainingState
     from deepoffload.config import Config as Config
     from deepoffload.deepspeed.initialize import add_config_arguments as add_config_arguments
     from deepoffload.deepspeed.initialize import initialize as initialize
@@ -34,6 +35,7 @@ _HOMES = {
     "CPULion": "deepoffload.optim.lion",
     "CPUSGD": "deepoffload.optim.sgd",
     "careful": "deepoffload.params.code_scan",
+    "TrainingState": "deepoffload.checkpoint.training_state",
     "offload_context": "deepoffload.runtime.context",
     "stats": "deepoffload.runtime.context",
     "add_config_arguments": "deepoffload.deepspeed.initialize",
@@ -48,6 +50,7 @@ __all__ = [
     "CPULion",
     "CPUSGD",
     "Config",
+    "TrainingState",
     "add_config_arguments",
     "careful",
     "initialize",

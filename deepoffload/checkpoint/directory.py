@@ -15,25 +15,25 @@ from deepoffload.checkpoint.shards import INDEX_NAME, WEIGHTS_NAME, is_weight_fi
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import IoFailure, UsageError
 
-_STAGING_PREFIX = ".deepoffload-save-"
+STAGING_PREFIX = ".deepoffload-save-"
 
 
-def prepare(directory: str, needed_bytes: int) -> None:
+def prepare(directory: str, needed_bytes: int, who: str = "save_pretrained") -> None:
     """Check, before anything is written, that ``directory`` can take the files; make it when it is not there.
 
     Raises:
         UsageError: not a directory, not writable. IoFailure: not enough space.
     """
     if os.path.exists(directory) and not os.path.isdir(directory):
-        raise UsageError(f"save_pretrained: {directory!r} is a file; give a directory")
+        raise UsageError(f"{who}: {directory!r} is a file; give a directory")
     try:
         os.makedirs(directory, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"save_pretrained: {directory!r} cannot be made ({error.strerror}); give a directory in a writable place"
+            f"{who}: {directory!r} cannot be made ({error.strerror}); give a directory in a writable place"
         ) from error
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise UsageError(f"save_pretrained: {directory!r} is not writable by this user; give another directory")
+        raise UsageError(f"{who}: {directory!r} is not writable by this user; give another directory")
     _remove_leftovers(directory)
     free = shutil.disk_usage(directory).free
     if free < needed_bytes:
@@ -46,7 +46,7 @@ def prepare(directory: str, needed_bytes: int) -> None:
 @contextlib.contextmanager
 def staging(directory: str) -> Iterator[str]:
     """A directory next to the final place, removed with everything in it when the context ends, however it ends."""
-    path = tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=directory)
+    path = tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=directory)
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another process then knows that this save is alive
@@ -72,7 +72,7 @@ def publish(staged: str, directory: str) -> None:
         for name in os.listdir(directory):
             if is_weight_file(name) and name not in names:
                 _unlink(os.path.join(directory, name))
-        _sync(directory)
+        sync_directory(directory)
     except IoFailure:
         raise
     except OSError as error:
@@ -93,7 +93,8 @@ def sync_file(path: str) -> None:
         os.close(descriptor)
 
 
-def _sync(directory: str) -> None:
+def sync_directory(directory: str) -> None:
+    """Put the names in a directory on the disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -110,7 +111,7 @@ def _remove_leftovers(directory: str) -> None:
     """Staging directories of saves that were killed: nobody holds their lock."""
     for name in os.listdir(directory):
         path = os.path.join(directory, name)
-        if not name.startswith(_STAGING_PREFIX) or not os.path.isdir(path):
+        if not name.startswith(STAGING_PREFIX) or not os.path.isdir(path):
             continue
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:

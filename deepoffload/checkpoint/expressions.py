@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,21 @@ class _Result:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     index: int
+
+
+class Part(NamedTuple):
+    """Elements ``start`` to ``stop``, in row-major order, of a view of a source."""
+
+    source: _TensorSource
+    view: Tensor
+    start: int
+    stop: int
+
+    @contextmanager
+    def opened(self) -> Iterator[Tensor]:
+        """The real view."""
+        with self.source.open() as real:
+            yield _real_view(real, self.source.base, self.view)
 
 
 class Expressions(TorchDispatchMode):
@@ -84,27 +99,45 @@ class Expressions(TorchDispatchMode):
         window = max(1, window_bytes // tensor.element_size())
         return self._stream(tensor, 0, tensor.numel(), window)
 
+    def parts(self, tensor: Tensor) -> Iterator[Part]:
+        """The views of sources that ``tensor`` consists of, in its row-major order.
+
+        Raises:
+            UnsupportedError: it is computed from them in a way that cannot be undone.
+        """
+        for part in self._parts(tensor, 0, tensor.numel()):
+            origin = self._origins[_key(part[0])]
+            if isinstance(origin, _Result):
+                raise UnsupportedError(f"a stored tensor is the result of {origin.function}, which cannot be undone")
+            yield Part(origin, *part)
+
     def _stream(self, tensor: Tensor, start: int, stop: int, window: int) -> Iterator[Tensor]:
         """Elements ``start`` to ``stop`` of the row-major order of ``tensor``."""
+        for part, first, last in self._parts(tensor, start, stop):
+            with self._opened(part) as values:
+                for view in slabs(values, first, last, window):
+                    yield view.contiguous().view(-1)
+
+    def _parts(self, tensor: Tensor, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
+        """The same elements as runs of tensors that are neither copies nor joins of others."""
         origin = self._origins[_key(tensor)]
         if isinstance(origin, _Result) and tensor.is_contiguous() and origin.base.is_contiguous():
             offset = int(tensor.storage_offset())
             if origin.function in _COPIES and origin.args[0].device.type == "meta":
-                yield from self._stream(origin.args[0], start + offset, stop + offset, window)
+                yield from self._parts(origin.args[0], start + offset, stop + offset)
                 return
             if origin.function in _JOINS and _dim_of(origin) == 0:
-                yield from self._stream_parts(origin.args[0], start + offset, stop + offset, window)
+                yield from self._joined(origin.args[0], start + offset, stop + offset)
                 return
-        with self._opened(tensor) as values:
-            yield from _slabs(values, start, stop, window)
+        yield tensor, start, stop
 
-    def _stream_parts(self, parts: list[Tensor], start: int, stop: int, window: int) -> Iterator[Tensor]:
+    def _joined(self, parts: list[Tensor], start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
         ends = list(itertools.accumulate(part.numel() for part in parts))
         for index in range(bisect.bisect_right(ends, start), len(parts)):
             before = ends[index] - parts[index].numel()
             if before >= stop:
                 return
-            yield from self._stream(parts[index], max(start - before, 0), min(stop, ends[index]) - before, window)
+            yield from self._parts(parts[index], max(start - before, 0), min(stop, ends[index]) - before)
 
     @contextmanager
     def _opened(self, tensor: Tensor) -> Iterator[Tensor]:
@@ -123,8 +156,7 @@ class Expressions(TorchDispatchMode):
                 real = torch.empty_strided(
                     real.shape, origin.base.stride(), dtype=real.dtype, device=real.device
                 ).copy_(real)
-        offset = real.storage_offset() + tensor.storage_offset() - origin.base.storage_offset()
-        return real.as_strided(tensor.shape, tensor.stride(), offset)
+        return _real_view(real, origin.base, tensor)
 
     def _argument(self, tensor: Tensor, stack: ExitStack) -> Tensor:
         return self._value(tensor, stack) if tensor.device.type == "meta" else tensor
@@ -143,17 +175,23 @@ def _dim_of(origin: _Result) -> int:
     return int(origin.kwargs.get("dim", origin.args[1] if len(origin.args) > 1 else 0))
 
 
-def _slabs(tensor: Tensor, start: int, stop: int, window: int) -> Iterator[Tensor]:
-    """Contiguous pieces of at most ``window`` elements: views where the memory is in order, copies where not."""
+def _real_view(real: Tensor, base: Tensor, view: Tensor) -> Tensor:
+    """What ``view`` is to ``base``, of ``real``."""
+    offset = real.storage_offset() + view.storage_offset() - base.storage_offset()
+    return real.as_strided(view.shape, view.stride(), offset)
+
+
+def slabs(tensor: Tensor, start: int, stop: int, window: int) -> Iterator[Tensor]:
+    """Views of at most ``window`` elements that, each in row-major order, are elements ``start`` to ``stop``."""
     if start >= stop:
         return
-    if tensor.is_contiguous():
-        flat = tensor.view(-1)
+    if tensor.is_contiguous() or tensor.dim() == 1:
+        flat = tensor.view(-1) if tensor.dim() != 1 else tensor
         for at in range(start, stop, window):
             yield flat[at : min(at + window, stop)]
         return
-    if tensor.numel() <= window:
-        yield tensor.contiguous().view(-1)[start:stop]
+    if start == 0 and stop == tensor.numel() <= window:
+        yield tensor
         return
     row = tensor.numel() // tensor.shape[0]
     at = start
@@ -161,9 +199,9 @@ def _slabs(tensor: Tensor, start: int, stop: int, window: int) -> Iterator[Tenso
         index, inside = divmod(at, row)
         if inside == 0 and row <= window and stop - at >= row:
             rows = min(window // row, (stop - at) // row)
-            yield tensor[index : index + rows].contiguous().view(-1)
+            yield tensor[index : index + rows]
             at += rows * row
         else:
             end = min(stop, (index + 1) * row)
-            yield from _slabs(tensor[index], inside, end - index * row, window)
+            yield from slabs(tensor[index], inside, end - index * row, window)
             at = end

@@ -56,8 +56,11 @@ def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
-def header_bytes(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    """The start of a file that holds ``entries`` in this order."""
+def header_bytes(
+    entries: Sequence[Entry], metadata: Mapping[str, str], alignment_bytes: int = HEADER_ALIGNMENT
+) -> bytes:
+    """The start of a file that holds ``entries`` in this order; the data behind it begin at a multiple of
+    ``alignment_bytes``."""
     table: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for entry in entries:
@@ -68,7 +71,7 @@ def header_bytes(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes
         }
         offset += entry.nbytes
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % HEADER_ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % alignment_bytes)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deepoffload.checkpoint.safetensors_file import Entry
+from deepoffload.config.units import parse_bytes
+from deepoffload.errors import UsageError
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -55,3 +57,18 @@ def split(entries: Sequence[Entry], max_shard_bytes: int, num_parameters: int) -
 def is_weight_file(name: str) -> bool:
     """True for names that a save of ours, or of transformers, may have left in a directory."""
     return name in (WEIGHTS_NAME, INDEX_NAME) or _SHARD.fullmatch(name) is not None
+
+
+def shard_bytes(max_shard_size: int | str) -> int:
+    """The size that a user has given.
+
+    Raises:
+        UsageError: it is none, or not positive.
+    """
+    try:
+        nbytes = parse_bytes(max_shard_size)
+    except ValueError as error:
+        raise UsageError(f"max_shard_size: {error}") from error
+    if nbytes < 1:
+        raise UsageError("max_shard_size has to be positive")
+    return nbytes

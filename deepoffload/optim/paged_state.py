@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepoffload.native import cpu_adam
 from deepoffload.optim.relayout import add_fields
-from deepoffload.optim.state import MASTER_PART_KEYS, PieceView
+from deepoffload.optim.rule import SCALE_SUFFIX
+from deepoffload.optim.state import MASTER_PART_KEYS, PieceView, to_fp32
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
@@ -21,10 +23,47 @@ Arrays = Mapping[str, str]
 """Keys of ``optimizer.state`` to fields of ``Segment``."""
 
 
+class StateRun(NamedTuple):
+    """A run of one parameter's state as its piece holds it: elements ``start`` to ``start + numel`` in the order of the
+    weight's memory.
+
+    ``arrays``, by the key of ``optimizer.state``, are flat views of the piece: fp32, bf16, or 8-bit codes (int8,
+    uint8) with their scales (fp32, one per 256 elements) under the key with ``_absmax`` behind it. ``"remainder"``
+    (int16) or ``"master"`` (fp32) complete the weight to its fp32 value. They are valid until the next run.
+    """
+
+    handle: ParamHandle
+    start: int
+    numel: int
+    arrays: Mapping[str, Tensor]
+
+
+def iterate_state(pager: Pager, held: Mapping[ParamHandle, Arrays], leads: Set[ParamHandle]) -> Iterator[StateRun]:
+    """What the pieces hold, piece by piece, each resident while its runs are looked at.
+
+    Args:
+        held: parameters whose arrays are wanted. An array that the pieces have no room for yet is left out.
+        leads: parameters whose remainder or master is wanted. The caller knows which of them are stale.
+    """
+    for piece, parts in pieces_of(pager, held.keys() | leads):
+        with resident_piece(pager, piece):
+            view = PieceView(pager.tiers, piece)
+            lead = MASTER_PART_KEYS.get(piece.kind)
+            for part in parts:
+                handle = piece.handles[part.tensor]
+                arrays = {}
+                for key, field in held.get(handle, {}).items():
+                    if field in piece.format.fields:
+                        arrays.update(view.stored(key, field, part))
+                if lead is not None and handle in leads:
+                    arrays[lead] = view.stored_lead(part)
+                yield StateRun(handle, part.start, part.numel, arrays)
+
+
 def read_state(
     pager: Pager, held: Mapping[ParamHandle, Arrays], others: Set[ParamHandle]
 ) -> dict[ParamHandle, dict[str, Tensor]]:
-    """Copies of what the pieces hold, in ordinary memory, piece by piece.
+    """Copies of what the pieces hold, in ordinary memory, with arrays in fp32.
 
     Args:
         held: parameters whose arrays are wanted, with ``"remainder"`` (bf16) or ``"master"`` (fp16) in addition.
@@ -32,24 +71,21 @@ def read_state(
             master that is not the weight's value.
     """
     found: dict[ParamHandle, dict[str, Tensor]] = {handle: {} for handle in held}
-    for piece, parts in _pieces_of(pager, held.keys() | others):
-        with _resident(pager, piece):
-            view = PieceView(pager.tiers, piece)
-            lead = MASTER_PART_KEYS.get(piece.kind)
-            for part in parts:
-                handle = piece.handles[part.tensor]
-                mine = found.setdefault(handle, {})
-                wanted = ((k, f) for k, f in held.get(handle, {}).items() if f in piece.format.fields)
-                for key, field in wanted:
-                    target = _room(mine, key, torch.float32, handle)
-                    view.load_fp32(field, part, target.data_ptr() + part.start * 4)
-                if lead == "remainder" and handle.master_stale:
-                    mine.setdefault(lead, torch.zeros(handle.shape, dtype=torch.int16, device="cpu"))
-                elif lead is not None and not handle.master_stale:
-                    target = _room(mine, lead, _lead_dtype(lead), handle)
-                    size = target.element_size()
-                    address = target.data_ptr() + part.start * size
-                    cpu_adam.copy(address, view.lead(part), part.numel * size, num_threads())
+    for run in iterate_state(pager, held, held.keys() | others):
+        mine = found.setdefault(run.handle, {})
+        for key in held.get(run.handle, {}):
+            if key in run.arrays:
+                target = _room(mine, key, torch.float32, run.handle)
+                to_fp32(run.arrays[key], run.arrays.get(key + SCALE_SUFFIX), target.data_ptr() + run.start * 4)
+        for lead in MASTER_PART_KEYS.values():
+            if lead not in run.arrays:
+                continue
+            if lead == "remainder" and run.handle.master_stale:
+                mine.setdefault(lead, torch.zeros(run.handle.shape, dtype=torch.int16, device="cpu"))
+            elif not run.handle.master_stale:
+                target = _room(mine, lead, _lead_dtype(lead), run.handle)
+                address = target.data_ptr() + run.start * target.element_size()
+                cpu_adam.copy(address, run.arrays[lead].data_ptr(), run.arrays[lead].nbytes, num_threads())
     for handle in others:
         mine = found.get(handle, {})
         remainder, master = mine.get("remainder"), mine.get("master")
@@ -72,8 +108,8 @@ def write_state(
         if any(fields.values()):
             with pager.lock:
                 add_fields(pager.tiers, unit, fields)
-    for piece, parts in _pieces_of(pager, given.keys()):
-        with _resident(pager, piece):
+    for piece, parts in pieces_of(pager, given.keys()):
+        with resident_piece(pager, piece):
             pager.tiers.will_change(piece.block)
             view = PieceView(pager.tiers, piece)
             lead = MASTER_PART_KEYS.get(piece.kind)
@@ -96,7 +132,7 @@ def _lead_dtype(lead: str) -> torch.dtype:
     return torch.int16 if lead == "remainder" else torch.float32
 
 
-def _pieces_of(pager: Pager, handles: Set[ParamHandle]) -> Iterator[tuple[StatePiece, list[PieceSegment]]]:
+def pieces_of(pager: Pager, handles: Set[ParamHandle]) -> Iterator[tuple[StatePiece, list[PieceSegment]]]:
     """Pieces that hold any of ``handles``, with their segments, in the order of the units."""
     for unit in list(pager.units):
         if any(handle in handles for handle in unit.handles):
@@ -109,7 +145,8 @@ def _pieces_of(pager: Pager, handles: Set[ParamHandle]) -> Iterator[tuple[StateP
 
 
 @contextmanager
-def _resident(pager: Pager, piece: StatePiece) -> Iterator[None]:
+def resident_piece(pager: Pager, piece: StatePiece) -> Iterator[None]:
+    """Bring a piece to host memory and keep it there for as long as the context lasts."""
     with pager.lock:
         pager.tiers.acquire(piece.block)
         try:

@@ -17,7 +17,7 @@ from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
 from deepoffload.native.aio import round_up
 from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType, StateLayout
-from deepoffload.optim.eight_bit import SIGNED_FIELDS, num_blocks
+from deepoffload.optim.eight_bit import SIGNED_FIELDS, num_blocks, torch_dtype
 from deepoffload.optim.rule import SCALE_SUFFIX
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceLayout, PieceSegment, cut_pieces
@@ -175,40 +175,63 @@ class PieceView:
         address = self.array(field, segment)
         if value:
             with outside_user_modes():
-                _tensor_at(address, segment.numel, ctypes.c_float, torch.float32).fill_(value)
+                _values_at(address, segment.numel, torch.float32).fill_(value)
         elif field.endswith(SCALE_SUFFIX):
             ctypes.memset(address, 0, num_blocks(segment.numel) * 4)
         else:
             ctypes.memset(address, 0, segment.numel * self._size)
 
+    def stored(self, key: str, field: str, segment: PieceSegment) -> dict[str, Tensor]:
+        """A segment of an array as it is stored, under ``key``, with its scales when it is 8-bit: flat views."""
+        dtype = torch_dtype(self._dtype, field)
+        with outside_user_modes():
+            arrays = {key: _values_at(self.array(field, segment), segment.numel, dtype)}
+            if self._dtype is StateDType.EIGHT_BIT:
+                scales = self.array(field + SCALE_SUFFIX, segment)
+                arrays[key + SCALE_SUFFIX] = _values_at(scales, num_blocks(segment.numel), torch.float32)
+        return arrays
+
+    def stored_lead(self, segment: PieceSegment) -> Tensor:
+        """The remainder (int16) or master (fp32) of a segment: a flat view."""
+        dtype = torch.int16 if self._piece.kind is StateLayout.SPLIT_BF16 else torch.float32
+        with outside_user_modes():
+            return _values_at(self.lead(segment), segment.numel, dtype)
+
     def load_fp32(self, field: str, segment: PieceSegment, target: int) -> None:
         """Copy a segment of an array to ``target`` in fp32."""
-        self._convert(field, segment, target, store=False)
+        stored = self.stored(field, field, segment)
+        to_fp32(stored[field], stored.get(field + SCALE_SUFFIX), target)
 
     def store_fp32(self, field: str, segment: PieceSegment, source: int) -> None:
         """Set a segment of an array to the fp32 values at ``source``."""
-        self._convert(field, segment, source, store=True)
-
-    def _convert(self, field: str, segment: PieceSegment, plain: int, *, store: bool) -> None:
         address, threads = self.array(field, segment), num_threads()
         if self._dtype is StateDType.FP32:
-            to, source = (address, plain) if store else (plain, address)
-            cpu_adam.copy(to, source, segment.numel * 4, threads)
+            cpu_adam.copy(address, source, segment.numel * 4, threads)
         elif self._dtype is StateDType.EIGHT_BIT:
             scales, signed = self.array(field + SCALE_SUFFIX, segment), field in SIGNED_FIELDS
-            if store:
-                cpu_adam.quantize(plain, address, scales, segment.numel, signed=signed, num_threads=threads)
-            else:
-                cpu_adam.dequantize(address, scales, plain, segment.numel, signed=signed, num_threads=threads)
+            cpu_adam.quantize(source, address, scales, segment.numel, signed=signed, num_threads=threads)
         else:
             with outside_user_modes():
-                stored = _tensor_at(address, segment.numel, ctypes.c_uint16, torch.bfloat16)
-                values = _tensor_at(plain, segment.numel, ctypes.c_float, torch.float32)
-                stored.copy_(values) if store else values.copy_(stored)
+                values = _values_at(source, segment.numel, torch.float32)
+                _values_at(address, segment.numel, torch.bfloat16).copy_(values)
 
 
-def _tensor_at(address: int, numel: int, kind: type[ctypes._SimpleCData], dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer((kind * numel).from_address(address), dtype=dtype)
+def to_fp32(stored: Tensor, scales: Tensor | None, target: int) -> None:
+    """Put the values that stored ones stand for (see :meth:`PieceView.stored`) at an address, in fp32."""
+    if scales is not None:
+        signed = stored.dtype is torch.int8
+        cpu_adam.dequantize(
+            stored.data_ptr(), scales.data_ptr(), target, stored.numel(), signed=signed, num_threads=num_threads()
+        )
+    elif stored.dtype is torch.float32:
+        cpu_adam.copy(target, stored.data_ptr(), stored.nbytes, num_threads())
+    else:
+        with outside_user_modes():
+            _values_at(target, stored.numel(), torch.float32).copy_(stored)
+
+
+def _values_at(address: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address), dtype=dtype)
 
 
 def follow_weight(tiers: TierManager, piece: StatePiece, segment: PieceSegment, handle: ParamHandle) -> None:

@@ -57,7 +57,7 @@ def load_into(
     for hook in optimizer_hooks(optimizer, "load_state_dict_pre"):
         changed = hook(optimizer, loaded)
         loaded = loaded if changed is None else changed
-    groups = _groups(optimizer.param_groups, loaded["param_groups"], import_group)
+    groups = match_groups(optimizer.param_groups, loaded["param_groups"], import_group)
     for group in groups:
         check_group(group)
     params: dict[Any, tuple[Tensor, Group]] = {}
@@ -75,7 +75,8 @@ def load_into(
         hook(optimizer)
 
 
-def _groups(own: list[Group], saved: list[Group], import_group: Callable[[Group], Group]) -> list[Group]:
+def match_groups(own: list[Group], saved: list[Group], import_group: Callable[[Group], Group]) -> list[Group]:
+    """Loaded groups as they will be: theirs, with our parameters and our way to store things."""
     if len(own) != len(saved):
         raise ValueError(f"param_groups: the loaded state has {len(saved)} groups, the optimizer {len(own)}")
     groups = []

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -59,6 +60,7 @@ class Engine:
     """Everything deepoffload holds for the models of one context. Made by :class:`offload_context` or ``initialize``.
 
     Attributes:
+        training_state: the one that saves and loads the models, while there is one.
         placement: what went where and why; None until the context has ended. ``placement.table()`` is for people.
     """
 
@@ -73,6 +75,7 @@ class Engine:
         free_bytes = 0 if accelerator is None else accelerator.free_bytes()
         self.budgets: Budgets = resolve_budgets(config, machine.measure(paths), device, free_bytes)
         self.placement: Placement | None = None
+        self.training_state: weakref.ref[Any] | None = None
         self._windows: list[Window] = []
         self._outer: list[OuterWindow] = []
         self._watches: list[RootWatch] = []

@@ -1,0 +1,59 @@
+"""Memory for transfers of checkpoints: blocks of 1 MiB, and the checksums of what is in them."""
+
+from __future__ import annotations
+
+from deepoffload.native.aio import HostMapping, ffi, lib
+
+BLOCK_BYTES = 1 << 20
+"""A file is written, read and checksummed in blocks of this size, so that transfers are aligned for O_DIRECT."""
+
+_GROWTH_BLOCKS = 8
+
+
+class BlockPool:
+    """Gives blocks of memory out and takes them back. It grows when all are in use; its user bounds how many are."""
+
+    def __init__(self) -> None:
+        self._mappings: list[HostMapping] = []
+        self._free: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the process's memory, at most."""
+        return sum(mapping.nbytes for mapping in self._mappings)
+
+    def take(self) -> int:
+        """The address of a block."""
+        if not self._free:
+            mapping = HostMapping(_GROWTH_BLOCKS * BLOCK_BYTES)
+            self._mappings.append(mapping)
+            self._free = [mapping.address + index * BLOCK_BYTES for index in reversed(range(_GROWTH_BLOCKS))]
+        return self._free.pop()
+
+    def give_back(self, address: int) -> None:
+        self._free.append(address)
+
+    def close(self) -> None:
+        """Unmap. No transfer may be under way."""
+        self._free.clear()
+        for mapping in self._mappings:
+            mapping.close()
+        self._mappings.clear()
+
+
+def crc32c(address: int, nbytes: int) -> int:
+    """CRC-32C (Castagnoli) of bytes in memory."""
+    found = ffi.new("uint32_t[1]")
+    if nbytes:
+        lib.doff_crc32c_blocks(address, nbytes, nbytes, found)
+    return int(found[0])
+
+
+def crc32c_of(data: bytes) -> int:
+    """CRC-32C of ``data``."""
+    return crc32c(int(ffi.cast("uintptr_t", ffi.from_buffer(data))), len(data))
+
+
+def num_blocks_of(nbytes: int) -> int:
+    """Blocks that a file of this length has."""
+    return -(-nbytes // BLOCK_BYTES)

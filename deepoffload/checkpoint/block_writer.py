@@ -1,0 +1,154 @@
+"""One file of a checkpoint, written at any positions, each byte once: blocks go to the disk when full.
+
+State comes piece by piece, and a piece has runs of several tensors of the file. A block of the file is collected in
+memory until all of its bytes are there; then its checksum is taken and it is written directly (O_DIRECT). As runs of
+one tensor come in order, only a few blocks are open at a time: at most two per tensor that is being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool, crc32c, num_blocks_of
+from deepoffload.checkpoint.safetensors_file import failure
+from deepoffload.errors import IoFailure
+from deepoffload.io.engine import IoEngine
+from deepoffload.io.ticket import Ticket
+
+IN_FLIGHT_BLOCKS = 12
+"""Blocks on their way to the disk at a time."""
+
+
+@dataclass
+class _OpenBlock:
+    address: int
+    filled_bytes: int
+
+
+class BlockWriter:
+    """Writes a new file of ``nbytes`` at ``path``.
+
+    Args:
+        progress: told the bytes of each block when it is handed to the disk.
+
+    Raises:
+        IoFailure: the file cannot be made, or the disk has no room for it.
+    """
+
+    def __init__(self, io: IoEngine, pool: BlockPool, path: str, nbytes: int, progress: Callable[[int], None]) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.sums = [0] * num_blocks_of(nbytes)
+        self._pool = pool
+        self._io = io
+        self._progress = progress
+        self._open: dict[int, _OpenBlock] = {}
+        self._flying: deque[tuple[Ticket, int, int]] = deque()
+        self._left_bytes = nbytes
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # with the permissions of the user
+            self._file = io.open_file(path)
+            self._file.grow(nbytes)
+        except OSError as error:
+            raise failure("making a file", error, path, 0, nbytes) from error
+
+    def put(self, offset: int, address: int, nbytes: int) -> None:
+        """Take bytes for the positions from ``offset`` on; the memory may be used again when this returns.
+
+        Raises:
+            IoFailure: a block that was full before could not be written.
+        """
+        while nbytes:
+            index, inside = divmod(offset, BLOCK_BYTES)
+            part = min(nbytes, BLOCK_BYTES - inside)
+            block = self._open.get(index)
+            if block is None:
+                block = self._open[index] = _OpenBlock(self._pool.take(), 0)
+            ctypes.memmove(block.address + inside, address, part)
+            block.filled_bytes += part
+            if block.filled_bytes == self._length_of(index):
+                self._send(index, self._open.pop(index))
+            offset, address, nbytes = offset + part, address + part, nbytes - part
+
+    def put_bytes(self, offset: int, data: bytes) -> None:
+        """The same of a Python object."""
+        if data:
+            held = ctypes.create_string_buffer(data, len(data))
+            self.put(offset, ctypes.addressof(held), len(data))
+
+    def finish(self) -> None:
+        """Wait until all is on the disk (``fdatasync``), and close the file.
+
+        Raises:
+            IoFailure: as :meth:`put`. RuntimeError: some positions were never given.
+        """
+        if self._left_bytes or self._open:
+            raise RuntimeError(f"{self.path}: {self._left_bytes} of {self.nbytes} bytes are missing")
+        while self._flying:
+            self._land()
+        try:
+            self._file.sync()
+        except OSError as error:
+            raise failure("writing", error, self.path, 0, self.nbytes) from error
+        self._file.close()
+
+    def abandon(self) -> None:
+        """After a failure: wait for what is on its way, so that its memory may go, and close the file."""
+        while self._flying:
+            with contextlib.suppress(OSError):
+                self._land()
+        for block in self._open.values():
+            self._pool.give_back(block.address)
+        self._open.clear()
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _length_of(self, index: int) -> int:
+        return min(BLOCK_BYTES, self.nbytes - index * BLOCK_BYTES)
+
+    def _send(self, index: int, block: _OpenBlock) -> None:
+        nbytes = self._length_of(index)
+        self.sums[index] = crc32c(block.address, nbytes)
+        self._flying.append(
+            (self._io.write(self._file, block.address, nbytes, index * BLOCK_BYTES), block.address, index)
+        )
+        self._left_bytes -= nbytes
+        self._progress(nbytes)
+        while self._flying and (self._flying[0][0].done() or len(self._flying) > IN_FLIGHT_BLOCKS):
+            self._land()
+
+    def _land(self) -> None:
+        ticket, address, index = self._flying.popleft()
+        try:
+            ticket.wait()
+        except IoFailure as error:
+            offset = index * BLOCK_BYTES
+            raise failure("writing", error, self.path, offset, self._length_of(index)) from error
+        finally:
+            if ticket.done():
+                self._pool.give_back(address)
+
+
+def write_small_file(path: str, data: bytes) -> None:
+    """Write a new file as a whole and put it on the disk.
+
+    Raises:
+        IoFailure: with errno and path.
+    """
+    try:
+        with open(path, "xb", buffering=0) as file:
+            view = memoryview(data)
+            while view:
+                written = file.write(view)
+                if not written:
+                    raise OSError(errno.EIO, "nothing was written")
+                view = view[written:]
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise failure("writing", error, path, 0, len(data)) from error

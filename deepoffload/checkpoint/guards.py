@@ -1,0 +1,110 @@
+"""When a state may be saved, and how a run that is half loaded is kept from going on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from deepoffload.errors import UsageError
+from deepoffload.params.pager import Pager
+from deepoffload.params.unit import ParamHandle
+
+
+class GradientWatch:
+    """Knows whether gradients that are there have gone into a step already: many loops clear them only before the next
+    backward.
+
+    Attributes:
+        steps: calls of the optimizer's ``step`` that have returned.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self._module = module
+        self.steps = 0
+        self._paged: dict[int, int] = {}
+        self._ordinary: dict[int, tuple[int, int]] = {}
+        if optimizer is not None:
+            mine = weakref.ref(self)
+
+            def stepped(*_: Any) -> None:
+                watch = mine()
+                if watch is not None:
+                    watch._stepped()
+
+            hook = optimizer.register_step_post_hook(stepped)
+            weakref.finalize(self, hook.remove).atexit = False
+
+    def _stepped(self) -> None:
+        self.steps += 1
+        self._paged.clear()
+        self._ordinary.clear()
+        for param in self._module.parameters():
+            handle = param.__dict__.get("_slot")
+            if isinstance(handle, ParamHandle):
+                pager: Any = handle.pager
+                if id(pager) not in self._paged and pager.gradients is not None:
+                    self._paged[id(pager)] = pager.gradients.changes
+            elif param.grad is not None:
+                self._ordinary[id(param)] = (id(param.grad), param.grad._version)
+
+    def waiting(self) -> str | None:
+        """The name of a parameter whose gradient no step has used yet; None where there is none."""
+        for name, param in self._module.named_parameters():
+            handle = param.__dict__.get("_slot")
+            if isinstance(handle, ParamHandle):
+                pager: Any = handle.pager
+                gradients = pager.gradients
+                if gradients.present(handle) and gradients.changed_since(self._paged.get(id(pager), -1), [handle]):
+                    return name
+            elif param.grad is not None and self._ordinary.get(id(param)) != (id(param.grad), param.grad._version):
+                return name
+        return None
+
+
+def refuse_in_forward(pagers: Sequence[Pager], what: str) -> None:
+    """Raise where a model cannot be looked at as a whole: its engine is closed, or the call comes from its forward."""
+    for pager in pagers:
+        if pager.life.closed_because is not None:
+            pager.life.refuse_closed("")
+        if pager.gradients is None:
+            raise UsageError(f"{what} inside offload_context: call it after the context has ended")
+        pager.hooks.close_stale()
+        if pager.hooks.opened():
+            raise UsageError(f"{what} inside a forward of the model: call it between steps")
+
+
+class HalfLoaded:
+    """Refuses forwards and steps from the moment that a load has failed on its way until one succeeds."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._hooks: list[RemovableHandle] = []
+        self.reason: str | None = None
+
+    def begin(self, folder: str) -> None:
+        """From here on the state is of no step."""
+        self.reason = f"loading {folder} has failed on its way, so this model is half loaded"
+        if self._hooks:
+            return
+        self._hooks.append(self._module.register_forward_pre_hook(self._refuse))
+        if self._optimizer is not None:
+            self._hooks.append(self._optimizer.register_step_pre_hook(self._refuse))
+
+    def end(self) -> None:
+        """The state is whole again."""
+        self.reason = None
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def refuse(self) -> None:
+        if self.reason is not None:
+            raise UsageError(f"{self.reason}: load a checkpoint that is whole before anything else")
+
+    def _refuse(self, *_: Any) -> None:
+        self.refuse()

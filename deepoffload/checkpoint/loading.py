@@ -1,0 +1,274 @@
+"""Loads a checkpoint: check everything against what is there, then change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deepoffload.checkpoint.source import CheckpointSource, StoredTensor
+from deepoffload.checkpoint.state_files import memory_order
+from deepoffload.checkpoint.state_loading import PieceLoader, split_master
+from deepoffload.checkpoint.stored_param import LEADS, StoredParam
+from deepoffload.checkpoint.weights import handle_of
+from deepoffload.checkpoint.weights_loading import WeightLoader, gathered, listed, match_weights
+from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.optim.base import HostOptimizer
+from deepoffload.optim.optimizer_parts import kind_of, needs_of_pieces, restore, restored_groups
+from deepoffload.optim.ordinary import layout_of
+from deepoffload.optim.rule import SCALE_SUFFIX
+from deepoffload.optim.state import MASTER_PART_KEYS
+from deepoffload.optim.state_dict import Group
+from deepoffload.params.pager import Pager
+from deepoffload.params.torch_private import outside_user_modes
+
+WITHOUT_OPTIMIZER = "load_optimizer_states=False loads the weights alone and leaves the optimizer as it is"
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A checkpoint that fits, ready to be put in.
+
+    Attributes:
+        stored: what the checkpoint has of each parameter, by ``id``.
+        groups: the optimizer's with the settings of the checkpoint; None: the optimizer stays as it is.
+        small: the rest of the optimizer's state, by parameter.
+    """
+
+    source: CheckpointSource
+    weights: WeightLoader
+    params: Mapping[str, nn.Parameter]
+    stored: Mapping[int, StoredParam]
+    optimizer: torch.optim.Optimizer | None
+    groups: list[Group] | None
+    small: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+
+    def apply(self, pagers: Sequence[Pager]) -> None:
+        """Put weights, masters and optimizer state in.
+
+        Raises:
+            UsageError: a checksum is wrong. IoFailure: a transfer failed. A part is loaded then.
+        """
+        with outside_user_modes(), torch.no_grad():
+            self.weights.load(self.source.reader)
+            if self.optimizer is not None and self.groups is not None:
+                restore(self.optimizer, self.groups, self._in_memory())
+            for pager in pagers:
+                self._load_pieces(pager)
+            self._correct_ordinary()
+
+    def _load_pieces(self, pager: Pager) -> None:
+        stored = {}
+        for param in self.params.values():
+            handle = handle_of(param)
+            if handle is not None and handle.pager is pager and id(param) in self.stored:
+                stored[handle] = self.stored[id(param)]
+        ours = self.optimizer if isinstance(self.optimizer, HostOptimizer) and self.groups is not None else None
+        needs = {} if ours is None else needs_of_pieces(ours, ours.param_groups)
+        PieceLoader(pager, stored, needs, ours).load(self.source.reader)
+
+    def _in_memory(self) -> dict[Tensor, dict[str, Any]]:
+        """The optimizer's state of each parameter, without what goes into pieces."""
+        ours = isinstance(self.optimizer, HostOptimizer)
+        names = {id(param): name for name, param in self.params.items()}
+        found: dict[Tensor, dict[str, Any]] = {}
+        for group in self.groups or ():
+            for param in group["params"]:
+                name = names[id(param)]
+                state = dict(self.small.get(name, {}))
+                stored = self.stored.get(id(param))
+                if stored is not None and not (ours and handle_of(param) is not None):
+                    state.update(_ordinary_state(param, stored, ours=ours))
+                if state:
+                    found[param] = state
+        return found
+
+    def _correct_ordinary(self) -> None:
+        """Ordinary weights that were saved in another type become what their master gives."""
+        for param in self.params.values():
+            stored = self.stored.get(id(param))
+            if stored is None or handle_of(param) is not None or stored.weight_dtype in (param.dtype, None):
+                continue
+            if LEADS & stored.arrays.keys():
+                master = stored.master(0, param.numel()).view(param.shape)
+                param.detach().copy_(master.to(param.dtype))
+
+
+def _ordinary_state(param: Tensor, stored: StoredParam, *, ours: bool) -> dict[str, Tensor]:
+    """Arrays as ``optimizer.state`` holds them; for torch's own optimizers without 8-bit codes and masters."""
+    found: dict[str, Tensor] = {}
+    for key in stored.keys:
+        array = stored.arrays[key]
+        scales = stored.arrays.get(key + SCALE_SUFFIX)
+        if scales is None:
+            found[key] = array.whole().contiguous()
+        elif ours and array.record.order is None:
+            found[key], found[key + SCALE_SUFFIX] = array.whole(), scales.whole()
+        else:
+            found[key] = stored.whole(key)
+    lead = MASTER_PART_KEYS.get(layout_of(param, True)) if ours and param.dtype in _HALVES else None
+    if lead is not None and stored.weight_dtype is not None:
+        if stored.weight_dtype is param.dtype:
+            if lead in stored.arrays:
+                found[lead] = stored.arrays[lead].whole().contiguous()
+        elif LEADS & stored.arrays.keys() or stored.weight_dtype is torch.float32:
+            master = stored.master(0, param.numel()).view(param.shape)
+            found[lead] = split_master(master) if lead == "remainder" else master
+    return found
+
+
+_HALVES = frozenset({torch.bfloat16, torch.float16})
+
+
+# -- checking --------------------------------------------------------------------------------------------------------
+
+
+def match(
+    source: CheckpointSource,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    strict: bool,
+    with_optimizer: bool,
+) -> Loading:
+    """Compare a checkpoint with the objects that it will be loaded into; changes nothing.
+
+    Raises:
+        UsageError: with the list of what does not fit and the argument that would allow it.
+    """
+    layout = source.training.get("weights")
+    if not isinstance(layout, dict):
+        raise UsageError(f"{source.folder} is damaged: it does not say how its weights are named")
+    hub_names = bool(layout.get("hub_names"))
+    left_out = frozenset(map(str, layout.get("left_out") or ()))
+    weights = match_weights(module, source.weights, hub_names=hub_names, left_out=left_out, strict=strict)
+    params = dict(module.named_parameters())
+    gather = partial(gathered, module, stored=source.weights, hub_names=hub_names, left_out=left_out)
+    by_param = _by_param(source, weights, params, gather, with_optimizer=with_optimizer)
+    if not with_optimizer:
+        return Loading(source, weights, params, by_param, optimizer, None)
+    groups, small = _match_optimizer(source, optimizer, params, by_param)
+    return Loading(source, weights, params, by_param, optimizer, groups, small)
+
+
+def _by_param(
+    source: CheckpointSource,
+    weights: WeightLoader,
+    params: Mapping[str, nn.Parameter],
+    gather: Callable[[Tensor], Tensor | None],
+    *,
+    with_optimizer: bool,
+) -> dict[int, StoredParam]:
+    arrays: dict[str, dict[str, StoredTensor]] = {}
+    for full, array in source.arrays.items():
+        name, _, key = full.rpartition(".")
+        if with_optimizer or key in LEADS:
+            arrays.setdefault(name, {})[key] = array
+    unknown = sorted(arrays.keys() - params.keys())
+    if unknown and with_optimizer:
+        raise UsageError(
+            f"the checkpoint is of another model: {listed('it has optimizer state of', unknown)}{WITHOUT_OPTIMIZER}"
+        )
+    saved = _how_saved(weights)
+    found = {}
+    for name, param in params.items():
+        handle = handle_of(param)
+        shape, stride = (param.shape, param.stride()) if handle is None else (handle.shape, handle.stride)
+        order = memory_order(shape, stride) if handle is not None else None
+        mine, weight = arrays.get(name, {}), saved.get(id(param) if handle is None else id(handle))
+        if mine or weight is not None:
+            whole, dtype = (None, None) if weight is None else (weight.whole, weight.dtype)
+            made = StoredParam(name, tuple(shape), tuple(stride), order, mine, whole, dtype, partial(gather, param))
+            found[id(param)] = made
+    return found
+
+
+class _Saved(NamedTuple):
+    """How a parameter was saved: its type, and the stored tensor when that is all of it, element by element."""
+
+    dtype: torch.dtype
+    whole: StoredTensor | None
+
+
+def _how_saved(weights: WeightLoader) -> dict[int, _Saved]:
+    """By ``id`` of the handle of a paged parameter, or of an ordinary tensor."""
+    found = {}
+    for name, tensor in weights.stored.items():
+        parts = list(weights.plan.expressions.parts(weights.plan.tensors[name]))
+        for part in parts:
+            base, view = part.source.base, part.view
+            same = view.shape == base.shape and view.stride() == base.stride() and base.is_contiguous()
+            whole = tensor if len(parts) == 1 and same and part.stop - part.start == base.numel() else None
+            for argument in getattr(part.source.open, "args", ()):
+                found[id(argument)] = _Saved(tensor.dtype, whole)
+    return found
+
+
+def _match_optimizer(
+    source: CheckpointSource,
+    optimizer: torch.optim.Optimizer | None,
+    params: Mapping[str, nn.Parameter],
+    by_param: Mapping[int, StoredParam],
+) -> tuple[list[Group] | None, dict[str, dict[str, Any]]]:
+    saved = source.training.get("optimizer")
+    if saved is None and optimizer is None:
+        return None, {}
+    if saved is None or optimizer is None:
+        which = "the checkpoint has no optimizer" if saved is None else "there is no optimizer to load into"
+        raise UsageError(f"{which}; {WITHOUT_OPTIMIZER}")
+    try:
+        kind, settings, names, small = saved["kind"], saved["groups"], saved["params"], saved["states"]
+        known = {id(param): name for name, param in params.items()}
+        own = [[known.get(id(param), "") for param in group["params"]] for group in optimizer.param_groups]
+        if kind != kind_of(optimizer):
+            raise UsageError(
+                f"the checkpoint has the state of another optimizer: {kind}, and this is {type(optimizer).__name__} "
+                f"({kind_of(optimizer)}); {WITHOUT_OPTIMIZER}"
+            )
+        if len(settings) != len(own) or len(names) != len(own):
+            raise UsageError(
+                f"the checkpoint has {len(settings)} parameter groups, the optimizer {len(own)}; {WITHOUT_OPTIMIZER}"
+            )
+        _match_groups(names, own)
+        try:
+            groups = restored_groups(optimizer, settings)
+        except (ValueError, UnsupportedError) as error:
+            raise UsageError(f"the optimizer cannot have the settings of the checkpoint: {error}") from error
+        if isinstance(optimizer, HostOptimizer):
+            _match_arrays(optimizer, groups, small, by_param)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{source.folder} is damaged: it does not describe its optimizer ({error!r})") from error
+    return groups, {name: dict(state) for name, state in small.items()}
+
+
+def _match_groups(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> None:
+    for index, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
+        lacking, more = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
+        if lacking or more:
+            raise UsageError(
+                f"parameter group {index} is another one than the checkpoint's: "
+                f"{listed('the checkpoint lacks', lacking)}{listed('it also has', more)}{WITHOUT_OPTIMIZER}"
+            )
+
+
+def _match_arrays(
+    optimizer: HostOptimizer,
+    groups: list[Group],
+    small: Mapping[str, Mapping[str, Any]],
+    by_param: Mapping[int, StoredParam],
+) -> None:
+    """Parameters that have made steps have every array that the optimizer needs."""
+    lacking = []
+    for handle, (arrays, _) in needs_of_pieces(optimizer, groups).items():
+        stored = by_param.get(id(handle.tensor))
+        if stored is None or not (stored.keys or "step" in small.get(stored.name, {})):
+            continue
+        lacking += [f"{stored.name}.{key}" for key in arrays if key not in stored.arrays]
+    if lacking:
+        raise UsageError(
+            f"the checkpoint has no state of this optimizer: {listed('it lacks', lacking)}{WITHOUT_OPTIMIZER}"
+        )

@@ -1,0 +1,153 @@
+"""A checkpoint that is being read: everything small in it is checked before anything is changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool
+from deepoffload.checkpoint.block_reader import BlockReader, FileSpan
+from deepoffload.checkpoint.file_layout import OPTIMIZER_PREFIX, TRAINING_NAME, TRAINING_TENSORS_NAME
+from deepoffload.checkpoint.manifest import Manifest, TensorRecord, read_manifest
+from deepoffload.checkpoint.safetensors_file import DTYPE_NAMES
+from deepoffload.checkpoint.values import decode, parse_json
+from deepoffload.errors import UsageError
+from deepoffload.io.engine import IoEngine
+
+DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+HEADER_BYTES_MAX = 100_000_000
+"""As safetensors has it."""
+
+
+class StoredTensor:
+    """A tensor of a checkpoint: reads any part of it."""
+
+    def __init__(self, reader: BlockReader, file: str, name: str, record: TensorRecord) -> None:
+        self.file = file
+        self.name = name
+        self.record = record
+        self.dtype = DTYPES[record.dtype]
+        self._reader = reader
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.record.shape
+
+    def span(self, start: int, numel: int) -> FileSpan:
+        """Where elements lie, counted in the order in which they are stored."""
+        size = self.dtype.itemsize
+        return FileSpan(self.file, self.record.begin + start * size, numel * size)
+
+    def read_into(self, address: int, start: int, numel: int) -> None:
+        """Put elements as they are at an address."""
+        self._reader.read(self.span(start, numel), address)
+
+    def read(self, start: int, numel: int) -> Tensor:
+        """Elements as they are, flat."""
+        values = torch.empty(numel, dtype=self.dtype, device="cpu")
+        self.read_into(values.data_ptr(), start, numel)
+        return values
+
+    def whole(self) -> Tensor:
+        """All of it in ordinary memory, in its own shape."""
+        return self.in_shape(self.read(0, self.record.numel))
+
+    def in_shape(self, stored: Tensor) -> Tensor:
+        """Elements in stored order as the tensor that they are."""
+        record = self.record
+        if record.order is None:
+            return stored.view(record.shape)
+        places = [record.order.index(dim) for dim in range(len(record.shape))]
+        return stored.view(record.stored_shape).permute(places)
+
+
+class CheckpointSource:
+    """An open checkpoint.
+
+    Attributes:
+        weights: stored tensors of the model by name. arrays: those of the optimizer, by ``<parameter>.<key>``.
+        training: the values of ``training.json``.
+    """
+
+    def __init__(self, folder: str, manifest: Manifest, reader: BlockReader) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.reader = reader
+        self.weights: dict[str, StoredTensor] = {}
+        self.arrays: dict[str, StoredTensor] = {}
+        extra: dict[str, StoredTensor] = {}
+        for file in manifest.files:
+            if not file.endswith(".safetensors"):
+                continue
+            _check_header(reader, folder, file, manifest.tensors.get(file, {}))
+            for name, record in manifest.tensors.get(file, {}).items():
+                if record.size != record.shape:
+                    raise UsageError(f"{folder}: {name} is stored in parts, which this version does not put together")
+                target = self.arrays if file.startswith(OPTIMIZER_PREFIX) else self.weights
+                target = extra if file == TRAINING_TENSORS_NAME else target
+                if name in target:
+                    raise UsageError(f"{folder} is damaged: {name[:200]!r} is in two files")
+                target[name] = StoredTensor(reader, file, name, record)
+        self.training = self._read_training(extra)
+
+    def _read_training(self, extra: Mapping[str, StoredTensor]) -> dict[str, Any]:
+        path = os.path.join(self.folder, TRAINING_NAME)
+        if TRAINING_NAME not in self.manifest.files:
+            raise UsageError(f"{self.folder} has no {TRAINING_NAME}: it is no checkpoint of a training state")
+
+        def tensor(name: str) -> Tensor:
+            if name not in extra:
+                raise UsageError(f"{path} names the tensor {name[:200]!r}, which {TRAINING_TENSORS_NAME} does not have")
+            return extra[name].whole()
+
+        found = decode(parse_json(self.reader.content(TRAINING_NAME), path), path, tensor)
+        if not isinstance(found, dict):
+            raise UsageError(f"{path} is damaged: it is no object")
+        return found
+
+
+@contextmanager
+def open_checkpoint(folder: str, progress: Callable[[int], None]) -> Iterator[CheckpointSource]:
+    """Open a checkpoint and check what is small in it: manifest, lengths of all files, headers, training values.
+
+    Args:
+        progress: told the bytes that were read and are right.
+
+    Raises:
+        UsageError: it is not complete, or damaged. UnsupportedError: a newer format. IoFailure: it cannot be read.
+    """
+    manifest = read_manifest(folder)
+    io, pool = IoEngine(block_bytes=BLOCK_BYTES), BlockPool()
+    reader = BlockReader(io, pool, folder, manifest, progress)
+    try:
+        yield CheckpointSource(folder, manifest, reader)
+    finally:
+        reader.close()
+        io.close()
+        pool.close()
+
+
+def _check_header(reader: BlockReader, folder: str, file: str, tensors: Mapping[str, TensorRecord]) -> None:
+    path = os.path.join(folder, file)
+    nbytes = reader.length_of_file(file)
+    length = int.from_bytes(reader.beginning(file, min(8, nbytes)), "little")
+    if nbytes < 8 or length > min(HEADER_BYTES_MAX, nbytes - 8):
+        raise UsageError(f"{path} is damaged: its header cannot be {length} bytes long")
+    header = parse_json(reader.beginning(file, 8 + length)[8:], path)
+    expected = {
+        name: {
+            "dtype": record.dtype,
+            "shape": list(record.stored_shape),
+            "data_offsets": [record.begin - 8 - length, record.end - 8 - length],
+        }
+        for name, record in tensors.items()
+    }
+    if isinstance(header, dict):
+        header.pop("__metadata__", None)
+    if header != expected:
+        raise UsageError(f"{path} is damaged: its header and the manifest do not agree; load another checkpoint")

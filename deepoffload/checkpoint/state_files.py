@@ -1,0 +1,191 @@
+"""The files ``optimizer-*.safetensors``: arrays of optimizer state as they are, streamed from their pieces.
+
+An array is called ``<parameter>.<key>``, with the optimizer's key: ``exp_avg``, ``momentum_buffer``. What completes a
+16-bit weight to its fp32 master is ``<parameter>.remainder`` (bf16) or ``<parameter>.master`` (fp16). 8-bit codes have
+their scales next to them under ``<key>_absmax``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepoffload.checkpoint.block_writer import BlockWriter
+from deepoffload.checkpoint.file_layout import OPTIMIZER_FILE, PlannedFile, PlannedTensor
+from deepoffload.checkpoint.safetensors_file import check_dtype
+from deepoffload.errors import UnsupportedError
+from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType
+from deepoffload.optim.eight_bit import num_blocks, torch_dtype
+from deepoffload.optim.optimizer_parts import OptimizerParts
+from deepoffload.optim.paged_state import iterate_state
+from deepoffload.optim.rule import SCALE_SUFFIX
+from deepoffload.optim.state import MASTER_PART_KEYS
+from deepoffload.params.pager import Pager
+from deepoffload.params.unit import ParamHandle, StatePiece
+
+
+class _ArrayPlace(NamedTuple):
+    file: str
+    begin: int
+    itemsize: int
+    numel_per_item: int
+
+
+@dataclass
+class StatePlan:
+    """Which arrays there are and where they go.
+
+    Attributes:
+        files: in order, with their tensors.
+    """
+
+    files: list[PlannedFile] = field(default_factory=list)
+    _held: dict[ParamHandle, Mapping[str, str]] = field(default_factory=dict)
+    _leads: set[ParamHandle] = field(default_factory=set)
+    _names: dict[ParamHandle, str] = field(default_factory=dict)
+    _in_memory: dict[str, Tensor] = field(default_factory=dict)
+    _pagers: Sequence[Pager] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    def write(self, writer_of: Callable[[str], BlockWriter]) -> None:
+        """Stream everything to the files; each piece is read once."""
+        places = {
+            name: _ArrayPlace(
+                file.name, begin, tensor.dtype.itemsize, STATE_BLOCK if name.endswith(SCALE_SUFFIX) else 1
+            )
+            for file in self.files
+            for name, (tensor, begin) in file.places().items()
+        }
+        for file in self.files:
+            writer_of(file.name).put_bytes(0, file.header)
+        for pager in self._pagers:
+            mine = {handle: arrays for handle, arrays in self._held.items() if handle.pager is pager}
+            leads = {handle for handle in self._leads if handle.pager is pager}
+            for run in iterate_state(pager, mine, leads):
+                for key, values in run.arrays.items():
+                    place = places[f"{self._names[run.handle]}.{key}"]
+                    offset = place.begin + run.start // place.numel_per_item * place.itemsize
+                    writer_of(place.file).put(offset, values.data_ptr(), values.nbytes)
+        for name, tensor in self._in_memory.items():
+            values = tensor.detach().cpu().contiguous()
+            writer_of(places[name].file).put(places[name].begin, values.data_ptr(), values.nbytes)
+
+
+def plan_state(
+    names: Mapping[int, str], pagers: Sequence[Pager], parts: OptimizerParts | None, shard_bytes: int
+) -> StatePlan:
+    """Find out what is there. Moves no bytes.
+
+    Args:
+        names: of parameters, by ``id``.
+        parts: None where there is no optimizer: what completes weights is stored all the same.
+    """
+    plan = StatePlan(_pagers=pagers)
+    tensors: list[list[PlannedTensor]] = []
+    for pager in pagers:
+        for handle, pieces in _by_handle(pager):
+            param = handle.tensor
+            if param is None or id(param) not in names:
+                continue
+            held = {} if parts is None else parts.in_pieces.get(handle, {})
+            mine = list(_of_parameter(plan, names[id(param)], handle, pieces, held, pager))
+            if mine:
+                tensors.append(mine)
+    if parts is not None:
+        for param, state in parts.in_memory.items():
+            arrays = {key: value for key, value in state.items() if is_array(value)}
+            mine = [_of_memory(plan, names[id(param)], key, value) for key, value in arrays.items()]
+            if mine:
+                tensors.append(mine)
+    plan.files = _split(tensors, shard_bytes)
+    return plan
+
+
+def is_array(value: object) -> bool:
+    """Whether an entry of ``optimizer.state`` goes into these files; the rest is small."""
+    return type(value) is Tensor and value.dim() > 0
+
+
+def _by_handle(pager: Pager) -> Iterator[tuple[ParamHandle, list[StatePiece]]]:
+    """Parameters in the order in which their state is read."""
+    for unit in list(pager.units):
+        if unit.owner.changed():  # a weight that the program wrote has another master
+            pager.memory.will_change(unit.weights)
+        pieces: dict[ParamHandle, list[StatePiece]] = {}
+        for piece in unit.pieces:
+            for part in piece.layout.segments:
+                pieces.setdefault(piece.handles[part.tensor], []).append(piece)
+        yield from pieces.items()
+
+
+def _of_parameter(
+    plan: StatePlan,
+    name: str,
+    handle: ParamHandle,
+    pieces: list[StatePiece],
+    held: Mapping[str, str],
+    pager: Pager,
+) -> Iterator[PlannedTensor]:
+    present, kind = pieces[0].format, pieces[0].kind
+    order = memory_order(handle.shape, handle.stride)
+    shape = tuple(handle.shape)
+    plan._names[handle] = name
+    lead = MASTER_PART_KEYS.get(kind)
+    if lead is not None and not handle.master_stale and any(_has_bytes(pager, piece) for piece in pieces):
+        plan._leads.add(handle)
+        yield PlannedTensor(f"{name}.{lead}", torch.int16 if lead == "remainder" else torch.float32, shape, order)
+    arrays = {key: array for key, array in held.items() if array in present.fields}
+    if arrays:
+        plan._held[handle] = arrays
+    for key, array in arrays.items():
+        yield PlannedTensor(f"{name}.{key}", torch_dtype(present.dtype, array), shape, order)
+        if present.dtype is StateDType.EIGHT_BIT:
+            yield PlannedTensor(f"{name}.{key}{SCALE_SUFFIX}", torch.float32, (num_blocks(handle.numel),), None)
+
+
+def _has_bytes(pager: Pager, piece: StatePiece) -> bool:
+    return pager.tiers.has_bytes(piece.block) or pager.memory.keeps(piece.block)
+
+
+def _of_memory(plan: StatePlan, name: str, key: str, value: Tensor) -> PlannedTensor:
+    full = f"{name}.{key}"
+    if not isinstance(key, str) or "." in key:
+        raise UnsupportedError(
+            f"the optimizer's state of {name} has the key {key!r}; a checkpoint holds names without dots"
+        )
+    check_dtype(full, value.dtype)
+    plan._in_memory[full] = value
+    return PlannedTensor(full, value.dtype, tuple(value.shape), None)
+
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
+    """The dimensions of a dense tensor from the slowest to the fastest; None where that is their own order."""
+    with_extent = [dim for dim in range(len(shape)) if shape[dim] != 1]
+    by_stride = sorted(with_extent, key=lambda dim: -stride[dim])
+    if by_stride == with_extent:
+        return None
+    return (*(dim for dim in range(len(shape)) if shape[dim] == 1), *by_stride)
+
+
+def _split(tensors: list[list[PlannedTensor]], shard_bytes: int) -> list[PlannedFile]:
+    """Parameters in order, each with all of its arrays in one file."""
+    shards: list[list[PlannedTensor]] = []
+    filled = 0
+    for mine in tensors:
+        nbytes = sum(tensor.nbytes for tensor in mine)
+        if not shards or filled + nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1] += mine
+        filled += nbytes
+    return [
+        PlannedFile(OPTIMIZER_FILE.format(number, len(shards)), shard, {"format": "pt"})
+        for number, shard in enumerate(shards, 1)
+    ]

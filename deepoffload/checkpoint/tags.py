@@ -1,0 +1,169 @@
+"""The checkpoints in a directory: one folder per tag, the file ``latest``, and how a new one takes its place."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+
+from deepoffload.checkpoint.block_writer import write_small_file
+from deepoffload.checkpoint.directory import STAGING_PREFIX, sync_directory
+from deepoffload.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from deepoffload.checkpoint.safetensors_file import failure
+from deepoffload.errors import DeepOffloadError, UnsupportedError, UsageError
+
+log = logging.getLogger("deepoffload")
+
+LATEST_NAME = "latest"
+
+_TAG = re.compile(r"[^/\0\s.][^/\0\n]{0,199}")
+_LATEST_BYTES_MAX = 1024
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def checked_tag(tag: object) -> str:
+    """A tag as text.
+
+    Raises:
+        UsageError: it cannot be the name of a folder.
+    """
+    text = str(tag)
+    if text in (LATEST_NAME, MANIFEST_NAME) or not _TAG.fullmatch(text):
+        raise UsageError(
+            f"{text!r} cannot be a tag: it names a folder, so it has no '/', does not begin with '.' or a blank, and "
+            f"is not {LATEST_NAME!r}"
+        )
+    return text
+
+
+def latest_tag(directory: str) -> str | None:
+    """What the file ``latest`` names; None where there is none.
+
+    Raises:
+        UsageError: the file is damaged, or cannot be read.
+    """
+    path = os.path.join(directory, LATEST_NAME)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}); name the tag to load") from error
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise UsageError(f"{path} is no file; name the tag to load")
+        text = file.read(_LATEST_BYTES_MAX).decode(errors="replace").strip()
+    try:
+        return checked_tag(text)
+    except UsageError as error:
+        raise UsageError(f"{path} is damaged ({error}); name the tag to load") from None
+
+
+def folder_of(directory: str, tag: str) -> str:
+    """Where the checkpoint of a tag is.
+
+    Raises:
+        UsageError: there is none, or its place is taken by a link or a file.
+    """
+    path = os.path.join(directory, tag)
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        known = ", ".join(known_tags(directory)) or "none"
+        raise UsageError(f"there is no checkpoint {tag!r} in {directory} (there are: {known})") from None
+    if not stat.S_ISDIR(mode):
+        what = "a link; give the directory that it leads to" if stat.S_ISLNK(mode) else "no directory"
+        raise UsageError(f"{path} is {what}")
+    return path
+
+
+def known_tags(directory: str) -> list[str]:
+    """Folders with a manifest."""
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:
+        return []
+    return [name for name in names if os.path.isfile(os.path.join(directory, name, MANIFEST_NAME))]
+
+
+def publish_tag(staged: str, directory: str, tag: str, *, update_latest: bool) -> str:
+    """Move a complete checkpoint to its place, and name it in ``latest``. One of the same tag that is there already is
+    left in ``staged``, a folder of a staging directory. At every moment the tag is the old one or the new one.
+
+    Raises:
+        IoFailure: a file could not be moved. UnsupportedError: the file system cannot exchange two directories.
+    """
+    path = os.path.join(directory, tag)
+    try:
+        sync_directory(staged)
+        if os.path.lexists(path):
+            _exchange(staged, path, tag)
+        else:
+            os.rename(staged, path)
+        sync_directory(directory)
+        if update_latest:
+            _write_latest(directory, os.path.dirname(staged), tag)
+    except DeepOffloadError:
+        raise
+    except OSError as error:
+        raise failure("moving the checkpoint into place", error, path, 0) from error
+    return path
+
+
+def _exchange(one: str, other: str, tag: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        code = errno.ENOSYS
+    elif libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return
+    else:
+        code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        raise UnsupportedError(
+            f"{other} is there already, and this file system cannot exchange two directories in one step "
+            f"({errno.errorcode.get(code, code)}), so a kill in between would lose both: save with another tag than "
+            f"{tag!r}, or remove it first"
+        )
+    raise OSError(code, os.strerror(code), other)
+
+
+def _write_latest(directory: str, staging: str, tag: str) -> None:
+    path = os.path.join(staging, LATEST_NAME)
+    write_small_file(path, tag.encode())
+    os.replace(path, os.path.join(directory, LATEST_NAME))
+    sync_directory(directory)
+
+
+def prune(directory: str, keep_last: int, newest: str) -> None:
+    """Remove complete checkpoints of ours beyond the ``keep_last`` newest. ``newest`` was just saved and stays; what
+    else is in the directory is left alone. What cannot be removed is logged."""
+    found: list[tuple[int, str]] = []
+    for tag in known_tags(directory):
+        manifest = _manifest_if_ours(os.path.join(directory, tag))
+        if manifest is not None and tag != newest:
+            found.append((manifest.saved_ns, tag))
+    for _, tag in sorted(found, reverse=True)[max(0, keep_last - 1) :]:
+        path = os.path.join(directory, tag)
+        try:
+            hidden = tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=directory)
+            os.rename(path, os.path.join(hidden, "removed"))  # from here on it is no checkpoint any more
+            sync_directory(directory)
+            shutil.rmtree(hidden)
+            log.info("removed the older checkpoint %s", path)
+        except OSError as error:
+            log.warning("%s, an older checkpoint, could not be removed: %s", path, error)
+
+
+def _manifest_if_ours(path: str) -> Manifest | None:
+    if os.path.islink(path):
+        return None
+    try:
+        return read_manifest(path)
+    except DeepOffloadError:
+        return None

@@ -1,0 +1,355 @@
+"""``TrainingState``: everything that a training run consists of, saved to a directory and loaded from it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from deepoffload.checkpoint.guards import GradientWatch, HalfLoaded, refuse_in_forward
+from deepoffload.checkpoint.loading import match
+from deepoffload.checkpoint.progress import Progress
+from deepoffload.checkpoint.random_states import random_states, restore_random_states
+from deepoffload.checkpoint.saving import SHARD_BYTES, Content, choose_weight_plan, write_checkpoint
+from deepoffload.checkpoint.source import CheckpointSource, open_checkpoint
+from deepoffload.checkpoint.state_files import is_array, plan_state
+from deepoffload.checkpoint.tags import checked_tag, folder_of, latest_tag, prune
+from deepoffload.checkpoint.weights_loading import listed
+from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.optim.optimizer_parts import OptimizerParts, pagers_of, take_apart
+from deepoffload.params.pager import Pager
+from deepoffload.runtime.engine import Engine
+
+log = logging.getLogger("deepoffload")
+
+
+class HasState(Protocol):
+    """A schedule, a sampler, a loader, a loop, ..."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class LoadedCheckpoint(NamedTuple):
+    """What a load has found.
+
+    Attributes:
+        folder: of the checkpoint. step: optimizer steps that it stands after.
+    """
+
+    folder: str
+    step: int
+    client_state: Any
+
+
+class TrainingState:
+    """A model, its optimizer, and other objects that have a state. All is saved and loaded piece by piece, within the
+    budget.
+
+    Saved are: weights with their exact fp32 masters, all optimizer state as it is stored, settings of the groups, the
+    states of ``others``, and of all random number generators. Gradients are not.
+
+    Args:
+        model: an ``nn.Module``, paged in whole, in part or not at all. For what ``initialize`` returns use
+            ``engine.save_checkpoint`` and ``engine.load_checkpoint``.
+        optimizer: deepoffload's or torch's, over parameters of the model; None: weights only.
+        others: objects with ``state_dict`` and ``load_state_dict``, each under a name of its own
+            (``scheduler=...``, ``sampler=...``).
+
+    Raises:
+        UsageError: an object without these methods, parameters of another model, or the model has a
+        ``TrainingState`` already.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: HasState) -> None:
+        if not isinstance(model, nn.Module):
+            hint = "use engine.save_checkpoint and engine.load_checkpoint" if hasattr(model, "module") else "pass it"
+            raise UsageError(f"TrainingState takes a torch.nn.Module, not {type(model).__name__}; {hint}")
+        self._module: nn.Module = getattr(model, "_orig_mod", model)
+        self._optimizer = optimizer
+        self._others = dict(others)
+        self._check_objects()
+        self._watch = GradientWatch(self._module, optimizer)
+        self._half_loaded = HalfLoaded(self._module, optimizer)
+        self._busy = threading.Lock()
+        self._steps_before = _steps_of(optimizer)
+        self._own_engines()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far; those before this object was made as far as the optimizer counts them."""
+        return self._steps_before + self._watch.steps
+
+    def save(self, directory: str | os.PathLike[str], tag: str | None = None, keep_last: int | None = None) -> str:
+        """Write everything to the folder ``directory/tag``, which appears when it is complete.
+
+        Changes nothing in the run: its bits are those of a run without a save.
+
+        Args:
+            directory: made when it does not exist. Its file ``latest`` names the newest tag.
+            tag: ``global_step<n>`` when not said. One of the same tag is replaced when the new one is complete.
+            keep_last: how many complete checkpoints to keep, with this one; older ones are removed after it is written.
+
+        Returns:
+            The folder. ``from_pretrained`` can read it, when the model is one of transformers.
+
+        Raises:
+            UsageError: gradients wait for a step, or the call comes from inside a forward, or the directory cannot be
+            used. UnsupportedError: a state that a checkpoint does not hold; the message names its key.
+            IoFailure: no room on the disk, or a transfer failed. Earlier checkpoints are as they were in all of these.
+        """
+        return self.save_as(directory, tag, keep_last=keep_last)
+
+    def load(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> LoadedCheckpoint:
+        """Take over what was saved, under any budget, tiers and precision. Gradients are dropped.
+
+        Args:
+            tag: not said: what ``latest`` names.
+            load_module_strict: False: weights that only one side has are left alone.
+            load_optimizer_states: False: the optimizer stays as it is; weights still get their exact masters.
+            load_lr_scheduler_states: False: the object called ``scheduler`` stays as it is.
+            load_module_only: nothing but the weights, with their masters.
+
+        Raises:
+            UsageError: there is nothing to load, the checkpoint is damaged or of another model or optimizer. Nothing
+            has been changed unless the message says so. UnsupportedError: a newer format. IoFailure: it cannot be
+            read. After a failure on the way forwards and steps are refused until a load succeeds.
+        """
+        found = self.load_if_there(
+            directory,
+            tag,
+            strict=load_module_strict,
+            with_optimizer=load_optimizer_states and not load_module_only,
+            with_schedule=load_lr_scheduler_states,
+            weights_only=load_module_only,
+        )
+        if found is None:
+            raise UsageError(f"there is nothing to load in {os.fspath(directory)}: it has no file 'latest'; name a tag")
+        return found
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def save_as(
+        self,
+        directory: str | os.PathLike[str],
+        tag: object = None,
+        *,
+        keep_last: int | None = None,
+        client_state: Any = None,
+        update_latest: bool = True,
+        leave_out_frozen: bool = False,
+        step: int | None = None,
+    ) -> str:
+        """:meth:`save` with the other arguments of ``engine.save_checkpoint``."""
+        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+            raise UsageError(f"keep_last has to be a whole number of at least 1, not {keep_last!r}")
+        step = self.step if step is None else step
+        name = checked_tag(f"global_step{step}" if tag is None else tag)
+        target = os.path.abspath(os.fspath(directory))
+        with self._alone("save"), torch.no_grad():
+            pagers = self._ready("save")
+            waiting = self._watch.waiting()
+            if waiting is not None:
+                raise UsageError(
+                    f"save between backward and step: the gradient of {waiting} waits for a step, and gradients are "
+                    "not saved; save after optimizer.step(), or call optimizer.zero_grad() first"
+                )
+            for pager in pagers:
+                pager.catch_up_all()
+            content = self._content(pagers, client_state, step, leave_out_frozen=leave_out_frozen)
+            path = write_checkpoint(target, name, content, update_latest=update_latest)
+            if keep_last is not None:
+                prune(target, keep_last, name)
+        return path
+
+    def _content(self, pagers: list[Pager], client_state: Any, step: int, *, leave_out_frozen: bool) -> Content:
+        parts = None if self._optimizer is None else take_apart(self._optimizer)
+        names = {id(param): name for name, param in self._module.named_parameters()}
+        frozen = [
+            name for name, param in self._module.named_parameters(remove_duplicate=False) if not param.requires_grad
+        ]
+        left_out = frozenset(frozen if leave_out_frozen else ())
+        weights, hub_names = choose_weight_plan(self._module, left_out)
+        state = plan_state(names, pagers, parts, SHARD_BYTES)
+        training = {
+            "weights": {"hub_names": hub_names, "left_out": sorted(left_out)},
+            "optimizer": None if parts is None else _described(parts, names),
+            "others": {name: other.state_dict() for name, other in self._others.items()},
+            "random": random_states(self._devices(pagers)),
+            "client_state": client_state,
+        }
+        return Content(self._module, weights, hub_names, state, training, step)
+
+    # -- loading ---------------------------------------------------------------------------------------------------
+
+    def load_if_there(
+        self,
+        directory: str | os.PathLike[str],
+        tag: object,
+        *,
+        strict: bool,
+        with_optimizer: bool,
+        with_schedule: bool,
+        weights_only: bool,
+    ) -> LoadedCheckpoint | None:
+        """:meth:`load`, or None where no tag is said and there is no ``latest``."""
+        target = os.path.abspath(os.fspath(directory))
+        with self._alone("load"):
+            pagers = self._ready("load", also_half_loaded=True)
+            name = latest_tag(target) if tag is None else checked_tag(tag)
+            if name is None:
+                return None
+            folder = folder_of(target, name)
+            progress = Progress(_size_of(folder), f"loading {folder}", f"loaded {folder}")
+            with open_checkpoint(folder, progress.advance) as source:
+                skip = {"scheduler"} if not with_schedule else set()
+                others = {} if weights_only else self._matched_others(source, skip)
+                loading = match(source, self._module, self._optimizer, strict=strict, with_optimizer=with_optimizer)
+                for pager in pagers:
+                    pager.catch_up_all()
+                self._half_loaded.begin(folder)
+                self._drop_gradients()
+                loading.apply(pagers)
+                for other, saved in others.items():
+                    self._others[other].load_state_dict(saved)
+                if not weights_only:
+                    restore_random_states(source.training.get("random"), self._devices(pagers))
+                self._half_loaded.end()
+                if with_optimizer:
+                    self._steps_before, self._watch.steps = source.manifest.step, 0
+                client_state = source.training.get("client_state")
+            progress.done()
+            return LoadedCheckpoint(folder, source.manifest.step, client_state)
+
+    def _matched_others(self, source: CheckpointSource, skip: set[str]) -> dict[str, Any]:
+        saved = source.training.get("others")
+        if not isinstance(saved, dict):
+            raise UsageError(f"{source.folder} is damaged: it has no states of other objects")
+        missing = sorted(self._others.keys() - saved.keys() - skip)
+        unknown = sorted(saved.keys() - self._others.keys() - skip)
+        if missing or unknown:
+            raise UsageError(
+                f"the checkpoint has other objects than this TrainingState: {listed('it lacks', missing)}"
+                f"{listed('it also has', unknown)}pass the same names, or load_module_only=True for weights alone"
+            )
+        return {name: saved[name] for name in self._others if name not in skip}
+
+    def _drop_gradients(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+        self._module.zero_grad(set_to_none=True)
+
+    # -- checks ----------------------------------------------------------------------------------------------------
+
+    def _check_objects(self) -> None:
+        if self._optimizer is not None and not isinstance(self._optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                f"TrainingState(optimizer=...) takes a torch optimizer, not {type(self._optimizer).__name__}"
+            )
+        for name, other in self._others.items():
+            if not callable(getattr(other, "state_dict", None)) or not callable(
+                getattr(other, "load_state_dict", None)
+            ):
+                raise UsageError(
+                    f"TrainingState({name}=...): {type(other).__name__} has no state_dict() and load_state_dict(), so "
+                    "there is nothing to save; leave it out, or give it these"
+                )
+        self._check_params()
+
+    def _check_params(self) -> None:
+        if self._optimizer is None:
+            return
+        known = {id(param) for param in self._module.parameters()}
+        for index, group in enumerate(self._optimizer.param_groups):
+            for number, param in enumerate(group["params"]):
+                if id(param) not in known:
+                    raise UsageError(
+                        f"the optimizer's group {index} has a parameter (number {number}, shape {tuple(param.shape)}) "
+                        "that is none of the model's, so it has no name; make the optimizer of model.parameters()"
+                    )
+
+    def _own_engines(self) -> None:
+        """One of these for each engine: two would not know of each other's half loads."""
+        for pager in pagers_of(list(self._module.parameters())):
+            engine = pager.engine
+            if isinstance(engine, Engine):
+                owner = engine.training_state() if engine.training_state is not None else None
+                if owner is not None:
+                    raise UsageError(
+                        "this model has a TrainingState already (initialize()'s engine makes one when it saves or "
+                        "loads); use that one, or give it up first (del state)"
+                    )
+        for pager in pagers_of(list(self._module.parameters())):
+            if isinstance(pager.engine, Engine):
+                pager.engine.training_state = weakref.ref(self)
+
+    def _ready(self, what: str, *, also_half_loaded: bool = False) -> list[Pager]:
+        if not also_half_loaded:
+            self._half_loaded.refuse()
+        self._check_params()
+        pagers = pagers_of(list(self._module.parameters()))
+        refuse_in_forward(pagers, what)
+        return pagers
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise UsageError(f"{what} while another thread saves or loads the same state: wait for that first")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    @staticmethod
+    def _devices(pagers: list[Pager]) -> list[torch.device]:
+        found = {str(pager.memory.device): pager.memory.device for pager in pagers}
+        return [device for device in found.values() if device.type != "cpu"]
+
+
+def _described(parts: OptimizerParts, names: Mapping[int, str]) -> dict[str, Any]:
+    states = {}
+    for param, state in parts.in_memory.items():
+        small = {key: value for key, value in state.items() if not is_array(value)}
+        if small:
+            states[names[id(param)]] = small
+    return {
+        "kind": parts.kind,
+        "groups": parts.groups,
+        "params": [[names[id(param)] for param in group] for group in parts.params],
+        "states": states,
+    }
+
+
+def _steps_of(optimizer: torch.optim.Optimizer | None) -> int:
+    """As many steps as the parameter with the most of them has made."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    steps = [state["step"] for state in states if isinstance(state, dict) and "step" in state]
+    try:
+        return max((int(step) for step in steps), default=0)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(f"the optimizer's step counts are no numbers: {error}") from error
+
+
+def _size_of(folder: str) -> int:
+    try:
+        with os.scandir(folder) as entries:
+            return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be read ({error.strerror})") from error

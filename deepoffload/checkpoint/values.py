@@ -1,0 +1,180 @@
+"""Python values as JSON that gives back the same types: what a ``state_dict()`` or a program's own state holds.
+
+JSON has no tuples, bytes, NaN, or keys that are numbers. Such a value becomes an object ``{"$": kind, ...}``. Tensors
+go into a safetensors file; the JSON has their names. Nothing that is read can name code, so nothing can be called.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepoffload.checkpoint.safetensors_file import DTYPE_NAMES
+from deepoffload.errors import UnsupportedError, UsageError
+
+DEPTH_MAX = 64
+"""Containers inside containers."""
+
+_MAPPINGS: Mapping[type, str] = {dict: "dict", OrderedDict: "ordered dict", Counter: "counter"}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    """What ``json`` can write of ``value``.
+
+    Args:
+        where: what the value is called in errors, and the beginning of the names of its tensors.
+        tensors: takes the tensors in ``value`` under the names by which the result refers to them.
+
+    Raises:
+        UnsupportedError: something in it is neither number, string, bytes, None, list, tuple, dict (also ordered, or a
+            Counter) nor tensor. The message names its key.
+    """
+    return _encode(value, where, tensors, 0)
+
+
+def _encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+    if kind is bytes:
+        return {"$": "bytes", "base64": base64.b64encode(value).decode()}
+    if kind is Tensor:
+        return _encode_tensor(value, where, tensors)
+    if depth >= DEPTH_MAX:
+        raise UnsupportedError(f"{where} lies in {depth} containers; a checkpoint holds {DEPTH_MAX} at most")
+    if kind in (list, tuple):
+        items = [_encode(item, f"{where}[{index}]", tensors, depth + 1) for index, item in enumerate(value)]
+        return items if kind is list else {"$": "tuple", "items": items}
+    if kind in _MAPPINGS:
+        if kind is dict and all(type(key) is str for key in value) and "$" not in value:
+            return {key: _encode(item, f"{where}[{key!r}]", tensors, depth + 1) for key, item in value.items()}
+        pairs = []
+        for key, item in value.items():
+            if type(key) not in (str, int, float, bool, bytes, tuple, type(None)):
+                raise _unsupported(f"the key {key!r} of {where}", key)
+            encoded = _encode(key, f"the key {key!r} of {where}", tensors, depth + 1)
+            pairs.append([encoded, _encode(item, f"{where}[{key!r}]", tensors, depth + 1)])
+        return {"$": _MAPPINGS[kind], "items": pairs}
+    raise _unsupported(where, value)
+
+
+def _unsupported(where: str, value: Any) -> UnsupportedError:
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return UnsupportedError(
+        f"{where} is a {name}; a checkpoint holds numbers, strings, bytes, None, lists, tuples, dicts and tensors. "
+        "Convert it (a numpy array with torch.from_numpy, an object to what rebuilds it) or leave it out"
+    )
+
+
+def _encode_tensor(value: Tensor, where: str, tensors: dict[str, Tensor]) -> Any:
+    if value.dtype not in DTYPE_NAMES or value.layout is not torch.strided or value.is_meta:
+        raise UnsupportedError(
+            f"{where} is a tensor ({value.dtype}, {value.layout}, on {value.device}) that safetensors files cannot "
+            "hold; convert it before saving"
+        )
+    value = value.detach()
+    if not value.dim() and value.is_cpu and value.dtype in (torch.float32, torch.int64):  # step counts, mostly
+        return {"$": "scalar", "dtype": DTYPE_NAMES[value.dtype], "value": _encode(value.item(), where, tensors, 0)}
+    name = where
+    while name in tensors:
+        name += "'"
+    tensors[name] = value
+    return {"$": "tensor", "name": name}
+
+
+def decode(value: Any, where: str, tensor: Callable[[str], Tensor]) -> Any:
+    """The inverse of :func:`encode`.
+
+    Args:
+        tensor: gives the tensor of a name.
+
+    Raises:
+        UsageError: ``value`` is not what :func:`encode` makes.
+    """
+    try:
+        return _decode(value, where, tensor)
+    except RecursionError:
+        raise UsageError(f"{where} is damaged: it is nested too deeply") from None
+
+
+def _decode(value: Any, where: str, tensor: Callable[[str], Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, where, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$" not in value:
+        return {key: _decode(item, where, tensor) for key, item in value.items()}
+    try:
+        return _decode_kind(value, where, tensor)
+    except (KeyError, TypeError, ValueError, binascii.Error, OverflowError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{where}: {_shown(value)} is not a value that a checkpoint holds") from error
+
+
+def _decode_kind(value: dict[str, Any], where: str, tensor: Callable[[str], Tensor]) -> Any:
+    kind = value["$"]
+    if kind == "float":
+        return float({"inf": "inf", "-inf": "-inf", "nan": "nan"}[value["value"]])
+    if kind == "bytes":
+        return base64.b64decode(value["base64"], validate=True)
+    if kind == "tuple":
+        return tuple(_decode(item, where, tensor) for item in _list(value["items"]))
+    if kind in _MAPPINGS.values():
+        pairs = [(_decode(key, where, tensor), _decode(item, where, tensor)) for key, item in _list(value["items"])]
+        return {name: made for made, name in _MAPPINGS.items()}[kind](dict(pairs))
+    if kind == "scalar":
+        number = _decode(value["value"], where, tensor)
+        return torch.tensor(number, dtype=_DTYPES[value["dtype"]], device="cpu")
+    if kind == "tensor" and isinstance(value["name"], str):
+        return tensor(value["name"])
+    raise UsageError(f"{where}: {_shown(value)} is of a kind that this version does not know")
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError("no list")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def parse_json(text: bytes, where: str) -> Any:
+    """JSON from a file that may be anything.
+
+    Raises:
+        UsageError: it is no JSON, names a key twice, or is nested too deeply.
+    """
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+    except RecursionError:
+        raise UsageError(f"{where} is damaged: it is nested too deeply") from None
+    except ValueError as error:
+        raise UsageError(f"{where} is damaged: {str(error)[:200]}") from None
+
+
+def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key[:80]!r} is there twice")
+        found[key] = value
+    return found
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,204 @@
+"""What of a model is saved, under which names, and what each stored tensor is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from deepoffload.checkpoint import transformers_format
+from deepoffload.checkpoint.expressions import Expressions, Opener
+from deepoffload.checkpoint.safetensors_file import Entry, check_dtype, header_bytes, in_file_order
+from deepoffload.checkpoint.shards import Layout
+from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.params.torch_private import count_change, get_data, outside_user_modes
+from deepoffload.params.unit import ParamHandle
+
+WINDOW_BYTES = 4 << 20
+"""Bytes written at a time, and the most that is copied at a time where memory order is not file order."""
+
+
+class HasModule(Protocol):
+    """What ``initialize`` returns first: an engine around a module."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """The stored tensors of a model.
+
+    Attributes:
+        tensors: stand-ins of them by name; ``expressions`` knows what each is made of.
+        entries: them in the order in which they are written.
+        metadata: of the files; names that tied weights are not stored under, with those that they are.
+    """
+
+    expressions: Expressions
+    tensors: Mapping[str, Tensor]
+    entries: list[Entry]
+    metadata: Mapping[str, str]
+    num_parameters: int
+
+    def check_headers(self, layout: Layout) -> None:
+        """Let show what is wrong with names and types before a file is made."""
+        for shard in layout.files.values():
+            header_bytes(shard, self.metadata)
+
+
+def unwrapped(model: nn.Module | HasModule, who: str) -> nn.Module:
+    """The module of an engine or of ``torch.compile``'s wrapper."""
+    module = model if isinstance(model, nn.Module) else getattr(model, "module", model)
+    module = getattr(module, "_orig_mod", module)
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"{who} takes a torch.nn.Module, not {type(model).__name__}")
+    return module
+
+
+def plan_weights(
+    module: nn.Module,
+    *,
+    hub_names: bool,
+    left_out: Set[str] = frozenset(),
+    opener_of: Callable[[Tensor], Opener] | None = None,
+) -> WeightPlan:
+    """The files' tensors and what each is made of. Reads no weight.
+
+    Args:
+        hub_names: names and packing as on the hub, for a model of transformers.
+        left_out: names of the state dict that are not stored.
+        opener_of: gives the values of a tensor of the state dict; to be read when not said.
+
+    Raises:
+        UnsupportedError: something that safetensors files cannot hold. ClosedError: the model's engine is closed.
+    """
+    metadata = {"format": "pt"}
+    expressions = Expressions()
+    ignored = {*left_out, *(transformers_format.ignored_names(module) if hub_names else ())}
+    state = {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in ignored}
+    _check(state)
+    for names in _names_of_shared(state):
+        if hub_names:
+            dropped = transformers_format.droppable_names(module, names)
+        else:
+            dropped = set(names[1:])
+            metadata.update(dict.fromkeys(dropped, names[0]))  # as safetensors.torch.save_model notes it
+        for name in dropped:
+            del state[name]
+    with outside_user_modes():
+        tensors = {name: _stand_in(expressions, value, opener_of or to_read) for name, value in state.items()}
+        with expressions:
+            stored = transformers_format.as_on_disk(module, tensors) if hub_names else tensors
+    entries = in_file_order(_entry(expressions, name, tensor) for name, tensor in stored.items())
+    return WeightPlan(expressions, stored, entries, metadata, sum(param.numel() for param in module.parameters()))
+
+
+def _check(state: Mapping[str, object]) -> None:
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise UnsupportedError(
+                f"{name} is a {type(value).__name__} (extra state of a module); safetensors files hold tensors only"
+            )
+        check_dtype(name, value.dtype)
+        if value.is_meta or value.layout is not torch.strided:
+            raise UnsupportedError(f"{name} ({value.layout}, on {value.device}) has no plain values to save")
+        handle = handle_of(value)
+        if handle is not None and handle.pager.life.closed_because is not None:
+            handle.pager.life.refuse_closed(handle.name)
+
+
+def _names_of_shared(state: Mapping[str, Tensor]) -> list[list[str]]:
+    """Groups of two and more names that stand for the same tensor, each in the order of the state dict."""
+    groups: dict[object, list[str]] = {}
+    for name, value in state.items():
+        same: object = id(value)
+        if handle_of(value) is None and value.numel():
+            same = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        groups.setdefault(same, []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def handle_of(value: Tensor) -> ParamHandle | None:
+    """What deepoffload knows of a parameter; None for an ordinary tensor."""
+    slot = value.__dict__.get("_slot")
+    return slot if isinstance(slot, ParamHandle) else None
+
+
+def _stand_in(expressions: Expressions, value: Tensor, opener_of: Callable[[Tensor], Opener]) -> Tensor:
+    handle = handle_of(value)
+    if handle is not None:
+        return expressions.source(handle.shape, handle.stride, handle.dtype, opener_of(value))
+    data = get_data(value)
+    return expressions.source(data.shape, data.stride(), data.dtype, opener_of(value))
+
+
+def _entry(expressions: Expressions, name: str, tensor: Tensor) -> Entry:
+    def pieces() -> Iterator[Tensor]:
+        for piece in expressions.pieces(tensor, WINDOW_BYTES):
+            yield piece.cpu()
+
+    check_dtype(name, tensor.dtype)
+    return Entry(name, tensor.dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size(), pieces)
+
+
+# -- the values ------------------------------------------------------------------------------------------------------
+
+
+def to_read(value: Tensor) -> Opener:
+    """Opens a tensor of a state dict for reading."""
+    handle = handle_of(value)
+    return partial(_plain, get_data(value)) if handle is None else partial(_resident, handle)
+
+
+def to_write(value: Tensor) -> Opener:
+    """Opens a tensor of a state dict for writing all of it, or a part."""
+    handle = handle_of(value)
+    return partial(_plain_changing, value) if handle is None else partial(_changing, handle)
+
+
+@contextmanager
+def _plain(data: Tensor) -> Iterator[Tensor]:
+    yield data
+
+
+@contextmanager
+def _plain_changing(value: Tensor) -> Iterator[Tensor]:
+    yield value.detach()
+    if not value.is_inference():
+        count_change(value)
+
+
+@contextmanager
+def _resident(handle: ParamHandle) -> Iterator[Tensor]:
+    """The bytes of a paged parameter, held in memory meanwhile."""
+    handle.pager.pin(handle)
+    try:
+        param = handle.tensor
+        if param is None:
+            raise RuntimeError(f"{handle.name} was deleted while it is being saved")
+        yield get_data(param)  # an alias of what is shown: unlike a view of our own, it keeps the block where it is
+    finally:
+        handle.pager.unpin(handle)
+
+
+@contextmanager
+def _changing(handle: ParamHandle) -> Iterator[Tensor]:
+    """The same, and what is written is no edit by the program: the weight is its own master until one is loaded."""
+    with _resident(handle) as data:
+        with handle.pager.lock:
+            if handle.unit is not None:
+                handle.unit.owner.changed()  # edits from before count for nothing
+            handle.pager.will_change(handle)
+        try:
+            yield data
+        finally:
+            with handle.pager.lock:
+                handle.count_update()  # graphs that have kept the old values must not go on
+                handle.master_stale = True
+                handle.rewritten()

@@ -1,0 +1,142 @@
+"""Puts the stored weights of a checkpoint into a model, window by window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from deepoffload.checkpoint import transformers_format
+from deepoffload.checkpoint.block_reader import BlockReader, FileSpan
+from deepoffload.checkpoint.expressions import Opener, slabs
+from deepoffload.checkpoint.source import StoredTensor
+from deepoffload.checkpoint.weights import WINDOW_BYTES, WeightPlan, handle_of, plan_weights, to_write
+from deepoffload.errors import UsageError
+
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+NAMES_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class WeightLoader:
+    """The stored tensors that go into a model, checked against it."""
+
+    plan: WeightPlan
+    stored: Mapping[str, StoredTensor]
+
+    def spans(self) -> Iterator[FileSpan]:
+        for tensor in self._in_file_order():
+            yield tensor.span(0, tensor.record.numel)
+
+    def load(self, reader: BlockReader) -> None:
+        """Read everything into its place, in the order of the files.
+
+        Raises:
+            UsageError: a checksum is wrong. IoFailure: a transfer failed. A part is loaded then.
+        """
+        reader.will_read(self.spans())
+        for tensor in self._in_file_order():
+            fill(self.plan, tensor)
+
+    def _in_file_order(self) -> list[StoredTensor]:
+        return sorted(self.stored.values(), key=lambda tensor: (tensor.file, tensor.record.begin))
+
+
+def fill(plan: WeightPlan, tensor: StoredTensor) -> None:
+    """Put one stored tensor where its plan says."""
+    done = 0
+    window = max(1, WINDOW_BYTES // tensor.dtype.itemsize)
+    for part in plan.expressions.parts(plan.tensors[tensor.name]):
+        with part.opened() as target:
+            for view in slabs(target, part.start, part.stop, window):
+                if view.is_contiguous() and view.is_cpu and view.dtype is tensor.dtype:
+                    tensor.read_into(view.data_ptr(), done, view.numel())
+                else:
+                    view.copy_(tensor.read(done, view.numel()).view(view.shape))
+                done += view.numel()
+
+
+def match_weights(
+    module: nn.Module, stored: Mapping[str, StoredTensor], *, hub_names: bool, left_out: Set[str], strict: bool
+) -> WeightLoader:
+    """Compare names, shapes and types; changes nothing.
+
+    Args:
+        hub_names: how the weights were saved. left_out: names that were left out on purpose.
+        strict: names that only one side has are an error.
+
+    Raises:
+        UsageError: with the list of what does not fit.
+    """
+    hub_names = hub_names and transformers_format.is_pretrained_model(module)
+    plan = plan_weights(module, hub_names=hub_names, left_out=left_out, opener_of=to_write)
+    missing = sorted(plan.tensors.keys() - stored.keys())
+    unknown = sorted(stored.keys() - plan.tensors.keys())
+    if strict and (missing or unknown):
+        raise UsageError(
+            f"the checkpoint is of another model: {listed('it lacks', missing)}{listed('it also has', unknown)}"
+            "load_module_strict=False loads what both have"
+        )
+    wrong = []
+    for name, tensor in plan.tensors.items():
+        if name not in stored:
+            continue
+        have, want = stored[name], tensor
+        if have.shape != tuple(want.shape):
+            wrong.append(f"{name}: {have.shape}, the model's is {tuple(want.shape)}")
+        elif have.dtype is not want.dtype and not (have.dtype in _FLOATS and want.dtype in _FLOATS):
+            wrong.append(f"{name}: {have.dtype}, the model's is {want.dtype}")
+        elif have.record.order is not None:
+            wrong.append(f"{name}: its elements are in another order")
+    if wrong:
+        raise UsageError(f"the checkpoint is of another model: {listed('these do not fit', wrong)}build it as it was")
+    return WeightLoader(plan, {name: tensor for name, tensor in stored.items() if name in plan.tensors})
+
+
+def listed(what: str, names: list[str]) -> str:
+    """``what`` and the first of ``names``, for a message; nothing when there are none."""
+    if not names:
+        return ""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"{what} {', '.join(names[:NAMES_SHOWN])}{more}; "
+
+
+class _Into:
+    """Opens a tensor that is made when it is first opened."""
+
+    def __init__(self, value: Tensor, dtype: torch.dtype) -> None:
+        handle = handle_of(value)
+        self.shape, self.stride = (value.shape, value.stride()) if handle is None else (handle.shape, handle.stride)
+        self.dtype = dtype
+        self.made: Tensor | None = None
+
+    def __call__(self) -> AbstractContextManager[Tensor]:
+        if self.made is None:
+            self.made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+        return nullcontext(self.made)
+
+
+def gathered(
+    module: nn.Module, value: Tensor, stored: Mapping[str, StoredTensor], *, hub_names: bool, left_out: Set[str]
+) -> Tensor | None:
+    """One parameter as it was saved, whole in ordinary memory and as its elements lie now: for parameters that are
+    stored in parts or in another order. None when it is not stored."""
+    into: list[_Into] = []
+
+    def opener_of(other: Tensor) -> Opener:
+        made = _Into(other, torch.float32)
+        if other is value:
+            into.append(made)
+        return made
+
+    hub_names = hub_names and transformers_format.is_pretrained_model(module)
+    plan = plan_weights(module, hub_names=hub_names, left_out=left_out, opener_of=opener_of)
+    for name, tensor in plan.tensors.items():
+        if name in stored and any(part.source.open in into for part in plan.expressions.parts(tensor)):
+            if into[0].made is None:
+                into[0].dtype = stored[name].dtype
+            fill(plan, stored[name])
+    return into[0].made if into else None
