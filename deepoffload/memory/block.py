@@ -55,7 +55,9 @@ class Block:
 
     Attributes:
         offset: byte offset in the arena while resident, else None.
-        leases: how many users need it to stay; above zero it is neither evicted nor moved.
+        leases: how many users need it to stay; above zero it is not evicted, and only the thread that has all leases
+            moves it.
+        leased_by: that thread, 0 when several have leases. It means nothing while there are none.
         nbytes: of its stored bytes, in the arena and on NVMe.
         forms: of its tensors; none where they are stored as they are shown.
         shown_nbytes: what the program is shown of it.
@@ -76,6 +78,7 @@ class Block:
         "offset",
         "extent",
         "leases",
+        "leased_by",
         "copying",
         "ticket",
         "owner",
@@ -102,6 +105,7 @@ class Block:
         self.offset: int | None = None
         self.extent: Extent | None = None
         self.leases = 0
+        self.leased_by = 0
         self.copying = 0
         self.ticket: Ticket | None = None
         self.owner = owner

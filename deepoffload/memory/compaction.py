@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+import threading
+from collections.abc import Callable, Mapping, Sequence
 
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Block, host_view_owner
@@ -15,7 +16,6 @@ from deepoffload.schedule.block_state import BlockState
 class Compactor:
     """Args:
     resident: the blocks that have a range in ``arena``, as they are at any time.
-    threads: those that have leased blocks so far.
     note_changes: to be called before a block's bytes are copied.
     """
 
@@ -23,14 +23,12 @@ class Compactor:
         self,
         arena: Arena,
         resident: Mapping[int, Block],
-        threads: Set[int],
         note_changes: Callable[[Block], None],
         counters: TierCounters,
         poison: bool,
     ) -> None:
         self._arena = arena
         self._resident = resident
-        self._threads = threads
         self._note_changes = note_changes
         self._counters = counters
         self._poison = poison
@@ -50,9 +48,11 @@ class Compactor:
         return True
 
     def _may_move(self, block: Block) -> bool:
-        """A block can move while nobody refers to its memory: between two operations of one thread a lease is no
-        obstacle, since a lease's holder takes addresses only when all its blocks are there."""
-        if block.state not in (BlockState.CLEAN, BlockState.DIRTY) or (block.leases and len(self._threads) > 1):
+        """A block can move while nobody refers to its memory. A lease of this thread is no obstacle: its holder takes
+        addresses only when all its blocks are there, and waits for this one now. Those of other threads are."""
+        if block.state not in (BlockState.CLEAN, BlockState.DIRTY):
+            return False
+        if block.leases and block.leased_by != threading.get_ident():
             return False
         owner = host_view_owner(block)
         return not block.copying and (owner is None or owner.can_release())

@@ -75,8 +75,7 @@ class TierManager:
         self._resident: dict[int, Block] = {}
         self.static: set[int] = set()
         self.transfers = Transfers(space, self.counters, self._free_memory, timeline)
-        self._threads: set[int] = set()
-        self._compactor = Compactor(arena, self._resident, self._threads, self._note_changes, self.counters, poison)
+        self._compactor = Compactor(arena, self._resident, self._note_changes, self.counters, poison)
         self._ids = 0
         self.copies: DeviceCopies | None = None if copies is None else copies(self)
         self._room = RoomMaker(
@@ -219,8 +218,9 @@ class TierManager:
                 raise ClosedError(f"{block.name} ({block.kind.name.lower()}) is gone: its memory was given back")
             if self.copies is not None:
                 self.copies.bring_home(block)
+            thread = threading.get_ident()
+            block.leased_by = thread if block.leases == 0 or block.leased_by == thread else 0
             block.leases += 1
-            self._threads.add(threading.get_ident())
             try:
                 if not block.resident:
                     self._bring(block, load)

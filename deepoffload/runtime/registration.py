@@ -48,9 +48,15 @@ def take(pager: Pager, param: Tensor, name: str, capacity_bytes: int) -> ParamHa
         if pager.tiers.space is not None:
             raise
     raise ShortageError(
-        f"no room for {what}: parameters registered before it take {pager.tiers.arena.used_bytes:,} bytes of "
-        f"{capacity_bytes:,}, and there is no NVMe to put them on"
+        f"no room for {what}: parameters registered before it take "
+        f"{_registered_bytes(pager, capacity_bytes):,} bytes of {capacity_bytes:,}, and there is no NVMe to put them on"
     )
+
+
+def _registered_bytes(pager: Pager, capacity_bytes: int) -> int:
+    """What is in memory, without the way of gradients from a device, which is no part of ``capacity_bytes``."""
+    arena = pager.tiers.arena
+    return arena.used_bytes - (arena.capacity_bytes - capacity_bytes)
 
 
 class ConstructionHooks:
@@ -171,7 +177,7 @@ class ConstructionHooks:
         if self.pager.tiers.space is None:
             alive = (stand_in() for stand_in in self._stand_ins)
             coming_bytes += sum(round_up(param.nbytes) for param in alive if param is not None)
-            coming_bytes += self.pager.tiers.arena.used_bytes
+            coming_bytes += _registered_bytes(self.pager, self._capacity_bytes)
         self._peak_bytes = max(self._peak_bytes, coming_bytes)
 
     def _on_module(self, module: nn.Module, name: str, child: Any) -> None:
