@@ -73,7 +73,8 @@ class Engine:
         accelerator = find_accelerator(config)
         device = Device.parse("cpu" if accelerator is None else str(accelerator.device))
         free_bytes = 0 if accelerator is None else accelerator.free_bytes()
-        self.budgets: Budgets = resolve_budgets(config, machine.measure(paths), device, free_bytes)
+        measured = replace(config, nvme_path=tuple(paths))  # relative paths and links have become what they lead to
+        self.budgets: Budgets = resolve_budgets(measured, machine.measure(paths), device, free_bytes)
         self.placement: Placement | None = None
         self.training_state: weakref.ref[Any] | None = None
         self._windows: list[Window] = []
