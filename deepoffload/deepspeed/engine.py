@@ -28,6 +28,7 @@ class TrainingEngine:
     """A paged model with its optimizer and schedule. Made by :func:`deepoffload.initialize`.
 
     What is not an attribute here is looked up on the model, so ``engine.generate(...)`` and ``engine.config`` work.
+    It has many methods, because DeepSpeed has many names for the same things; each is a line or two over ``loop``.
 
     Attributes:
         module: the model. optimizer, lr_scheduler: as in the tuple of ``initialize``; either may be None.

@@ -49,6 +49,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     One optimizer at a time holds the state of a paged parameter. When another one updates that parameter it starts with
     fresh state, and from then on the first one refuses to.
 
+    It has more methods than other classes, because many are ``torch.optim.Optimizer``'s own, which loops, schedules and
+    trainers call.
+
     Args:
         max_grad_norm: clip the gradients of all groups together to this global L2 norm inside the update; the norm is
             summed in float64. None: no clipping. ``param.grad`` keeps the unclipped values.

@@ -57,6 +57,9 @@ moved: to let one land costs more than its memory."""
 class Gradients:
     """All gradients of one pager's parameters.
 
+    It has more methods than other classes, because it alone changes gradients: each is one thing that backward, the
+    program or the optimizer does to one. What is known of a gradient lies in ``gradient_state``.
+
     Args:
         early: where units are updated inside backward, what knows of these.
         from_device: brings gradients to host memory; None where the CPU computes them.

@@ -124,6 +124,9 @@ class Disk:
 class TimedRun:
     """A program with its memory and disk, played use by use.
 
+    It has many attributes, because it stands for three things of the engine (memory, transfers, prefetcher), whose
+    states one event changes together.
+
     Args:
         nbytes: of each block in memory. disk_nbytes: what of it moves.
         static: blocks that are in memory from beginning to end. empty: blocks without content; all others

@@ -19,6 +19,8 @@ NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in ("
 
 FILE_LINES_MAX = 450
 FUNCTION_LINES_MAX = 80
+METHODS_MAX = 25
+ATTRIBUTES_MAX = 20
 PRINTING_PARTS = ("cli", "estimate")
 """Parts of the package whose job is to print."""
 TORCH_PRIVATE = ROOT / "deepoffload" / "params" / "torch_private.py"
@@ -231,4 +233,28 @@ def test_no_two_classes_have_one_name():
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     found = {name: paths for name, paths in homes.items() if len(paths) > 1}
+    assert not found, found
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """What its methods assign to ``self``."""
+    return {
+        inner.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and root_name(inner) == "self"
+    }
+
+
+def test_large_classes_say_why_they_are_large():
+    found = []
+    for path in PACKAGE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) for child in node.body)
+                attributes = len(attributes_of(node))
+                said = re.search(
+                    r"\b(methods|attributes)\b.*\b(because|as many|are)\b", ast.get_docstring(node) or "", re.S
+                )
+                if (methods > METHODS_MAX or attributes > ATTRIBUTES_MAX) and not said:
+                    found.append(f"{path.relative_to(ROOT)}: {node.name}: {methods} methods, {attributes} attributes")
     assert not found, found
