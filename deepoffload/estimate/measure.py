@@ -21,6 +21,7 @@ from deepoffload.estimate.overheads import measure_overheads
 from deepoffload.estimate.progress import Report, silent
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import measure_bandwidth
+from deepoffload.io.swap_files import check_paths
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.io.ticket import Ticket
 from deepoffload.native import cpu_adam
@@ -54,9 +55,9 @@ def unmeasured_machine(nvme_path: str | None = None) -> MachineSpec:
     """Memory and disk space of this machine, which need no measuring, and usual rates.
 
     Raises:
-        ConfigError: the path is missing.
+        ConfigError: the path is missing, is no directory, or cannot be written to.
     """
-    found = limits.measure([nvme_path] if nvme_path else [])
+    found = limits.measure([] if nvme_path is None else check_paths(nvme_path, "--measure"))
     return MachineSpec(
         name=os.uname().nodename,
         host_memory_bytes=found.memory_available_bytes,
