@@ -154,16 +154,22 @@ def _update(number: int, unit: UnitBlocks, *, drops: bool) -> Iterator[StepUse]:
 
 
 def _folded(uses: Iterable[StepUse]) -> list[StepUse]:
-    """One use where the same event comes twice in a row, and none for visits without units: these belong to the event
-    before them (to the one after them at the beginning of the step)."""
+    """One use where the same event comes twice in a row, and none for visits without units: these belong to the visit
+    before them (to the one after them at the beginning of the step), also with an update between."""
     folded: list[StepUse] = []
+    visited: int | None = None
     waiting: tuple[int, ...] = ()
     for use in uses:
-        if not use.units and not folded:
+        if not use.units and visited is None:
             waiting += use.visits
-        elif folded and (not use.units or use.use.event == folded[-1].use.event):
+        elif not use.units and visited is not None:
+            folded[visited] = _joined(folded[visited], use)
+        elif folded and use.use.event == folded[-1].use.event:
             folded[-1] = _joined(folded[-1], use)
+        elif use.phase is Phase.UPDATE:
+            folded.append(use)
         else:
+            visited = len(folded)
             folded.append(StepUse(use.use, use.phase, use.units, use.piece, waiting + use.visits))
             waiting = ()
     return folded

@@ -13,8 +13,8 @@ from deepoffload.errors import BudgetError
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Workload
 from deepoffload.schedule.placement import BlockSpec, plan_placement
 from deepoffload.schedule.trace import Event, Phase
-from deepoffload.schedule.uses import Use, seen_until_zero_grad, unit_blocks
-from tests.support.played import Simulation, chain_uses
+from deepoffload.schedule.uses import Use, seen_until_zero_grad, step_uses, unit_blocks
+from tests.support.played import ChainVisit, Simulation, chain_uses
 
 DISK = Bandwidths(2.1e9, 2.5e9, 2.7e9, 5e10)
 
@@ -274,3 +274,17 @@ def test_step_uses_reads_every_block_as_the_overlap_says(overlap: StepOverlap) -
     forward = [(Phase.FORWARD, (unit,)) for unit in range(2)]
     expected = [Use(Event(forward[0], (0,))), Use(Event(forward[1], (4,)))]
     assert chain_uses(blocks, Workload(training=False)) == expected
+
+
+@pytest.mark.parametrize("overlap", StepOverlap)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_every_visit_belongs_to_a_use_that_is_no_update(overlap: StepOverlap, steps: int) -> None:
+    """Also those that use no weights: before the first unit, between units, and after the last landing."""
+    units = [0, 1]
+    visits = [ChainVisit(False, (), {})]
+    visits += [visit for unit in units for visit in (ChainVisit(False, (unit,), {}), ChainVisit(False, (), {}))]
+    for unit in reversed(units):
+        visits += [ChainVisit(True, (unit,), {unit: 1}), ChainVisit(True, (), {})]
+    uses = step_uses(visits, unit_blocks(chain(units=2, pieces=2)), Workload(steps, overlap))
+    assert all(bool(use.visits) is (use.phase is not Phase.UPDATE) for use in uses)
+    assert sorted(number for use in uses for number in use.visits) == sorted([*range(len(visits))] * steps)
