@@ -7,7 +7,7 @@ import difflib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from deepoffload.config import Config, Precision
+from deepoffload.deepspeed.checkpoints import EngineCheckpoints, save_weights
 from deepoffload.errors import ClosedError, UnsupportedError
 from deepoffload.optim.loss_scale import LossScale
 from deepoffload.runtime.engine import Engine
@@ -60,6 +61,7 @@ class TrainingEngine:
             loss_scale=loss_scale,
         )
         self._config = config
+        self._saved_by: EngineCheckpoints | None = None
         self._seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
 
     @property
@@ -253,13 +255,94 @@ class TrainingEngine:
             "engine.save_pretrained: use deepoffload.save_pretrained(engine, directory), which stays inside the budget"
         )
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Refused in this version."""
-        raise _no_training_checkpoints("save_checkpoint")
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything that the run consists of to ``save_dir/tag``, within the budget (docs/checkpoints.md).
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Refused in this version."""
-        raise _no_training_checkpoints("load_checkpoint")
+        Args:
+            tag: ``global_step<n>`` when not said.
+            client_state: numbers, strings, bytes, None, lists, tuples, dicts and tensors of the program's own;
+                :meth:`load_checkpoint` returns them.
+            save_latest: name the tag in the file ``latest``.
+            exclude_frozen_parameters: leave frozen weights out; loading leaves them as they are.
+
+        Returns:
+            True, as DeepSpeed does.
+
+        Raises:
+            UsageError: accumulated gradients wait for a step, or the directory cannot be used. UnsupportedError: a
+            value that a checkpoint does not hold. IoFailure: no room on the disk, or a transfer failed.
+        """
+        self._checkpoints().save(
+            save_dir,
+            tag,
+            client_state,
+            update_latest=save_latest,
+            leave_out_frozen=exclude_frozen_parameters,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: None = None,
+    ) -> tuple[str | None, Any]:
+        """Take over what :meth:`save_checkpoint` has written, also from this engine itself.
+
+        Args:
+            tag: what the file ``latest`` names when not said.
+            custom_load_fn: only None: it would need all weights in memory at once.
+
+        Returns:
+            The checkpoint's folder and its client state; ``(None, {})`` when no tag is said and there is no ``latest``.
+
+        Raises:
+            UsageError: the checkpoint is missing, damaged, or of another model or optimizer; the message names the
+            argument that allows it. IoFailure: it cannot be read.
+        """
+        if custom_load_fn is not None:
+            raise UnsupportedError(
+                "load_checkpoint(custom_load_fn=...) would need all weights in memory at once; load without it, and "
+                "change the weights afterwards under torch.no_grad()"
+            )
+        return self._checkpoints().load(
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            with_optimizer=load_optimizer_states,
+            with_schedule=load_lr_scheduler_states,
+            weights_only=load_module_only,
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights alone, in the type in which they compute, as ``torch.save(state_dict)`` does.
+
+        Raises:
+            UsageError: the directory or the name cannot be used. IoFailure: no room on the disk.
+        """
+        save_weights(self.module, save_dir, save_filename, leave_out_frozen=exclude_frozen_parameters)
+        return True
+
+    def _checkpoints(self) -> EngineCheckpoints:
+        if self._saved_by is None:
+            self._saved_by = EngineCheckpoints(self.module, self.optimizer, self.lr_scheduler, self.loop)
+        return self._saved_by
 
     def close(self) -> None:
         """Give all memory, files and threads back; the parameters then raise ``ClosedError``. Idempotent."""
@@ -306,10 +389,3 @@ def _to_half(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _to_half(item) for key, item in value.items()}
     return value
-
-
-def _no_training_checkpoints(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"engine.{name}: saving and loading of the training state (with the optimizer's) is not in this version; "
-        "deepoffload.save_pretrained(engine, directory) saves the weights, and from_pretrained loads them"
-    )

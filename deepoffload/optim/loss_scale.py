@@ -11,6 +11,8 @@ led to, we divide by the one that their loss was multiplied by. That is the same
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from deepoffload.config import Fp16Config
 from deepoffload.errors import LossScaleError
 
@@ -29,6 +31,13 @@ class LossScale:
 
     def update(self, overflow: bool) -> None:
         """Note how a step went: ``overflow`` when its gradients held an infinity or NaN."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What changes while training; nothing of a static scale does."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Take over what :meth:`state_dict` gave; what a static scale gave changes nothing."""
 
 
 class DynamicLossScale(LossScale):
@@ -66,6 +75,15 @@ class DynamicLossScale(LossScale):
         else:
             self._grow()
         self._steps += 1
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "left": self._left, "steps": self._steps, "last_overflow": self._last_overflow}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        if state:
+            self.value = float(state["value"])
+            self._left, self._steps = int(state["left"]), int(state["steps"])
+            self._last_overflow = int(state["last_overflow"])
 
     def _shrink(self) -> None:
         if self._left > 1:

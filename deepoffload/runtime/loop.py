@@ -59,6 +59,7 @@ class TrainingLoop:
         self.applied = False
         self.grad_norm: float | None = None
         self.forced_boundary: bool | None = None
+        self._counted_from = 0
         self._scale = loss_scale
         self._scaled = False
         self._tell_scale()
@@ -68,7 +69,7 @@ class TrainingLoop:
         """True when the next :meth:`step` updates."""
         if self.forced_boundary is not None:
             return self.forced_boundary
-        return (self.micro_steps + 1) % self.accumulation_steps == 0
+        return (self.micro_steps - self._counted_from + 1) % self.accumulation_steps == 0
 
     @property
     def loss_scale(self) -> float:
@@ -143,6 +144,27 @@ class TrainingLoop:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
         self.module.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and loss scale."""
+        return {
+            "micro_steps": self.micro_steps,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "applied": self.applied,
+            "grad_norm": self.grad_norm,
+            "loss_scale": {} if self._scale is None else self._scale.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave, after a boundary. A loop without a dynamic loss scale ignores it."""
+        self.micro_steps = self._counted_from = int(state["micro_steps"])
+        self.updates, self.skipped = int(state["updates"]), int(state["skipped"])
+        self.applied, self.grad_norm = bool(state["applied"]), state["grad_norm"]
+        self._scaled = False
+        if self._scale is not None:
+            self._scale.load_state_dict(state["loss_scale"])
+        self._tell_scale()
 
     def _ready_optimizer(self) -> torch.optim.Optimizer:
         if self.optimizer is None:

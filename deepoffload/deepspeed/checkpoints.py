@@ -1,0 +1,111 @@
+"""Checkpoints with DeepSpeed's arguments and results: what ``engine.save_checkpoint`` and its like do."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepoffload.checkpoint.directory import prepare, staging, sync_directory, sync_file
+from deepoffload.checkpoint.safetensors_file import failure
+from deepoffload.checkpoint.training_state import TrainingState
+from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.runtime.loop import TrainingLoop
+
+log = logging.getLogger("deepoffload")
+
+ROOM_BYTES = 1 << 20
+"""Asked for in addition to the weights: names and headers."""
+
+
+class EngineCheckpoints:
+    """Saves and loads what an engine consists of.
+
+    Args:
+        schedule: None where there is none.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, schedule: Any, loop: TrainingLoop
+    ) -> None:
+        others = {"loop": loop} if schedule is None else {"loop": loop, "scheduler": schedule}
+        self._state = TrainingState(module, optimizer, **others)
+        self._loop = loop
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        tag: object,
+        client_state: Mapping[str, Any] | None,
+        *,
+        update_latest: bool,
+        leave_out_frozen: bool,
+    ) -> None:
+        """See :meth:`TrainingEngine.save_checkpoint`."""
+        self._state.save_as(
+            directory,
+            tag,
+            client_state={} if client_state is None else client_state,
+            update_latest=update_latest,
+            leave_out_frozen=leave_out_frozen,
+            step=self._loop.updates,
+        )
+
+    def load(
+        self,
+        directory: str | os.PathLike[str],
+        tag: object,
+        *,
+        strict: bool,
+        with_optimizer: bool,
+        with_schedule: bool,
+        weights_only: bool,
+    ) -> tuple[str | None, Any]:
+        """See :meth:`TrainingEngine.load_checkpoint`."""
+        found = self._state.load_if_there(
+            directory,
+            tag,
+            strict=strict,
+            with_optimizer=with_optimizer and not weights_only,
+            with_schedule=with_schedule,
+            weights_only=weights_only,
+        )
+        if found is None:
+            log.warning("load_checkpoint: there is no file 'latest' in %s, so nothing was loaded", os.fspath(directory))
+            return None, {}
+        return found.folder, found.client_state
+
+
+def save_weights(module: nn.Module, directory: str | os.PathLike[str], name: str, *, leave_out_frozen: bool) -> str:
+    """Write the weights as a ``state_dict`` with ``torch.save``; the file appears when it is complete.
+
+    Raises:
+        UsageError: the directory or the name cannot be used. IoFailure: the disk is full or failed.
+    """
+    if not name or os.path.basename(name) != name or name.startswith("."):
+        raise UsageError(f"save_16bit_model: {name!r} is no name of a file in {os.fspath(directory)}")
+    if name.endswith(".safetensors"):
+        raise UnsupportedError(
+            "save_16bit_model writes torch's format; deepoffload.save_pretrained(engine, directory) writes safetensors"
+        )
+    target = os.path.abspath(os.fspath(directory))
+    frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
+    left_out = frozen if leave_out_frozen else set()
+    weights = {key: value for key, value in module.state_dict().items() if key not in left_out}
+    prepare(target, sum(value.nbytes for value in weights.values()) + ROOM_BYTES, "save_16bit_model")
+    path = os.path.join(target, name)
+    with staging(target) as staged:
+        made = os.path.join(staged, name)
+        try:
+            torch.save(weights, made)
+            sync_file(made)
+            os.replace(made, path)
+            sync_directory(target)
+        except (OSError, RuntimeError) as error:  # torch's writer says RuntimeError for a full disk
+            cause = error if isinstance(error, OSError) else OSError(0, str(error))
+            raise failure("writing the weights", cause, path, 0) from error
+    return path
