@@ -240,9 +240,19 @@ def _match_optimizer(
             raise UsageError(f"the optimizer cannot have the settings of the checkpoint: {error}") from error
         if isinstance(optimizer, HostOptimizer):
             _match_arrays(optimizer, groups, small, by_param)
-    except (KeyError, TypeError, AttributeError) as error:
+        states = {name: _checked_state(state) for name, state in small.items()}
+    except UsageError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise UsageError(f"{source.folder} is damaged: it does not describe its optimizer ({error!r})") from error
-    return groups, {name: dict(state) for name, state in small.items()}
+    return groups, states
+
+
+def _checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    found = {str(key): value for key, value in state.items()}
+    if "step" in found:
+        float(found["step"])
+    return found
 
 
 def _match_groups(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> None:

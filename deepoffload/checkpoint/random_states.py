@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,19 +24,37 @@ def random_states(devices: Iterable[torch.device]) -> dict[str, Any]:
     }
 
 
-def restore_random_states(states: Any, devices: Iterable[torch.device]) -> None:
-    """Set them. A device that the saved run did not have keeps its own.
+def checked_random_states(states: Any) -> dict[str, Any]:
+    """Try states that were loaded on throwaway generators; changes nothing.
 
     Raises:
         UsageError: they are damaged.
     """
     try:
-        kind, keys, position, has_gauss, gauss = states["numpy"]
-        random.setstate(states["python"])
-        np.random.set_state((kind, np.frombuffer(keys, dtype="<u4"), position, has_gauss, gauss))
-        torch.set_rng_state(states["torch"])
-        for device in devices:
-            if str(device) in states["devices"]:
-                torch.get_device_module(device).set_rng_state(states["devices"][str(device)], device)
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        random.Random().setstate(states["python"])
+        np.random.RandomState().set_state(_of_numpy(states))
+        torch.Generator().set_state(states["torch"])
+        if not all(isinstance(state, torch.Tensor) for state in states["devices"].values()):
+            raise TypeError("the state of a device is no tensor")
+        return dict(states)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise UsageError(f"the random states of the checkpoint are damaged: {error}") from error
+
+
+def restore_random_states(states: Mapping[str, Any], devices: Iterable[torch.device]) -> None:
+    """Set them. A device that the saved run did not have keeps its state.
+
+    Args:
+        states: checked ones.
+    """
+    random.setstate(states["python"])
+    np.random.set_state(_of_numpy(states))
+    torch.set_rng_state(states["torch"])
+    for device in devices:
+        if str(device) in states["devices"]:
+            torch.get_device_module(device).set_rng_state(states["devices"][str(device)], device)
+
+
+def _of_numpy(states: Mapping[str, Any]) -> tuple[Any, ...]:
+    kind, keys, position, has_gauss, gauss = states["numpy"]
+    return kind, np.frombuffer(keys, dtype="<u4"), position, has_gauss, gauss

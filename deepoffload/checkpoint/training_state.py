@@ -16,7 +16,7 @@ from torch import nn
 from deepoffload.checkpoint.guards import GradientWatch, HalfLoaded, refuse_in_forward
 from deepoffload.checkpoint.loading import match
 from deepoffload.checkpoint.progress import Progress
-from deepoffload.checkpoint.random_states import random_states, restore_random_states
+from deepoffload.checkpoint.random_states import checked_random_states, random_states, restore_random_states
 from deepoffload.checkpoint.saving import SHARD_BYTES, Content, choose_weight_plan, write_checkpoint
 from deepoffload.checkpoint.source import CheckpointSource, open_checkpoint
 from deepoffload.checkpoint.state_files import is_array, plan_state
@@ -222,6 +222,7 @@ class TrainingState:
                 skip = {"scheduler"} if not with_schedule else set()
                 others = {} if weights_only else self._matched_others(source, skip)
                 loading = match(source, self._module, self._optimizer, strict=strict, with_optimizer=with_optimizer)
+                random = {} if weights_only else checked_random_states(source.training.get("random"))
                 for pager in pagers:
                     pager.catch_up_all()
                 self._half_loaded.begin(folder)
@@ -230,7 +231,7 @@ class TrainingState:
                 for other, saved in others.items():
                     self._others[other].load_state_dict(saved)
                 if not weights_only:
-                    restore_random_states(source.training.get("random"), self._devices(pagers))
+                    restore_random_states(random, self._devices(pagers))
                 self._half_loaded.end()
                 if with_optimizer:
                     self._steps_before, self._watch.steps = source.manifest.step, 0

@@ -1,0 +1,163 @@
+"""Saves that are killed or that fail: earlier checkpoints stay, ``latest`` names a complete one, nothing is left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import deepoffload
+from deepoffload.checkpoint.manifest import read_manifest
+from deepoffload.errors import IoFailure
+from tests.checkpoint.training import ALL, adamw, snapshot
+from tests.support.loops import assert_same_bits
+
+ROOT = Path(__file__).parents[2]
+KILLS = 200 if ALL else 30
+
+PROGRAM = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+import deepoffload
+from deepoffload.checkpoint.source import open_checkpoint
+
+directory, kills = Path(sys.argv[1]), int(sys.argv[2])
+torch.set_num_threads(1)
+
+def build(value):
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+    return model, deepoffload.CPUAdamW(model.parameters(), lr=1e-3)
+
+def save_for_ever(first):
+    model, optimizer = build(0.0)
+    state = deepoffload.TrainingState(model, optimizer)
+    for number in range(first, first + 10_000):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(float(number))
+        state.save(directory, tag=f"tag{number % 4}", keep_last=3)
+
+deepoffload.TrainingState(*build(0.0))  # what is imported now need not be imported by every child
+dice = random.Random(7)
+seen = 0
+for kill in range(kills):
+    child = os.fork()
+    if not child:
+        save_for_ever(1000 * (kill + 1))
+        os._exit(1)
+    time.sleep(dice.uniform(0.0, 0.5))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    if not (directory / "latest").exists():
+        continue
+    latest = (directory / "latest").read_text()
+    for folder in directory.iterdir():
+        if folder.name == "latest" or folder.name.startswith("."):
+            continue
+        with open_checkpoint(str(folder), lambda nbytes: None) as source:
+            for file in source.manifest.files:
+                source.reader.verify(file)
+    model, optimizer = build(-1.0)
+    deepoffload.TrainingState(model, optimizer).load(directory)
+    number = float(model[0].weight[0, 0])
+    assert all(bool((param == number).all()) for param in model.parameters()), "of one save"
+    assert number >= seen, (number, seen)
+    seen = number
+print("newest", seen)
+model, optimizer = build(1.0)
+deepoffload.TrainingState(model, optimizer).save(directory, "last", keep_last=1)
+print(sorted(path.name for path in directory.iterdir()))
+"""
+
+
+def test_kills_at_random_moments(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(KILLS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    newest, names = done.stdout.splitlines()[-2:]
+    assert float(newest.split()[1]) > 1000, "no save was ever complete"
+    assert names == "['last', 'latest']"
+
+
+def trained(value: float = 1.0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(int(value))
+    model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600))
+    optimizer = adamw(model)
+    model(torch.ones(600)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """The kernel refuses to let any file grow beyond this, with EFBIG (Python ignores the signal)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("limit_bytes", [10, 3_000, 500_000, 3_500_000])
+@pytest.mark.parametrize("tag", ["one", "two"])
+def test_a_file_that_cannot_grow(limit_bytes: int, tag: str, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = deepoffload.TrainingState(model, optimizer)
+    state.save(tmp_path, "one")
+    before, expected = contents(tmp_path), snapshot(model, optimizer)
+    with largest_file(limit_bytes), pytest.raises(IoFailure) as caught:
+        state.save(tmp_path, tag)
+    assert caught.value.errno in (errno.EFBIG, errno.ENOSPC) and str(tmp_path) in caught.value.filename
+    assert contents(tmp_path) == before
+    assert_same_bits(expected, snapshot(model, optimizer))
+    state.save(tmp_path, tag)
+    assert read_manifest(str(tmp_path / tag)).step == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    where = tmp_path / "small"
+    where.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", where], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    yield where
+    subprocess.run(["umount", where], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
+def test_a_full_disk_is_seen_before_anything_is_written(small_disk: Path) -> None:
+    model, optimizer = trained()
+    state = deepoffload.TrainingState(model, optimizer)
+    state.save(small_disk, "one")
+    state.save(small_disk, "two")
+    before = contents(small_disk)
+    with pytest.raises(IoFailure, match="ENOSPC.*Nothing has been written"):
+        state.save(small_disk, "three")
+    assert contents(small_disk) == before
+    shutil.rmtree(small_disk / "one")
+    state.save(small_disk, "three", keep_last=1)
+    assert sorted(path.name for path in small_disk.iterdir()) == ["latest", "three"]
