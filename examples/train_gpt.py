@@ -3,6 +3,7 @@
 python examples/train_gpt.py                                  # 125 M parameters in a sixth of their memory
 python examples/train_gpt.py --compare                        # and the same in plain PyTorch, loss next to loss
 python examples/train_gpt.py --size 1.2b --host-budget 1GiB --seq 128 --batch 1
+python examples/train_gpt.py --save DIR --save-every 10 --resume   # stop it at any time, and start it again
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from gpt.model import GPT
 from gpt.options import Options, parse_options
 from gpt.plain import PlainAdamW
 from gpt.progress import MemorySampler, ProgressBar
-from gpt.training import BETAS, Step, train
+from gpt.training import BETAS, Step, schedule, train
 
 import deepoffload
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import DeepOffloadError
 
 COMPARED_LINES_MAX = 32
+CHECKPOINTS_KEPT = 2
 
 
 @dataclass
@@ -112,7 +114,12 @@ def follow(options: Options, text: bytes, model: GPT, optimizer: torch.optim.Opt
     bytes_per_step = options.batch * options.seq * options.accumulate
     progress = ProgressBar(options.steps)
     before = {} if options.plain else deepoffload.stats(model)
-    for step in train(model, optimizer, batches, steps=options.steps, accumulate=options.accumulate):
+    scheduler = schedule(optimizer, options.steps)
+    state = deepoffload.TrainingState(model, optimizer, scheduler=scheduler) if options.save_every else None
+    first = resume(options, state)
+    for step in train(
+        model, optimizer, scheduler, batches, first=first, steps=options.steps, accumulate=options.accumulate
+    ):
         outcome.steps.append(step)
         line = f"loss {step.loss:.4f}  {bytes_per_step / step.seconds:5.0f} tokens/s"
         if not options.plain:
@@ -122,8 +129,20 @@ def follow(options: Options, text: bytes, model: GPT, optimizer: torch.optim.Opt
             outcome.faults.append(int(after["faults"] - before["faults"]))
             before = after
             line += f"  {moved / 1e9:.2f} GB disk  {outcome.faults[-1]} faults"
+        if state is not None and step.number % options.save_every == 0:
+            state.save(options.save, keep_last=CHECKPOINTS_KEPT)
+            line += "  saved"
         progress.show(step.number, line)
     print()
+
+
+def resume(options: Options, state: deepoffload.TrainingState | None) -> int:
+    """Load the newest checkpoint where that was asked for; the number of steps that it stands after."""
+    if state is None or not options.resume or not (options.save / "latest").exists():
+        return 0
+    loaded = state.load(options.save)
+    print(f"resumed after step {loaded.step} from {loaded.folder}\n")
+    return loaded.step
 
 
 def finish(options: Options, text: bytes, model: GPT) -> None:
@@ -133,7 +152,7 @@ def finish(options: Options, text: bytes, model: GPT) -> None:
         prompt = text[: min(options.seq, 64)]
         written = model.generate(prompt, options.generate, seed=options.seed)
         print(f"{prompt.decode(errors='replace')}|{written.decode(errors='replace')}\n")
-    if options.save is not None:
+    if options.save is not None and not options.save_every:
         deepoffload.save_pretrained(model, options.save)
         print(f"weights saved in {options.save}\n")
 
@@ -141,6 +160,8 @@ def finish(options: Options, text: bytes, model: GPT) -> None:
 def show_memory(options: Options, outcome: Outcome) -> None:
     stats, peak, start = outcome.stats, outcome.peak_bytes, outcome.start_bytes
     arena = int(stats["host_peak_bytes"])
+    if not outcome.steps:
+        return  # resumed a run that was finished
     seconds = sum(step.seconds for step in outcome.steps)
     moved = sum(outcome.disk_bytes) / len(outcome.disk_bytes)
     last = outcome.losses[-5:]

@@ -46,6 +46,8 @@ class Options:
     checkpointing: bool
     generate: int
     save: Path | None
+    save_every: int
+    resume: bool
     json: Path | None
     compare: bool
     plain: bool
@@ -90,6 +92,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         checkpointing=said.checkpointing,
         generate=said.generate,
         save=said.save,
+        save_every=said.save_every,
+        resume=said.resume,
         json=said.json,
         compare=said.compare,
         plain=said.plain,
@@ -140,7 +144,13 @@ def _problem(options: Options) -> str | None:
             return f"--nvme-path {path}: {'is not a directory' if path.exists() else 'does not exist'}"
         if not os.access(path, os.W_OK | os.X_OK):
             return f"--nvme-path {path}: this user may not write there"
-    if options.save is not None and options.save.exists():
+    if options.save is None and (options.save_every or options.resume):
+        return f"{'--save-every' if options.save_every else '--resume'} needs --save DIR"
+    if options.resume and not options.save_every:
+        return "--resume needs --save-every N: it continues a run that was saved that way"
+    if options.resume and options.compare:
+        return "--compare trains from the beginning, --resume does not"
+    if options.save is not None and options.save.exists() and not options.resume:
         if not options.save.is_dir() or any(options.save.iterdir()):
             return f"--save {options.save}: exists and is not an empty directory"
     for name, file in (("--save", options.save), ("--json", options.json)):
@@ -180,6 +190,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpointing", action="store_true", help="recompute activations in backward")
     add("--generate", type=_whole(0), nargs="?", const=120, default=0, metavar="N", help="write N bytes at the end")
     add("--save", type=Path, metavar="DIR", help="write the trained weights there as safetensors")
+    add("--save-every", type=_whole(0), default=0, metavar="N", help="save all of the run there, every N steps")
+    add("--resume", action="store_true", help="continue from the newest of these, if there is one")
     add("--json", type=Path, metavar="FILE", help="write all numbers there")
     add("--compare", action="store_true", help="train the same in plain PyTorch, in a separate process")
     add("--plain", action="store_true", help="train in plain PyTorch only (what --compare starts)")

@@ -36,13 +36,24 @@ def rate_at(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
+def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate of each of ``steps`` steps."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))
+
+
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, *, steps: int, accumulate: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LambdaLR,
+    batches: Batches,
+    *,
+    first: int,
+    steps: int,
+    accumulate: int,
 ) -> Iterator[Step]:
-    """Train for ``steps`` steps of ``accumulate`` batches each."""
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))
+    """Train from step number ``first`` (0 for a new run) to ``steps``, with ``accumulate`` batches in each step."""
     device = next(model.parameters()).device
-    for number in range(steps):
+    for number in range(first, steps):
         started = time.perf_counter()
         total = 0.0
         for micro in range(accumulate):

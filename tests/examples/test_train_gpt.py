@@ -70,6 +70,29 @@ def test_own_text_checkpointing_generation_and_saving(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
 
 
+@pytest.mark.slow
+def test_a_run_that_is_resumed_has_the_losses_of_one_that_is_not(tmp_path):
+    out = tmp_path / "out"
+    arguments = (*SMALL, "--nvme-path", tmp_path, "--steps", 6, "--save-every", 2)
+    whole = run(*arguments, "--save", tmp_path / "whole", "--json", tmp_path / "whole.json")
+    assert whole.returncode == 0, whole.stderr
+    resuming = (*arguments, "--save", out, "--resume")
+    child = subprocess.Popen(command(*resuming), env=environment(), stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (out / "latest").exists():
+        assert time.monotonic() < deadline and child.poll() is None
+        time.sleep(0.002)
+    child.kill()
+    child.wait()
+    done = run(*resuming, "--json", tmp_path / "resumed.json")
+    assert done.returncode == 0, done.stderr
+    expected = json.loads((tmp_path / "whole.json").read_text())["losses"]
+    losses = json.loads((tmp_path / "resumed.json").read_text())["losses"]
+    assert "resumed after step" in done.stdout and len(losses) <= 4
+    assert losses == expected[len(expected) - len(losses) :]
+    assert sorted(path.name for path in out.iterdir()) == ["global_step4", "global_step6", "latest"]
+
+
 def test_ctrl_c_leaves_nothing_behind(tmp_path):
     child = subprocess.Popen(
         command(*SMALL, "--steps", 100_000, "--nvme-path", tmp_path),
@@ -105,6 +128,9 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
         (["--save", "/nowhere/out"], "--save /nowhere/out: its directory does not exist"),
         (["--json", "/"], "--json /: is a directory"),
         (["--plain", "--compare"], "--plain is the other side"),
+        (["--save-every", "3"], "--save-every needs --save DIR"),
+        (["--resume"], "--resume needs --save DIR"),
+        (["--resume", "--save", "out"], "--resume needs --save-every N"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message, monkeypatch, capsys):

@@ -1,0 +1,91 @@
+"""Memory while a training state is saved and loaded: that of training and a few MiB, however large the state is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MIB = 1 << 20
+WINDOW_BYTES = 48 * MIB
+"""The blocks on their way, a window for conversions, and Python's own objects."""
+
+PROGRAM = """
+import ctypes, json, sys, threading, time
+import torch
+from torch import nn
+import deepoffload
+
+directory, swap, saved, loading, budget = sys.argv[1:]
+
+def own_bytes():
+    with open("/proc/self/status") as status:
+        return sum(int(line.split()[1]) << 10 for line in status if line.startswith(("RssAnon", "RssShmem")))
+
+class Watch(threading.Thread):
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.peak, self.on = 0, True
+        self.start()
+    def run(self):
+        while self.on:
+            self.peak = max(self.peak, own_bytes())
+            time.sleep(0.001)
+    def end(self):
+        self.on = False
+        self.join()
+        return max(self.peak, own_bytes())
+
+def build(precision):
+    torch.manual_seed(0)
+    with deepoffload.offload_context(host_budget=int(budget), nvme_path=swap, precision=precision) as context:
+        model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(14)])
+    return context.engine, model, deepoffload.CPUAdamW(model.parameters(), lr=1e-3)
+
+def step(model, optimizer):
+    model(torch.ones(2, 1024, dtype=next(model.parameters()).dtype)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+tiny = nn.Linear(8, 8)
+state = deepoffload.TrainingState(tiny, deepoffload.CPUAdamW(tiny.parameters()))
+state.save(directory + "/warm")
+state.load(directory + "/warm")
+engine, model, optimizer = build(loading if saved == "no" else saved)
+arena = engine.pager.tiers.arena
+MADV_POPULATE_WRITE = 23  # since Linux 5.14: all of the budget counts as used from here on, its contents stay
+populated = ctypes.CDLL(None).madvise(
+    ctypes.c_void_p(arena.address), ctypes.c_size_t(arena.capacity_bytes), MADV_POPULATE_WRITE)
+watch = Watch()
+step(model, optimizer)
+step(model, optimizer)
+training = watch.end()
+watch = Watch()
+state = deepoffload.TrainingState(model, optimizer)
+if saved == "no":
+    state.load(directory + "/out")
+    step(model, optimizer)
+else:
+    state.save(directory + "/out")
+numel = sum(p.numel() for p in model.parameters())
+print(json.dumps({"populated": populated, "training": training, "peak": watch.end(), "state": numel * 10}))
+engine.close()
+"""
+
+
+@pytest.mark.slow
+def test_memory_while_saving_and_loading(tmp_path: Path, nvme_path: Path) -> None:
+    budget = 16 * MIB
+    for saved, loading in (("bf16", ""), ("no", "bf16"), ("no", "fp32")):
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(nvme_path), saved, loading, str(budget)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stderr[-3000:]
+        seen = json.loads(done.stdout.splitlines()[-1])
+        print(saved, loading, {key: value / MIB for key, value in seen.items()})
+        if seen["populated"]:
+            pytest.skip("the kernel cannot populate a mapping, so what saving takes cannot be told from the budget")
+        assert seen["state"] > 8 * budget
+        assert seen["peak"] <= seen["training"] + WINDOW_BYTES
