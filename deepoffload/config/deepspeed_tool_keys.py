@@ -18,7 +18,7 @@ from deepoffload.config.keys import (
 )
 
 _CHECKPOINTING = "it sets up deepspeed.checkpointing; use torch.utils.checkpoint or the model's own switch"
-_CHECKPOINT = "checkpoints are written by save_pretrained, streamed"
+_CHECKPOINT = "engine.save_checkpoint streams what it writes"
 _MONITOR = "engine.stats() gives a flat dict of numbers for your own logger"
 _PROFILER = "use torch.profiler; stats() has the bytes moved"
 _ONE_RANK = "one process trains, so nothing is communicated"
