@@ -27,8 +27,8 @@ def plain_copy(param: Any) -> nn.Parameter:
 
 def page_in_context(copy: nn.Parameter, name: str, memo: dict[int, Any]) -> nn.Parameter:
     """``copy.deepcopy`` of a paged model while an ``offload_context`` is open: the copy is paged, too (a teacher, the
-    clones that ``nn.TransformerEncoder`` makes of its layer). The owner of registration hooks is asked, by the
-    method ``take_copy``: torch calls the hooks for no copy.
+    clones that ``nn.TransformerEncoder`` makes of its layer). Registration hooks or their owners are asked, by the
+    method ``take_copy``: torch calls the hooks for no copy. Outside of a context one of them mentions a large copy.
 
     Args:
         memo: that of ``deepcopy``. It knows the modules of the copy, whose registration torch does not tell.
@@ -37,7 +37,7 @@ def page_in_context(copy: nn.Parameter, name: str, memo: dict[int, Any]) -> nn.P
         ``copy``, or what stands for it in a model that is only counted.
     """
     for hook in list(parameter_registration_hooks.values()):
-        taker = getattr(getattr(hook, "__self__", None), "take_copy", None)
+        taker = getattr(getattr(hook, "__self__", hook), "take_copy", None)
         if taker is not None:
             whole = next((made for made in memo.values() if isinstance(made, nn.Module)), None)
             near = (made for made in islice(reversed(memo.values()), _NEAR) if isinstance(made, nn.Module))

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepoffload.config.units import format_bytes
 from deepoffload.params.torch_private import parameter_registration_hooks
+from deepoffload.runtime.registration import context_is_open
 from deepoffload.schedule.placement import Placement
 
 log = logging.getLogger("deepoffload")
@@ -61,9 +62,19 @@ def summary(placement: Placement, num_parameters: int, paths: Sequence[str], dev
     )
 
 
+_BUILT = (
+    "a model is built or loaded outside of offload_context while another one is paged: %s of parameters so far (%s), "
+    "in memory that host_budget does not count. Build it inside an offload_context to page it"
+)
+_COPIED = (
+    "copy.deepcopy makes ordinary models of paged ones outside of offload_context: %s of parameters so far (%s), in "
+    "memory that host_budget does not count. Copy inside an offload_context to page the copy, too"
+)
+
+
 class OutsideWatch:
-    """Sees models that a program, or a library on its own (a trainer's reference model), builds or loads while another
-    one is paged: they take memory that the budget does not count. The first large one is mentioned.
+    """Sees models that a program, or a library on its own (a trainer's reference model), builds, loads or copies while
+    another one is paged: they take memory that the budget does not count. The first large one is mentioned.
 
     Args:
         host_bytes: the host budget.
@@ -90,28 +101,36 @@ class OutsideWatch:
             self._modules.add(module)
 
     def _on_parameter(self, module: nn.Module, name: str, param: Any) -> None:
-        nbytes = _ordinary_bytes(param)
-        if nbytes and not self._said:
-            self._modules.add(module)
-            self._seen_bytes += nbytes
-            if self._seen_bytes > self._limit_bytes:
-                self._look(nbytes)
+        self._comes(param, [module], copied=False)
 
-    def _look(self, coming_bytes: int) -> None:
-        """So much has come. Mention the largest model if it is still there: modules come and go, and some are paged.
-        ``coming_bytes`` are those of the parameter that is registered right now."""
-        alive = list(self._modules)
-        inner = {id(child) for module in alive for child in module.children()}
-        roots = [module for module in alive if id(module) not in inner]
-        sizes = [sum(map(_ordinary_bytes, root.parameters())) for root in roots]
-        self._seen_bytes = sum(sizes) + coming_bytes
+    def take_copy(self, param: nn.Parameter, name: str, modules: list[nn.Module]) -> None:
+        """``copy.deepcopy`` has made a parameter. Of its ``modules`` the first is the whole copy, which has no contents
+        yet; without any, nobody can see later whether the parameter still lives."""
+        if modules:
+            self._comes(param, modules, copied=True)
+
+    def _comes(self, param: Any, modules: list[nn.Module], *, copied: bool) -> None:
+        nbytes = _ordinary_bytes(param)
+        if not nbytes or self._said or context_is_open():
+            return
+        self._modules.update(modules)
+        self._seen_bytes += nbytes
         if self._seen_bytes > self._limit_bytes:
-            largest = max(range(len(roots)), key=sizes.__getitem__)
+            self._look(nbytes, modules[0] if copied else None)
+
+    def _look(self, coming_bytes: int, copied: nn.Module | None) -> None:
+        """So much has come. Mention the largest model if it is still there: modules come and go, and some are paged.
+        ``coming_bytes`` are those of the parameter that is registered right now, or copied, in a copy of ``copied``'s
+        class."""
+        alive = [module for module in self._modules if "_modules" in module.__dict__]  # copies may not be finished
+        inner = {id(child) for module in alive for child in module.modules() if child is not module}
+        roots = [module for module in alive if id(module) not in inner]
+        sizes = {root: sum(map(_ordinary_bytes, root.parameters())) for root in roots}
+        self._seen_bytes = sum(sizes.values()) + coming_bytes
+        if self._seen_bytes > self._limit_bytes:
+            largest = max(roots, key=sizes.__getitem__) if copied is None else copied
             log.warning(
-                "a model is built or loaded outside of offload_context while another one is paged: %s of parameters so "
-                "far (%s), in memory that host_budget does not count. Build it inside an offload_context to page it",
-                format_bytes(self._seen_bytes),
-                type(roots[largest]).__name__,
+                _COPIED if copied is not None else _BUILT, format_bytes(self._seen_bytes), type(largest).__name__
             )
             for hook in parameter_registration_hooks.values():  # those of other engines, too
                 watch = hook.watch() if isinstance(hook, _Ask) else None
@@ -131,6 +150,12 @@ class _Ask:
         watch = self.watch()
         if watch is not None:
             getattr(watch, self._method)(*args)
+
+    def take_copy(self, param: nn.Parameter, name: str, modules: list[nn.Module]) -> None:
+        """``page_in_context`` in ``params/copies.py`` asks every hook."""
+        watch = self.watch()
+        if watch is not None:
+            watch.take_copy(param, name, modules)
 
 
 def _remove(handles: Iterable[RemovableHandle]) -> None:

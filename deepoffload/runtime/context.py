@@ -11,10 +11,9 @@ from torch import nn
 
 from deepoffload.config import Config, parse_config
 from deepoffload.errors import BudgetError, UsageError
-from deepoffload.params.torch_private import parameter_registration_hooks
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.engine import Engine
-from deepoffload.runtime.registration import ConstructionHooks
+from deepoffload.runtime.registration import ConstructionHooks, context_is_open
 
 
 class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
@@ -46,7 +45,7 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
     def __enter__(self) -> offload_context:
         if self.engine is not None:
             raise UsageError("this offload_context has been used already; make a new one for the next model")
-        if _inside_another():
+        if context_is_open():
             raise UsageError(
                 "offload_context inside offload_context: build the models one after the other, or all in one"
             )
@@ -76,11 +75,6 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
         except BaseException as failure:
             engine.close(f"its offload_context ended with {type(failure).__name__}")
             raise
-
-
-def _inside_another() -> bool:
-    hooks = parameter_registration_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), ConstructionHooks) for hook in hooks)
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from deepoffload.errors import BudgetError, UsageError
 from deepoffload.native.aio import round_up
 from deepoffload.params.pager import Pager
-from deepoffload.params.torch_private import outside_user_modes
+from deepoffload.params.torch_private import outside_user_modes, parameter_registration_hooks
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.construct import adopt, adoptable
 
@@ -190,6 +190,12 @@ class ConstructionHooks:
         alive = [module for module in self._modules if "_modules" in module.__dict__]  # copies may not be finished
         inner = {id(child) for module in alive for child in module.modules() if child is not module}
         return [module for module in alive if id(module) not in inner and next(module.parameters(), None) is not None]
+
+
+def context_is_open() -> bool:
+    """Whether what is registered or copied now is paged."""
+    hooks = parameter_registration_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), ConstructionHooks) for hook in hooks)
 
 
 def refuse_meta(root: nn.Module) -> None:

@@ -66,7 +66,8 @@ _OTHERWISE = """
   by an inplace operation", where plain PyTorch continues with the old cast. So does an edit of a weight under
   `torch.autograd.graph.allow_mutation_on_saved_tensors`.
 - `copy.deepcopy` of a paged model is an ordinary model, outside of every budget, unless an `offload_context` is open:
-  then the copy is paged, too (a teacher). `deepoffload.initialize` pages a copy afterwards.
+  then the copy is paged, too (a teacher). The log mentions a large one (64 MiB, and a tenth of `host_budget`).
+  `deepoffload.initialize` pages a copy afterwards.
 - Only Ctrl-C (SIGINT) is held back while books are being changed. A handler of another signal that raises
   (`signal.alarm`, SIGTERM) may break the engine; let it set a flag. A Ctrl-C in the instant in which `step()` returns
   comes after the step.

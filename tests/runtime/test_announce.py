@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import os
@@ -81,6 +82,10 @@ def large() -> nn.Module:
     return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(OUTSIDE_BYTES_MIN // (16 << 20) + 1)))
 
 
+class Policy(nn.Sequential):
+    """What asks for its length before it has any contents, while it is copied."""
+
+
 def test_a_large_model_outside_of_the_budget_is_mentioned_once(
     no_other_engine: None, paging: Paging, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,6 +113,49 @@ def test_a_large_model_outside_of_the_budget_is_mentioned_once(
         context.engine.close()
     assert len(torch.nn.modules.module._global_parameter_registration_hooks) == 0
     del before, first, second, third, reference, again
+
+
+def test_a_large_copy_of_a_paged_model_is_mentioned_once(
+    no_other_engine: None, paging: Paging, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reference model as ``create_reference_model`` of trl makes it."""
+
+    def mentioned() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "copy.deepcopy" in record.getMessage()]
+
+    with small(paging) as one:
+        first = nn.Linear(64, 64)
+    with deepoffload.offload_context(host_budget="512MiB") as other:
+        model = Policy(large(), nn.Linear(64, 64))
+    copy.deepcopy(first)
+    for _ in range(8):  # each of them gone before the next one
+        copy.deepcopy(model[0][0])
+    with deepoffload.offload_context(host_budget="512MiB") as third:
+        teacher = copy.deepcopy(model)
+    assert mentioned() == []
+    reference = copy.deepcopy(model)
+    (line,) = mentioned()
+    assert "Policy" in line and "80.00 MiB" in line and "inside an offload_context" in line
+    again = copy.deepcopy(model)
+    assert len(mentioned()) == 1
+    for context in (one, other, third):
+        assert context.engine is not None
+        context.engine.close()
+    del teacher, reference, again
+
+
+def test_a_large_parameter_of_a_second_context_is_not_outside(
+    no_other_engine: None, paging: Paging, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small(paging) as one:
+        first = nn.Linear(64, 64)
+    with deepoffload.offload_context(host_budget="512MiB") as other:
+        second = nn.Embedding(OUTSIDE_BYTES_MIN // 4096 + 1, 1024)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    for context in (one, other):
+        assert context.engine is not None
+        context.engine.close()
+    del first, second
 
 
 @pytest.mark.parametrize("how", ["offload_context", "initialize"])
