@@ -127,7 +127,7 @@ class Accelerator:
         """CUDA keeps the error of a call that failed, and torch's next launch on this thread, of any
         kernel, would raise it. Let that be one of ours."""
         with contextlib.suppress(RuntimeError):
-            torch.ones((), device=self.device)
+            torch.ones((), dtype=torch.uint8, device=self.device)
 
     def unregister(self, address: int) -> None:
         """Undo :meth:`register`. A forked child has nothing to undo."""

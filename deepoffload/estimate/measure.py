@@ -172,7 +172,7 @@ def update_rate() -> float:
     n, threads = STREAM_NUMEL, torch.get_num_threads()
     weight, grad = torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.bfloat16)
     remainder = torch.zeros(n, dtype=torch.int16)
-    exp_avg, exp_avg_sq = torch.zeros(n), torch.zeros(n)
+    exp_avg, exp_avg_sq = torch.zeros(n, dtype=torch.float32), torch.zeros(n, dtype=torch.float32)
     segment = Segment(
         numel=n,
         hyper_index=0,

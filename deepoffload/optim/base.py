@@ -25,7 +25,7 @@ from deepoffload.optim.handles import early_of, gradients_of, handle_of
 from deepoffload.optim.held_state import HeldState
 from deepoffload.optim.in_backward import InBackward
 from deepoffload.optim.ordinary import OrdinaryUpdate, check_has_bytes, check_ordinary, sum_of_squares
-from deepoffload.optim.rule import Hyper, Rule, UpdateJob
+from deepoffload.optim.rule import Hyper, Rule, UpdateJob, step_count
 from deepoffload.optim.state_dict import load_into, pack
 from deepoffload.optim.update import HostUpdate, check_paged
 from deepoffload.params.pager import Pager
@@ -340,7 +340,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """The step counts, and the pieces hold this optimizer's state."""
         if self.rule.counts_steps:
             for param, job in (*work.paged.values(), *work.ordinary):
-                self.state[param]["step"] = torch.tensor(float(job.step), device="cpu")
+                self.state[param]["step"] = step_count(job.step)
         for handle, (_, job) in work.paged.items():
             if job.arrays:
                 self._held.take(handle)

@@ -13,7 +13,7 @@ from deepoffload.errors import UsageError
 from deepoffload.optim.handles import gradients_of, handle_of
 from deepoffload.optim.ordinary import OrdinaryUpdate, plain_state
 from deepoffload.optim.paged_state import read_state, write_state
-from deepoffload.optim.rule import Rule
+from deepoffload.optim.rule import Rule, step_count
 from deepoffload.optim.state import MASTER_PART_KEYS
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
@@ -127,6 +127,7 @@ def _unstepped(optimizer: StatefulOptimizer, param: Tensor) -> dict[str, Any]:
     group = next(group for known, group in optimizer._each() if known is param)
     initial = optimizer._initial(group)
     arrays = {
-        key: torch.tensor(initial.get(key, 0.0), device="cpu").expand(param.shape) for key in optimizer._arrays(group)
+        key: torch.tensor(initial.get(key, 0.0), dtype=torch.float32, device="cpu").expand(param.shape)
+        for key in optimizer._arrays(group)
     }
-    return {"step": torch.tensor(0.0, device="cpu"), **arrays}
+    return {"step": step_count(0), **arrays}

@@ -15,7 +15,7 @@ from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import Segment, StateDType, StateLayout
 from deepoffload.optim.eight_bit import decode, encode, num_blocks, torch_dtype
 from deepoffload.optim.gradients import NATIVE_DTYPES
-from deepoffload.optim.rule import SCALE_SUFFIX, Hyper, Rule, UpdateJob
+from deepoffload.optim.rule import SCALE_SUFFIX, Hyper, Rule, UpdateJob, step_count
 from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import is_wrapper
@@ -159,7 +159,7 @@ def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: 
             state[key] = torch.empty(param.shape, dtype=dtype, device="cpu")
             real(state[key]).fill_(job.initial.get(key, 0.0))
             if job.state_dtype is StateDType.EIGHT_BIT:
-                state[key + SCALE_SUFFIX] = torch.zeros(num_blocks(param.numel()), device="cpu")
+                state[key + SCALE_SUFFIX] = torch.zeros(num_blocks(param.numel()), dtype=torch.float32, device="cpu")
         elif state[key].dtype is not dtype:
             _store_as(job.state_dtype, state, key, field, param)
         else:
@@ -223,7 +223,7 @@ def import_state(
         if value is None:
             continue  # torch's SGD writes a momentum buffer that does not exist yet as None
         if key == "step":
-            state[key] = torch.tensor(float(value), device="cpu")
+            state[key] = step_count(value)
             continue
         known = key in arrays or key in MASTER_PART_KEYS.values() or key == "max_exp_avg_sq"
         if known and isinstance(value, Tensor):

@@ -140,7 +140,7 @@ def _overlaps(
 
 
 def _copy_chunk(tiers: TierManager, piece: StatePiece, chunk: PieceSegment, sources: list[StatePiece]) -> None:
-    values = {field: torch.zeros(chunk.numel, device="cpu") for field in piece.format.fields}
+    values = {field: torch.zeros(chunk.numel, dtype=torch.float32, device="cpu") for field in piece.format.fields}
     for source, part in _overlaps(piece, chunk, sources):
         tiers.acquire(source.block)
         try:

@@ -7,12 +7,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from deepoffload.native.cpu_adam import AdagradHyper, AdamHyper, LionHyper, SgdHyper, StateDType
 
 Hyper = AdamHyper | LionHyper | AdagradHyper | SgdHyper
 
 SCALE_SUFFIX = "_absmax"
 """An 8-bit array's scales are a field, and a key of ``optimizer.state``, of its name with this behind it."""
+
+
+def step_count(step: float) -> Tensor:
+    """What ``state["step"]`` holds: fp32, as torch's optimizers have it. A program's default dtype may be bf16, which
+    does not tell step 256 from step 257."""
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)

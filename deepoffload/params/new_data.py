@@ -37,8 +37,8 @@ def set_new_data(tensor: Any, value: Any) -> None:
         raise UnsupportedError(
             f"{slot.name}.data = ...: a paged parameter keeps its shape, dtype and device ({tuple(slot.shape)}, "
             f"{slot.dtype}, {tensor.device}; given {tuple(value.shape)}, {value.dtype}, {value.device}). "
-            "Convert the model before offload_context ends (or set precision, or keep_fp32), or replace it with a new "
-            "nn.Parameter"
+            f"Convert the model before offload_context ends (or set {_precision(value)}, or keep_fp32), or replace it "
+            "with a new nn.Parameter"
         )
     slot.pager.pin(slot)
     try:
@@ -63,6 +63,12 @@ def set_new_data(tensor: Any, value: Any) -> None:
             count_change(tensor)  # torch gives it other memory, and graphs keep the old; ours is written over
     finally:
         slot.pager.unpin(slot)
+
+
+def _precision(value: Tensor) -> str:
+    """The setting with which parameters have this dtype from the start."""
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(value.dtype)
+    return "precision" if short is None else f'precision="{short}"'
 
 
 def _may_become(slot: TensorSlot, value: Any) -> bool:

@@ -119,7 +119,7 @@ class LoneCounts:
 
 def _lone() -> tuple[Tensor, Holding]:
     """A tensor object that shows memory as a paged parameter does, and its storage."""
-    shown = torch.nn.Parameter(torch.empty(1), requires_grad=False)
+    shown = torch.nn.Parameter(torch.empty(1, dtype=torch.float32), requires_grad=False)
     set_data(shown, torch.frombuffer(bytearray(64), dtype=torch.float32))
     return shown, Holding(shown.untyped_storage())
 
@@ -130,9 +130,11 @@ def calibrate() -> LoneCounts:
         shown, holder = _lone()
         users, references = _storage_counts(holder)
         native_users = tensor_use_count(shown)
-        set_data(shown, torch.empty(1))
+        set_data(shown, torch.empty(1, dtype=torch.float32))
         left = _storage_counts(holder)
-        return LoneCounts(users, references, *left, native_users, _tensor_count(_HoldingTensor(torch.empty(1))))
+        return LoneCounts(
+            users, references, *left, native_users, _tensor_count(_HoldingTensor(torch.empty(1, dtype=torch.float32)))
+        )
 
 
 def self_test(counts: LoneCounts) -> None:
@@ -149,7 +151,7 @@ def self_test(counts: LoneCounts) -> None:
 
     with outside_user_modes():
         shown, holder = _lone()
-        kept = _HoldingTensor(torch.empty(1))
+        kept = _HoldingTensor(torch.empty(1, dtype=torch.float32))
         other: Any = None
         for held in (False, True, False):
             other = get_data(shown) if held else None
@@ -161,9 +163,9 @@ def self_test(counts: LoneCounts) -> None:
             other = kept.shown if held else None
             expect(counts.tensor_is_shared(kept), held, "a gradient")
         view = get_data(shown)
-        set_data(shown, torch.empty(1))
+        set_data(shown, torch.empty(1, dtype=torch.float32))
         expect(counts.storage_is_shared(holder, shown=False), True, "memory that is shown no more and has a view")
-        other, view = view.untyped_storage(), torch.empty(1)
+        other, view = view.untyped_storage(), torch.empty(1, dtype=torch.float32)
         expect(counts.storage_is_shared(holder, shown=False), True, "a storage that is shown no more")
         del other
         expect(counts.storage_is_shared(holder, shown=False), False, "memory that is shown no more")

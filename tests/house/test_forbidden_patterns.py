@@ -21,6 +21,8 @@ FILE_LINES_MAX = 450
 FUNCTION_LINES_MAX = 80
 METHODS_MAX = 25
 ATTRIBUTES_MAX = 20
+NATIVE_CALLERS = ("memory", "copies", "optim", "checkpoint")
+"""Parts of the package that give native code the addresses of their own tensors."""
 PRINTING_PARTS = ("cli", "estimate")
 """Parts of the package whose job is to print."""
 TORCH_PRIVATE = ROOT / "deepoffload" / "params" / "torch_private.py"
@@ -150,6 +152,16 @@ def private_names_of_torch(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node)
 
 
+def tensors_of_the_default_dtype(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """``torch.zeros(n)`` has the dtype that the program has set, and native code counts on fp32."""
+    factories = ("empty", "empty_strided", "zeros", "ones", "full", "tensor")
+    for node in ast.walk(tree):
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr in factories and root_name(called) == "torch":
+            if not any(keyword.arg == "dtype" for keyword in node.keywords):
+                yield node.lineno, ast.unparse(node)
+
+
 Rule = Callable[[ast.Module], Iterator[tuple[int, str]]]
 EVERYWHERE: tuple[Rule, ...] = (stubs, swallowed_exceptions, changes_to_torch, global_statements, relative_imports)
 RULES: tuple[tuple[Rule, list[Path]], ...] = (
@@ -160,6 +172,7 @@ RULES: tuple[tuple[Rule, list[Path]], ...] = (
     (mocks, [*PACKAGE, *TESTS]),
     (private_names_of_torch, [path for path in PACKAGE if path != TORCH_PRIVATE]),
     (long_functions, [*PACKAGE, *OTHERS]),
+    (tensors_of_the_default_dtype, [path for path in PACKAGE if path.relative_to(ROOT).parts[1] in NATIVE_CALLERS]),
 )
 
 
@@ -189,6 +202,7 @@ def test_pattern_is_absent(rule, paths):
         (private_names_of_torch, "torch._C._storage_Use_Count(1)"),
         (private_names_of_torch, "from torch.utils._pytree import tree_map"),
         (private_names_of_torch, "code = nn.Module.forward.__code__"),
+        (tensors_of_the_default_dtype, "scales = torch.zeros(n, device='cpu')"),
         (relative_imports, "from .engine import IoEngine"),
         (long_functions, "def f():\n" + "    x = 1\n" * (FUNCTION_LINES_MAX + 1)),
     ],
