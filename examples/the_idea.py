@@ -152,7 +152,8 @@ x = w.view(-1), kept over an eviction, shows old values          params/slot ("a
 checkpoints push their own hooks, which hide these               params/saved (hooks that compose)
 clipping by the global norm, accumulation: the update comes      optim/gradients, optim/update (a step that waits
   before all gradients are there                                   for the norm, deferred to the weight's next use)
-p.grad, p.data = ..., state_dict(), deepcopy: NaN or nothing     params/new_data, params/lazy, params/copies
+p.grad, p.data = ..., state_dict(), deepcopy: NaN or nothing     params/new_data, params/state_dict_values,
+                                                                 params/copies
 bf16 weights lose their fp32 master                              csrc/cpu_adam, optim/state (the split master)
 Adam in five passes over memory                                  csrc/cpu_adam (one pass), native/cpu_adam
 Ctrl-C or a full disk between two files: half a step             memory/lock, optim/update (a step is finished later)
