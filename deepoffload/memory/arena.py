@@ -167,6 +167,7 @@ class Arena(Ranges):
 
     def __init__(self, capacity_bytes: int, *, lends: bool = True) -> None:
         super().__init__(capacity_bytes, "host_budget")
+        self.lends = lends
         # On a page border of the largest kind: no such page may reach from the budget's memory into the spare.
         self._spare_start = round_up(self.capacity_bytes, _HUGE_BYTES)
         behind_bytes = self._spare_start - self.capacity_bytes

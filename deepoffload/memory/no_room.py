@@ -11,6 +11,11 @@ from deepoffload.memory.block import Block, host_view_owner
 
 SHOWN_MAX = 8
 
+_SYSTEM = (
+    "The system does not let pages have other addresses (ulimit -v, mlockall, vm.overcommit_memory = 2): let it, or"
+)
+_DRIVER = "Pages cannot have other addresses, because the device's driver knows them by these:"
+
 
 class Hold(enum.Enum):
     """Why a block cannot leave memory."""
@@ -64,19 +69,22 @@ def no_room(
     lacking_bytes = block.room_bytes - (budget_bytes - stay_bytes)
     viewed_bytes = sum(arena.size_of(offset) for offset in viewed)
     lines = [f"no room for {what}: {budget_bytes:,} bytes are budgeted and {stay_bytes:,}, in whole pages, must stay:"]
-    for b in sorted(held, key=lambda b: (held[b] in (Hold.STATIC, Hold.NO_NVME), -b.room_bytes))[:SHOWN_MAX]:
+    staying = sorted(held, key=lambda b: (held[b] in (Hold.STATIC, Hold.NO_NVME), -b.room_bytes))
+    for b in staying[:SHOWN_MAX]:
         lines.append(f"  {b.name} ({b.kind.name.lower()}): {b.room_bytes:,} bytes, {held[b].value}")
+    if more := staying[SHOWN_MAX:]:
+        lines.append(f"  and {len(more)} more: {sum(b.room_bytes for b in more):,} bytes")
     if viewed_bytes:
         lines.append(f"  memory that was given back and that the program has views of: {viewed_bytes:,} bytes")
     if unowned_bytes > viewed_bytes:
         lines.append(f"  the way of gradients from the device: {unowned_bytes - viewed_bytes:,} bytes")
     if lacking_bytes <= 0:
+        enough_bytes = budget_bytes + block.room_bytes  # one more hole, at the end
         lines.append(
             f"Memory is fragmented: {budget_bytes - stay_bytes:,} bytes are free, or can be, but lie in pieces between "
-            "what must stay, and the system does not let pages have other addresses (ulimit -v, mlockall, "
-            "vm.overcommit_memory = 2): let it, or raise host_budget."
+            "what must stay. " + (_SYSTEM if arena.lends else _DRIVER) + f" raise host_budget to {enough_bytes} bytes."
         )
-        return BudgetError("\n".join(lines) + table)
+        return BudgetError("\n".join(lines) + table, enough_bytes)
     kept_bytes = viewed_bytes + sum(b.room_bytes for b, hold in held.items() if hold is Hold.REFERRED_TO)
     enough_bytes = max(budget_bytes + lacking_bytes, least_bytes + kept_bytes)
     lines.append(
