@@ -34,6 +34,10 @@ class PlacementError(BudgetError):
     """The model cannot be placed within the budgets; raised before training starts."""
 
 
+class DevicePlacementError(PlacementError):
+    """The device budget cannot hold the weights of one call. ``enough_bytes`` is a device budget that does."""
+
+
 class UsageError(DeepOffloadError, ValueError):
     """The API was called in a way that cannot work (a context inside a context, ``.to(device)`` on a paged model,
     ...)."""

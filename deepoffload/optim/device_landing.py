@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.copies.ring import StagingRing
+from deepoffload.errors import BudgetError
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
 from deepoffload.optim.dtypes import NATIVE_DTYPES
@@ -65,19 +66,24 @@ def ring_of(host_bytes: int) -> tuple[int, int]:
 class DeviceLandings:
     """Lands gradients through the ring. Guarded by the tier manager's lock.
 
-    Raises:
-        BudgetError: the host budget has no room for the ring.
+    Attributes:
+        no_room: where the host budget does not hold the ring, the error that says so. Models that come then are only
+            counted, so that one error names a budget for all.
     """
 
     def __init__(self, memory: CopyMemory) -> None:
         self._memory = memory
         self._tiers = memory.tiers
-        self._ring = StagingRing(memory.link, "gradients", *ring_of(memory.tiers.arena.capacity_bytes))
+        self.no_room: BudgetError | None = None
+        try:
+            self._ring = StagingRing(memory.link, "gradients", *ring_of(memory.tiers.arena.capacity_bytes))
+        except BudgetError as error:
+            self.no_room = error
 
     @property
     def ring_bytes(self) -> int:
-        """What the ring takes of the host budget."""
-        return self._ring.nbytes
+        """What the ring takes of the host budget, all of it where that does not hold the ring."""
+        return self._ring.nbytes if self.no_room is None else self._tiers.arena.capacity_bytes
 
     def take(
         self,

@@ -8,31 +8,27 @@ from functools import partial
 import torch
 
 from deepoffload.config import Config
-from deepoffload.config.units import format_bytes
 from deepoffload.copies.accelerator import Accelerator, ComputeDevice
 from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.copies.cpu_device import CpuDevice
 from deepoffload.copies.shown import ShownMemory
 from deepoffload.device import Device
-from deepoffload.errors import BudgetError, ConfigError, PlacementError
+from deepoffload.errors import BudgetError, ConfigError
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.eviction import EvictionPolicy
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim.device_landing import ring_of
-from deepoffload.optim.gradients import Gradients
 from deepoffload.params.torch_private import outside_user_modes, storage_at
-from deepoffload.runtime.plan import ModelPlan, weights_on_device_bytes, window_bytes
+from deepoffload.runtime.plan import ModelPlan, weights_on_device_bytes
 from deepoffload.timeline import Timeline
 
 TRIMMED_BYTES_MIN = 64 << 20
 """What is left of the budget at least, if it was as much: layers that come later may be larger than all before."""
 
 
-def with_ring(gradients: Gradients, capacity_bytes: int) -> int:
+def with_ring(capacity_bytes: int) -> int:
     """The host budget that leaves ``capacity_bytes`` for blocks next to the ring of gradients from a device."""
-    if gradients.from_device is None:
-        return capacity_bytes
     budget_bytes = capacity_bytes
     for _ in range(64):  # a larger budget has a larger ring, but never by more than a 32nd part
         slot_bytes, slots = ring_of(budget_bytes)
@@ -94,27 +90,14 @@ def open_memory(
     return tiers, tiers.copies if isinstance(tiers.copies, CopyMemory) else None
 
 
-def fit_device(memory: ShownMemory, plan: ModelPlan) -> None:
-    """Take what the model can use of the device budget, and refuse one that cannot run it. Nothing to do where there is
-    no budget but the host's.
+def take_device_memory(memory: ShownMemory, plan: ModelPlan) -> None:
+    """Take what the model can use of the device budget. Nothing to do where there is no budget but the host's.
 
     Raises:
-        PlacementError: a module's call takes more weights at once than the budget holds.
         BudgetError: the device does not have what the budget says.
     """
-    capacity_bytes = memory.capacity_bytes
     if memory.on_host:
         return
-    name, nbytes = max(
-        window_bytes(plan.drafts, plan.windows, shown=True), key=lambda window: window[1], default=("", 0)
-    )
-    if nbytes > capacity_bytes:
-        raise PlacementError(
-            f"device_budget is {format_bytes(capacity_bytes)} ({capacity_bytes} bytes), but a call of "
-            f"{name or 'the model'} needs {nbytes} bytes of weights on {memory.device} at once; raise it to at "
-            f"least {nbytes} bytes",
-            nbytes,
-        )
     needed_bytes = weights_on_device_bytes(plan.drafts) + sum(block.shown_room_bytes for block in plan.on_device)
     try:
         memory.reserve(max(needed_bytes, TRIMMED_BYTES_MIN))

@@ -18,7 +18,7 @@ from deepoffload import machine
 from deepoffload.config import Config, StepOverlap
 from deepoffload.config.resolve import Budgets, resolve_budgets
 from deepoffload.device import Device
-from deepoffload.errors import PlacementError, UsageError
+from deepoffload.errors import DevicePlacementError, PlacementError, UsageError
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
 from deepoffload.io.swap_files import check_paths, warn_of_shared
@@ -39,7 +39,7 @@ from deepoffload.runtime.announce import OutsideWatch, announce, summary
 from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adoptable
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
-from deepoffload.runtime.device import find_accelerator, fit_device, open_memory, with_ring
+from deepoffload.runtime.device import find_accelerator, open_memory, take_device_memory, with_ring
 from deepoffload.runtime.plan import (
     NO_DISK,
     ModelPlan,
@@ -155,18 +155,22 @@ class Engine:
 
         Raises:
             PlacementError: the budgets cannot run this model; the message carries the table.
+            BudgetError: the host budget does not hold the way of gradients from the device, and there is no model.
             UsageError: parameters on the meta device, or ``keep_fp32`` names something that no model has.
         """
         for root in roots:
             refuse_meta(root)
         registered = list(handles)
+        landings = self.gradients.from_device
+        if landings is not None and landings.no_room is not None:
+            raise landings.no_room
         try:
             plan = self._plan(roots, registered, self._capacity_bytes())
         except PlacementError as error:
             raise self._with_ring(error) from None
         self._grain_bytes = plan.grain_bytes
         memory = self.pager.memory
-        fit_device(memory, plan)
+        take_device_memory(memory, plan)
         self._reserve(plan.placement)
         kept = {block.id for block in plan.on_device}
         for draft in plan.drafts:
@@ -201,18 +205,20 @@ class Engine:
             capacity_bytes=self._capacity_bytes(),
             nvme_bytes=self._nvme_bytes(),
             bandwidths=self._bandwidths,
+            device_bytes=self.pager.memory.capacity_bytes,
         )
         try:
             whole = why(self.config)
         except UsageError:  # keep_fp32 names what is not built yet
             whole = why(replace(self.config, keep_fp32=()))
-        if whole is not None and (whole.enough_bytes is None or whole.enough_bytes >= built_bytes):
+        too_coarse = f"{whole}. " if isinstance(whole, DevicePlacementError) else ""
+        if not too_coarse and whole is not None and (whole.enough_bytes is None or whole.enough_bytes >= built_bytes):
             whole = self._with_ring(whole)
             return PlacementError(f"{shortage}. {whole}", whole.enough_bytes)
-        enough = with_ring(self.gradients, built_bytes)
+        enough = built_bytes if self.pager.memory.on_host else with_ring(built_bytes)
         return PlacementError(
-            f"{shortage}. Parameters of {built_bytes:,} bytes are there at once while the model is built, although not "
-            f"all of them stay. Raise host_budget to at least {enough} bytes",
+            f"{shortage}. {too_coarse}Parameters of {built_bytes:,} bytes are there at once while the model is built, "
+            f"although not all of them stay. Raise host_budget to at least {enough} bytes",
             enough,
         )
 
@@ -235,10 +241,13 @@ class Engine:
 
     def _with_ring(self, error: PlacementError) -> PlacementError:
         """The same error, naming a budget that holds the ring of gradients, too."""
-        if error.enough_bytes is None:
+        memory = self.pager.memory
+        if error.enough_bytes is None or memory.on_host or isinstance(error, DevicePlacementError):
             return error
-        named, enough = f"to at least {error.enough_bytes} bytes", with_ring(self.gradients, error.enough_bytes)
-        return PlacementError(str(error).replace(named, f"to at least {enough} bytes"), enough)
+        enough = with_ring(error.enough_bytes)
+        named = f"to at least {error.enough_bytes} bytes"
+        more = f"to at least {enough} bytes, in which gradients on their way from {memory.device} have theirs"
+        return PlacementError(str(error).replace(named, more), enough)
 
     def _reserve(self, placement: Placement) -> None:
         self.placement = placement

@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from deepoffload.config import Config, GradientDtype
+from deepoffload.config.units import format_bytes
 from deepoffload.device import Tier
-from deepoffload.errors import PlacementError
+from deepoffload.errors import DevicePlacementError, PlacementError
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
@@ -95,10 +96,12 @@ def plan_model(
     more of their pages or large ones do not fit, other cuts are tried: a budget is accepted if any cut fits, so
     each larger one is, too, and what a refusal names is the least that is accepted.
 
-    ``device_bytes``: of a device's memory; what the weights leave of it is for optimizer state, where the configuration
-    keeps that on the device.
+    ``device_bytes``: of a device's memory, 0 where the CPU computes. It must hold the weights of one call; finer cuts
+    are tried where it does not. What all weights leave of it is for optimizer state, where the configuration keeps that
+    on the device.
 
     Raises:
+        DevicePlacementError: the host's budgets could run this model, but the device's cannot.
         PlacementError: the budgets cannot run this model; the message carries the table. ``enough_bytes`` is the least
             memory that can, None where it is NVMe that is too small.
         UsageError: ``keep_fp32`` names something that the model does not have.
@@ -111,11 +114,26 @@ def plan_model(
         return _placed(config, cut, capacity_bytes, nvme_bytes, bandwidths, device_bytes)
 
     refusals: list[tuple[PlacementError, Cut]] = []
+    too_coarse: list[tuple[DevicePlacementError, Cut]] = []
     for cut in cutter.cuts(capacity_bytes):
         try:
             return placed(cut, capacity_bytes)
+        except DevicePlacementError as error:
+            too_coarse.append((error, cut))
         except PlacementError as error:
             refusals.append((error, cut))
+    on_device: DevicePlacementError | None = None
+    if not refusals:  # no cut is fine enough for the device: with the least that one needs there, does the host do?
+        on_device = min((error for error, _ in too_coarse), key=_needs)
+        device_bytes = int(_needs(on_device))
+        for cut in (cut for error, cut in too_coarse if _needs(error) == device_bytes):
+            try:
+                placed(cut, capacity_bytes)
+            except PlacementError as error:
+                refusals.append((error, cut))
+            else:
+                cut.take_back()
+                raise on_device
     refusal, cut = min(refusals, key=lambda tried: _needs(tried[0]))
     if refusal.enough_bytes is not None:
         try:
@@ -123,7 +141,7 @@ def plan_model(
         except PlacementError as error:
             raise _both(refusal, error) from None
         cut.take_back()
-    raise refusal
+    raise refusal if on_device is None else PlacementError(f"{on_device}. {refusal}", refusal.enough_bytes)
 
 
 def _placed(
@@ -137,6 +155,8 @@ def _placed(
     """The plan with this cut, its blocks declared; when it is refused, nothing stays declared."""
     cut.declare()
     try:
+        if device_bytes:
+            _check_calls(cut, device_bytes)
         kept = _state_on_device(cut.drafts, device_bytes) if config.offload_optimizer is Tier.DEVICE else []
         on_device = {block.id for block in kept}
         placement = _place(config, cut.drafts, cut.windows, on_device, capacity_bytes, nvme_bytes, bandwidths)
@@ -144,6 +164,19 @@ def _placed(
         cut.take_back()
         raise
     return ModelPlan(cut.assembly, cut.drafts, cut.windows, cut.outer, placement, kept, cut.grain_bytes)
+
+
+def _check_calls(cut: Cut, device_bytes: int) -> None:
+    """Raise where a call of a module takes more weights at once than the device may hold."""
+    shown = window_bytes(cut.drafts, cut.windows, shown=True)
+    name, nbytes = max(shown, key=lambda window: window[1], default=("", 0))
+    if nbytes > device_bytes:
+        raise DevicePlacementError(
+            f"device_budget is {format_bytes(device_bytes)} ({device_bytes} bytes), but a call of "
+            f"{name or 'the model'} needs {nbytes} bytes of weights on the device at once; raise it to at least "
+            f"{nbytes} bytes",
+            nbytes,
+        )
 
 
 def _both(memory: PlacementError, nvme: PlacementError) -> PlacementError:
@@ -261,6 +294,7 @@ def refusal_of(
     capacity_bytes: int,
     nvme_bytes: int | None,
     bandwidths: Bandwidths,
+    device_bytes: int = 0,
 ) -> PlacementError | None:
     """Why models cannot run, as :func:`plan_model` says it; None for ones that can."""
     pager, gradients, handles = dry_pager(*roots)
@@ -274,6 +308,7 @@ def refusal_of(
             capacity_bytes=capacity_bytes,
             nvme_bytes=nvme_bytes,
             bandwidths=bandwidths,
+            device_bytes=device_bytes,
         )
     except PlacementError as error:
         return error

@@ -41,7 +41,12 @@ def take(pager: Pager, param: Tensor, name: str, capacity_bytes: int) -> ParamHa
     """
     what = f"{name} ({param.nbytes:,} bytes)"
     if round_up(param.nbytes) > capacity_bytes:
-        raise ShortageError(f"{what} alone is larger than the budget of {capacity_bytes:,} bytes")
+        budget_bytes = pager.tiers.arena.capacity_bytes
+        left = f", of which gradients on their way from the device leave {capacity_bytes:,}"
+        raise ShortageError(
+            f"{what} alone is larger than the budget of {budget_bytes:,} bytes"
+            f"{left if capacity_bytes < budget_bytes else ''}"
+        )
     try:
         return adopt(pager, param, name)
     except BudgetError:
@@ -56,7 +61,7 @@ def take(pager: Pager, param: Tensor, name: str, capacity_bytes: int) -> ParamHa
 def _registered_bytes(pager: Pager, capacity_bytes: int) -> int:
     """What is in memory, without the way of gradients from a device, which is no part of ``capacity_bytes``."""
     arena = pager.tiers.arena
-    return arena.used_bytes - (arena.capacity_bytes - capacity_bytes)
+    return max(arena.used_bytes - (arena.capacity_bytes - capacity_bytes), 0)
 
 
 class ConstructionHooks:
