@@ -45,9 +45,16 @@ def prepare(directory: str, needed_bytes: int, who: str = "save_pretrained") -> 
 
 @contextlib.contextmanager
 def staging(directory: str) -> Iterator[str]:
-    """A directory next to the final place, removed with everything in it when the context ends, however it ends."""
-    path = tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=directory)
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """A directory next to the final place, removed with everything in it when the context ends, however it ends.
+
+    Raises:
+        IoFailure: it cannot be made.
+    """
+    try:
+        path = tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=directory)
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise failure("making a directory", error, directory, 0) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another process then knows that this save is alive
         yield path

@@ -92,7 +92,8 @@ class HalfLoaded:
         self.reason = f"loading {folder} has failed on its way, so this model is half loaded"
         if self._hooks:
             return
-        self._hooks.append(self._module.register_forward_pre_hook(self._refuse))
+        for module in self._module.modules():  # a part of the model may be called by itself
+            self._hooks.append(module.register_forward_pre_hook(self._refuse))
         if self._optimizer is not None:
             self._hooks.append(self._optimizer.register_step_pre_hook(self._refuse))
 

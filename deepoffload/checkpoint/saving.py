@@ -126,8 +126,12 @@ def _write_small_files(staged: str, content: Content, index: str | None, trainin
     if index is not None:
         write_small_file(os.path.join(staged, INDEX_NAME), index.encode())
     write_small_file(os.path.join(staged, TRAINING_NAME), training)
+    try:
+        names = sorted(os.listdir(staged))
+    except OSError as error:
+        raise failure("writing", error, staged, 0) from error
     records = {}
-    for name in sorted(os.listdir(staged)):
+    for name in names:
         path = os.path.join(staged, name)
         try:
             sync_file(path)

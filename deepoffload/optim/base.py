@@ -406,6 +406,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it, and the next load would put it into the groups
         self._start()
         self.state = defaultdict(dict, self.state)
         self._held.move_into_pieces(self)

@@ -249,7 +249,7 @@ def test_links_and_other_things_in_the_place_of_files(folder: Path, tmp_path: Pa
 
 def test_a_load_that_fails_on_its_way_refuses_to_train(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Linear(1024, 700)
+    model = nn.Sequential(nn.Linear(1024, 700))
     optimizer = adamw(model)
     state = deepoffload.TrainingState(model, optimizer)
 
@@ -266,7 +266,12 @@ def test_a_load_that_fails_on_its_way_refuses_to_train(tmp_path: Path) -> None:
     train()
     with pytest.raises(UsageError, match=r"optimizer-.*is damaged between offset \d+"):
         state.load(tmp_path, "bad")
-    for use in (lambda: model(torch.ones(1024)), optimizer.step, lambda: state.save(tmp_path)):
+    for use in (
+        lambda: model(torch.ones(1024)),
+        lambda: model[0](torch.ones(1024)),
+        optimizer.step,
+        lambda: state.save(tmp_path),
+    ):
         with pytest.raises(UsageError, match="half loaded: load a checkpoint"):
             use()
     state.load(tmp_path, "good")

@@ -23,7 +23,7 @@ from tests.checkpoint.training import ALL, adamw, snapshot
 from tests.support.loops import assert_same_bits
 
 ROOT = Path(__file__).parents[2]
-KILLS = 200 if ALL else 30
+KILLS = 200 if ALL else 20
 
 PROGRAM = """
 import os, random, signal, sys, time
@@ -33,26 +33,34 @@ from torch import nn
 import deepoffload
 from deepoffload.checkpoint.source import open_checkpoint
 
-directory, kills = Path(sys.argv[1]), int(sys.argv[2])
+directory, swap, kills = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)
 
-def build(value):
-    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+def build():
+    with deepoffload.offload_context(host_budget="1MiB", nvme_path=swap, step_overlap="none") as context:
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=0.0, weight_decay=0.0, betas=(0.0, 0.9))
+    return model, optimizer, context.engine
+
+def become(model, optimizer, number):  # every weight and, as the first beta is 0, every exp_avg
     with torch.no_grad():
         for param in model.parameters():
-            param.fill_(value)
-    return model, deepoffload.CPUAdamW(model.parameters(), lr=1e-3)
+            param.fill_(float(number))
+    sum((param * float(number)).sum() for param in model.parameters()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 def save_for_ever(first):
-    model, optimizer = build(0.0)
+    model, optimizer, engine = build()
     state = deepoffload.TrainingState(model, optimizer)
     for number in range(first, first + 10_000):
-        with torch.no_grad():
-            for param in model.parameters():
-                param.fill_(float(number))
+        become(model, optimizer, number)
         state.save(directory, tag=f"tag{number % 4}", keep_last=3)
 
-deepoffload.TrainingState(*build(0.0))  # what is imported now need not be imported by every child
+model, optimizer, engine = build()  # what is imported now need not be imported by every child
+become(model, optimizer, 0)
+assert engine.stats()["disk_bytes_written"] > 0
+engine.close()
 dice = random.Random(7)
 seen = 0
 for kill in range(kills):
@@ -60,7 +68,7 @@ for kill in range(kills):
     if not child:
         save_for_ever(1000 * (kill + 1))
         os._exit(1)
-    time.sleep(dice.uniform(0.0, 0.5))
+    time.sleep(dice.uniform(0.1, 0.8))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     if not (directory / "latest").exists():
@@ -72,22 +80,26 @@ for kill in range(kills):
         with open_checkpoint(str(folder), lambda nbytes: None) as source:
             for file in source.manifest.files:
                 source.reader.verify(file)
-    model, optimizer = build(-1.0)
+    model, optimizer, engine = build()
     deepoffload.TrainingState(model, optimizer).load(directory)
     number = float(model[0].weight[0, 0])
     assert all(bool((param == number).all()) for param in model.parameters()), "of one save"
+    moments = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
+    assert len(moments) == 16 and all(bool((value == number).all()) for value in moments), "of the same"
+    engine.close()
     assert number >= seen, (number, seen)
     seen = number
 print("newest", seen)
-model, optimizer = build(1.0)
+model, optimizer, engine = build()
 deepoffload.TrainingState(model, optimizer).save(directory, "last", keep_last=1)
+engine.close()
 print(sorted(path.name for path in directory.iterdir()))
 """
 
 
-def test_kills_at_random_moments(tmp_path: Path) -> None:
+def test_kills_at_random_moments(tmp_path: Path, nvme_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(KILLS)]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(nvme_path), str(KILLS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     newest, names = done.stdout.splitlines()[-2:]
