@@ -11,26 +11,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepoffload.params.torch_private import autograd_backward, autograd_grad, door_frame, make_grads, no_torch_function
+from deepoffload.params.torch_private import (
+    VMAP_SIZES,
+    autograd_backward,
+    autograd_grad,
+    door_frame,
+    make_grads,
+    no_torch_function,
+)
 
 
 def grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.grad``, called as its own check for ``__torch_function__`` passes the arguments on."""
-    return autograd_grad(*args, **{**kwargs, "grad_outputs": _shown(kwargs.get("grad_outputs"))})
+    return autograd_grad(*args, **{**kwargs, "grad_outputs": given_as_views(kwargs.get("grad_outputs"))})
 
 
 def backward(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """``torch.autograd.backward``, and ``Tensor.backward`` of a paged tensor, which calls its gradient otherwise."""
     rest = dict(kwargs)
     gradients = rest.pop("gradient" if func is Tensor.backward else "grad_tensors", None)
-    autograd_backward(*args, grad_tensors=_shown(gradients), **rest)
+    autograd_backward(*args, grad_tensors=given_as_views(gradients), **rest)
 
 
-def _shown(gradients: Any) -> Any:
-    """The engine reads the gradients that it starts with, and may save them, where no door sees it: give it views."""
+def given_as_views(gradients: Any) -> Any:
+    """torch reads the gradients that a backward starts with, and may save them, where no door sees it, and so it does
+    with tangents: give it views."""
     if isinstance(gradients, Tensor):
         return gradients.view_as(gradients) if hasattr(gradients, "_slot") else gradients
-    return None if gradients is None else tuple(_shown(gradient) for gradient in gradients)
+    return None if gradients is None else tuple(given_as_views(gradient) for gradient in gradients)
+
+
+def size(func: Any, args: Any, kwargs: Any) -> Any:
+    """``tensor.size()``. ``torch.vmap`` asks this of a tensor that it maps over, right before native code takes the
+    tensor apart where no door sees it."""
+    if door_frame().f_code in VMAP_SIZES:
+        slot = args[0]._slot
+        slot.pager.hold_until_step(slot)
+    with no_torch_function():
+        return func(*args, **kwargs)
 
 
 def dtype(func: Any, args: Any, kwargs: Any) -> torch.dtype:

@@ -30,6 +30,7 @@ from deepoffload.params.torch_private import (
     Operators,
     door_caller,
     get_data,
+    make_dual,
     no_torch_function,
     refuse_tracing,
     set_data,
@@ -319,6 +320,11 @@ def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     return _paged_call(func, "detach", (), args, kwargs)
 
 
+def _make_dual(func: Any, args: Any, kwargs: Any) -> Any:
+    primal, tangent, *rest = args
+    return _paged_call(func, "_make_dual", (), (primal, differentiation.given_as_views(tangent), *rest), kwargs)
+
+
 def _view_as(func: Any, args: Any, kwargs: Any) -> Any:
     if type(args[0]) in PAGED_CLASSES:
         refuse_sharding(args[0]._slot.name)
@@ -381,6 +387,8 @@ def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
         tensor.data.__set__: _set_data,
         tensor.dtype.__get__: differentiation.dtype,
         tensor.requires_grad.__set__: _requires_grad,
+        Tensor.size: differentiation.size,
+        make_dual: _make_dual,
         Tensor.requires_grad_: _requires_grad,
         Tensor.detach: _detach,
         Tensor.detach_: _detach_in_place,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, _ops, nn
+from torch._functorch import vmap as _vmap
 from torch.autograd.graph import increment_version
 from torch.nn.modules import module as _modules
 from torch.utils import _python_dispatch, _pytree
@@ -72,9 +73,19 @@ tree_flatten = _pytree.tree_flatten
 tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
 
+
+def _with_inner(code: CodeType) -> frozenset[CodeType]:
+    return frozenset((code, *(inner for inner in code.co_consts if isinstance(inner, CodeType))))
+
+
 MODULE_APPLY: CodeType = _need(nn.Module, "_apply").__code__
 """What ``model.to(...)``, ``model.half()`` and the like run for each parameter."""
 MODULE_SAVE: CodeType = _need(nn.Module, "_save_to_state_dict").__code__
+VMAP_SIZES: frozenset[CodeType] = _with_inner(_need(_vmap, "_validate_and_get_batch_size").__code__)
+"""What ``torch.vmap`` runs for what it maps over, before native code takes it apart. Its code and what that contains: a
+comprehension has code of its own before Python 3.12."""
+make_dual: Any = _need(torch._VF, "_make_dual")
+"""What gives a tensor its tangent, in forward-mode differentiation."""
 PARAMETER_NEW: CodeType = nn.Parameter.__new__.__code__
 
 _base: Any = torch._C.TensorBase

@@ -52,8 +52,9 @@ _OTHERWISE = """
   give products that differ by rounding.
   `torch.utils.swap_tensors` on a paged parameter raises.
 - `torch.func` and `torch.vmap` over paged parameters work through modules (`functional_call`, a module inside a
-  transform). Given a raw parameter outside of any module they see no bytes (NaN): torch shows it to nobody. Pass
-  `param.detach()`.
+  transform), and `vmap` and `jvp` work with raw parameters, too. `grad`, `vjp`, `jacrev` and `hessian` of a function of
+  a raw parameter, outside of any module, see no bytes (NaN): torch wraps the parameter in native code without asking
+  its class, and offers no memory that raises an error when it is read. Pass `param.detach()`.
 - `functional_call` with other weights over a non-reentrant checkpoint: the checkpoint runs again with the module's own
   weights, so torch finds wrong gradients; ours raises `CheckpointError`. Put `functional_call` inside the checkpoint.
 - The `backward` of a loss of a tensor subclass, where torch handles it, runs with `__torch_function__` switched off:

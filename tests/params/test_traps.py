@@ -28,7 +28,7 @@ Silently wrong without care:
   test_same_objects_and_marks
 - several parameters in one storage: test_several_parameters_in_one_storage, test_data_set_to_a_view_of_itself
 - a write to a stand-in: test_writes_to_a_stand_in_are_refused
-- torch.func: test_functional_call, test_vmap_over_inputs, test_gradients_by_torch_func
+- torch.func: test_functional_call, test_vmap_over_inputs, test_gradients_by_torch_func, test_of_raw_parameters
 - saved-tensor hooks disabled: test_hooks_disabled_around_the_forward
 - foreign tensor classes: test_activations_of_a_foreign_class
 - user modes: test_dispatch_modes_do_not_see_transfers, test_default_device_meta,
