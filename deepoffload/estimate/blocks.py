@@ -10,9 +10,9 @@ from torch import nn
 from deepoffload.config import Config
 from deepoffload.errors import PlacementError, UsageError
 from deepoffload.native.aio import PAGE_BYTES, round_up
-from deepoffload.params.pager import Pager
+from deepoffload.runtime.choice import ChosenCut, Room, choose
 from deepoffload.runtime.compute_types import compute_types
-from deepoffload.runtime.plan import ModelPlan, dry_pager, plan_model
+from deepoffload.runtime.plan import cutter_of, dry_pager
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind
 from deepoffload.schedule.placement import BlockSpec, Placement
 
@@ -65,17 +65,8 @@ def plan_blocks(
     pager, gradients, handles = dry_pager(model)
     if not handles:
         raise UsageError(f"{type(model).__name__} has no parameters that could be placed")
-    plan = plan_model(
-        pager,
-        gradients,
-        config,
-        [model],
-        handles,
-        capacity_bytes=capacity_bytes // PAGE_BYTES * PAGE_BYTES,
-        nvme_bytes=nvme_bytes,
-        bandwidths=bandwidths,
-    )
-    return _block_plan(pager, plan)
+    room = Room(capacity_bytes // PAGE_BYTES * PAGE_BYTES, nvme_bytes, bandwidths)
+    return _block_plan(choose(cutter_of(pager, gradients, config, [model], handles), config, room))
 
 
 def smallest_capacity(model: nn.Module, config: Config, *, nvme_bytes: int | None, bandwidths: Bandwidths) -> int:
@@ -136,17 +127,18 @@ def _fits(attempt: Callable[[int], object], capacity_bytes: int) -> bool:
     return True
 
 
-def _block_plan(pager: Pager, plan: ModelPlan) -> BlockPlan:
-    handles = [handle for draft in plan.drafts for handle in draft.handles]
+def _block_plan(choice: ChosenCut) -> BlockPlan:
+    drafts = choice.cut.division.drafts
+    handles = [handle for draft in drafts for handle in draft.handles]
     return BlockPlan(
-        placement=plan.placement,
-        modules=tuple(module for _, module in plan.windows),
-        unit_of={id(handle.tensor): draft.unit.index for draft in plan.drafts for handle in draft.handles},
-        unit_names={draft.unit.index: draft.name for draft in plan.drafts},
-        content_bytes={block.id: block.nbytes for block in pager.tiers.blocks()},
+        placement=choice.placement,
+        modules=tuple(module for _, module in choice.cut.division.windows),
+        unit_of={id(handle.tensor): draft.index for draft in drafts for handle in draft.handles},
+        unit_names={draft.index: draft.name for draft in drafts},
+        content_bytes=dict(enumerate(choice.content_bytes())),
         registered_bytes=sum(round_up(handle.nbytes) for handle in handles),
         largest_bytes=max(handle.nbytes for handle in handles),
         num_parameters=sum(handle.numel for handle in handles),
-        trained_parameters=sum(handle.numel for draft in plan.drafts for handle in draft.trained),
-        trained_by_unit={draft.unit.index: len(draft.trained) for draft in plan.drafts},
+        trained_parameters=sum(handle.numel for draft in drafts for handle, _ in draft.trained),
+        trained_by_unit={draft.index: len(draft.trained) for draft in drafts},
     )

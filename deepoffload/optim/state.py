@@ -8,6 +8,7 @@ remainder of the fp32 master (bf16 weights) or the fp32 master itself (fp16 weig
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -91,14 +92,49 @@ def pieces_per_unit(weight_bytes: int, limit_bytes: int) -> int:
 
 def equalise_room(blocks: list[Block]) -> None:
     """Give blocks of about the same size the same room in memory."""
-    rooms: dict[int, int] = {}  # by size, the largest first
+    rooms = equal_rooms((block.nbytes, block.room_bytes) for block in blocks)
     for block in blocks:
-        rooms[block.nbytes] = max(rooms.get(block.nbytes, 0), block.room_bytes)
+        block.room_bytes = rooms[block.nbytes]
+
+
+def equal_rooms(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """By bytes of a unit's blocks, the room that each takes, from their (bytes, room) before."""
+    rooms: dict[int, int] = {}
+    for nbytes, room in sizes:
+        rooms[nbytes] = max(rooms.get(nbytes, 0), room)
     for nbytes in sorted(rooms, reverse=True):
         room = max(other for size, other in rooms.items() if size * SAME_ROOM <= nbytes)
         rooms[nbytes] = max(nbytes, room) if room * SAME_ROOM <= nbytes else nbytes
-    for block in blocks:
-        block.room_bytes = round_up(rooms[block.nbytes])
+    return {nbytes: round_up(room) for nbytes, room in rooms.items()}
+
+
+def piece_runs(
+    trained: Iterable[tuple[int, torch.dtype]],
+    weight_bytes: int,
+    limit_bytes: int,
+    state_format: StateFormat,
+    alignment_numel: int,
+) -> Iterator[tuple[StateLayout, int, int, int]]:
+    """The pieces that :func:`make_pieces` makes, as runs of equal ones: layout, elements, bytes, and how many.
+
+    Tensors are padded to whole alignments, so all pieces of a layout are full, and the last one holds the rest.
+    """
+    padded = dict.fromkeys(LAYOUTS, 0)
+    for numel, dtype in trained:
+        padded[dtype] += round_up(numel, alignment_numel)
+    for dtype, layout in LAYOUTS.items():
+        numel = piece_numel(weight_bytes, layout, limit_bytes, state_format, alignment_numel)
+        full, rest = divmod(padded[dtype], numel)
+        for each, count in ((numel, full), (rest, 1 if rest else 0)):
+            if count:
+                yield layout, each, _piece_bytes(each, layout, state_format), count
+
+
+def block_name(unit_name: str, kind: BlockKind, piece: int = 0) -> str:
+    """What people are told of a unit's block; ``piece``: the number of a piece of state."""
+    if kind is BlockKind.STATE:
+        return f"{unit_name}.state[{piece}]"
+    return unit_name if kind is BlockKind.WEIGHT else f"{unit_name}.grad"
 
 
 def make_pieces(
@@ -124,7 +160,7 @@ def make_pieces(
         weight_bytes = unit.weights.nbytes if typical_bytes is None else typical_bytes
         numel = piece_numel(weight_bytes, layout, limit_bytes, state_format, alignment_numel)
         for piece in cut_pieces([h.numel for h in group], numel, alignment_numel):
-            name = f"{unit.name}.state[{present + len(pieces)}]"
+            name = block_name(unit.name, BlockKind.STATE, present + len(pieces))
             block = tiers.create(name, BlockKind.STATE, _piece_bytes(piece.numel, layout, state_format))
             pieces.append(StatePiece(block, piece, layout, group, state_format))
     return pieces

@@ -9,7 +9,7 @@ compute in.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
-from deepoffload.native.aio import round_up
 from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType
 from deepoffload.optim.gradients import Gradients
-from deepoffload.optim.state import LAYOUTS, PieceView, equalise_room, make_pieces, whole_segment
+from deepoffload.optim.state import LAYOUTS, PieceView, block_name, equalise_room, make_pieces, whole_segment
 from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceSegment, byte_offsets
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter, plain_again
@@ -131,14 +130,9 @@ class Assembly:
 
     def declare(self, name: str, handles: list[ParamHandle]) -> UnitDraft:
         """The blocks of a unit, still without bytes."""
-        draft = self.draft(name, handles)
+        draft = draft_unit(self.pager, self.types, name, handles)
         self.make(draft)
         return draft
-
-    def draft(self, name: str, handles: list[ParamHandle]) -> UnitDraft:
-        params = [handle.tensor for handle in handles]
-        dtypes = [h.dtype if p is None else self.types.of(p) for h, p in zip(handles, params, strict=True)]
-        return UnitDraft(self.pager.life.new_unit_index(), name, handles, dtypes)
 
     def make(self, draft: UnitDraft) -> None:
         """Declare the blocks of a drafted unit."""
@@ -292,7 +286,7 @@ class UnitDraft:
     """A unit to be: which parameters, which dtypes, at which offsets of its weights block.
 
     Attributes:
-        trained: those of its parameters whose gradients land, and that have optimizer state; known once it is made.
+        trained: those of its parameters whose gradients land, and that have optimizer state; with their dtypes.
     """
 
     def __init__(self, index: int, name: str, handles: list[ParamHandle], dtypes: list[torch.dtype]) -> None:
@@ -306,29 +300,13 @@ class UnitDraft:
         self.offsets, self.nbytes = byte_offsets(
             [h.numel * d.itemsize for h, d in zip(self.handles, self.dtypes, strict=True)]
         )
-        self.trained: list[ParamHandle] = []
+        pairs = zip(self.handles, self.dtypes, strict=True)
+        self.trained = [(handle, dtype) for handle, dtype in pairs if _trainable(handle) and dtype in LAYOUTS]
         self.unit: Unit
 
-    def set_up_bytes(self) -> int:
-        """What must be in memory at once while the unit is filled: its weights, a parameter as registered, a piece."""
-        pieces = [piece.block.room_bytes for piece in self.unit.pieces]
-        largest = max(handle.nbytes for handle in self.handles)
-        return round_up(self.unit.weights.room_bytes) + round_up(largest) + round_up(max(pieces, default=0))
-
-    def set_up_changes(self) -> Iterator[int]:
-        """By how many bytes the memory in use changes, in order, while the unit is filled and nothing can leave."""
-        yield self.unit.weights.room_bytes
-        made: set[int] = set()
-        for handle, dtype in zip(self.handles, self.dtypes, strict=True):
-            held = round_up(handle.nbytes)
-            for piece, part in parts_to_fill(self.unit, handle, dtype):
-                if piece.block.id not in made:
-                    made.add(piece.block.id)
-                    yield piece.block.room_bytes
-                left = round_up(max(part.start * handle.itemsize, 1))
-                yield left - held
-                held = left
-            yield -held
+    def block_name(self, kind: BlockKind, piece: int = 0) -> str:
+        """``piece``: the number of a piece of state."""
+        return block_name(self.name, kind, piece)
 
     def make(
         self,
@@ -340,33 +318,47 @@ class UnitDraft:
     ) -> Unit:
         tiers = pager.tiers
         owner = WeightView(pager)
-        weights = tiers.create(self.name, BlockKind.WEIGHT, self.nbytes, owner)
+        weights = tiers.create(self.block_name(BlockKind.WEIGHT), BlockKind.WEIGHT, self.nbytes, owner)
         self.unit = Unit(self.index, self.name, self.handles, weights, owner)
-        trained = [(h, d) for h, d in zip(self.handles, self.dtypes, strict=True) if _trainable(h) and d in LAYOUTS]
-        self.trained = [handle for handle, _ in trained]
-        if trained:
-            landing = [gradients.landing_dtype(d) for _, d in trained]
-            offsets, nbytes = byte_offsets([h.numel * d.itemsize for (h, _), d in zip(trained, landing, strict=True)])
-            block = tiers.create(f"{self.name}.grad", BlockKind.GRADIENT, nbytes)
+        if self.trained:
+            landing = [gradients.landing_dtype(d) for _, d in self.trained]
+            numels = [h.numel for h, _ in self.trained]
+            offsets, nbytes = byte_offsets([n * d.itemsize for n, d in zip(numels, landing, strict=True)])
+            block = tiers.create(self.block_name(BlockKind.GRADIENT), BlockKind.GRADIENT, nbytes)
             self.unit.gradients = block
-            gradients.give_block(block, self.trained, offsets, landing)
-            alignment = STATE_BLOCK if state_format.dtype is StateDType.EIGHT_BIT else ALIGNMENT_NUMEL
+            gradients.give_block(block, [handle for handle, _ in self.trained], offsets, landing)
             self.unit.pieces = make_pieces(
-                tiers, self.unit, trained, piece_bytes, state_format, alignment, typical_bytes
+                tiers, self.unit, self.trained, piece_bytes, state_format, alignment_numel(state_format), typical_bytes
             )
             equalise_room(self.unit.blocks())
         return self.unit
+
+
+def draft_unit(pager: Pager, types: ComputeTypes, name: str, handles: list[ParamHandle]) -> UnitDraft:
+    params = [handle.tensor for handle in handles]
+    dtypes = [h.dtype if p is None else types.of(p) for h, p in zip(handles, params, strict=True)]
+    return UnitDraft(pager.life.new_unit_index(), name, handles, dtypes)
+
+
+def alignment_numel(state_format: StateFormat) -> int:
+    """Elements that a tensor's part of a piece is padded to."""
+    return STATE_BLOCK if state_format.dtype is StateDType.EIGHT_BIT else ALIGNMENT_NUMEL
 
 
 def _has_state(unit: Unit, handle: ParamHandle) -> bool:
     return any(handle in piece.handles for piece in unit.pieces)
 
 
+def fills_state(handle: ParamHandle, dtype: torch.dtype) -> bool:
+    """Whether the state of a trained parameter gets something when its weights take ``dtype``."""
+    split = handle.dtype is torch.float32 and dtype is torch.bfloat16
+    return split or (dtype is torch.float16 and handle.dtype is not torch.float16)
+
+
 def parts_to_fill(unit: Unit, handle: ParamHandle, dtype: torch.dtype) -> list[tuple[StatePiece, PieceSegment]]:
     """The parts of a parameter whose state gets something when its weights take ``dtype``, the last ones first: what
     was registered can then go part by part."""
-    split = handle.dtype is torch.float32 and dtype is torch.bfloat16
-    if not split and (dtype is not torch.float16 or handle.dtype is torch.float16):
+    if not fills_state(handle, dtype):
         return []
     kind = LAYOUTS[dtype]
     pieces = [piece for piece in unit.pieces if piece.kind is kind and handle in piece.handles]

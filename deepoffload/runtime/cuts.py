@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from torch import nn
+from torch import Tensor, nn
 
 from deepoffload.memory.arena import common_size
 from deepoffload.native.aio import PAGE_BYTES
@@ -14,8 +15,9 @@ from deepoffload.optim.state import pieces_per_unit
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle, StateFormat
 from deepoffload.runtime.compute_types import ComputeTypes
-from deepoffload.runtime.construct import Assembly, UnitDraft
-from deepoffload.runtime.unit_finder import find_units
+from deepoffload.runtime.construct import Assembly, UnitDraft, draft_unit
+from deepoffload.runtime.sizes import Sizer, UnitSizes
+from deepoffload.runtime.unit_finder import RootUnits, UnitFinder
 
 PIECES_PER_BUDGET = 14
 """A state piece takes about this part of the budget at most, so that small budgets have a ring, too."""
@@ -40,29 +42,57 @@ def grain_above(grain_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A model cut into units as a budget of ``grain_bytes`` suggests.
+class Division:
+    """A model cut into units, for some limit of their bytes; the units' blocks are not made.
 
     Attributes:
         windows: names and modules whose calls open windows.
         outer: names and modules that were split.
+        names: of the parameters that the drafts hold.
     """
 
-    grain_bytes: int
-    assembly: Assembly
     drafts: list[UnitDraft]
     windows: list[tuple[str, nn.Module]]
     outer: list[tuple[str, nn.Module]]
+    names: list[tuple[ParamHandle, str]]
 
-    def declare(self) -> None:
-        """Declare the units' blocks, which have no bytes yet."""
-        for draft in self.drafts:
-            self.assembly.make(draft)
+    @cached_property
+    def typical_bytes(self) -> int | None:
+        """Of the weights of most units, if there are such."""
+        return common_size(draft.nbytes for draft in self.drafts)
 
-    def take_back(self) -> None:
-        """Undo :meth:`declare`."""
-        for draft in self.drafts:
-            self.assembly.discard(draft)
+    @cached_property
+    def sizes_bytes(self) -> list[int]:
+        """Weights of the units to which the size of pieces is fitted."""
+        typical = self.typical_bytes
+        return sorted({draft.nbytes for draft in self.drafts}) if typical is None else [typical]
+
+    @cached_property
+    def kind(self) -> Hashable:
+        """What two divisions that are the same have in common."""
+        return tuple(len(draft.handles) for draft in self.drafts), tuple(name for name, _ in self.windows)
+
+    @cached_property
+    def window_units(self) -> list[tuple[str, list[int]]]:
+        """Each window's name, and the numbers of the drafts whose weights a call of its module takes."""
+        number_of = {id(h.tensor): number for number, draft in enumerate(self.drafts) for h in draft.handles}
+        return [
+            (name, list(dict.fromkeys(number_of[id(p)] for p in module.parameters() if id(p) in number_of)))
+            for name, module in self.windows
+        ]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model cut into units and pieces of state as a budget of ``grain_bytes`` suggests."""
+
+    grain_bytes: int
+    division: Division
+
+    @property
+    def piece_bytes(self) -> int:
+        """About the most that a piece of optimizer state may take."""
+        return self.grain_bytes // PIECES_PER_BUDGET
 
 
 class Cutter:
@@ -87,15 +117,37 @@ class Cutter:
         self._gradients = gradients
         self._types = types
         self._format = state_format
-        self._roots = roots
         self._handles = handles
+        self._finders = [UnitFinder(root, self._target_nbytes) for root in roots]
+        self._divisions: dict[tuple[int, ...], Division] = {}
+
+    @property
+    def num_walks(self) -> int:
+        """How often the modules of the models were walked through."""
+        return sum(finder.num_walks for finder in self._finders)
+
+    def sizes(self, cut: Cut) -> list[UnitSizes]:
+        """Of the blocks that each draft of ``cut`` would have."""
+        sizer = Sizer(self._gradients, cut.piece_bytes, self._format, cut.division.typical_bytes)
+        return [sizer.sizes(draft) for draft in cut.division.drafts]
+
+    def declare(self, cut: Cut) -> Assembly:
+        """Declare the blocks of a cut's units, which have no bytes yet."""
+        assembly = Assembly(self._pager, self._gradients, cut.piece_bytes, self._types, self._format)
+        assembly.typical_bytes = cut.division.typical_bytes
+        for handle, name in cut.division.names:
+            handle.name = name
+        for draft in cut.division.drafts:
+            assembly.make(draft)
+        return assembly
 
     def cuts(self, capacity_bytes: int) -> Iterator[Cut]:
         """All cuts that differ, the one that suits ``capacity_bytes`` first, then finer ones, then coarser ones."""
         seen: set[Hashable] = set()
         for grain_bytes in self._grains(capacity_bytes):
-            cut = self._cut(grain_bytes)
-            kind = _kind(cut)
+            cut = Cut(grain_bytes, self._division(grain_bytes // UNITS_PER_BUDGET))
+            pieces = tuple(pieces_per_unit(size, cut.piece_bytes) for size in cut.division.sizes_bytes)
+            kind = cut.division.kind, pieces
             if kind not in seen:
                 seen.add(kind)
                 yield cut
@@ -104,7 +156,7 @@ class Cutter:
         """The same ones for every capacity, in another order. None is below what the largest parameter alone takes,
         which every budget must hold; from the largest one on all cuts are alike."""
         params = [handle.tensor for handle in self._handles]
-        sizes = [param.numel() * self._types.of(param).itemsize for param in params if param is not None]
+        sizes = [self._target_nbytes(param) for param in params if param is not None]
         least = grain_below(max(sizes, default=0))
         most = max(least, grain_below(2 * PIECES_PER_BUDGET * sum(sizes)))
         first = min(max(grain_below(capacity_bytes), least), most)
@@ -119,36 +171,34 @@ class Cutter:
             yield grain
             grain = grain_above(grain)
 
-    def _cut(self, grain_bytes: int) -> Cut:
-        assembly = Assembly(self._pager, self._gradients, grain_bytes // PIECES_PER_BUDGET, self._types, self._format)
+    def _target_nbytes(self, param: Tensor) -> int:
+        """Bytes of a parameter in the dtype it will compute in."""
+        return param.numel() * self._types.of(param).itemsize
+
+    def _division(self, max_unit_bytes: int) -> Division:
+        key = tuple(finder.step(max_unit_bytes) for finder in self._finders)
+        if key not in self._divisions:
+            self._divisions[key] = self._divided([finder.find(max_unit_bytes) for finder in self._finders])
+        return self._divisions[key]
+
+    def _divided(self, every: Sequence[RootUnits]) -> Division:
         by_tensor = {id(handle.tensor): handle for handle in self._handles}
-        cut = Cut(grain_bytes, assembly, [], [], [])
+        division = Division([], [], [], [])
         drafted: set[int] = set()
-        for root in self._roots:
-            found = find_units(root, grain_bytes // UNITS_PER_BUDGET, assembly.target_nbytes)
-            cut.windows.extend(found.windows)
-            cut.outer.extend(found.outer)
+        for found in every:
+            division.windows.extend(found.windows)
+            division.outer.extend(found.outer)
             for unit in found.units:
                 mine = []
                 for name, param in unit.params:
                     handle = by_tensor.get(id(param))
                     if handle is not None and id(handle) not in drafted:
-                        handle.name = name
+                        division.names.append((handle, name))
                         drafted.add(id(handle))
                         mine.append(handle)
                 if mine:
-                    cut.drafts.append(assembly.draft(unit.name, mine))
+                    division.drafts.append(draft_unit(self._pager, self._types, unit.name, mine))
         for handle in self._handles:  # registered somewhere, alive, but in no module that is left
             if id(handle) not in drafted:
-                cut.drafts.append(assembly.draft(handle.name, [handle]))
-        assembly.typical_bytes = common_size(draft.nbytes for draft in cut.drafts)
-        return cut
-
-
-def _kind(cut: Cut) -> Hashable:
-    """What two cuts that are the same have in common."""
-    typical, limit_bytes = cut.assembly.typical_bytes, cut.assembly.piece_bytes
-    sizes = sorted({draft.nbytes for draft in cut.drafts}) if typical is None else [typical]
-    units = tuple(len(draft.handles) for draft in cut.drafts)
-    windows = tuple(name for name, _ in cut.windows)
-    return units, windows, tuple(pieces_per_unit(size, limit_bytes) for size in sizes)
+                division.drafts.append(draft_unit(self._pager, self._types, handle.name, [handle]))
+        return division

@@ -20,7 +20,8 @@ from deepoffload.memory.eviction import EvictionPolicy
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim.device_landing import ring_of
 from deepoffload.params.torch_private import outside_user_modes, storage_at
-from deepoffload.runtime.plan import ModelPlan, weights_on_device_bytes
+from deepoffload.runtime.choice import weights_on_device_bytes
+from deepoffload.runtime.plan import ModelPlan
 from deepoffload.timeline import Timeline
 
 TRIMMED_BYTES_MIN = 64 << 20
@@ -98,7 +99,8 @@ def take_device_memory(memory: ShownMemory, plan: ModelPlan) -> None:
     """
     if memory.on_host:
         return
-    needed_bytes = weights_on_device_bytes(plan.drafts) + sum(block.shown_room_bytes for block in plan.on_device)
+    state_bytes = sum(block.shown_room_bytes for block in plan.on_device)
+    needed_bytes = weights_on_device_bytes(plan.chosen.sizes) + state_bytes
     try:
         memory.reserve(max(needed_bytes, TRIMMED_BYTES_MIN))
     except torch.OutOfMemoryError as error:

@@ -7,7 +7,8 @@ pieces is split along its children.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -37,11 +38,35 @@ class RootUnits:
     outer: tuple[tuple[str, nn.Module], ...]
 
 
-class _Finder:
-    def __init__(self, root_name: str, max_unit_bytes: int, nbytes: Callable[[Tensor], int]) -> None:
+@dataclass(frozen=True)
+class _Facts:
+    """What does not depend on the limit: a module's parameters, their bytes, and what sort of module it is."""
+
+    params: Sequence[tuple[str, Tensor]]
+    nbytes: int
+    direct: bool
+    leaf: bool
+    has_containers: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, nbytes: Callable[[Tensor], int]) -> _Facts:
+        params = [(key, param) for key, param in module.named_parameters() if not is_lazy(param)]
+        return cls(
+            params,
+            sum(nbytes(param) for _, param in params),
+            any(param is not None for param in module._parameters.values()),
+            not any(next(child.parameters(), None) is not None for child in module.children()),
+            any(isinstance(child, _CONTAINERS) for child in module.modules() if child is not module),
+        )
+
+
+class _Visit:
+    """One walk through the modules, for one limit."""
+
+    def __init__(self, root_name: str, max_unit_bytes: int, facts: Callable[[nn.Module], _Facts]) -> None:
         self.root_name = root_name
         self.max_unit_bytes = max_unit_bytes
-        self.nbytes = nbytes
+        self.facts = facts
         self.units: list[UnitPlan] = []
         self.windows: list[tuple[str, nn.Module]] = []
         self.outer: list[tuple[str, nn.Module]] = []
@@ -49,18 +74,15 @@ class _Finder:
         self._inside: set[int] = set()
 
     def visit(self, module: nn.Module, name: str, *, repeated: bool) -> None:
-        params = [(key, param) for key, param in module.named_parameters() if not is_lazy(param)]
-        if not params and any(is_lazy(param) for param in module.parameters(recurse=False)):
+        facts = self.facts(module)
+        if not facts.params and any(is_lazy(param) for param in module.parameters(recurse=False)):
             self.windows.append((name, module))  # its parameters are adopted when they have got their shapes
-        if not params:
+        if not facts.params:
             return
-        direct = any(param is not None for param in module._parameters.values())
-        leaf = not any(next(child.parameters(), None) is not None for child in module.children())
-        small = sum(self.nbytes(param) for _, param in params) <= self.max_unit_bytes
-        has_containers = any(isinstance(child, _CONTAINERS) for child in module.modules() if child is not module)
+        direct, small = facts.direct, facts.nbytes <= self.max_unit_bytes
         callable_module = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if callable_module and (leaf or (small and (repeated or (direct and not has_containers)))):
-            self._add(name, module, params)
+        if callable_module and (facts.leaf or (small and (repeated or (direct and not facts.has_containers)))):
+            self._add(name, module, facts.params)
             return
         if direct:
             own = [(key, param) for key, param in module.named_parameters(recurse=False) if not is_lazy(param)]
@@ -85,12 +107,57 @@ class _Finder:
             self.units.append(UnitPlan(name or self.root_name, module, tuple(fresh)))
 
 
+class UnitFinder:
+    """The units of one model for any limit: the modules are looked at once, and limits between which no module becomes
+    small share one answer. The model stays as it is meanwhile.
+
+    Args:
+        nbytes: what a parameter will take (in the dtype it will compute in).
+
+    Attributes:
+        num_walks: how often the modules were walked through.
+    """
+
+    def __init__(self, root: nn.Module, nbytes: Callable[[Tensor], int]) -> None:
+        self._root = root
+        self._nbytes = nbytes
+        self._facts: dict[int, _Facts] = {}
+        self._found: dict[int, RootUnits] = {}
+        self.num_walks = 0
+        self._found[0] = self._walk(-1)  # this one visits every module that any other one visits
+        self._steps = sorted({facts.nbytes for facts in self._facts.values() if facts.params})
+
+    def step(self, max_unit_bytes: int) -> int:
+        """A number that limits with the same answer share."""
+        return bisect_right(self._steps, max_unit_bytes)
+
+    def find(self, max_unit_bytes: int) -> RootUnits:
+        """As :func:`find_units`."""
+        step = self.step(max_unit_bytes)
+        if step not in self._found:
+            self._found[step] = self._walk(max_unit_bytes)
+        return self._found[step]
+
+    def _walk(self, max_unit_bytes: int) -> RootUnits:
+        self.num_walks += 1
+        return _walk(self._root, max_unit_bytes, self._facts_of)
+
+    def _facts_of(self, module: nn.Module) -> _Facts:
+        if id(module) not in self._facts:
+            self._facts[id(module)] = _Facts.of(module, self._nbytes)
+        return self._facts[id(module)]
+
+
 def find_units(root: nn.Module, max_unit_bytes: int, nbytes: Callable[[Tensor], int]) -> RootUnits:
     """The units of ``root`` in registration order; tied parameters belong to the first unit that has them.
 
     ``max_unit_bytes`` bounds the bytes of a unit where its module can be split; ``nbytes`` says what a parameter will
     take (in the dtype it will compute in).
     """
-    finder = _Finder(type(root).__name__, max_unit_bytes, nbytes)
-    finder.visit(root, "", repeated=False)
-    return RootUnits(tuple(finder.units), tuple(finder.windows), tuple(finder.outer))
+    return _walk(root, max_unit_bytes, lambda module: _Facts.of(module, nbytes))
+
+
+def _walk(root: nn.Module, max_unit_bytes: int, facts: Callable[[nn.Module], _Facts]) -> RootUnits:
+    walk = _Visit(type(root).__name__, max_unit_bytes, facts)
+    walk.visit(root, "", repeated=False)
+    return RootUnits(tuple(walk.units), tuple(walk.windows), tuple(walk.outer))

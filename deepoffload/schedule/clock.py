@@ -168,6 +168,10 @@ class TimedRun:
         self._state = dict.fromkeys(nbytes, BlockState.ON_NVME)
         self._state.update(dict.fromkeys(self._resident, BlockState.DIRTY))
         self._state.update(dict.fromkeys(empty, BlockState.EMPTY))
+        self._in_state: dict[BlockState, set[int]] = {state: set() for state in BlockState}  # of those that may leave
+        for block, state in self._state.items():
+            if block not in static:
+                self._in_state[state].add(block)
         self._writing: set[int] = set()
         self._reading: set[int] = set()
         self._events_per_plan = events_per_plan
@@ -226,7 +230,7 @@ class TimedRun:
         for block in use.writes:
             if self._state[block] is BlockState.WRITING:
                 self._settle(block)
-            self._state[block] = BlockState.DIRTY
+            self._to(block, BlockState.DIRTY)
         return self.disk.now - begun
 
     def _after(self, use: Use) -> None:
@@ -238,7 +242,7 @@ class TimedRun:
             self._settle(block)
         if block in self._resident:
             self._forget(block)
-        self._state[block] = BlockState.EMPTY
+        self._to(block, BlockState.EMPTY)
 
     def _bring(self, block: int, in_use: Sequence[int]) -> None:
         state = self._state[block]
@@ -248,7 +252,7 @@ class TimedRun:
             self._make_room(self._nbytes[block], in_use)
             self._hold(block)
             if state is BlockState.EMPTY:
-                self._state[block] = BlockState.DIRTY
+                self._to(block, BlockState.DIRTY)
                 return
             self._faults += 1
             self._read(block, urgent=True)
@@ -266,7 +270,7 @@ class TimedRun:
             is_resident=lambda block: self._state[block] is not BlockState.ON_NVME,
             nbytes=self._nbytes.__getitem__,
             free_bytes=self._free_bytes,
-            evictable=(b for b in self._resident if self._state[b] is BlockState.CLEAN and self._may_go(b, in_use)),
+            evictable=self._in_state[BlockState.CLEAN].difference(in_use),
             next_use=self._next_use,
             lookahead_bytes=self._lookahead_bytes,
             static=self._static,
@@ -297,7 +301,7 @@ class TimedRun:
     def _write_behind(self, in_use: Sequence[int]) -> None:
         budget = self._write_behind_bytes - sum(self._disk_nbytes[block] for block in self._writing)
         chosen = plan_write_back(
-            [b for b in self._resident if self._state[b] is BlockState.DIRTY and self._may_go(b, in_use)],
+            self._in_state[BlockState.DIRTY].difference(in_use),
             self.trace.upcoming(),
             nbytes=self._nbytes.__getitem__,
             next_use=self._next_use,
@@ -315,15 +319,18 @@ class TimedRun:
 
     # -- memory and transfers ------------------------------------------------------------------------------------------
 
-    def _may_go(self, block: int, in_use: Sequence[int]) -> bool:
-        return block not in self._static and block not in in_use
+    def _to(self, block: int, state: BlockState) -> None:
+        if block not in self._static:
+            self._in_state[self._state[block]].discard(block)
+            self._in_state[state].add(block)
+        self._state[block] = state
 
     def _is_clean(self, block: int) -> bool:
         return self._state[block] is BlockState.CLEAN
 
     def _make_room(self, nbytes: int, in_use: Sequence[int]) -> None:
         while self._free_bytes < nbytes:
-            candidates = [b for b in self._resident if self._may_go(b, in_use)]
+            candidates = self._resident.difference(self._static, in_use)
             victim = choose_victim(candidates, self._next_use, is_clean=self._is_clean)
             if victim is None:
                 raise BudgetError(
@@ -337,7 +344,7 @@ class TimedRun:
             self._write(block)
         if self._state[block] in (BlockState.WRITING, BlockState.READING):
             self._settle(block)
-        self._state[block] = BlockState.ON_NVME
+        self._to(block, BlockState.ON_NVME)
         self._forget(block)
 
     def _hold(self, block: int) -> None:
@@ -349,13 +356,13 @@ class TimedRun:
         self._free_bytes += self._nbytes[block]
 
     def _read(self, block: int, *, urgent: bool) -> None:
-        self._state[block] = BlockState.READING
+        self._to(block, BlockState.READING)
         self._reading.add(block)
         self._read_bytes += self._disk_nbytes[block]
         self.disk.read(block, self._disk_nbytes[block], urgent=urgent)
 
     def _write(self, block: int) -> None:
-        self._state[block] = BlockState.WRITING
+        self._to(block, BlockState.WRITING)
         self._writing.add(block)
         self.ever_written.add(block)
         self._written_bytes += self._disk_nbytes[block]
@@ -367,7 +374,7 @@ class TimedRun:
 
     def _collect(self) -> None:
         for block in self.disk.collect():
-            self._state[block] = BlockState.CLEAN
+            self._to(block, BlockState.CLEAN)
             self._writing.discard(block)
             self._reading.discard(block)
             self._settled += 1

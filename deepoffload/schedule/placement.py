@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,12 +20,14 @@ from deepoffload.schedule.cost_model import (
 )
 from deepoffload.schedule.table import Row, Totals, human_bytes, render
 
-__all__ = ["BlockSpec", "BlockKind", "Placement", "WorkingSet", "plan_placement"]
+__all__ = ["BlockColumns", "BlockSpec", "BlockKind", "Placement", "WorkingSet", "place_columns", "plan_placement"]
 
 Mask = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.int64]
 
 _KINDS = (BlockKind.WEIGHT, BlockKind.GRADIENT, BlockKind.STATE)
+KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+"""How :class:`BlockColumns` writes kinds."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,21 @@ class BlockSpec:
     kind: BlockKind
     nbytes: int
     unit: int
+
+
+class BlockColumns(NamedTuple):
+    """Blocks to be placed, by the column: what :class:`BlockSpec` says of each of them, but its name."""
+
+    ids: npt.NDArray[np.int64]
+    kinds: npt.NDArray[np.int8]
+    nbytes: npt.NDArray[np.int64]
+    units: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, blocks: Iterable[BlockSpec]) -> BlockColumns:
+        rows = [(block.id, KIND_NUMBERS[block.kind], block.nbytes, block.unit) for block in blocks]
+        ids, kinds, nbytes, units = np.array(rows, np.int64).reshape(-1, 4).T
+        return cls(ids, kinds.astype(np.int8), nbytes, units)
 
 
 @dataclass(frozen=True)
@@ -130,15 +147,49 @@ def plan_placement(
     weights before gradients before state, then spread evenly over the order given. Raises ``PlacementError``, with the
     table, when the least window does not fit or NVMe is missing or too small.
     """
-    problem = _Problem(blocks, event_weight_bytes, bandwidths, workload, num_parameters, keep, set_up_bytes)
-    total_bytes = max(sum(block.nbytes for block in problem.blocks), set_up_bytes)
+    specs = tuple(blocks)
+    return place_columns(
+        BlockColumns.of(specs),
+        lambda: specs,
+        capacity_bytes=capacity_bytes,
+        nvme_capacity_bytes=nvme_capacity_bytes,
+        event_weight_bytes=event_weight_bytes,
+        bandwidths=bandwidths,
+        workload=workload,
+        num_parameters=num_parameters,
+        ring_pieces=ring_pieces,
+        keep=keep,
+        set_up_bytes=set_up_bytes,
+    )
+
+
+def place_columns(
+    columns: BlockColumns,
+    specs: Callable[[], tuple[BlockSpec, ...]],
+    *,
+    capacity_bytes: int,
+    nvme_capacity_bytes: int | None,
+    event_weight_bytes: int,
+    bandwidths: Bandwidths,
+    workload: Workload,
+    num_parameters: int | None = None,
+    ring_pieces: int = 16,
+    keep: frozenset[int] = frozenset(),
+    set_up_bytes: int = 0,
+) -> Placement:
+    """As :func:`plan_placement`, of blocks whose ``specs`` are made only where they are placed and not refused."""
+    problem = _Problem(columns, event_weight_bytes, bandwidths, workload, num_parameters, keep, set_up_bytes)
+    total_bytes = max(problem.total_bytes, set_up_bytes)
     if total_bytes <= capacity_bytes:
-        everything = frozenset(block.id for block in problem.blocks)
-        return problem.placement(everything, WorkingSet(), capacity_bytes, nvme_capacity_bytes)
+        everything = frozenset(columns.ids.tolist())
+        placement = problem.placement(everything, WorkingSet(), capacity_bytes, nvme_capacity_bytes)
+        return replace(placement, blocks=specs())
     least_bytes = total_bytes if nvme_capacity_bytes is None else problem.minimum_bytes
     if nvme_capacity_bytes is None or capacity_bytes < least_bytes:
         placement = problem.placement(keep, problem.window(keep, 2, False), capacity_bytes, nvme_capacity_bytes)
-        raise PlacementError(_memory_message(placement, least_bytes, nvme_capacity_bytes is not None), least_bytes)
+        raise PlacementError(
+            _memory_message(placement, problem.total_bytes, least_bytes, nvme_capacity_bytes is not None), least_bytes
+        )
     resident, window = problem.choose(capacity_bytes, max(ring_pieces, 2))
     placement = problem.placement(resident, window, capacity_bytes, nvme_capacity_bytes)
     if placement.nvme_bytes > nvme_capacity_bytes:
@@ -147,14 +198,13 @@ def plan_placement(
             f"{human_bytes(nvme_capacity_bytes)} ({nvme_capacity_bytes} bytes). Raise nvme_budget, give nvme_path a "
             f"file system with more free space, or raise host_budget so that less goes there.\n{placement.table()}"
         )
-    return placement
+    return replace(placement, blocks=specs())
 
 
-def _memory_message(placement: Placement, least_bytes: int, has_nvme: bool) -> str:
+def _memory_message(placement: Placement, total_bytes: int, least_bytes: int, has_nvme: bool) -> str:
     remedy = "Raise host_budget (on a CPU device it is one pool with device_budget)"
     capacity = f"{human_bytes(placement.capacity_bytes)} ({placement.capacity_bytes} bytes)"
     if not has_nvme:
-        total_bytes = sum(block.nbytes for block in placement.blocks)
         what = "Weights, gradients and optimizer state are"
         if total_bytes < least_bytes:
             what = "While parameters take the type that they compute in, the model needs"
@@ -175,7 +225,7 @@ class _Problem:
 
     def __init__(
         self,
-        blocks: Iterable[BlockSpec],
+        columns: BlockColumns,
         event_weight_bytes: int,
         bandwidths: Bandwidths,
         workload: Workload,
@@ -183,40 +233,34 @@ class _Problem:
         keep: frozenset[int],
         set_up_bytes: int,
     ) -> None:
-        self.blocks = tuple(blocks)
-        ids = [block.id for block in self.blocks]
-        if len(set(ids)) != len(ids):
+        self._ids, self._kind, self._nbytes, units = columns
+        if len(np.unique(self._ids)) != len(self._ids):
             raise ValueError("block ids must be unique")
-        self._keep = keep & set(ids)
+        self.total_bytes = int(self._nbytes.sum())
+        self._kept = self._among(keep)
         self._event_weight_bytes = event_weight_bytes
         self._bandwidths = bandwidths
         self._num_parameters = num_parameters
         # Plans are of up to some 100,000 blocks, and of few sorts of them: everything is done by the column.
-        rank = {kind: number for number, kind in enumerate(_KINDS)}
-        self._ids = np.array(ids, np.int64)
-        self._nbytes = np.array([block.nbytes for block in self.blocks], np.int64)
-        self._kind = np.array([rank[block.kind] for block in self.blocks], np.int8)
-        units = np.array([block.unit for block in self.blocks], np.int64)
-        trained = np.isin(units, units[self._kind != rank[BlockKind.WEIGHT]])
+        trained = np.isin(units, units[self._kind != KIND_NUMBERS[BlockKind.WEIGHT]])
         self._sort = 2 * self._kind.astype(np.int64) + trained
         self._per_byte = [
             block_traffic(kind, 1, workload, updated=bool(updated)) for kind in _KINDS for updated in (0, 1)
         ]
-        everything = np.ones(len(ids), bool)
+        everything = np.ones(len(self._ids), bool)
         prices = bandwidths.prices(self._traffic(everything))
         worth = np.array([seconds_saved(traffic, prices) for traffic in self._per_byte])
         self._worth = worth[self._sort]
-        place = np.empty(len(ids))
+        place = np.empty(len(self._ids))
         for number in range(len(_KINDS)):
             of_kind = self._kind == number
             place[of_kind] = _spread(int(of_kind.sum()))
-        self._kept = self._among(self._keep)
         self._order = np.lexsort((place, self._kind, -self._worth, ~self._kept))
         ranked_bytes = self._nbytes[self._order]
         self._prefix_bytes = np.concatenate(([0], np.cumsum(ranked_bytes)))
         self._suffix_needs = _Needs.of_suffixes(self._kind[self._order], ranked_bytes)
         needed = self._prefix_bytes + self._suffix_needs.window_bytes(2, False, event_weight_bytes)
-        self.minimum_bytes = max(int(needed[len(self._keep) :].min()), set_up_bytes)
+        self.minimum_bytes = max(int(needed[int(self._kept.sum()) :].min()), set_up_bytes)
 
     def _among(self, ids: frozenset[int]) -> Mask:
         """Which blocks are among ``ids``."""
@@ -266,7 +310,7 @@ class _Problem:
         """How many of the most valuable blocks fit next to the window that the others then need."""
         needed = self._suffix_needs.window_bytes(pieces, prefetches_weights, self._event_weight_bytes)
         fits = np.flatnonzero(self._prefix_bytes + needed <= capacity_bytes)
-        return int(fits[-1]) if len(fits) and fits[-1] >= len(self._keep) else None
+        return int(fits[-1]) if len(fits) and fits[-1] >= int(self._kept.sum()) else None
 
     def placement(
         self, resident: frozenset[int], window: WorkingSet, capacity_bytes: int, nvme_capacity_bytes: int | None
@@ -280,7 +324,7 @@ class _Problem:
             _window_row(window, dynamic_bytes) if not stays.all() else Row("windows + ring", reason="not needed")
         )
         return Placement(
-            blocks=self.blocks,
+            blocks=(),
             resident=resident,
             paged=frozenset(self._ids[~stays].tolist()),
             window=window,

@@ -1,0 +1,204 @@
+"""Which cut of a model is placed, decided by sizes: blocks are made of the chosen cut only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from deepoffload.config import Config
+from deepoffload.config.units import format_bytes
+from deepoffload.device import Tier
+from deepoffload.errors import DevicePlacementError, PlacementError
+from deepoffload.native.aio import round_up
+from deepoffload.runtime.cuts import Cut, Cutter
+from deepoffload.runtime.sizes import UnitSizes
+from deepoffload.schedule.cost_model import Bandwidths, BlockKind, Workload
+from deepoffload.schedule.placement import KIND_NUMBERS, BlockColumns, BlockSpec, Placement, place_columns
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a model may take: memory, NVMe (None: there is no path), and of a device's memory."""
+
+    capacity_bytes: int
+    nvme_bytes: int | None
+    bandwidths: Bandwidths
+    device_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ChosenCut:
+    """A cut, the sizes of its units' blocks, and where these go. Blocks are numbered from 0 on, in the order in which
+    they are made: unit by unit, weights, gradients, pieces of state.
+
+    ``on_device``: numbers of blocks of optimizer state that live on a device and are no part of the placement.
+    """
+
+    cut: Cut
+    sizes: list[UnitSizes]
+    placement: Placement
+    on_device: list[int]
+
+    def content_bytes(self) -> list[int]:
+        """What each block stores."""
+        return [block.nbytes for unit in self.sizes for block in unit.blocks for _ in range(block.count)]
+
+    def with_ids(self, ids: Sequence[int]) -> Placement:
+        """The placement of blocks that have got ``ids``, in the order of their numbers."""
+        placement = self.placement
+        return replace(
+            placement,
+            blocks=tuple(replace(block, id=ids[block.id]) for block in placement.blocks),
+            resident=frozenset(ids[number] for number in placement.resident),
+            paged=frozenset(ids[number] for number in placement.paged),
+        )
+
+
+def choose(cutter: Cutter, config: Config, room: Room) -> ChosenCut:
+    """Cut a model as finely as its budget suggests, or in another way where that does not fit.
+
+    Raises:
+        DevicePlacementError, PlacementError: no cut fits; see :func:`deepoffload.runtime.plan.plan_model`.
+    """
+    refusals: list[tuple[PlacementError, Cut]] = []
+    too_coarse: list[tuple[DevicePlacementError, Cut]] = []
+    for cut in cutter.cuts(room.capacity_bytes):
+        try:
+            return _placed(cutter, cut, config, room)
+        except DevicePlacementError as error:
+            too_coarse.append((error, cut))
+        except PlacementError as error:
+            refusals.append((error, cut))
+    on_device: DevicePlacementError | None = None
+    if not refusals:  # no cut is fine enough for the device: with the least that one needs there, does the host do?
+        on_device = min((error for error, _ in too_coarse), key=_needs)
+        room = replace(room, device_bytes=int(_needs(on_device)))
+        for cut in (cut for error, cut in too_coarse if _needs(error) == room.device_bytes):
+            try:
+                _placed(cutter, cut, config, room)
+            except PlacementError as error:
+                refusals.append((error, cut))
+            else:
+                raise on_device
+    refusal, cut = min(refusals, key=lambda tried: _needs(tried[0]))
+    if refusal.enough_bytes is not None:
+        try:
+            _placed(cutter, cut, config, replace(room, capacity_bytes=refusal.enough_bytes))
+        except PlacementError as error:
+            raise _both(refusal, error) from None
+    raise refusal if on_device is None else PlacementError(f"{on_device}. {refusal}", refusal.enough_bytes)
+
+
+def _needs(error: PlacementError) -> float:
+    return math.inf if error.enough_bytes is None else error.enough_bytes
+
+
+def _both(memory: PlacementError, nvme: PlacementError) -> PlacementError:
+    """Memory is too small, and with as much as would do NVMe is, too."""
+    said, _, table = str(memory).partition("\n")
+    return PlacementError(f"{said} With so much memory NVMe is too small: {str(nvme).splitlines()[0]}\n{table}")
+
+
+def _placed(cutter: Cutter, cut: Cut, config: Config, room: Room) -> ChosenCut:
+    drafts, sizes = cut.division.drafts, cutter.sizes(cut)
+    if room.device_bytes:
+        _check_calls(cut, sizes, room.device_bytes)
+    columns = _columns(cut, sizes)
+    stays = _state_on_device(sizes, room.device_bytes) if config.offload_optimizer is Tier.DEVICE else set()
+    is_state = columns.kinds == KIND_NUMBERS[BlockKind.STATE]
+    away = is_state & np.isin(columns.units, [drafts[number].index for number in stays])
+    placed = BlockColumns(*(column[~away] for column in columns))
+    limits = {BlockKind.WEIGHT: config.offload_param, BlockKind.STATE: config.offload_optimizer}
+    kept_kinds = [KIND_NUMBERS[kind] for kind, tier in limits.items() if tier is not None and tier is not Tier.NVME]
+    event_bytes = max((nbytes for _, nbytes in window_bytes(cut, sizes)), default=0)
+    placement = place_columns(
+        placed,
+        lambda: tuple(_specs(cut, sizes, stays)),
+        capacity_bytes=room.capacity_bytes,
+        nvme_capacity_bytes=room.nvme_bytes,
+        event_weight_bytes=event_bytes,
+        bandwidths=room.bandwidths,
+        workload=Workload(config.gradient_accumulation_steps, config.step_overlap),
+        num_parameters=sum(handle.numel for draft in drafts for handle, _ in draft.trained) or None,
+        keep=frozenset(placed.ids[np.isin(placed.kinds, kept_kinds)].tolist()),
+        set_up_bytes=_set_up_bytes(cut, sizes, can_leave=room.nvme_bytes is not None),
+    )
+    return ChosenCut(cut, sizes, placement, np.flatnonzero(away).tolist())
+
+
+def _check_calls(cut: Cut, sizes: Sequence[UnitSizes], device_bytes: int) -> None:
+    """Raise where a call of a module takes more weights at once than the device may hold."""
+    name, nbytes = max(window_bytes(cut, sizes), key=lambda window: window[1], default=("", 0))
+    if nbytes > device_bytes:
+        raise DevicePlacementError(
+            f"device_budget is {format_bytes(device_bytes)} ({device_bytes} bytes), but a call of "
+            f"{name or 'the model'} needs {nbytes} bytes of weights on the device at once; raise it to at least "
+            f"{nbytes} bytes",
+            nbytes,
+        )
+
+
+def _columns(cut: Cut, sizes: Sequence[UnitSizes]) -> BlockColumns:
+    """All blocks of a cut."""
+    rows = [
+        (KIND_NUMBERS[block.kind], block.room_bytes, draft.index, block.count)
+        for draft, unit in zip(cut.division.drafts, sizes, strict=True)
+        for block in unit.blocks
+    ]
+    kinds, nbytes, units, counts = np.array(rows, np.int64).reshape(-1, 4).T
+    kinds, nbytes, units = (np.repeat(column, counts) for column in (kinds, nbytes, units))
+    return BlockColumns(np.arange(len(kinds)), kinds.astype(np.int8), nbytes, units)
+
+
+def _specs(cut: Cut, sizes: Sequence[UnitSizes], stays: set[int]) -> Iterator[BlockSpec]:
+    """The blocks of a cut, without the state of the units whose numbers are in ``stays``."""
+    number = 0
+    for at, (draft, unit) in enumerate(zip(cut.division.drafts, sizes, strict=True)):
+        piece = 0
+        for block in unit.blocks:
+            for _ in range(block.count):
+                name = draft.block_name(block.kind, piece)
+                piece += block.kind is BlockKind.STATE
+                if block.kind is not BlockKind.STATE or at not in stays:
+                    yield BlockSpec(number, name, block.kind, block.room_bytes, draft.index)
+                number += 1
+
+
+def weights_on_device_bytes(sizes: Sequence[UnitSizes]) -> int:
+    """Device memory that all weights take, and the largest block of gradients, of which one is there when looked at."""
+    gradients = max((unit.room_bytes(BlockKind.GRADIENT) for unit in sizes), default=0)
+    return sum(unit.room_bytes(BlockKind.WEIGHT) for unit in sizes) + gradients
+
+
+def _state_on_device(sizes: Sequence[UnitSizes], device_bytes: int) -> set[int]:
+    """The numbers of as many units, first to last, as there is room for the state of next to the weights."""
+    left = device_bytes - weights_on_device_bytes(sizes)
+    kept = set()
+    for number, unit in enumerate(sizes):
+        nbytes = unit.room_bytes(BlockKind.STATE)
+        if nbytes <= left:
+            left -= nbytes
+            kept.add(number)
+    return kept
+
+
+def _set_up_bytes(cut: Cut, sizes: Sequence[UnitSizes], *, can_leave: bool) -> int:
+    """What must be in memory at once while the parameters move, one by one, into their units."""
+    if can_leave:
+        return max((unit.set_up_bytes for unit in sizes), default=0)
+    used = sum(round_up(handle.nbytes) for draft in cut.division.drafts for handle in draft.handles)
+    most = used
+    for unit in sizes:
+        most = max(most, used + unit.set_up_peak_bytes)
+        used += unit.set_up_net_bytes
+    return most
+
+
+def window_bytes(cut: Cut, sizes: Sequence[UnitSizes]) -> Iterator[tuple[str, int]]:
+    """Each window's name, and the memory that the weights of one call of its module take, on the host or as copies."""
+    rooms = [unit.room_bytes(BlockKind.WEIGHT) for unit in sizes]
+    for name, numbers in cut.division.window_units:
+        yield name, sum(rooms[number] for number in numbers)
