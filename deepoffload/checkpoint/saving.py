@@ -22,7 +22,7 @@ from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.safetensors_file import failure
 from deepoffload.checkpoint.shards import INDEX_NAME, split
 from deepoffload.checkpoint.state_files import StatePlan
-from deepoffload.checkpoint.tags import publish_tag
+from deepoffload.checkpoint.tags import check_place, publish_tag
 from deepoffload.checkpoint.values import encode
 from deepoffload.checkpoint.weights import WeightPlan, plan_weights
 from deepoffload.config.units import format_bytes
@@ -74,6 +74,7 @@ def write_checkpoint(directory: str, tag: str, content: Content, *, update_lates
         UsageError: the directory cannot be used. UnsupportedError: a value that a checkpoint does not hold.
         IoFailure: no room, or a transfer failed. Earlier checkpoints are as they were in all of these.
     """
+    check_place(directory, tag)
     tensors: dict[str, Tensor] = {}
     training = encode(dict(content.training), "training", tensors)
     text = json.dumps(training, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"

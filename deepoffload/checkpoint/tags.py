@@ -15,7 +15,7 @@ from deepoffload.checkpoint.block_writer import write_small_file
 from deepoffload.checkpoint.directory import STAGING_PREFIX, sync_directory
 from deepoffload.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from deepoffload.checkpoint.safetensors_file import failure
-from deepoffload.errors import DeepOffloadError, UnsupportedError, UsageError
+from deepoffload.errors import DeepOffloadError, IoFailure, UnsupportedError, UsageError
 
 log = logging.getLogger("deepoffload")
 
@@ -55,9 +55,10 @@ def latest_tag(directory: str) -> str | None:
         return None
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}); name the tag to load") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UsageError(f"{path} is no file; name the tag to load")
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise UsageError(f"{path} is no file; name the tag to load")
         text = file.read(_LATEST_BYTES_MAX).decode(errors="replace").strip()
     try:
         return checked_tag(text)
@@ -92,14 +93,49 @@ def known_tags(directory: str) -> list[str]:
     return [name for name in names if os.path.isfile(os.path.join(directory, name, MANIFEST_NAME))]
 
 
+def check_place(directory: str, tag: str) -> None:
+    """Check that a save of ``tag`` replaces nothing but a checkpoint of ours.
+
+    Raises:
+        UsageError: the place is taken by a file, a link, or a folder that holds something else. Somebody's own files,
+            or a checkpoint of another library, would be lost.
+    """
+    latest = os.path.join(directory, LATEST_NAME)
+    if os.path.isdir(latest) and not os.path.islink(latest):
+        raise UsageError(f"{latest} is a directory, where the name of the newest checkpoint belongs: move it away")
+    path = os.path.join(directory, tag)
+    if not os.path.lexists(path):
+        return
+    if os.path.islink(path) or not os.path.isdir(path):
+        what = "a link" if os.path.islink(path) else "no directory"
+        raise UsageError(f"{path} is {what}, and no checkpoint of deepoffload: move it away, or save with another tag")
+    names = set(os.listdir(path))
+    manifest = _manifest_if_ours(path)
+    if manifest is not None:
+        names -= {*manifest.files, MANIFEST_NAME}
+    elif MANIFEST_NAME in names:  # a damaged one
+        names = {name for name in names if not name.endswith((".json", ".safetensors"))}
+    if names:
+        raise UsageError(
+            f"{path} holds {_few(sorted(names))}, which no checkpoint of deepoffload put there and which saving with "
+            f"the tag {tag!r} would remove: move it away, or save with another tag or to another directory"
+        )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def publish_tag(staged: str, directory: str, tag: str, *, update_latest: bool) -> str:
     """Move a complete checkpoint to its place, and name it in ``latest``. One of the same tag that is there already is
     left in ``staged``, a folder of a staging directory. At every moment the tag is the old one or the new one.
 
     Raises:
         IoFailure: a file could not be moved. UnsupportedError: the file system cannot exchange two directories.
+        UsageError: see :func:`check_place`; something may have come since the save began.
     """
     path = os.path.join(directory, tag)
+    check_place(directory, tag)
     try:
         sync_directory(staged)
         if os.path.lexists(path):
@@ -107,12 +143,12 @@ def publish_tag(staged: str, directory: str, tag: str, *, update_latest: bool) -
         else:
             os.rename(staged, path)
         sync_directory(directory)
-        if update_latest:
-            _write_latest(directory, os.path.dirname(staged), tag)
     except DeepOffloadError:
         raise
     except OSError as error:
         raise failure("moving the checkpoint into place", error, path, 0) from error
+    if update_latest:
+        _write_latest(directory, os.path.dirname(staged), tag)
     return path
 
 
@@ -134,10 +170,14 @@ def _exchange(one: str, other: str, tag: str) -> None:
 
 
 def _write_latest(directory: str, staging: str, tag: str) -> None:
-    path = os.path.join(staging, LATEST_NAME)
-    write_small_file(path, tag.encode())
-    os.replace(path, os.path.join(directory, LATEST_NAME))
-    sync_directory(directory)
+    path, final = os.path.join(staging, LATEST_NAME), os.path.join(directory, LATEST_NAME)
+    try:
+        write_small_file(path, tag.encode())
+        os.replace(path, final)
+        sync_directory(directory)
+    except OSError as error:  # also an IoFailure, which speaks of a save that left nothing
+        remedy = f"The checkpoint is complete in {os.path.join(directory, tag)}; load it by its tag"
+        raise IoFailure("naming the newest checkpoint", error.errno or errno.EIO, final, 0, len(tag), remedy) from error
 
 
 def prune(directory: str, keep_last: int, newest: str) -> None:

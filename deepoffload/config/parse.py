@@ -207,7 +207,10 @@ def _scheduler(fields: dict[str, Any], where: str) -> SchedulerConfig | None:
 def _check_together(config: Config, fields: dict[str, Any], where: str) -> None:
     """What no single key can be blamed for."""
     if config.durability:
-        raise ConfigError(f"{where}durability = true: not in this version; leave it out and save with save_pretrained")
+        raise ConfigError(
+            f"{where}durability = true: not in this version; leave it out and save "
+            "with deepoffload.TrainingState, or engine.save_checkpoint"
+        )
     if config.precision is Precision.FP16 and config.step_overlap is StepOverlap.IN_BACKWARD:
         raise ConfigError(
             f'{where}precision is fp16, and step_overlap = "in_backward" uses each gradient before it is known whether '

@@ -21,6 +21,9 @@ from deepoffload.estimate.dry_run import LossOf
 from deepoffload.estimate.inputs import transformers_loss
 from deepoffload.estimate.shapes import shape_in
 
+LAYERS_MAX = 10_000
+"""A configuration with more is a mistake: each layer is built once, on the meta device."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -141,14 +144,23 @@ def from_config(
 def _read(path: Path) -> tuple[Path, dict[str, Any]]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}; give a config.json or the directory that holds one") from error
     except ValueError as error:
         raise ConfigError(f"{file}: is not JSON ({error})") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{file}: holds a {type(settings).__name__} where a model's configuration was expected")
+    if not isinstance(settings.get("model_type", ""), (str, type(None))):
+        raise ConfigError(f'{file}: model_type = {settings["model_type"]!r}: expected a text such as "llama"')
+    for key, value in settings.items():
+        if key.endswith("layers") and isinstance(value, int) and value > LAYERS_MAX:
+            raise ConfigError(f"{file}: {key} = {value:,}: more layers than any model has (at most {LAYERS_MAX:,})")
     return file, settings
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def _by_transformers(settings: Mapping[str, Any]) -> tuple[Any, str]:

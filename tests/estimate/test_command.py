@@ -175,6 +175,20 @@ def test_mistakes_are_named(arguments, named, capsys):
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ('{"model_type": ["llama"]}', "model_type"),
+        ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "num_hidden_layers"),
+        ('{"model_type": "llama", "rope_theta": NaN}', "NaN"),
+    ],
+)
+def test_configurations_that_no_model_has(settings, named, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(settings)
+    assert main(["--config", str(tmp_path)]) == 2
+    assert named in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--layers", "0"], ["--batch", "-1"], ["--host-budget", "lots"]])
 def test_mistakes_in_numbers(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
