@@ -208,7 +208,8 @@ def test_urgent_and_promoted_requests_overtake(make_engine, memory, tmp_path, ba
 
 def test_reads_and_writes_take_turns(make_engine, memory, tmp_path, backend):
     """A burst of writes submitted first does not make reads wait for all of it, nor the other way round."""
-    engine = make_engine(backend=backend, queue_depth=1, fault_script="delay_ms=5")
+    # Long enough for a busy machine to submit all of them while the first one runs.
+    engine = make_engine(backend=backend, queue_depth=1, fault_script="delay_ms=30")
     file = open_file(engine, tmp_path)
     requests = {}
     for kind in ("write", "read"):
