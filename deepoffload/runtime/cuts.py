@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor, nn
 
@@ -95,6 +95,11 @@ class Cut:
         return self.grain_bytes // PIECES_PER_BUDGET
 
 
+def _target_nbytes(types: ComputeTypes, param: Tensor) -> int:
+    """Bytes of a parameter in the dtype it will compute in."""
+    return param.numel() * types.of(param).itemsize
+
+
 class Cutter:
     """Cuts one model in different ways.
 
@@ -118,7 +123,9 @@ class Cutter:
         self._types = types
         self._format = state_format
         self._handles = handles
-        self._finders = [UnitFinder(root, self._target_nbytes) for root in roots]
+        # No method of this object: a cycle would keep the model alive until garbage is collected.
+        nbytes = partial(_target_nbytes, types)
+        self._finders = [UnitFinder(root, nbytes) for root in roots]
         self._divisions: dict[tuple[int, ...], Division] = {}
 
     @property
@@ -156,7 +163,7 @@ class Cutter:
         """The same ones for every capacity, in another order. None is below what the largest parameter alone takes,
         which every budget must hold; from the largest one on all cuts are alike."""
         params = [handle.tensor for handle in self._handles]
-        sizes = [self._target_nbytes(param) for param in params if param is not None]
+        sizes = [_target_nbytes(self._types, param) for param in params if param is not None]
         least = grain_below(max(sizes, default=0))
         most = max(least, grain_below(2 * PIECES_PER_BUDGET * sum(sizes)))
         first = min(max(grain_below(capacity_bytes), least), most)
@@ -170,10 +177,6 @@ class Cutter:
         while grain <= most:
             yield grain
             grain = grain_above(grain)
-
-    def _target_nbytes(self, param: Tensor) -> int:
-        """Bytes of a parameter in the dtype it will compute in."""
-        return param.numel() * self._types.of(param).itemsize
 
     def _division(self, max_unit_bytes: int) -> Division:
         key = tuple(finder.step(max_unit_bytes) for finder in self._finders)
