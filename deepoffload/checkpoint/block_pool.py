@@ -7,7 +7,8 @@ from deepoffload.native.aio import HostMapping, ffi, lib
 BLOCK_BYTES = 1 << 20
 """A file is written, read and checksummed in blocks of this size, so that transfers are aligned for O_DIRECT."""
 
-_GROWTH_BLOCKS = 8
+_GROWTH_BLOCKS = 2
+"""A huge page."""
 
 
 class BlockPool:

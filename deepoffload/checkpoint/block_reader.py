@@ -19,8 +19,9 @@ from deepoffload.io.ticket import Ticket
 AHEAD_BLOCKS = 12
 """Blocks that are on their way, or have come and were not asked for yet."""
 
-KEPT_BLOCKS = 32
-"""Blocks in memory, at most."""
+KEPT_BLOCKS = 24
+"""Blocks in memory, at most: those ahead, and as many of which a part was given out. Parameters have up to five arrays
+in a file, and one array ends in the block in which the next one begins."""
 
 
 class FileSpan(NamedTuple):
@@ -32,16 +33,20 @@ class FileSpan(NamedTuple):
 
 
 class _Block:
-    __slots__ = ("address", "ticket", "used")
+    __slots__ = ("address", "ticket", "used", "left_bytes")
 
-    def __init__(self, address: int, ticket: Ticket) -> None:
+    def __init__(self, address: int, ticket: Ticket, left_bytes: int) -> None:
         self.address = address
         self.ticket: Ticket | None = ticket
         self.used = False
+        self.left_bytes = left_bytes
 
 
 class BlockReader:
     """The verified content of a checkpoint's files.
+
+    The memory of a block goes back to the pool with the last of its bytes, so that few are in memory. What is asked for
+    twice may be read twice.
 
     Args:
         progress: told the bytes of each block that was read and is right.
@@ -78,7 +83,11 @@ class BlockReader:
         while offset < end:
             index, inside = divmod(offset, BLOCK_BYTES)
             part = min(end - offset, BLOCK_BYTES - inside)
-            ctypes.memmove(address, self._arrived(span.file, index).address + inside, part)
+            block = self._arrived(span.file, index)
+            ctypes.memmove(address, block.address + inside, part)
+            block.left_bytes -= part
+            if block.left_bytes <= 0:
+                self._forget((span.file, index))
             offset, address = offset + part, address + part
 
     def length_of_file(self, file: str) -> int:
@@ -86,22 +95,22 @@ class BlockReader:
 
     def content(self, file: str) -> bytes:
         """All of a (small) file."""
-        held = ctypes.create_string_buffer(max(1, self._records[file].nbytes))
-        self.read(FileSpan(file, 0, self._records[file].nbytes), ctypes.addressof(held))
-        return held.raw[: self._records[file].nbytes]
+        return self.part(FileSpan(file, 0, self._records[file].nbytes))
 
-    def beginning(self, file: str, nbytes: int) -> bytes:
-        """The first bytes of a file."""
-        held = ctypes.create_string_buffer(max(1, nbytes))
-        self.read(FileSpan(file, 0, nbytes), ctypes.addressof(held))
-        return held.raw[:nbytes]
+    def part(self, span: FileSpan) -> bytes:
+        """A (small) part of a file."""
+        held = ctypes.create_string_buffer(max(1, span.nbytes))
+        self.read(span, ctypes.addressof(held))
+        return held.raw[: span.nbytes]
 
     def verify(self, file: str) -> None:
         """Read all of a file for its checksums only."""
         spans = [FileSpan(file, start, 1) for start in range(0, self._records[file].nbytes, BLOCK_BYTES)]
         self.will_read(spans)
         for span in spans:
-            self._arrived(file, span.offset // BLOCK_BYTES)
+            index = span.offset // BLOCK_BYTES
+            self._arrived(file, index)
+            self._forget((file, index))
 
     def close(self) -> None:
         """Wait for what is on its way, and close the files."""
@@ -143,7 +152,7 @@ class BlockReader:
         except BaseException:
             self._pool.give_back(address)
             raise
-        block = self._blocks[key] = _Block(address, ticket)
+        block = self._blocks[key] = _Block(address, ticket, self._length_of(key))
         self._ahead += 1
         return block
 
@@ -158,7 +167,9 @@ class BlockReader:
     def _forget_one(self) -> None:
         """Take the memory of the block whose use is longest ago."""
         used = (key for key, block in self._blocks.items() if block.used)
-        key = next(itertools.chain(used, self._blocks))
+        self._forget(next(itertools.chain(used, self._blocks)))
+
+    def _forget(self, key: tuple[str, int]) -> None:
         block = self._blocks.pop(key)
         if not block.used:
             self._ahead -= 1
@@ -173,16 +184,14 @@ class BlockReader:
         try:
             ticket.wait()
         except IoFailure as error:
-            del self._blocks[key]
-            self._pool.give_back(block.address)
+            self._forget(key)
             remedy = "Load another checkpoint, or copy this one to another disk if it can be read there"
             code, offset = error.errno or 0, index * BLOCK_BYTES
             raise IoFailure("reading the checkpoint", code, path, offset, self._length_of(key), remedy) from error
         nbytes = self._length_of(key)
         found, written = crc32c(block.address, nbytes), self._records[file].sums[index]
         if found != written:
-            del self._blocks[key]
-            self._pool.give_back(block.address)
+            self._forget(key)
             raise UsageError(
                 f"{path} is damaged between offset {index * BLOCK_BYTES} and {index * BLOCK_BYTES + nbytes}: its "
                 f"checksum there is {found:08x} and was {written:08x} when it was saved; load another checkpoint"

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import os
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class BlockWriter:
     def __init__(self, io: IoEngine, pool: BlockPool, path: str, nbytes: int, progress: Callable[[int], None]) -> None:
         self.path = path
         self.nbytes = nbytes
-        self.sums = [0] * num_blocks_of(nbytes)
+        self.sums = array("I", bytes(4 * num_blocks_of(nbytes)))
         self._pool = pool
         self._io = io
         self._progress = progress

@@ -12,7 +12,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +36,10 @@ _BYTES_PER_MANIFEST_BYTE = 4096
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of a checkpoint; ``sums`` has the CRC-32C of each MiB."""
+    """A file of a checkpoint; ``sums`` has the CRC-32C of each MiB (an ``array``, because large models have many)."""
 
     nbytes: int
-    sums: tuple[int, ...]
+    sums: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ def _file(name: str, record: Any) -> FileRecord:
     nbytes, text = _whole(record.get("bytes"), f"the length of {name}"), record.get("crc32c")
     if not isinstance(text, str) or len(text) != 8 * num_blocks_of(nbytes) or not re.fullmatch("[0-9a-f]*", text):
         raise _Damage(f"the checksums of {name} are not eight hexadecimal digits per MiB")
-    return FileRecord(nbytes, tuple(int(text[at : at + 8], 16) for at in range(0, len(text), 8)))
+    return FileRecord(nbytes, array("I", (int(text[at : at + 8], 16) for at in range(0, len(text), 8))))
 
 
 def _tensor(name: str, record: Any) -> TensorRecord:

@@ -194,5 +194,5 @@ class _Files:
         records = {}
         for name, file in self._planned.items():
             self.writer(name).finish()
-            records[name] = FileRecord(file.nbytes, tuple(self.writer(name).sums))
+            records[name] = FileRecord(file.nbytes, self.writer(name).sums)
         return records

@@ -135,10 +135,10 @@ def open_checkpoint(folder: str, progress: Callable[[int], None]) -> Iterator[Ch
 def _check_header(reader: BlockReader, folder: str, file: str, tensors: Mapping[str, TensorRecord]) -> None:
     path = os.path.join(folder, file)
     nbytes = reader.length_of_file(file)
-    length = int.from_bytes(reader.beginning(file, min(8, nbytes)), "little")
+    length = int.from_bytes(reader.part(FileSpan(file, 0, min(8, nbytes))), "little")
     if nbytes < 8 or length > min(HEADER_BYTES_MAX, nbytes - 8):
         raise UsageError(f"{path} is damaged: its header cannot be {length} bytes long")
-    header = parse_json(reader.beginning(file, 8 + length)[8:], path)
+    header = parse_json(reader.part(FileSpan(file, 8, length)), path)
     expected = {
         name: {
             "dtype": record.dtype,

@@ -25,8 +25,9 @@ from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle, StatePiece
 
-CHUNK_NUMEL = 1 << 20
-"""Elements that are converted at a time; a multiple of the block of 8-bit state."""
+CHUNK_NUMEL = 1 << 18
+"""Elements that are converted at a time; a multiple of the block of 8-bit state. 1 MiB in fp32: of so much the system's
+allocator keeps little when it is given back."""
 
 
 @dataclass(frozen=True)

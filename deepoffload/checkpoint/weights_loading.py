@@ -13,11 +13,14 @@ from deepoffload.checkpoint import transformers_format
 from deepoffload.checkpoint.block_reader import BlockReader, FileSpan
 from deepoffload.checkpoint.expressions import Opener, slabs
 from deepoffload.checkpoint.source import StoredTensor
-from deepoffload.checkpoint.weights import WINDOW_BYTES, WeightPlan, handle_of, plan_weights, to_write
+from deepoffload.checkpoint.weights import WeightPlan, handle_of, plan_weights, to_write
 from deepoffload.errors import UsageError
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 NAMES_SHOWN = 20
+
+WINDOW_BYTES = 1 << 20
+"""Stored bytes that are converted, or put into another order, at a time."""
 
 
 @dataclass(frozen=True)
