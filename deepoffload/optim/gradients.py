@@ -272,7 +272,7 @@ class Gradients:
         param = handle.tensor
         if param is None:
             return
-        record = self._record(handle)
+        record = self._records.get(handle) or self._record(handle)  # without the call where there is one
         if value is not None:
             if record.slot is not None and value is record.slot.shown:
                 return

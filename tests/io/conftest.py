@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from deepoffload.io.engine import BACKENDS, IoEngine, probe_backend
 from deepoffload.native.aio import HostMapping
-
-
-def native_threads() -> list[str]:
-    """Names of this process's threads that the engine started."""
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return [name for name in names if name.startswith("doff-")]
+from tests.support.threads import native_threads, native_threads_left
 
 
 @pytest.fixture(params=BACKENDS)
@@ -39,7 +33,7 @@ def make_engine() -> Iterator[Callable[..., IoEngine]]:
     yield make
     for engine in engines:
         engine.close(timeout_s=20)
-    assert len(native_threads()) == before
+    assert native_threads_left(before) == []
     assert threading.active_count() < 50
 
 

@@ -26,6 +26,7 @@ from deepoffload.errors import *
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.native.aio import HostMapping
+from tests.support.threads import native_threads_left
 backend, directory = sys.argv[1:]
 memory = HostMapping(16 << 20)
 memory.buffer[:] = os.urandom(memory.nbytes)
@@ -253,8 +254,7 @@ def test_ctrl_c_ends_a_wait_and_everything_behind_it(backend, tmp_path):
         forever()
     except KeyboardInterrupt:
         swap.close(); engine.close()
-        left = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
-        print([name for name in left if name.startswith("doff")])
+        print(native_threads_left())
     """
     process = start(SWAP + textwrap.dedent(body), backend, tmp_path)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"

@@ -119,10 +119,11 @@ def test_a_program_with_another_default_from_its_first_line(nvme_path: Path) -> 
     program = f"""
 import torch
 torch.set_default_dtype(torch.bfloat16)
+torch.manual_seed(0)
 import deepoffload
 with deepoffload.offload_context(host_budget="1MiB", nvme_path={str(nvme_path)!r}):
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
-optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-5)
+optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-3)
 losses = []
 for _ in range(3):
     loss = model(torch.ones(2, 256)).square().mean()
@@ -130,7 +131,7 @@ for _ in range(3):
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss.item())
-assert model[0].weight.dtype is torch.bfloat16 and losses[2] < losses[0], losses
+assert model[0].weight.dtype is torch.bfloat16 and losses[2] < 0.9 * losses[0], losses
 """
     done = subprocess.run(
         [sys.executable, "-c", program],

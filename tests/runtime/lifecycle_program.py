@@ -22,6 +22,7 @@ import deepoffload
 from deepoffload import offload_context
 from tests.support.models import TinyGPT, batch, next_token_loss
 from tests.support.paging import PACKAGE
+from tests.support.threads import native_threads_left
 
 SWAP = sys.argv[1] if __name__ == "__main__" else ""  # the tests import constants from here
 HOST_BUDGET_BYTES = 900 << 10  # about half of what the model takes
@@ -30,14 +31,13 @@ PHASES = ("construct", "exit", "forward", "backward", "step")
 
 def left_behind() -> dict[str, Any]:
     """What this process still holds of an engine: threads, open swap files, locked memory, hooks."""
-    tasks = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
     files = []
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
     return {
-        "threads": [name for name in tasks if name.startswith("doff")],
+        "threads": native_threads_left(),
         "files": [name for name in files if SWAP in name],
         "locked_kb": int(status["VmLck"].split()[0]),
         "saved_tensor_hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
