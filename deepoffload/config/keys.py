@@ -274,10 +274,6 @@ def group_of_parts(*parts: str) -> ValueKind:
     return ValueKind('an object of parts, each with "enabled": true or false', normalise)
 
 
-def anything() -> ValueKind:
-    return ValueKind("anything", lambda value: value)
-
-
 def keys_by_path(*tables: Sequence[Key]) -> dict[str, Key]:
     """One mapping of several tables. Each path is in one table only (a test holds it)."""
     return {key.path: key for table in tables for key in table}

@@ -22,7 +22,7 @@ from deepoffload.copies.host_link import HostLink
 from deepoffload.copies.materialise import Materialiser
 from deepoffload.copies.movement import Movement
 from deepoffload.copies.residency import Residency
-from deepoffload.memory.block import Block
+from deepoffload.memory.block import Block, DeviceCopies
 from deepoffload.memory.tier_manager import TierManager
 
 
@@ -32,9 +32,10 @@ class CopyMemory:
     It is what others ask, and decides nothing itself: :class:`Residency` knows which copies there are,
     :class:`Movement` moves their bytes.
 
-    The tier manager makes it (its argument ``copies``), because each asks the other.
+    It makes the tier manager, because each asks the other.
 
     Args:
+        open_tiers: the tier manager over given copies; called once, while these copies can not yet be asked.
         capacity_bytes: the device budget.
         outside_user_modes: a context outside of the program's modes, in which bytes are moved.
         storage_at: makes a storage of an address, a device and a number of bytes, which it does not own.
@@ -46,7 +47,7 @@ class CopyMemory:
 
     def __init__(
         self,
-        tiers: TierManager,
+        open_tiers: Callable[[DeviceCopies], TierManager],
         accelerator: ComputeDevice,
         capacity_bytes: int,
         *,
@@ -55,7 +56,7 @@ class CopyMemory:
         materialiser: Callable[[HostLink], Materialiser] | None = None,
         poison: bool = False,
     ) -> None:
-        self.tiers = tiers
+        self.tiers = tiers = open_tiers(self)
         self.accelerator = accelerator
         self.device = accelerator.device
         self.arena = DeviceArena(accelerator, capacity_bytes, outside_user_modes=outside_user_modes, poison=poison)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 
 from deepoffload.errors import ClosedError, IoFailure, UnsupportedError
 from deepoffload.io.swap_space import SwapSpace
@@ -40,13 +40,13 @@ class TierManager:
         arena: the memory; its capacity is the budget.
         space: where evicted blocks go; None when there is no NVMe path, then nothing dirty can be evicted.
         policy: the order in which the program uses blocks.
-        copies: makes what a device holds of the blocks, over this tier manager; None where the CPU computes.
+        copies: what a device holds of the blocks; None where the CPU computes.
         poison: fill every range that is taken back with 0xFF (NaN), so that a stale alias shows.
         timeline: where transfers and waits are recorded, if anywhere.
 
     Attributes:
         static: ids of the blocks that placement keeps in memory for good: never evicted, so never written.
-        copies: what a device holds of the blocks, if there is one.
+        copies: as given.
         is_away: whether a block, by id, exists and has its bytes on NVMe only.
         is_empty: whether a block, by id, exists and has no bytes anywhere yet.
     """
@@ -57,7 +57,7 @@ class TierManager:
         space: SwapSpace | None,
         policy: EvictionPolicy | None = None,
         *,
-        copies: Callable[[TierManager], DeviceCopies] | None = None,
+        copies: DeviceCopies | None = None,
         poison: bool = False,
         timeline: Timeline | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class TierManager:
         self.transfers = Transfers(space, self.counters, self._free_memory, timeline)
         self._compactor = Compactor(arena, self._resident, self._note_changes, self.counters, poison)
         self._ids = 0
-        self.copies: DeviceCopies | None = None if copies is None else copies(self)
+        self.copies = copies
         self._room = RoomMaker(
             arena,
             self._resident,
@@ -394,11 +394,6 @@ class TierManager:
         write failed is dirty again)."""
         with self.lock:
             self.transfers.settle_all(self.transfers.done())
-
-    def drain(self) -> None:
-        """Wait for everything in flight. Raises as :meth:`poll` does."""
-        with self.lock:
-            self.transfers.settle_all(self.transfers.in_flight())
 
     def merge_holes(self, granule_bytes: int) -> None:
         """Slide blocks together once where splinters between them add up to ``granule_bytes``, if that is cheap."""

@@ -41,6 +41,7 @@ from deepoffload.params.prefetcher import Prefetcher
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.unit import BlockView, ParamHandle, Unit
 from deepoffload.params.use_order import UseOrder, phase_name
+from deepoffload.schedule.placement import Placement
 from deepoffload.schedule.trace import Phase, UseKey
 
 
@@ -105,6 +106,11 @@ class Pager:
         """The models are built: from now on their gradients land."""
         if self.engine is not None:
             self.gradients = self.engine.gradients
+
+    def placed(self, placement: Placement) -> None:
+        """The models have their placement: the memory's errors show it, and plans follow it."""
+        self.tiers.placed(placement)
+        self.prefetcher.placed(placement)
 
     def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:
         """Page a parameter that no registration hook has seen; None when that cannot be done."""

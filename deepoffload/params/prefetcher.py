@@ -8,6 +8,7 @@ from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.schedule.block_state import BlockState
+from deepoffload.schedule.placement import Placement
 from deepoffload.schedule.planner import MoveKind, plan_prefetch, plan_write_back
 from deepoffload.schedule.trace import Trace
 from deepoffload.schedule.victims import choose_victim
@@ -31,16 +32,12 @@ class Prefetcher:
     Args:
         next_use: events until a block is used again.
         units: of the models; how many there are says what counts as far in the future.
-
-    Attributes:
-        lookahead_bytes, reserve_bytes: see ``plan_prefetch``.
-        granule_bytes: the room that most blocks take that come and go: holes are used in whole parts of it.
     """
 
     def __init__(self, tiers: TierManager, trace: Trace, next_use: Callable[[int], float], units: Sized) -> None:
-        self.lookahead_bytes = tiers.arena.capacity_bytes
-        self.reserve_bytes = 0
-        self.granule_bytes = PAGE_BYTES
+        self._lookahead_bytes = tiers.arena.capacity_bytes
+        self._reserve_bytes = 0
+        self._granule_bytes = PAGE_BYTES
         self._tiers = tiers
         self._trace = trace
         self._next_use = next_use
@@ -48,9 +45,16 @@ class Prefetcher:
         self._unplanned = 0
         self._stuck_at: tuple[int, int] | None = None
 
+    def placed(self, placement: Placement) -> None:
+        """The models have their placement: plans reach as far ahead as it says, leave the room that it says, and use
+        holes in whole parts of the room that most blocks take that come and go."""
+        self._lookahead_bytes = placement.lookahead_bytes
+        self._reserve_bytes = placement.reserve_bytes
+        self._granule_bytes = self._tiers.common_room_bytes(placement.resident)
+
     def end_of_step(self) -> None:
         """Splinters between blocks that stay are worth moving these once."""
-        self._tiers.merge_holes(self.granule_bytes)
+        self._tiers.merge_holes(self._granule_bytes)
 
     def pump(self, in_use: set[int] | frozenset[int]) -> None:
         """Collect what completed, write behind, fetch ahead. ``in_use``: the blocks of the running event."""
@@ -64,13 +68,13 @@ class Prefetcher:
             self._trace.upcoming(),
             is_resident=lambda b: not away(b),
             nbytes=tiers.room_bytes,
-            free_bytes=tiers.arena.whole_bytes(self.granule_bytes),
+            free_bytes=tiers.arena.whole_bytes(self._granule_bytes),
             evictable=self._evictable(in_use),
             next_use=self._next_use,
-            lookahead_bytes=self.lookahead_bytes,
+            lookahead_bytes=self._lookahead_bytes,
             static=tiers.static,
             is_empty=tiers.is_empty,
-            reserve_bytes=self.reserve_bytes,
+            reserve_bytes=self._reserve_bytes,
             aside_bytes=sum(tiers.room_bytes(b) for b in in_use if tiers.is_empty(b) or tiers.is_away(b)),
         )
         for move in moves:
@@ -125,7 +129,7 @@ class Prefetcher:
             self._trace.upcoming(),
             nbytes=tiers.room_bytes,
             next_use=self._next_use,
-            lookahead_bytes=self.lookahead_bytes,
+            lookahead_bytes=self._lookahead_bytes,
             static=tiers.static,
         )
         for block_id in chosen:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 
 from deepoffload.config import Config
@@ -16,6 +13,7 @@ from deepoffload.device import Device
 from deepoffload.errors import BudgetError, ConfigError
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena
+from deepoffload.memory.block import DeviceCopies
 from deepoffload.memory.eviction import EvictionPolicy
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim.device_landing import ring_of
@@ -77,18 +75,21 @@ def open_memory(
     Raises:
         BudgetError: a budget is too small for it.
     """
-    copies: Callable[[TierManager], CopyMemory] | None = None
-    if accelerator is not None:
-        copies = partial(
-            CopyMemory,
-            accelerator=accelerator,
-            capacity_bytes=device_bytes,
-            outside_user_modes=outside_user_modes,
-            storage_at=storage_at,
-            poison=poison,
-        )
-    tiers = TierManager(arena, space, policy, copies=copies, poison=poison, timeline=timeline)
-    return tiers, tiers.copies if isinstance(tiers.copies, CopyMemory) else None
+
+    def tiers_over(copies: DeviceCopies | None) -> TierManager:
+        return TierManager(arena, space, policy, copies=copies, poison=poison, timeline=timeline)
+
+    if accelerator is None:
+        return tiers_over(None), None
+    memory = CopyMemory(
+        tiers_over,
+        accelerator,
+        device_bytes,
+        outside_user_modes=outside_user_modes,
+        storage_at=storage_at,
+        poison=poison,
+    )
+    return memory.tiers, memory
 
 
 def take_device_memory(memory: ShownMemory, plan: ModelPlan) -> None:

@@ -253,10 +253,7 @@ class Engine:
         self.placement = placement
         if self._space is not None and placement.nvme_bytes:
             self._space.reserve(placement.nvme_bytes + self._space.used_bytes)
-        self.pager.prefetcher.lookahead_bytes = placement.lookahead_bytes
-        self.pager.prefetcher.reserve_bytes = placement.reserve_bytes
-        self.pager.prefetcher.granule_bytes = self.pager.tiers.common_room_bytes(placement.resident)
-        self.pager.tiers.placed(placement)
+        self.pager.placed(placement)
 
     def _pin_residents(self, placement: Placement) -> None:
         """From now on resident blocks stay. Not before: while bytes move into units, all memory is needed for that."""

@@ -4,7 +4,6 @@ through one of them, with the package's own pager, doors and windows, on any dev
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -179,22 +178,18 @@ class EncodedModel:
         self._last.callback(space.close)
         graphs = OpenGraphs()
         order = UseOrder(graphs)
-        copies = partial(
-            CopyMemory,
-            accelerator=accelerator,
-            capacity_bytes=device_bytes,
+        arena = Arena(host_bytes, lends=accelerator.device.type == "cpu")
+        self.memory = memory = CopyMemory(
+            lambda copies: TierManager(arena, space, order, copies=copies, poison=poison),
+            accelerator,
+            device_bytes,
             outside_user_modes=outside_user_modes,
             storage_at=storage_at,
             materialiser=encoding,
             poison=poison,
         )
-        self.tiers = TierManager(
-            Arena(host_bytes, lends=accelerator.device.type == "cpu"), space, order, copies=copies, poison=poison
-        )
+        self.tiers = memory.tiers
         self._last.callback(self.tiers.close)
-        memory = self.tiers.copies
-        assert isinstance(memory, CopyMemory)
-        self.memory = memory
         self._last.callback(memory.close)
         self.pager = Pager(self.tiers, order, graphs, memory, self)
         self.gradients = gradients = Gradients(self.pager, from_device=DeviceLandings(memory))
