@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
+import numpy as np
 import pytest
 import torch
 
@@ -18,11 +21,30 @@ from tests.support.simulated_gpu.isolation import CHILD
 if CHILD not in os.environ:
     cuda.hide()
 
+# The same examples in every run, however slow the machine is; ``--hypothesis-profile=search`` looks for others.
+for name, derandomize in (("search", False), ("repeatable", True)):
+    hypothesis.settings.register_profile(
+        name,
+        derandomize=derandomize,
+        database=None,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+hypothesis.settings.load_profile("repeatable")
+
 
 def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and children inherit that: the Ctrl-C tests need it heard."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Every test draws the same numbers, after every other test and in every worker."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ def operations(draw: Any, tensor: Tensor) -> Any:
     return draw(st.sampled_from(choices))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_pieces_are_the_values_of_any_chain_of_operations(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))

@@ -67,7 +67,7 @@ def run_against_model(engine: IoEngine, direct: str, steps: list[tuple[str, int,
 
 @pytest.mark.parametrize("direct", ["preferred", "off"])
 @pytest.mark.parametrize("faults", HARMLESS, ids=str)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=operations)
 def test_one_after_the_other(backend, direct, faults, steps):
     with IoEngine(backend=backend, queue_depth=4, block_bytes=BLOCK_BYTES, fault_script=HARMLESS[faults]) as engine:
@@ -75,7 +75,7 @@ def test_one_after_the_other(backend, direct, faults, steps):
 
 
 @pytest.mark.parametrize("faults", HARMLESS, ids=str)
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.integers(0, 90_000), min_size=1, max_size=24),
     rounds=st.integers(1, 3),

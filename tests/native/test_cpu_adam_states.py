@@ -87,7 +87,7 @@ def test_error_is_as_documented(signed: bool) -> None:
 
 
 @SIGNS
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 700), st.integers(-93, 120), st.integers(0, 2**32 - 1))
 def test_values_of_codes_give_the_codes_again(signed: bool, n: int, exponent: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

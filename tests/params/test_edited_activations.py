@@ -203,7 +203,7 @@ def test_random_programs(paging: Paging) -> None:
     paged = {setting.name: paging.build(pools, setting, key="pools") for setting in (EVICTING, TIGHT)}
     kinds = set()
 
-    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
     @given(st.lists(STEP, min_size=1, max_size=6))
     def same_outcome(steps: list[Any]) -> None:
         def run(model: nn.Sequential) -> Any:

@@ -113,7 +113,7 @@ def test_random_programs_of_views_and_new_data(paging: Paging, setting: Any) -> 
     start = weights_of(model)
     reference = plain(mlp)
 
-    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
     @given(LOOK, st.lists(ACTION, max_size=3), ASSIGN, st.lists(ACTION, max_size=5))
     def same(look: Any, before: list[Any], assign: Any, after: list[Any]) -> None:
         actions = [look, *before, assign, *after]

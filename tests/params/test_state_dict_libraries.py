@@ -215,7 +215,7 @@ def test_random_views(paging: Paging) -> None:
     lazy, ordinary = model.state_dict()["2.weight"], reference.state_dict()["2.weight"]
     lazily = 0
 
-    @settings(max_examples=80, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=80, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.sampled_from(sorted(VIEWS)), min_size=1, max_size=4), st.booleans())
     def agree(names: list[str], write: bool) -> None:
         nonlocal lazily

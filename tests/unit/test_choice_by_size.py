@@ -113,7 +113,7 @@ def plain(placement: object, units: list[int]) -> object:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(models(), configs(), st.data())
 def test_by_size_is_block_by_block(model: nn.Module, config: Config, data: st.DataObject) -> None:
     rates = MachineSpec().bandwidths()

@@ -111,7 +111,7 @@ def test_with_room_for_all_a_step_is_its_computing(overlap):
     assert (times.wait_s, times.busy_s, times.read_bytes, run.ever_written) == (0, 0, 0, set())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(3, 8),
     st.integers(1, 3),
@@ -132,7 +132,7 @@ def test_no_step_beats_its_bounds_and_none_is_slower_than_one_after_the_other(un
     assert times.seconds == pytest.approx(computing + times.wait_s)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(3, 8), st.floats(0.1, 2.0), st.integers(280, 900))
 def test_a_faster_disk_and_a_deferred_update_never_take_longer_by_much(units, seconds, capacity):
     blocks = chain(units)

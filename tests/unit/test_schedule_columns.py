@@ -53,7 +53,7 @@ def answer(module: ModuleType, blocks: list[tuple[BlockKind, int, int]], said: d
     return asdict(found), found.table()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(problems())
 def test_by_the_column_is_block_by_block(problem: tuple[list[tuple[BlockKind, int, int]], dict[str, Any]]) -> None:
     blocks, said = problem
