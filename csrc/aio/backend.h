@@ -27,6 +27,7 @@ struct doff_io {
         uint64_t due_ns, delay_ns;
         int64_t result, flip_bit;
         size_t len, report_max;
+        int gate;
     } fault;
 };
 

@@ -9,6 +9,7 @@
  *   short=B      reports the first B bytes only (what is transferred ends at the next 4096)
  *   delay_ms=N   holds the completion back
  *   jitter_us=N  the same by a random time, which also changes the order
+ *   gate=FD      holds the completion back until the descriptor can be read: a test opens it by a byte into its pipe
  *   flip=N       inverts bit N of the data read
  *   refuse=1     the backend answers EAGAIN once instead of accepting
  */
@@ -16,16 +17,18 @@
 #include "backend.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define RULES_MAX 16
 #define DIRECT_ALIGN 4096
+#define LOOK_NS 1000000u /* between two looks at a gate */
 
 struct rule {
     int op; /* -1: any, 0: read, 1: write */
     uint64_t nth, after, every, permille, seen;
-    int64_t error, shorten, flip;
+    int64_t error, shorten, flip, gate;
     uint64_t delay_ns, jitter_ns;
     bool refuse;
 };
@@ -80,6 +83,8 @@ static int parse_word(struct fault_state* state, struct rule* rule, char* word) 
         rule->delay_ns = (uint64_t)number * 1000000u;
     else if (!strcmp(word, "jitter_us"))
         rule->jitter_ns = (uint64_t)number * 1000u;
+    else if (!strcmp(word, "gate"))
+        rule->gate = number;
     else if (!strcmp(word, "flip"))
         rule->flip = number;
     else if (!strcmp(word, "refuse"))
@@ -98,7 +103,7 @@ static int parse(struct fault_state* state, char* script) {
         if (state->rule_count == RULES_MAX)
             return -E2BIG;
         struct rule* rule = &state->rules[state->rule_count++];
-        *rule = (struct rule){.op = -1, .shorten = -1, .flip = -1};
+        *rule = (struct rule){.op = -1, .shorten = -1, .flip = -1, .gate = -1};
         while ((word = strsep(&words, " "))) {
             int code = *word ? parse_word(state, rule, word) : 0;
             if (code)
@@ -130,14 +135,23 @@ static void hold(struct fault_state* state, struct doff_io* io) {
     pthread_mutex_unlock(&state->mutex);
 }
 
+static bool is_shut(const struct doff_io* io) {
+    struct pollfd gate = {.fd = io->fault.gate, .events = POLLIN};
+    return io->fault.gate >= 0 && poll(&gate, 1, 0) <= 0;
+}
+
 /* Takes the chunk that is due first; NULL when none is due yet, and then *due_ns says when to look again. */
 static struct doff_io* take_due(struct fault_state* state, uint64_t* due_ns) {
     struct doff_io** first = NULL;
-    for (struct doff_io** at = &state->held; *at; at = &(*at)->fault.next)
+    const uint64_t now_ns = doff_now_ns();
+    for (struct doff_io** at = &state->held; *at; at = &(*at)->fault.next) {
+        if ((*at)->fault.due_ns <= now_ns && is_shut(*at))
+            (*at)->fault.due_ns = now_ns + LOOK_NS;
         if (!first || (*at)->fault.due_ns < (*first)->fault.due_ns)
             first = at;
+    }
     *due_ns = first ? (*first)->fault.due_ns : 0;
-    if (!first || *due_ns > doff_now_ns())
+    if (!first || *due_ns > now_ns)
         return NULL;
     struct doff_io* io = *first;
     *first = io->fault.next;
@@ -184,7 +198,7 @@ static void inner_complete(void* context, const struct doff_completion* done, un
         }
         if (io->fault.flip_bit >= 0 && !io->write && result > io->fault.flip_bit / 8)
             io->buf[io->fault.flip_bit / 8] ^= (char)(1 << io->fault.flip_bit % 8);
-        if (io->fault.delay_ns) {
+        if (io->fault.delay_ns || io->fault.gate >= 0) {
             io->fault.result = result;
             hold(state, io);
         } else {
@@ -200,6 +214,7 @@ static int submit_one(struct fault_state* state, struct doff_io* io) {
     io->fault.len = io->len;
     io->fault.delay_ns = 0;
     io->fault.flip_bit = -1;
+    io->fault.gate = -1;
     size_t length = io->len;
     for (unsigned i = 0; i < state->rule_count; i++) {
         struct rule* rule = &state->rules[i];
@@ -209,6 +224,8 @@ static int submit_one(struct fault_state* state, struct doff_io* io) {
             error = rule->error;
         if (rule->shorten >= 0 && (size_t)rule->shorten < length)
             length = (size_t)rule->shorten;
+        if (rule->gate >= 0)
+            io->fault.gate = (int)rule->gate;
         if (rule->flip >= 0)
             io->fault.flip_bit = rule->flip;
         io->fault.delay_ns += rule->delay_ns + (rule->jitter_ns ? 1 + next_random(state) % rule->jitter_ns : 0);

@@ -10,6 +10,7 @@ import pytest
 from deepoffload.io.engine import BACKENDS, IoEngine, probe_backend
 from deepoffload.native.aio import HostMapping
 from tests.support.threads import native_threads, native_threads_left
+from tests.support.waiting import Gate
 
 
 @pytest.fixture(params=BACKENDS)
@@ -21,7 +22,15 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make_engine() -> Iterator[Callable[..., IoEngine]]:
+def gate() -> Iterator[Gate]:
+    """Shut until the test opens it, and open before its engines are closed."""
+    gate = Gate()
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def make_engine(gate: Gate) -> Iterator[Callable[..., IoEngine]]:
     """Makes engines and closes them; none of their threads may be left."""
     before = len(native_threads())
     engines: list[IoEngine] = []
@@ -31,6 +40,7 @@ def make_engine() -> Iterator[Callable[..., IoEngine]]:
         return engines[-1]
 
     yield make
+    gate.open()
     for engine in engines:
         engine.close(timeout_s=20)
     assert native_threads_left(before) == []

@@ -15,6 +15,7 @@ from deepoffload.errors import ClosedError, ConfigError, IoFailure, IoTimeout, U
 from deepoffload.io.engine import IoEngine, Priority, choose_backend, probe_backend
 from deepoffload.io.ticket import WAIT_SLICE_MS, Ticket
 from deepoffload.native.aio import QUEUE_DEPTH_MAX
+from tests.support.waiting import wait_until
 
 BLOCK = 64 << 10
 FATAL = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT, errno.EFBIG, errno.ENODEV, errno.EREMOTEIO]
@@ -100,33 +101,34 @@ def test_a_write_that_moves_nothing_is_an_error(make_engine, memory, tmp_path):
         engine.write(file, memory.address, 4096, 0).wait(20)
 
 
-def test_waiting_has_a_limit_and_can_go_on(make_engine, memory, tmp_path, backend):
-    engine = make_engine(backend=backend, fault_script="op=read delay_ms=400")
+def test_waiting_has_a_limit_and_can_go_on(make_engine, memory, tmp_path, backend, gate):
+    engine = make_engine(backend=backend, fault_script=f"op=read {gate.word}")
     file = open_file(engine, tmp_path)
     ticket = engine.read(file, memory.address, 4096, 0)
     start = time.monotonic()
     with pytest.raises(IoTimeout, match="still in flight"):
         ticket.wait(0.05)
-    assert 0.04 < time.monotonic() - start < 0.35
+    assert time.monotonic() - start > 0.04
     assert not ticket.done()
+    gate.open()
     ticket.wait(20)
     assert ticket.done()
     ticket.wait()
 
 
-def test_one_wait_does_not_wait_for_others(make_engine, memory, tmp_path, backend):
-    engine = make_engine(backend=backend, fault_script="op=read nth=1 delay_ms=600")
+def test_one_wait_does_not_wait_for_others(make_engine, memory, tmp_path, backend, gate):
+    engine = make_engine(backend=backend, fault_script=f"op=read nth=1 {gate.word}")
     file = open_file(engine, tmp_path)
     slow = engine.read(file, memory.address, 4096, 0)
     quick = engine.read(file, memory.address + 4096, 4096, 4096)
-    start = time.monotonic()
     quick.wait(20)
-    assert time.monotonic() - start < 0.4 and not slow.done()
+    assert not slow.done()
+    gate.open()
     slow.wait(20)
 
 
-def test_closing_has_a_limit_and_finishes_what_was_submitted(memory, tmp_path):
-    engine = IoEngine(backend="pool", fault_script="op=write delay_ms=400")
+def test_closing_has_a_limit_and_finishes_what_was_submitted(make_engine, memory, tmp_path, gate):
+    engine = make_engine(backend="pool", fault_script=f"op=write {gate.word}")
     file = open_file(engine, tmp_path)
     memory.buffer[:4] = b"last"
     idle = engine.open_file(tmp_path / "idle", create=True)
@@ -139,6 +141,7 @@ def test_closing_has_a_limit_and_finishes_what_was_submitted(memory, tmp_path):
         with pytest.raises(ClosedError):
             refused()
     idle.close()
+    gate.open()
     engine.close(timeout_s=20)
     engine.close()
     assert ticket.done()
@@ -167,100 +170,112 @@ def test_an_error_that_nobody_saw_is_counted(make_engine, memory, tmp_path):
     assert engine.stats()["unobserved_failures"] == 1
 
 
-def test_cancelling_takes_back_only_what_was_not_sent(make_engine, memory, tmp_path, backend):
-    engine = make_engine(backend=backend, queue_depth=1, fault_script="op=write delay_ms=150")
+def test_cancelling_takes_back_only_what_was_not_sent(make_engine, memory, tmp_path, backend, gate):
+    engine = make_engine(backend=backend, queue_depth=1, fault_script=f"op=write {gate.word}")
     file = open_file(engine, tmp_path)
     memory.buffer[:8192] = b"a" * 4096 + b"b" * 4096
     first = engine.write(file, memory.address, 4096, 0)
-    time.sleep(0.05)
+    wait_until_sent(engine)
     second = engine.write(file, memory.address + 4096, 4096, 4096)
     assert second.cancel()
     assert not first.cancel()
     assert second.done()
     with pytest.raises(IoFailure, match="ECANCELED"):
         second.wait()
+    gate.open()
     first.wait(20)
     assert not first.cancel()
     assert (tmp_path / "data").read_bytes()[4096:8192] == bytes(4096)
     assert engine.stats()["requests_cancelled"] == 1
 
 
+def wait_until_sent(engine: IoEngine) -> None:
+    """One chunk is with the backend: what is submitted from now on is queued behind it."""
+    wait_until(lambda: engine.stats()["chunks_in_flight"] == 1)
+
+
 def finish_order(tickets: dict[str, Ticket]) -> list[str]:
-    order: list[str] = []
-    until = time.monotonic() + 20
-    while len(order) < len(tickets) and time.monotonic() < until:
-        order += [name for name, ticket in tickets.items() if name not in order and ticket.done()]
-        time.sleep(0.001)
-    return order
+    for ticket in tickets.values():
+        ticket.wait(20)
+    return sorted(tickets, key=lambda name: tickets[name].finished_s)
 
 
-def test_urgent_and_promoted_requests_overtake(make_engine, memory, tmp_path, backend):
-    engine = make_engine(backend=backend, queue_depth=1, fault_script="delay_ms=20")
+def test_urgent_and_promoted_requests_overtake(make_engine, memory, tmp_path, backend, gate):
+    engine = make_engine(backend=backend, queue_depth=1, fault_script=f"nth=1 {gate.word}")
     file = open_file(engine, tmp_path)
     requests = {"running": engine.read(file, memory.address, 4096, 0)}
-    time.sleep(0.005)
+    wait_until_sent(engine)
     for number, name in enumerate(["queued", "promoted", "urgent"], start=1):
         priority = Priority.URGENT if name == "urgent" else Priority.NORMAL
         requests[name] = engine.read(file, memory.address + 4096 * number, 4096, 4096 * number, priority=priority)
     requests["promoted"].promote()
+    gate.open()
     assert finish_order(requests) == ["running", "urgent", "promoted", "queued"]
 
 
-def test_reads_and_writes_take_turns(make_engine, memory, tmp_path, backend):
+def test_reads_and_writes_take_turns(make_engine, memory, tmp_path, backend, gate):
     """A burst of writes submitted first does not make reads wait for all of it, nor the other way round."""
-    # Long enough for a busy machine to submit all of them while the first one runs.
-    engine = make_engine(backend=backend, queue_depth=1, fault_script="delay_ms=30")
+    engine = make_engine(backend=backend, queue_depth=1, fault_script=f"nth=1 {gate.word}")
     file = open_file(engine, tmp_path)
     requests = {}
     for kind in ("write", "read"):
         for number in range(6):
             at = (number + (6 if kind == "read" else 0)) * 4096
             requests[f"{kind}{number}"] = getattr(engine, kind)(file, memory.address + at, 4096, at)
+    gate.open()
     order = [name.rstrip("0123456789") for name in finish_order(requests)]
     assert all(order[at] != order[at + 1] for at in range(1, 10)), order
 
 
-def test_a_full_queue_waits_and_then_refuses(make_engine, memory, tmp_path):
+def test_a_full_queue_refuses_after_a_while(make_engine, memory, tmp_path, gate):
+    engine = make_engine(backend="pool", pending_max=1, submit_timeout_s=0.1, fault_script=f"op=write {gate.word}")
+    file = open_file(engine, tmp_path)
+    held = engine.write(file, memory.address, 4096, 0)
+    with pytest.raises(IoTimeout, match="no room in the queue"):
+        engine.write(file, memory.address, 4096, 0)
+    gate.open()
+    held.wait(20)
+    assert engine.stats()["requests_done"] == 1
+
+
+def test_a_full_queue_waits_for_room(make_engine, memory, tmp_path, gate):
     engine = make_engine(
-        backend="pool", queue_depth=1, pending_max=2, submit_timeout_s=0.3, fault_script="op=write delay_ms=150"
+        backend="pool", queue_depth=1, pending_max=2, submit_timeout_s=20, fault_script=f"op=write {gate.word}"
     )
     file = open_file(engine, tmp_path)
-    start = time.monotonic()
-    tickets = [engine.write(file, memory.address, 4096, 0) for _ in range(3)]
-    assert time.monotonic() - start > 0.1, "the third had to wait for the first"
-    slow = make_engine(
-        backend="pool", queue_depth=1, pending_max=1, submit_timeout_s=0.1, fault_script="op=write delay_ms=500"
-    )
-    other = slow.open_file(tmp_path / "other", create=True)
-    other.grow(4096)
-    held = slow.write(other, memory.address, 4096, 0)
-    with pytest.raises(IoTimeout, match="no room in the queue"):
-        slow.write(other, memory.address, 4096, 0)
-    for ticket in [*tickets, held]:
+    first, second = (engine.write(file, memory.address, 4096, 0) for _ in range(2))
+    opener = threading.Timer(0.05, gate.open)
+    opener.start()
+    third = engine.write(file, memory.address, 4096, 0)
+    assert first.done(), "the third had to wait for the first"
+    for ticket in (second, third):
         ticket.wait(20)
-    assert slow.stats()["requests_done"] == 1
+    opener.join()
 
 
 @pytest.mark.parametrize("blocked", ["wait", "submit", "close"])
-def test_other_threads_run_while_a_call_blocks(memory, tmp_path, blocked):
+def test_other_threads_run_while_a_call_blocks(make_engine, memory, tmp_path, gate, blocked):
     """The interpreter's lock is released: with it held, they would run only between two slices of the wait."""
-    with IoEngine(backend="pool", pending_max=1, fault_script="op=write delay_ms=500") as engine:
-        file = open_file(engine, tmp_path)
-        ticket = engine.write(file, memory.address, 4096, 0)
-        calls = {
-            "wait": ticket.wait,
-            "submit": lambda: engine.read(file, memory.address, 4096, 0).wait(),
-            "close": engine.close,
-        }
-        thread = threading.Thread(target=calls[blocked])
-        thread.start()
-        turns = 0
-        while thread.is_alive():
-            time.sleep(0.001)
-            turns += 1
-        thread.join()
-        assert turns > 2 * 500 // WAIT_SLICE_MS
-        ticket.wait()
+    engine = make_engine(backend="pool", pending_max=1, fault_script=f"op=write {gate.word}")
+    file = open_file(engine, tmp_path)
+    ticket = engine.write(file, memory.address, 4096, 0)
+    calls = {
+        "wait": ticket.wait,
+        "submit": lambda: engine.read(file, memory.address, 4096, 0).wait(),
+        "close": engine.close,
+    }
+    thread = threading.Thread(target=calls[blocked])
+    thread.start()
+    turns = 40
+    start = time.monotonic()
+    for _ in range(turns):
+        time.sleep(0.001)
+    passed_s = time.monotonic() - start
+    assert thread.is_alive()
+    gate.open()
+    thread.join()
+    assert passed_s < turns * WAIT_SLICE_MS / 1000 / 2
+    ticket.wait()
 
 
 def test_requests_of_no_bytes_are_done(make_engine, memory, tmp_path, backend):

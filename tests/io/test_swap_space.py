@@ -71,7 +71,7 @@ def test_full_extents_use_no_buffered_transfer(make_engine, memory, tmp_path):
         assert engine.stats()["chunks_buffered"] == 0
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     paths=st.integers(1, 3),
     verify=st.booleans(),
@@ -349,8 +349,8 @@ def files_open_in(directory) -> list[str]:
     return [link for link in links if link.startswith(f"{directory}/")]
 
 
-def test_a_file_that_cannot_be_closed_keeps_no_other_open(make_engine, memory, directories):
-    engine = make_engine(fault_script="op=write nth=1 delay_ms=700")
+def test_a_file_that_cannot_be_closed_keeps_no_other_open(make_engine, memory, directories, gate):
+    engine = make_engine(fault_script=f"op=write nth=1 {gate.word}")
     swap = SwapSpace(engine, directories)
     first = swap.allocate(4096)
     slow = first.pieces[0].path_index
@@ -360,6 +360,7 @@ def test_a_file_that_cannot_be_closed_keeps_no_other_open(make_engine, memory, d
     assert [bool(files_open_in(path)) for path in directories] == [index == slow for index in range(3)]
     with pytest.raises(ClosedError):
         swap.write(first, memory.address)
+    gate.open()
     swap.close()
     ticket.wait()
     assert not any(files_open_in(path) for path in directories)

@@ -43,7 +43,6 @@ class Owner:
     def __init__(self) -> None:
         self.references = 0
         self.wrote = False
-        self.released = 0
         self.offset: int | None = None
 
     on_host = True
@@ -62,7 +61,6 @@ class Owner:
         return [lambda: self.references > 0] if self.references else []
 
     def release(self) -> None:
-        self.released += 1
         self.offset = None
 
     def relocate(self, offset: int) -> None:

@@ -26,6 +26,7 @@ from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.placement import BlockKind
 from tests.memory.conftest import Owner, Rig
+from tests.support.waiting import settle_transfers
 
 CAPACITY_BYTES = 12 * PAGE_BYTES
 BLOCKS_MAX = 9
@@ -266,8 +267,8 @@ class TierManagerMachine(RuleBasedStateMachine):
         self.attempt(self.tiers.poll)
 
     @rule()
-    def drain(self) -> None:
-        self.attempt(self.tiers.drain)
+    def settle_transfers(self) -> None:
+        self.attempt(settle_transfers, self.tiers)
 
     # -- what holds always ---------------------------------------------------------------------------------------------
 
@@ -350,7 +351,7 @@ WALK: dict[str, tuple[float, tuple[str, ...]]] = {
     "make_static": (0.5, ("which",)),
     "evict_all": (0.3, ()),
     "poll": (1, ()),
-    "drain": (0.3, ()),
+    "settle_transfers": (0.3, ()),
 }
 """How often a long walk takes each rule, and the rule's arguments."""
 
@@ -389,7 +390,6 @@ def test_contents_are_always_right(faults: str) -> None:
     machine.TestCase.settings = settings(
         max_examples=25,
         stateful_step_count=80,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking takes minutes: every example starts an engine
     )

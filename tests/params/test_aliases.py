@@ -18,6 +18,7 @@ from deepoffload.runtime.context import engine_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, SERIAL, TIGHT, Paging, Same, plain
+from tests.support.waiting import settle_transfers
 
 
 def use_everything(model: nn.Module, times: int = 2) -> None:
@@ -330,7 +331,7 @@ def test_unseen_edit_that_brings_old_values_back(paging: Paging) -> None:
     with torch.no_grad():
         weight.copy_(torch.ones_like(old))
         assert tiers.write_behind(block)
-        tiers.drain()
+        settle_transfers(tiers)
         weight.data.copy_(old)
     assert tiers.evict(block)
     assert_same_bits(old, weight.detach().clone())

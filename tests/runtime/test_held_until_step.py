@@ -4,7 +4,7 @@ their use, whatever other optimizers do meanwhile."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,14 +17,6 @@ from deepoffload.runtime.context import engine_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import rows
 from tests.support.paging import Paging, plain
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Product(nn.Module):
