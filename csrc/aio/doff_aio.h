@@ -46,7 +46,7 @@ typedef struct {
     int64_t offset;
     int64_t nbytes;
     int32_t file;
-    int32_t reserved;
+    uint32_t sums_skipped; /* with sums: checksums that lie between those of the segment before and this one's */
 } doff_segment;
 
 typedef struct {
@@ -107,11 +107,14 @@ int doff_file_close(doff_engine* engine, int32_t file);
 /* Room for the checksums of pieces of these lengths, which requests then name in the same order. In flight, a request
  * holds them, too. NULL: no memory. */
 doff_sums* doff_sums_new(const doff_engine* engine, const int64_t* nbytes, uint32_t pieces);
+/* How many checksums nbytes from the beginning of a piece on have. */
+uint64_t doff_sums_count(const doff_engine* engine, int64_t nbytes);
 void doff_sums_release(doff_sums* sums);
 
 /* One request over any number of segments. Waits up to timeout_ms for room in the queue: -ETIMEDOUT, nothing submitted.
  * sums: NULL, or what a write leaves its checksums in and a read compares with, as far as they were written: EBADMSG
- * when they differ. Only with DOFF_PADDED; segments are pieces from the first on, whole but for the last. */
+ * when they differ. Only with DOFF_PADDED. Segments are pieces from the first on, whole but for the last. One that
+ * skips checksums begins where the next of them does: at a chunk of its piece, or inside one, in which it ends then. */
 int doff_submit(doff_engine* engine, int operation, const doff_segment* segments, uint32_t count, uint32_t flags,
                 doff_sums* sums, int64_t timeout_ms, doff_request** out);
 /* The same with one segment, which most requests have; NULL and errno when it fails. */

@@ -194,7 +194,8 @@ static struct doff_request* request_new(doff_engine* engine, int operation, cons
                                              .file_id = segments[i].file,
                                              .buf = (char*)(uintptr_t)segments[i].address,
                                              .off = segments[i].offset,
-                                             .nbytes = segments[i].nbytes};
+                                             .nbytes = segments[i].nbytes,
+                                             .sum_base = segments[i].sums_skipped};
     return request;
 }
 

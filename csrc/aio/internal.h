@@ -34,7 +34,7 @@ struct doff_seg {
     int32_t file_id;
     char* buf;
     int64_t off, nbytes, cut; /* cut: bytes already handed out as chunks */
-    uint64_t sum_base;        /* in the request's checksums */
+    uint64_t sum_base;        /* in the request's checksums; until these are attached, how many it skips */
     bool queued;
 };
 

@@ -23,7 +23,7 @@ struct doff_sums {
 };
 
 /* Each chunk begins a block. */
-static uint64_t blocks_of(const doff_engine* engine, int64_t nbytes) {
+uint64_t doff_sums_count(const doff_engine* engine, int64_t nbytes) {
     uint64_t chunks = (uint64_t)nbytes / engine->block_bytes, rest = (uint64_t)nbytes % engine->block_bytes;
     uint64_t per_chunk = (engine->block_bytes + DOFF_SUM_BYTES - 1) / DOFF_SUM_BYTES;
     return chunks * per_chunk + (rest + DOFF_SUM_BYTES - 1) / DOFF_SUM_BYTES;
@@ -32,7 +32,7 @@ static uint64_t blocks_of(const doff_engine* engine, int64_t nbytes) {
 doff_sums* doff_sums_new(const doff_engine* engine, const int64_t* nbytes, uint32_t pieces) {
     uint64_t count = 0;
     for (uint32_t i = 0; i < pieces; i++)
-        count += blocks_of(engine, nbytes[i]);
+        count += doff_sums_count(engine, nbytes[i]);
     doff_sums* sums = calloc(1, sizeof *sums + count * sizeof *sums->blocks);
     if (sums) {
         sums->references = 1;
@@ -49,8 +49,9 @@ void doff_sums_release(doff_sums* sums) {
 bool doff_sums_attach(const doff_engine* engine, struct doff_request* request, doff_sums* sums) {
     uint64_t base = 0;
     for (unsigned i = 0; i < request->seg_count; i++) {
+        base += request->segs[i].sum_base; /* as many as it skips */
         request->segs[i].sum_base = base;
-        base += blocks_of(engine, request->segs[i].nbytes);
+        base += doff_sums_count(engine, request->segs[i].nbytes);
     }
     if (base > sums->count || !request->padded) /* without padding, chunks may begin anywhere */
         return false;
@@ -61,7 +62,7 @@ bool doff_sums_attach(const doff_engine* engine, struct doff_request* request, d
 
 static struct sum* sums_at(const struct doff_op* op) {
     const struct doff_seg* seg = op->seg;
-    return seg->request->sums->blocks + seg->sum_base + blocks_of(seg->request->engine, op->first - seg->buf);
+    return seg->request->sums->blocks + seg->sum_base + doff_sums_count(seg->request->engine, op->first - seg->buf);
 }
 
 static uint32_t block_length(size_t rest) { return rest < DOFF_SUM_BYTES ? (uint32_t)rest : DOFF_SUM_BYTES; }

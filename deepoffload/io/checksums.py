@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from deepoffload.io.engine import IoEngine
-from deepoffload.io.extents import Extent
+from deepoffload.io.extents import Extent, ExtentRange
 from deepoffload.native.aio import ffi, lib
 
-BLOCK_BYTES: int = lib.DOFF_SUM_BYTES
+SUM_BYTES: int = lib.DOFF_SUM_BYTES
 
 
 class ChecksumTable:
@@ -36,6 +36,11 @@ class ChecksumTable:
                 raise MemoryError(f"no memory for the checksums of {extent.nbytes} bytes")
             sums = self._sums.setdefault(extent, ffi.gc(native, lib.doff_sums_release))
         return sums
+
+    def count_before(self, extent: Extent, part: ExtentRange) -> int:
+        """How many checksums of an extent come before those of a range."""
+        whole = [piece.nbytes for piece in extent.pieces[: part.piece]]
+        return sum(int(lib.doff_sums_count(self._engine.handle(), nbytes)) for nbytes in (*whole, part.offset))
 
     def forget(self, extent: Extent) -> None:
         self._sums.pop(extent, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deepoffload.errors import UsageError
@@ -24,6 +25,42 @@ class Extent:
 
     nbytes: int
     pieces: tuple[ExtentPart, ...]
+
+
+@dataclass(frozen=True)
+class ExtentRange:
+    """A part of one piece of an extent: ``nbytes`` from ``offset`` in piece number ``piece`` on, which are the block's
+    from ``start`` on."""
+
+    piece: int
+    offset: int
+    start: int
+    nbytes: int
+
+
+def cut_ranges(extent: Extent, limit_bytes: int, chunk_bytes: int, sum_bytes: int) -> Iterator[ExtentRange]:
+    """An extent in ranges of at most ``limit_bytes``, in order.
+
+    A range consists of whole chunks of its piece, or of a part of one chunk that begins at a multiple of ``sum_bytes``
+    in it: so its checksums are those of the whole (``io.checksums``).
+
+    Args:
+        limit_bytes: at least ``min(chunk_bytes, sum_bytes)``.
+    """
+    if limit_bytes >= chunk_bytes:
+        step_bytes = run_bytes = limit_bytes // chunk_bytes * chunk_bytes
+    else:
+        step_bytes, run_bytes = limit_bytes // sum_bytes * sum_bytes, chunk_bytes
+    if step_bytes <= 0:
+        raise UsageError(f"ranges of {limit_bytes} bytes hold neither a chunk ({chunk_bytes}) nor a checksum's bytes")
+    begin = 0
+    for number, piece in enumerate(extent.pieces):
+        length = min(piece.nbytes, extent.nbytes - begin)
+        for run in range(0, length, run_bytes):
+            run_end = min(run + run_bytes, length)
+            for offset in range(run, run_end, step_bytes):
+                yield ExtentRange(number, offset, begin + offset, min(step_bytes, run_end - offset))
+        begin += piece.nbytes
 
 
 class FreeList:
@@ -79,11 +116,9 @@ class FreeList:
         Raises:
             UsageError: Some of it is free already, or it lies outside the file.
         """
-        at = bisect_left(self._offsets, offset)
-        before = at > 0 and self._offsets[at - 1] + self._sizes[at - 1] > offset
-        after = at < len(self._offsets) and offset + nbytes > self._offsets[at]
-        if before or after or offset < 0 or offset + nbytes > self.capacity_bytes:
+        if not self.is_taken(offset, nbytes):
             raise UsageError(f"bytes {offset} to {offset + nbytes} of the swap file are not allocated (freed twice?)")
+        at = bisect_left(self._offsets, offset)
         self.free_bytes += nbytes
         if at < len(self._offsets) and self._offsets[at] == offset + nbytes:
             nbytes += self._sizes.pop(at)
@@ -93,6 +128,13 @@ class FreeList:
         else:
             self._offsets.insert(at, offset)
             self._sizes.insert(at, nbytes)
+
+    def is_taken(self, offset: int, nbytes: int) -> bool:
+        """Whether a piece lies in the file, and none of it is free."""
+        at = bisect_left(self._offsets, offset)
+        before = at > 0 and self._offsets[at - 1] + self._sizes[at - 1] > offset
+        after = at < len(self._offsets) and offset + nbytes > self._offsets[at]
+        return not before and not after and 0 <= offset and offset + nbytes <= self.capacity_bytes
 
     def _carve(self, index: int, nbytes: int) -> tuple[int, int]:
         offset = self._offsets[index]

@@ -8,13 +8,13 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from deepoffload.errors import BudgetError, ClosedError, ConfigError, IoFailure, IoTimeout, UsageError
-from deepoffload.io.checksums import ChecksumTable
+from deepoffload.io.checksums import SUM_BYTES, ChecksumTable
 from deepoffload.io.engine import PADDED, READ, URGENT, WRITE, IoEngine, IoFile
-from deepoffload.io.extents import Extent, ExtentPart, FreeList, split_by_weight
+from deepoffload.io.extents import Extent, ExtentPart, ExtentRange, FreeList, cut_ranges, split_by_weight
 from deepoffload.io.swap_files import check_paths, create_swap_file, free_bytes, reclaim_stale
 from deepoffload.io.ticket import Ticket
 from deepoffload.native.aio import PAGE_BYTES, ffi, round_up
@@ -37,6 +37,10 @@ class SwapSpace:
     Contract of ``read`` and ``write``: the address is a multiple of 4096, and the memory up to the next multiple of
     4096 behind the last byte is mapped and belongs to the request. A direct transfer rounds its length up inside the
     extent's own padding, on disk as in memory: a read may change those bytes, a write stores what is in them.
+
+    An extent has holders: the one that allocated it, and those that :meth:`hold` it because they still need what lies
+    in it. Each gives it back with :meth:`free`; the disk space is free when the last one has. While there are several,
+    the extent is *frozen*: nobody may write to it. Holding and freeing are safe from any thread.
 
     Args:
         engine: Does the transfers; it must outlive the swap space.
@@ -73,6 +77,7 @@ class SwapSpace:
         self.bytes_written = 0
         self._engine = engine
         self._sums = ChecksumTable(engine) if verify else None
+        self._more_holders: dict[Extent, int] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._files: tuple[IoFile, ...] = ()
@@ -134,13 +139,33 @@ class SwapSpace:
                 self._grow(missing)
             return Extent(nbytes, tuple(self._take(padded)))
 
+    def hold(self, extent: Extent) -> None:
+        """One more holder: the extent is frozen until all but one have freed it.
+
+        Raises:
+            UsageError: It is not allocated.
+        """
+        with self._lock:
+            if not all(self._free[piece.path_index].is_taken(piece.offset, piece.nbytes) for piece in extent.pieces):
+                raise UsageError(f"an extent of {extent.nbytes} bytes that is not allocated cannot be held")
+            self._more_holders[extent] = self._more_holders.get(extent, 0) + 1
+
+    def is_frozen(self, extent: Extent) -> bool:
+        """Whether an extent has several holders."""
+        return extent in self._more_holders
+
     def free(self, extent: Extent) -> None:
-        """Returns an extent; no request on it may be in flight.
+        """One holder less. The last one returns the extent; no request on it may be in flight then.
 
         Raises:
             UsageError: It is not allocated (freed twice?).
         """
         with self._lock:
+            more = self._more_holders.pop(extent, 0)
+            if more:
+                if more > 1:
+                    self._more_holders[extent] = more - 1
+                return
             for piece in extent.pieces:
                 self._free[piece.path_index].give(piece.offset, piece.nbytes)
             if self._sums is not None:
@@ -159,12 +184,33 @@ class SwapSpace:
         self.bytes_read += nbytes
         return ticket
 
+    def ranges(self, extent: Extent, limit_bytes: int) -> Iterator[ExtentRange]:
+        """An extent cut into ranges of at most ``limit_bytes`` (at least 256 KiB) for :meth:`read_range`, in order."""
+        return cut_ranges(extent, limit_bytes, self._engine.block_bytes, SUM_BYTES)
+
+    def read_range(self, extent: Extent, part: ExtentRange, address: int) -> Ticket:
+        """Reads one of :meth:`ranges` to ``address``. As :meth:`read`."""
+        self._check_transfer(extent, address, part.nbytes)
+        piece = extent.pieces[part.piece]
+        sums = ffi.NULL if self._sums is None else self._sums.known(extent)
+        segment = ffi.new("doff_segment[1]")
+        segment[0].address, segment[0].offset = address, piece.offset + part.offset
+        segment[0].nbytes, segment[0].file = part.nbytes, self._files[piece.path_index].file_id
+        if self._sums is not None:
+            segment[0].sums_skipped = self._sums.count_before(extent, part)
+        files = (self._files[piece.path_index],)
+        ticket = self._engine.submit(READ, segment, 1, part.nbytes, PADDED, files, sums)
+        self.bytes_read += part.nbytes
+        return ticket
+
     def write(self, extent: Extent, address: int, *, nbytes: int | None = None, urgent: bool = False) -> Ticket:
         """Writes the first ``nbytes`` (default: all) of an extent from ``address``, which must not change until done.
 
         Raises:
-            As ``read``.
+            UsageError: The extent is frozen. Else as ``read``.
         """
+        if extent in self._more_holders:
+            raise UsageError(f"an extent of {extent.nbytes} bytes is frozen: somebody still needs what lies in it")
         nbytes = extent.nbytes if nbytes is None else nbytes
         sums = ffi.NULL if self._sums is None else self._sums.to_record(extent)
         ticket = self._transfer(WRITE, extent, address, nbytes, urgent, sums)
