@@ -14,7 +14,7 @@ from deepoffload.checkpoint.source import CheckpointSource, StoredTensor
 from deepoffload.checkpoint.state_files import memory_order
 from deepoffload.checkpoint.state_loading import PieceLoader, split_master
 from deepoffload.checkpoint.stored_param import LEADS, StoredParam
-from deepoffload.checkpoint.weights import handle_of
+from deepoffload.checkpoint.weights import Target, handle_of
 from deepoffload.checkpoint.weights_loading import WeightLoader, gathered, listed, match_weights
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim.base import HostOptimizer
@@ -25,6 +25,7 @@ from deepoffload.optim.state import MASTER_PART_KEYS
 from deepoffload.optim.state_dict import Group
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes
+from deepoffload.params.unit import ParamHandle
 
 WITHOUT_OPTIMIZER = "load_optimizer_states=False loads the weights alone and leaves the optimizer as it is"
 
@@ -54,12 +55,18 @@ class Loading:
             UsageError: a checksum is wrong. IoFailure: a transfer failed. A part is loaded then.
         """
         with outside_user_modes(), torch.no_grad():
-            self.weights.load(self.source.reader)
+            self.weights.load(self.source.reader, self._is_corrected)
             if self.optimizer is not None and self.groups is not None:
                 restore(self.optimizer, self.groups, self._in_memory())
             for pager in pagers:
                 self._load_pieces(pager)
             self._correct_ordinary()
+
+    def _is_corrected(self, target: Target) -> bool:
+        """Whether a weight becomes what its master gives, so that the stored weight need not be put in first."""
+        param = target.tensor if isinstance(target, ParamHandle) else target
+        stored = self.stored.get(id(param))
+        return param is not None and stored is not None and stored.corrects(param.dtype)
 
     def _load_pieces(self, pager: Pager) -> None:
         stored = {}
@@ -91,9 +98,7 @@ class Loading:
         """Ordinary weights that were saved in another type become what their master gives."""
         for param in self.params.values():
             stored = self.stored.get(id(param))
-            if stored is None or handle_of(param) is not None or stored.weight_dtype in (param.dtype, None):
-                continue
-            if LEADS & stored.arrays.keys():
+            if stored is not None and handle_of(param) is None and stored.corrects(param.dtype):
                 master = stored.master(0, param.numel()).view(param.shape)
                 param.detach().copy_(master.to(param.dtype))
 
@@ -198,13 +203,12 @@ def _how_saved(weights: WeightLoader) -> dict[int, _Saved]:
     """By ``id`` of the handle of a paged parameter, or of an ordinary tensor."""
     found = {}
     for name, tensor in weights.stored.items():
-        parts = list(weights.plan.expressions.parts(weights.plan.tensors[name]))
-        for part in parts:
+        parts = list(weights.parts(name))
+        for part, target in parts:
             base, view = part.source.base, part.view
             same = view.shape == base.shape and view.stride() == base.stride() and base.is_contiguous()
             whole = tensor if len(parts) == 1 and same and part.stop - part.start == base.numel() else None
-            for argument in getattr(part.source.open, "args", ()):
-                found[id(argument)] = _Saved(tensor.dtype, whole)
+            found[id(target)] = _Saved(tensor.dtype, whole)
     return found
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from deepoffload.checkpoint.block_reader import BlockReader, FileSpan
 from deepoffload.checkpoint.stored_param import LEADS, StoredParam
-from deepoffload.checkpoint.weights import to_write
+from deepoffload.checkpoint.weights import WeightOpener, discard_replaced
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.eight_bit import num_blocks, torch_dtype
 from deepoffload.optim.optimizer_parts import PieceNeeds, now_in_pieces
-from deepoffload.optim.paged_state import pieces_of, resident_piece
+from deepoffload.optim.paged_state import in_turn, pieces_of, resident_piece
 from deepoffload.optim.relayout import lay_out
 from deepoffload.optim.rule import SCALE_SUFFIX
 from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS, PieceView, ensure_pieces
@@ -54,10 +54,10 @@ class PieceLoader:
         self._correct_weights(reader)
         self._make_pieces()
         reader.will_read(self._spans())
-        for piece, parts in pieces_of(self.pager, self.stored.keys()):
+        for piece, parts in in_turn(self.pager, self.stored.keys()):
             if not any(list(self._jobs(piece, part)) for part in parts):
                 continue
-            with resident_piece(self.pager, piece):
+            with resident_piece(self.pager, piece, load=not self._fills(piece, parts)):
                 self.pager.tiers.will_change(piece.block)
                 view = PieceView(self.pager.tiers, piece)
                 for part in parts:
@@ -95,6 +95,13 @@ class PieceLoader:
         if lead is not None:
             yield lead, ""
         yield from self._arrays(handle).items()
+
+    def _fills(self, piece: StatePiece, parts: Sequence[PieceSegment]) -> bool:
+        """Whether the checkpoint has every byte of a piece."""
+        wanted = {*piece.format.fields, *([""] if piece.kind in MASTER_PART_KEYS else [])}
+        return sum(part.numel for part in parts) == piece.layout.numel and all(
+            {field for _, field in self._jobs(piece, part)} == wanted for part in parts
+        )
 
     def _spans(self) -> Iterator[FileSpan]:
         """What is going to be read, in this order."""
@@ -175,17 +182,25 @@ class PieceLoader:
                 target.copy_(stored.master(chunk.start, chunk.numel))
 
     def _correct_weights(self, reader: BlockReader) -> None:
-        """Weights that were saved in another type have become what a conversion of the saved weight gives. Where the
-        checkpoint has a finer master, they become what that one gives."""
-        for handle, stored in self.stored.items():
-            param = handle.tensor
-            if param is None or stored.weight_dtype in (handle.dtype, None) or not LEADS & stored.arrays.keys():
-                continue
-            reader.will_read(())
-            with to_write(param)() as data:
+        """Weights that were saved in another type become what the checkpoint's finer masters give."""
+        corrected = [
+            (param, handle, stored)
+            for handle, stored in self.stored.items()
+            if (param := handle.tensor) is not None and stored.corrects(handle.dtype)
+        ]
+        discard_replaced({handle: handle.numel for _, handle, _ in corrected})
+        reader.will_read(
+            span
+            for _, handle, stored in corrected
+            for start, numel in _runs(handle.numel)
+            for span in stored.weight_spans(start, numel)
+        )
+        opener = WeightOpener(to_write=True)
+        opened = [(opener.opener_of(param), handle, stored) for param, handle, stored in corrected]
+        for opened_weight, handle, stored in opened:
+            with opened_weight() as data:
                 flat = data.as_strided((handle.numel,), (1,), data.storage_offset())
-                for start in range(0, handle.numel, CHUNK_NUMEL):
-                    numel = min(CHUNK_NUMEL, handle.numel - start)
+                for start, numel in _runs(handle.numel):
                     flat[start : start + numel].copy_(rounded(stored.master(start, numel), handle.dtype))
 
 
@@ -228,6 +243,11 @@ def _pieces(handle: ParamHandle) -> Sequence[StatePiece]:
 
 
 def _chunks(part: PieceSegment) -> Iterator[PieceSegment]:
-    for start in range(0, part.numel, CHUNK_NUMEL):
-        numel = min(CHUNK_NUMEL, part.numel - start)
+    for start, numel in _runs(part.numel):
         yield PieceSegment(part.tensor, part.start + start, numel, part.piece_start + start)
+
+
+def _runs(numel: int) -> Iterator[tuple[int, int]]:
+    """Starts and lengths of what is converted at a time."""
+    for start in range(0, numel, CHUNK_NUMEL):
+        yield start, min(CHUNK_NUMEL, numel - start)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from deepoffload.checkpoint.block_reader import FileSpan
 from deepoffload.checkpoint.source import StoredTensor
 from deepoffload.errors import UsageError
 from deepoffload.native import cpu_adam
@@ -67,6 +68,18 @@ class StoredParam:
             for key in self.arrays
             if key not in LEADS and not (key.endswith(SCALE_SUFFIX) and key.removesuffix(SCALE_SUFFIX) in self.arrays)
         ]
+
+    def corrects(self, dtype: torch.dtype) -> bool:
+        """Whether a weight of ``dtype`` becomes what the stored master gives, because it was saved in another type."""
+        return self.weight_dtype not in (dtype, None) and bool(LEADS & self.arrays.keys())
+
+    def weight_spans(self, start: int, numel: int) -> Iterator[FileSpan]:
+        """What :meth:`master` reads, as far as it lies in the order of the parameter."""
+        tensors = [self._weight] if "master" not in self.arrays else []
+        tensors += [self.arrays[key] for key in LEADS & self.arrays.keys() if self.lies_as_stored(key)]
+        for tensor in tensors:
+            if tensor is not None:
+                yield tensor.span(start, numel)
 
     def lies_as_stored(self, key: str) -> bool:
         """Whether elements of an array have the order of the parameter's memory."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from deepoffload.checkpoint.expressions import Expressions, Opener
 from deepoffload.checkpoint.safetensors_file import Entry, check_dtype, header_bytes, in_file_order
 from deepoffload.checkpoint.shards import Layout
 from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.memory.block import Block
+from deepoffload.params.pager import Pager
+from deepoffload.params.passage import Passage
 from deepoffload.params.torch_private import count_change, get_data, outside_user_modes
 from deepoffload.params.unit import ParamHandle
 
@@ -92,7 +95,8 @@ def plan_weights(
         for name in dropped:
             del state[name]
     with outside_user_modes():
-        tensors = {name: _stand_in(expressions, value, opener_of or to_read) for name, value in state.items()}
+        opener_of = opener_of or WeightOpener(to_write=False).opener_of
+        tensors = {name: _stand_in(expressions, value, opener_of) for name, value in state.items()}
         with expressions:
             stored = transformers_format.as_on_disk(module, tensors) if hub_names else tensors
     entries = in_file_order(_entry(expressions, name, tensor) for name, tensor in stored.items())
@@ -150,16 +154,66 @@ def _entry(expressions: Expressions, name: str, tensor: Tensor) -> Entry:
 # -- the values ------------------------------------------------------------------------------------------------------
 
 
-def to_read(value: Tensor) -> Opener:
-    """Opens a tensor of a state dict for reading."""
-    handle = handle_of(value)
-    return partial(_plain, get_data(value)) if handle is None else partial(_resident, handle)
+Target = ParamHandle | Tensor
+"""A paged parameter, or an ordinary tensor."""
 
 
-def to_write(value: Tensor) -> Opener:
-    """Opens a tensor of a state dict for writing all of it, or a part."""
-    handle = handle_of(value)
-    return partial(_plain_changing, value) if handle is None else partial(_changing, handle)
+class WeightOpener:
+    """Opens tensors of a state dict, about in the order in which their openers were asked for: the disk works on those
+    to come and those before meanwhile.
+
+    Args:
+        to_write: all of a tensor or a part is going to be written; else it is read.
+
+    Attributes:
+        targets: what each opener opens.
+    """
+
+    def __init__(self, *, to_write: bool) -> None:
+        self.targets: dict[Opener, Target] = {}
+        self._to_write = to_write
+        self._passages: dict[Pager, Passage] = {}
+
+    def opener_of(self, value: Tensor) -> Opener:
+        handle = handle_of(value)
+        made: Opener
+        if handle is not None:
+            made = partial(self._open, handle)
+        else:
+            made = partial(_plain_changing, value) if self._to_write else partial(_plain, get_data(value))
+        self.targets[made] = value if handle is None else handle
+        return made
+
+    @contextmanager
+    def _open(self, handle: ParamHandle) -> Iterator[Tensor]:
+        pager = cast(Pager, handle.pager)
+        if pager not in self._passages:
+            self._passages[pager] = Passage(pager, self._blocks_of(pager))
+        if handle.block is not None:
+            self._passages[pager].at(handle.block)
+        with _changing(handle) if self._to_write else _resident(handle) as data:
+            yield data
+
+    def _blocks_of(self, pager: Pager) -> Iterator[Block]:
+        for target in self.targets.values():
+            if isinstance(target, ParamHandle) and target.pager is pager and target.block is not None:
+                yield target.block
+
+
+def discard_replaced(written: Mapping[ParamHandle, int]) -> None:
+    """Give up weights on NVMe of which every element is going to be written, so that they are not read for that.
+
+    Args:
+        written: elements of each parameter that are going to be.
+    """
+    for handle in written:
+        unit, pager = handle.unit, cast(Pager, handle.pager)
+        if unit is None or not pager.memory.on_host:
+            continue
+        with pager.lock:
+            away = pager.tiers.is_away(unit.weights.id)
+            if away and all(written.get(other) == other.numel for other in unit.handles):
+                pager.tiers.discard(unit.weights)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -10,11 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.checkpoint import transformers_format
-from deepoffload.checkpoint.block_reader import BlockReader, FileSpan
-from deepoffload.checkpoint.expressions import Opener, slabs
+from deepoffload.checkpoint.block_reader import BlockReader
+from deepoffload.checkpoint.expressions import Opener, Part, slabs
 from deepoffload.checkpoint.source import StoredTensor
-from deepoffload.checkpoint.weights import WeightPlan, handle_of, plan_weights, to_write
+from deepoffload.checkpoint.weights import (
+    Target,
+    WeightOpener,
+    WeightPlan,
+    discard_replaced,
+    handle_of,
+    plan_weights,
+)
 from deepoffload.errors import UsageError
+from deepoffload.params.unit import ParamHandle
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 NAMES_SHOWN = 20
@@ -28,24 +37,37 @@ class WeightLoader:
     """The stored tensors that go into a model, checked against it."""
 
     plan: WeightPlan
+    opener: WeightOpener
     stored: Mapping[str, StoredTensor]
 
-    def spans(self) -> Iterator[FileSpan]:
-        for tensor in self._in_file_order():
-            yield tensor.span(0, tensor.record.numel)
-
-    def load(self, reader: BlockReader) -> None:
+    def load(self, reader: BlockReader, left_out: Callable[[Target], bool]) -> None:
         """Read everything into its place, in the order of the files.
+
+        Args:
+            left_out: whether somebody else fills a weight.
 
         Raises:
             UsageError: a checksum is wrong. IoFailure: a transfer failed. A part is loaded then.
         """
-        reader.will_read(self.spans())
-        for tensor in self._in_file_order():
+        ordered = [
+            tensor
+            for tensor in sorted(self.stored.values(), key=lambda tensor: (tensor.file, tensor.record.begin))
+            if not all(left_out(target) for _, target in self.parts(tensor.name))
+        ]
+        coming: Counter[ParamHandle] = Counter()
+        for tensor in ordered:
+            for part, target in self.parts(tensor.name):
+                if isinstance(target, ParamHandle):
+                    coming[target] += part.stop - part.start
+        discard_replaced(coming)
+        reader.will_read(tensor.span(0, tensor.record.numel) for tensor in ordered)
+        for tensor in ordered:
             fill(self.plan, tensor)
 
-    def _in_file_order(self) -> list[StoredTensor]:
-        return sorted(self.stored.values(), key=lambda tensor: (tensor.file, tensor.record.begin))
+    def parts(self, name: str) -> Iterator[tuple[Part, Target]]:
+        """What a stored tensor consists of, and of which parameter or ordinary tensor each part is."""
+        for part in self.plan.expressions.parts(self.plan.tensors[name]):
+            yield part, self.opener.targets[part.source.open]
 
 
 def fill(plan: WeightPlan, tensor: StoredTensor) -> None:
@@ -75,7 +97,8 @@ def match_weights(
         UsageError: with the list of what does not fit.
     """
     hub_names = hub_names and transformers_format.is_pretrained_model(module)
-    plan = plan_weights(module, hub_names=hub_names, left_out=left_out, opener_of=to_write)
+    opener = WeightOpener(to_write=True)
+    plan = plan_weights(module, hub_names=hub_names, left_out=left_out, opener_of=opener.opener_of)
     missing = sorted(plan.tensors.keys() - stored.keys())
     unknown = sorted(stored.keys() - plan.tensors.keys())
     if strict and (missing or unknown):
@@ -96,7 +119,7 @@ def match_weights(
             wrong.append(f"{name}: its elements are in another order")
     if wrong:
         raise UsageError(f"the checkpoint is of another model: {listed('these do not fit', wrong)}build it as it was")
-    return WeightLoader(plan, {name: tensor for name, tensor in stored.items() if name in plan.tensors})
+    return WeightLoader(plan, opener, {name: tensor for name, tensor in stored.items() if name in plan.tensors})
 
 
 def listed(what: str, names: list[str]) -> str:

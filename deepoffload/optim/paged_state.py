@@ -16,6 +16,7 @@ from deepoffload.optim.state import MASTER_PART_KEYS, PieceView, to_fp32
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
+from deepoffload.params.passage import Passage
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import ParamHandle, StatePiece
 
@@ -45,7 +46,7 @@ def iterate_state(pager: Pager, held: Mapping[ParamHandle, Arrays], leads: Set[P
         held: parameters whose arrays are wanted. An array that the pieces have no room for yet is left out.
         leads: parameters whose remainder or master is wanted. The caller knows which of them are stale.
     """
-    for piece, parts in pieces_of(pager, held.keys() | leads):
+    for piece, parts in in_turn(pager, held.keys() | leads):
         with resident_piece(pager, piece):
             view = PieceView(pager.tiers, piece)
             lead = MASTER_PART_KEYS.get(piece.kind)
@@ -108,7 +109,7 @@ def write_state(
         if any(fields.values()):
             with pager.lock:
                 add_fields(pager.tiers, unit, fields)
-    for piece, parts in pieces_of(pager, given.keys()):
+    for piece, parts in in_turn(pager, given.keys()):
         with resident_piece(pager, piece):
             pager.tiers.will_change(piece.block)
             view = PieceView(pager.tiers, piece)
@@ -144,11 +145,26 @@ def pieces_of(pager: Pager, handles: Set[ParamHandle]) -> Iterator[tuple[StatePi
                     yield piece, parts
 
 
+def in_turn(pager: Pager, handles: Set[ParamHandle]) -> Iterator[tuple[StatePiece, list[PieceSegment]]]:
+    """:func:`pieces_of`, where each piece is looked at before the next one is asked for: the disk works on those to
+    come and those before meanwhile."""
+    pieces = list(pieces_of(pager, handles))
+    passage = Passage(pager, (piece.block for piece, _ in pieces))
+    for piece, parts in pieces:
+        passage.at(piece.block)
+        yield piece, parts
+    passage.end()
+
+
 @contextmanager
-def resident_piece(pager: Pager, piece: StatePiece) -> Iterator[None]:
-    """Bring a piece to host memory and keep it there for as long as the context lasts."""
+def resident_piece(pager: Pager, piece: StatePiece, *, load: bool = True) -> Iterator[None]:
+    """Bring a piece to host memory and keep it there for as long as the context lasts.
+
+    Args:
+        load: False when all of it is going to be overwritten.
+    """
     with pager.lock:
-        pager.tiers.acquire(piece.block)
+        pager.tiers.acquire(piece.block, load=load)
         try:
             yield
         finally:
