@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,8 +19,7 @@ from torch import nn
 import deepoffload
 from deepoffload.checkpoint.directory import publish, staging
 from deepoffload.errors import IoFailure, UsageError
-
-needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
+from tests.support.disks import largest_file, tmpfs
 
 
 def layer(value: float, width: int = 512) -> nn.Module:
@@ -35,17 +32,6 @@ def layer(value: float, width: int = 512) -> nn.Module:
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-@contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
-    """The kernel refuses to let any file grow beyond this, with EFBIG (Python ignores the signal)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("shard", ["5GB", "100KB"])
@@ -63,23 +49,16 @@ def test_a_write_that_fails_half_way_leaves_the_earlier_save(shard: str, tmp_pat
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
-    where = tmp_path / "small"
-    where.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", where], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
-    yield where
-    subprocess.run(["umount", where], check=True)
+    with tmpfs(tmp_path / "small", 2) as where:
+        yield where
 
 
-@needs_mount
 def test_too_little_space_is_seen_before_anything_is_written(small_disk: Path) -> None:
     with pytest.raises(IoFailure, match="ENOSPC.*Nothing has been written"):
         deepoffload.save_pretrained(layer(1.0, width=1024), small_disk / "out")
     assert contents(small_disk / "out") == {}
 
 
-@needs_mount
 def test_a_disk_that_fills_up_meanwhile(small_disk: Path, tmp_path: Path) -> None:
     from deepoffload.checkpoint.safetensors_file import Entry, write_file
 

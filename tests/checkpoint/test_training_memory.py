@@ -12,35 +12,19 @@ import pytest
 
 from tests.checkpoint.training import ALL
 
+ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 WINDOW_BYTES = 32 * MIB
 """At most 24 blocks of 1 MiB, and a few MiB for what is converted at a time; 13 to 18 MiB are measured."""
 
 PROGRAM = """
-import ctypes, json, sys, threading, time
+import json, sys
 import torch
 from torch import nn
 import deepoffload
+from tests.support.memory_watch import MemoryWatch, populate
 
 directory, swap, saved, loading, budget = sys.argv[1:]
-
-def own_bytes():
-    with open("/proc/self/status") as status:
-        return sum(int(line.split()[1]) << 10 for line in status if line.startswith(("RssAnon", "RssShmem")))
-
-class Watch(threading.Thread):
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.peak, self.on = 0, True
-        self.start()
-    def run(self):
-        while self.on:
-            self.peak = max(self.peak, own_bytes())
-            time.sleep(0.001)
-    def end(self):
-        self.on = False
-        self.join()
-        return max(self.peak, own_bytes())
 
 def build(precision):
     torch.manual_seed(0)
@@ -58,15 +42,11 @@ state = deepoffload.TrainingState(tiny, deepoffload.CPUAdamW(tiny.parameters()))
 state.save(directory + "/warm")
 state.load(directory + "/warm")
 engine, model, optimizer = build(loading if saved == "no" else saved)
-arena = engine.pager.tiers.arena
-MADV_POPULATE_WRITE = 23  # since Linux 5.14: all of the budget counts as used from here on, its contents stay
-populated = ctypes.CDLL(None).madvise(
-    ctypes.c_void_p(arena.address), ctypes.c_size_t(arena.capacity_bytes), MADV_POPULATE_WRITE)
-watch = Watch()
+populated = populate(engine.pager.tiers.arena)
+watch = MemoryWatch()
 step(model, optimizer)
 step(model, optimizer)
-training = watch.end()
-watch = Watch()
+training = watch.take_peak()
 state = deepoffload.TrainingState(model, optimizer)
 if saved == "no":
     state.load(directory + "/out")
@@ -74,7 +54,7 @@ if saved == "no":
 else:
     state.save(directory + "/out")
 numel = sum(p.numel() for p in model.parameters())
-print(json.dumps({"populated": populated, "training": training, "peak": watch.end(), "state": numel * 10}))
+print(json.dumps({"populated": populated, "training": training, "peak": watch.take_peak(), "state": numel * 10}))
 engine.close()
 """
 
@@ -85,11 +65,11 @@ def test_memory_while_saving_and_loading(tmp_path: Path, nvme_path: Path) -> Non
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for saved, loading in (("bf16", ""), *([("no", "bf16")] if ALL else []), ("no", "fp32")):
         command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(nvme_path), saved, loading, str(budget)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment, cwd=ROOT)
         assert done.returncode == 0, done.stderr[-3000:]
         seen = json.loads(done.stdout.splitlines()[-1])
         print(saved, loading, {key: value / MIB for key, value in seen.items()})
-        if seen["populated"]:
+        if not seen["populated"]:
             pytest.skip("the kernel cannot populate a mapping, so what saving takes cannot be told from the budget")
         assert seen["state"] > 8 * budget
         assert seen["peak"] <= seen["training"] + WINDOW_BYTES

@@ -17,6 +17,7 @@ from deepoffload.cli.nvme.main import main
 from deepoffload.config import parse_config
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import measure_bandwidth
+from tests.support.disks import tmpfs
 
 SHORT = ["--time-limit", "3", "--size", "64M", "--backend", "pool", "--block-size", "1M", "--queue-depth", "4", "8"]
 ROOT = Path(__file__).parents[2]
@@ -211,13 +212,8 @@ def test_the_picture(disk, tmp_path, capsys):
 @pytest.fixture
 def small(tmp_path):
     """A tmpfs of 300 MiB, where we may mount one."""
-    where = tmp_path / "small"
-    where.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", where], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting needs root")
-    yield where
-    subprocess.run(["umount", "-l", where], check=True)
+    with tmpfs(tmp_path / "small", 300) as where:
+        yield where
 
 
 def test_memory_is_no_disk_and_this_is_said(small, tmp_path, capsys):

@@ -6,12 +6,9 @@ Each is trained in a process of its own, forked before torch has started a threa
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import os
 import sys
-import threading
 import time
 from typing import Any
 
@@ -21,26 +18,7 @@ import torch._dynamo  # hooks and checkpointing are kept out of torch.compile, f
 import deepoffload
 from deepoffload.estimate.decoder import Decoder, DecoderShape
 from deepoffload.schedule.cost_model import BlockKind
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/status") as status:
-        fields = dict(line.split(":", 1) for line in status if ":" in line)
-    return (int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) * 1024
-
-
-class Watch:
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        threading.Thread(target=self._look, daemon=True).start()
-
-    def _look(self) -> None:
-        while True:
-            self.look()
-            time.sleep(0.002)
-
-    def look(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, resident_bytes())
+from tests.support.memory_watch import MemoryWatch, give_back, resident_bytes
 
 
 def warm_up() -> None:
@@ -56,14 +34,12 @@ def train(swap: str, settings: dict[str, Any]) -> dict[str, Any]:
     accumulation = settings["accumulation"]
     config = {"precision": settings["precision"], "gradient_accumulation_steps": accumulation} | settings["config"]
     warm_up()
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    give_back()
     process_bytes = resident_bytes()
-    watch = Watch()
+    watch = MemoryWatch()
     with deepoffload.offload_context(config, nvme_path=swap) as context:
         model = Decoder(DecoderShape(**settings["shape"]), checkpointing=checkpointing)
-    watch.look()
-    built_bytes = watch.peak_bytes
+    built_bytes = watch.take_peak()
     early = settings["config"].get("step_overlap") == "in_backward"  # the norm is not known while gradients still come
     state_dtype = settings["config"].get("optimizer", {}).get("params", {}).get("state_dtype", "fp32")
     optimizer = deepoffload.CPUAdamW(
@@ -87,13 +63,12 @@ def train(swap: str, settings: dict[str, Any]) -> dict[str, Any]:
                 "written": now["disk_bytes_written"] - before["disk_bytes_written"],
             }
         )
-        watch.look()
     engine = context.engine
     table = engine.placement.table() if engine is not None and engine.placement is not None else ""
     found = {
         "process_bytes": process_bytes,
         "built_bytes": built_bytes,
-        "peak_bytes": watch.peak_bytes,
+        "peak_bytes": max(built_bytes, watch.take_peak()),
         "stats": deepoffload.stats(model),
         "placement": table,
         "steps": steps,

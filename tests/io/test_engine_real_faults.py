@@ -19,6 +19,7 @@ import pytest
 from deepoffload.errors import ClosedError, IoFailure
 from deepoffload.io.engine import IoEngine
 from deepoffload.native.aio import HostMapping
+from tests.support.disks import tmpfs
 
 PRELUDE = """
 import errno, os, resource, signal, sys, threading, time
@@ -112,13 +113,8 @@ def test_a_file_removed_under_us_goes_on_working(make_engine, memory, backend, t
 @pytest.fixture
 def small_disk(tmp_path):
     """A tmpfs of 4 MiB, where we may mount one."""
-    where = tmp_path / "small"
-    where.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", where], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting needs root")
-    yield where
-    subprocess.run(["umount", "-l", where], check=True)
+    with tmpfs(tmp_path / "small", 4) as where:
+        yield where
 
 
 def test_a_disk_that_fills_up(make_engine, memory, backend, small_disk):

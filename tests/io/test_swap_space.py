@@ -19,6 +19,7 @@ from deepoffload.io.engine import IoEngine
 from deepoffload.io.swap_files import check_paths, free_bytes, reclaim_stale
 from deepoffload.io.swap_space import SPACE_MARGIN_BYTES, SwapSpace
 from deepoffload.native.aio import HostMapping, round_up
+from tests.support.disks import tmpfs
 
 MIB = 1 << 20
 
@@ -163,11 +164,8 @@ def test_more_than_the_disk_has_is_refused_before_anything_is_taken(engine, dire
 
 @pytest.fixture
 def small_disk(directories):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", directories[1]], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting needs root")
-    yield directories[1]
-    subprocess.run(["umount", "-l", directories[1]], check=True)
+    with tmpfs(directories[1], 80) as where:
+        yield where
 
 
 def test_a_full_path_gets_less(engine, memory, directories, small_disk):

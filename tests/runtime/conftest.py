@@ -8,13 +8,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import deepoffload
+from deepoffload.deepspeed.engine import TrainingEngine
 from deepoffload.runtime.engine import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +40,16 @@ class Outcome:
     said: dict[str, Any]
     stdout: str
     stderr: str
+
+
+@contextmanager
+def initialized(**arguments: Any) -> Iterator[TrainingEngine]:
+    """What ``initialize`` makes, closed at the end."""
+    engine, *_ = deepoffload.initialize(**arguments)
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,18 +1,13 @@
 """What a process takes at most while it builds, loads, trains and saves a model of 126 M parameters.
 
-``SWAP_DIRECTORY plain|paged|loaded KEYWORD=VALUE ...``; prints JSON in MiB, last. What counts is RssAnon + RssShmem of
-``/proc/self/status``, looked at every two milliseconds.
+``SWAP_DIRECTORY plain|paged|loaded KEYWORD=VALUE ...``; prints JSON in MiB, last.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import os
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepoffload
 from deepoffload import offload_context
+from tests.support.memory_watch import MemoryWatch, give_back
 
 SWAP = sys.argv[1]
 SIZES = {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16}
@@ -33,42 +29,19 @@ STATE_BYTES = {"bf16": 14, "fp32": 16}
 """Weights, gradients and optimizer state per parameter, as they are stored."""
 
 
-def resident_mib() -> float:
-    with open("/proc/self/status") as status:
-        fields = dict(line.split(":", 1) for line in status if ":" in line)
-    return (int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) / 1024
-
-
-class Watch:
-    """Notes the peak of each phase."""
+class Phases:
+    """Notes the peak of each phase, in MiB."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, float] = {}
-        self._phase = "start"
-        threading.Thread(target=self._look, daemon=True).start()
-
-    def _look(self) -> None:
-        while True:
-            self.look()
-            time.sleep(0.002)
-
-    def look(self) -> None:
-        self.peaks[self._phase] = max(self.peaks.get(self._phase, 0.0), resident_mib())
+        self._watch = MemoryWatch()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        settle()
-        self._phase = name
-        self.look()
+        give_back()
+        self._watch.take_peak()
         yield
-        self.look()
-        self._phase = "between"
-
-
-def settle() -> None:
-    """Give back what earlier phases have freed, so that it is not counted against this one."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+        self.peaks[name] = self._watch.take_peak() / 2**20
 
 
 def count() -> int:
@@ -83,7 +56,7 @@ def forward_and_backward(model: Any, seed: int) -> float:
     return float(loss.detach())
 
 
-def plain(watch: Watch, precision: str, checkpoint: str = "") -> dict[str, Any]:
+def plain(watch: Phases, precision: str, checkpoint: str = "") -> dict[str, Any]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
     if checkpoint:
@@ -96,7 +69,7 @@ def plain(watch: Watch, precision: str, checkpoint: str = "") -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "parameters": count()}
 
 
-def paged(watch: Watch, precision: str, share: str, checkpoint: str, steps: str = "3") -> dict[str, Any]:
+def paged(watch: Phases, precision: str, share: str, checkpoint: str, steps: str = "3") -> dict[str, Any]:
     """The whole life: build (or load, where there is a checkpoint), train, save."""
     parameters = count()
     budget = int(parameters * STATE_BYTES[precision] / float(share))
@@ -124,7 +97,7 @@ def paged(watch: Watch, precision: str, share: str, checkpoint: str, steps: str 
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
-    watching = Watch()
+    watching = Phases()
     with watching.phase("imports"):
         pass
     facts = globals()[sys.argv[2]](watching, **dict(word.split("=", 1) for word in sys.argv[3:]))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import namedtuple
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,11 @@ import deepoffload
 from deepoffload.deepspeed.engine import TrainingEngine
 from deepoffload.errors import LossScaleError, UsageError
 from deepoffload.optim.loss_scale import DynamicLossScale
+from tests.runtime.conftest import initialized
 from tests.support.loops import assert_same_bits, in_dtype, relative_difference, weights_of
 from tests.support.models import FAMILIES, batch, llama, mlp, next_token_loss, rows
 from tests.support.paging import EVICTING, TIGHT, Paging, Setting
+from tests.support.paging import plain as seeded
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}
 SCALING = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}
@@ -62,20 +62,6 @@ def config(nvme_path: Path) -> dict[str, Any]:
         "optimizer": ADAMW,
         "fp16": dict(SCALING),
     }
-
-
-@contextmanager
-def initialized(**arguments: Any) -> Iterator[TrainingEngine]:
-    engine, *_ = deepoffload.initialize(**arguments)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-def seeded(make: Any) -> Any:
-    torch.manual_seed(0)
-    return make()
 
 
 def trained(engine: TrainingEngine, micro_steps: int) -> tuple[list[Tensor], list[float]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,10 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload.deepspeed.engine import TrainingEngine
+from tests.runtime.conftest import initialized
 from tests.support.loops import assert_same_bits, relative_difference, weights_of
 from tests.support.models import FAMILIES, batch, mlp, next_token_loss, rows
+from tests.support.paging import plain as seeded
 
 STEPS, ACCUMULATE, CLIP = 3, 2, 0.5
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}
@@ -33,20 +34,6 @@ def config(nvme_path: Path) -> dict[str, Any]:
         "gradient_accumulation_steps": ACCUMULATE,
         "gradient_clipping": CLIP,
     }
-
-
-@contextmanager
-def initialized(**arguments: Any) -> Iterator[TrainingEngine]:
-    engine, *_ = deepoffload.initialize(**arguments)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-def seeded(make: Make) -> nn.Module:
-    torch.manual_seed(0)
-    return make()
 
 
 def losses_of(engine: TrainingEngine) -> list[Tensor]:
