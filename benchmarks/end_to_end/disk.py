@@ -54,9 +54,9 @@ class DiskRate:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def measure(self) -> dict[str, float]:
+    def measure(self, pattern: Pattern = Pattern.MIXED) -> dict[str, float]:
         """Bytes per second of each tool, its better block size of this moment."""
         return {
-            tool.name: max(self._move(tool, Pattern.MIXED, block, depth, EFFORT).bytes_per_s for block, depth in CELLS)
+            tool.name: max(self._move(tool, pattern, block, depth, EFFORT).bytes_per_s for block, depth in CELLS)
             for tool in self._contenders
         }

@@ -1,0 +1,82 @@
+"""What was measured, as text, and against what it should be."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Round = dict[str, dict[str, Any]]
+"""By case and action, what it cost."""
+
+
+def moved(cost: dict[str, Any]) -> float:
+    return float(cost["read_bytes"] + cost["written_bytes"])
+
+
+def of_rate(case: str, action: str) -> Callable[[Round], float]:
+    """The rate of all bytes that were moved, as a share of the disk's."""
+
+    def value(round: Round) -> float:
+        cost = round[case][action]
+        return moved(cost) / float(cost["seconds"]) / float(cost["disk_bytes_per_s"])
+
+    return value
+
+
+def seconds_of(action: str, other: str) -> Callable[[Round], float]:
+    return lambda round: float(round["all"][action]["seconds"]) / float(round["all"][other]["seconds"])
+
+
+ROWS: tuple[tuple[str, str, float, Callable[[Round], float]], ...] = (
+    ("save, everything on NVMe: rate / mixed rate", "at least", 0.9, of_rate("all", "save")),
+    ("load, everything on NVMe: rate / mixed rate", "at least", 0.9, of_rate("all", "load")),
+    ("save from host memory: rate / write rate (for information)", "at least", 0.9, of_rate("host", "save")),
+    ("load to host memory: rate / read rate", "at least", 0.9, of_rate("host", "load")),
+    ("save / state_dict(), torch.save, sync", "at most", 0.5, seconds_of("save", "torch_save")),
+    ("load / torch.load, load_state_dict", "at most", 0.5, seconds_of("load", "torch_load")),
+)
+
+
+def to_reach(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """Each claim with its median."""
+    found = []
+    for name, sense, target, value in ROWS:
+        values = []
+        for round in rounds:
+            try:
+                values.append(value(round))
+            except KeyError:
+                continue  # the case has not run yet
+        if values:
+            median = statistics.median(values)
+            met = median >= target if sense == "at least" else median <= target
+            found.append(
+                {"name": name, "sense": sense, "target": target, "values": values, "median": median, "met": met}
+            )
+    return found
+
+
+def lines_of(rounds: Sequence[Round], num_parameters: int) -> list[str]:
+    """For people."""
+    heading = (
+        f"{'':26} {'s: min':>7} {'median':>7} {'max':>7} {'read B/param':>13} {'written':>8} {'CPU s':>6} "
+        f"{'+ MB':>6} {'disk GB/s':>9} {'foreign CPU':>11}"
+    )
+    lines = [heading]
+    names = dict.fromkeys((case, action) for round in rounds for case in round for action in round[case])
+    for case, action in names:
+        costs = [round[case][action] for round in rounds if action in round.get(case, {})]
+        times = [cost["seconds"] for cost in costs]
+        middle = {key: statistics.median(cost[key] for cost in costs) for key in costs[0] if costs[0][key] is not None}
+        rate = f"{middle['disk_bytes_per_s'] / 1e9:.2f}" if "disk_bytes_per_s" in middle else ""
+        lines.append(
+            f"{case + ' ' + action:26} {min(times):7.2f} {middle['seconds']:7.2f} {max(times):7.2f} "
+            f"{middle['read_bytes'] / num_parameters:13.1f} {middle['written_bytes'] / num_parameters:8.1f} "
+            f"{middle['cpu_s']:6.2f} {middle['more_bytes'] / 1e6:6.0f} {rate:>9} "
+            f"{middle['foreign_cpu_share']:11.0%}"
+        )
+    for row in to_reach(rounds):
+        met = "met" if row["met"] else "not met"
+        lines.append(f"{row['name']:62} {row['median']:6.2f}  {row['sense']} {row['target']:.2f}: {met}")
+    return lines
