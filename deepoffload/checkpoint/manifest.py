@@ -30,8 +30,11 @@ _FIRST_LINE = re.compile(rb'\{"crc32c": "([0-9a-f]{8})",\n')
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 _DIMS_MAX = 64
-_MANIFEST_BYTES_MIN = 4 << 20
-_BYTES_PER_MANIFEST_BYTE = 4096
+
+_MANIFEST_BYTES_MIN, _BYTES_PER_BYTE = 1 << 19, 2
+_VALUES_MIN, _BYTES_PER_VALUE = 1 << 16, 4
+# What a manifest may have, in bytes and in values, by the bytes of the other files: it is read into memory before it is
+# known to be one. That of a tensor of one element has 200 bytes and 15 values, for 120 bytes in another file.
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,10 @@ def read_manifest(directory: str) -> Manifest:
         UnsupportedError: a newer version of the format.
     """
     path = os.path.join(directory, MANIFEST_NAME)
-    data = _content(path, _length_limit(directory))
+    others_bytes = _bytes_of_others(directory)
+    data = _content(path, _MANIFEST_BYTES_MIN + _BYTES_PER_BYTE * others_bytes)
+    if sum(map(data.count, (b",", b"[", b"{"))) > _VALUES_MIN + others_bytes // _BYTES_PER_VALUE:
+        raise UsageError(f"{path} has more values than a manifest of the files next to it can have")
     matched = _FIRST_LINE.match(data)
     if matched is None:
         raise UsageError(f"{path} is no manifest of a deepoffload checkpoint, or is damaged in its first line")
@@ -143,14 +149,13 @@ def read_manifest(directory: str) -> Manifest:
     return manifest
 
 
-def _length_limit(directory: str) -> int:
-    """A manifest is small next to what it is about."""
+def _bytes_of_others(directory: str) -> int:
+    """Bytes of the files that a manifest is about."""
     try:
         with os.scandir(directory) as entries:
-            total = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+            return sum(entry.stat(follow_symlinks=False).st_size for entry in entries if entry.name != MANIFEST_NAME)
     except OSError as error:
         raise UsageError(f"{directory} cannot be read as a checkpoint ({error.strerror})") from error
-    return _MANIFEST_BYTES_MIN + total // _BYTES_PER_MANIFEST_BYTE
 
 
 def _content(path: str, limit_bytes: int) -> bytes:

@@ -13,7 +13,8 @@ from torch import Tensor
 from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool
 from deepoffload.checkpoint.block_reader import BlockReader, FileSpan
 from deepoffload.checkpoint.file_layout import OPTIMIZER_PREFIX, TRAINING_NAME, TRAINING_TENSORS_NAME
-from deepoffload.checkpoint.manifest import Manifest, TensorRecord, read_manifest
+from deepoffload.checkpoint.foreign import refuse_foreign
+from deepoffload.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorRecord, read_manifest
 from deepoffload.checkpoint.safetensors_file import DTYPE_NAMES
 from deepoffload.checkpoint.values import decode, parse_json
 from deepoffload.errors import UsageError
@@ -22,6 +23,11 @@ from deepoffload.io.engine import IoEngine
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 HEADER_BYTES_MAX = 100_000_000
 """As safetensors has it."""
+
+_METADATA_BYTES_MAX = 1 << 20
+_ENTRY_BYTES, _NUMBER_BYTES, _ESCAPED = 128, 21, 12
+"""Of JSON, at most: around the name of a tensor, per dimension, and per character of a name that is written with
+escapes."""
 
 
 class StoredTensor:
@@ -82,7 +88,10 @@ class CheckpointSource:
         self.arrays: dict[str, StoredTensor] = {}
         extra: dict[str, StoredTensor] = {}
         for file in manifest.files:
-            if not file.endswith(".safetensors"):
+            if file == TRAINING_NAME:
+                continue
+            if not file.endswith(".safetensors"):  # nobody reads it here, but from_pretrained will
+                reader.verify(file)
                 continue
             _check_header(reader, folder, file, manifest.tensors.get(file, {}))
             for name, record in manifest.tensors.get(file, {}).items():
@@ -121,6 +130,8 @@ def open_checkpoint(folder: str, progress: Callable[[int], None]) -> Iterator[Ch
     Raises:
         UsageError: it is not complete, or damaged. UnsupportedError: a newer format. IoFailure: it cannot be read.
     """
+    if not os.path.lexists(os.path.join(folder, MANIFEST_NAME)):
+        refuse_foreign(folder)
     manifest = read_manifest(folder)
     io, pool = IoEngine(block_bytes=BLOCK_BYTES), BlockPool()
     reader = BlockReader(io, pool, folder, manifest, progress)
@@ -136,7 +147,7 @@ def _check_header(reader: BlockReader, folder: str, file: str, tensors: Mapping[
     path = os.path.join(folder, file)
     nbytes = reader.length_of_file(file)
     length = int.from_bytes(reader.part(FileSpan(file, 0, min(8, nbytes))), "little")
-    if nbytes < 8 or length > min(HEADER_BYTES_MAX, nbytes - 8):
+    if nbytes < 8 or length > min(_header_bytes_max(tensors), nbytes - 8):
         raise UsageError(f"{path} is damaged: its header cannot be {length} bytes long")
     header = parse_json(reader.part(FileSpan(file, 8, length)), path)
     expected = {
@@ -151,3 +162,12 @@ def _check_header(reader: BlockReader, folder: str, file: str, tensors: Mapping[
         header.pop("__metadata__", None)
     if header != expected:
         raise UsageError(f"{path} is damaged: its header and the manifest do not agree; load another checkpoint")
+
+
+def _header_bytes_max(tensors: Mapping[str, TensorRecord]) -> int:
+    """The longest header that these tensors can have, with metadata of some length: it is read into memory before it is
+    known to be one."""
+    described = sum(
+        _ENTRY_BYTES + _ESCAPED * len(name) + _NUMBER_BYTES * len(record.shape) for name, record in tensors.items()
+    )
+    return min(HEADER_BYTES_MAX, _METADATA_BYTES_MAX + described)

@@ -66,6 +66,25 @@ def latest_tag(directory: str) -> str | None:
         raise UsageError(f"{path} is damaged ({error}); name the tag to load") from None
 
 
+def folder_to_load(directory: str, tag: object) -> str | None:
+    """Where the checkpoint of a tag is; None where no tag is said and there is no ``latest``.
+
+    Raises:
+        UsageError: as :func:`latest_tag`, :func:`checked_tag` and :func:`folder_of`.
+    """
+    if tag is not None:
+        return folder_of(directory, checked_tag(tag))
+    newest = latest_tag(directory)
+    if newest is None:
+        return None
+    if not os.path.lexists(os.path.join(directory, newest)):
+        raise UsageError(
+            f"{os.path.join(directory, LATEST_NAME)} names {newest!r}, which is not there; name the tag to load "
+            f"(there are: {_known(directory)})"
+        )
+    return folder_of(directory, newest)
+
+
 def folder_of(directory: str, tag: str) -> str:
     """Where the checkpoint of a tag is.
 
@@ -76,12 +95,15 @@ def folder_of(directory: str, tag: str) -> str:
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        known = ", ".join(known_tags(directory)) or "none"
-        raise UsageError(f"there is no checkpoint {tag!r} in {directory} (there are: {known})") from None
+        raise UsageError(f"there is no checkpoint {tag!r} in {directory} (there are: {_known(directory)})") from None
     if not stat.S_ISDIR(mode):
         what = "a link; give the directory that it leads to" if stat.S_ISLNK(mode) else "no directory"
         raise UsageError(f"{path} is {what}")
     return path
+
+
+def _known(directory: str) -> str:
+    return ", ".join(known_tags(directory)) or "none"
 
 
 def known_tags(directory: str) -> list[str]:

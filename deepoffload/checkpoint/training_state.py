@@ -20,7 +20,7 @@ from deepoffload.checkpoint.random_states import checked_random_states, random_s
 from deepoffload.checkpoint.saving import SHARD_BYTES, Content, choose_weight_plan, write_checkpoint
 from deepoffload.checkpoint.source import CheckpointSource, open_checkpoint
 from deepoffload.checkpoint.state_files import is_array, plan_state
-from deepoffload.checkpoint.tags import checked_tag, folder_of, latest_tag, prune
+from deepoffload.checkpoint.tags import checked_tag, folder_to_load, prune
 from deepoffload.checkpoint.weights_loading import listed
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim.optimizer_parts import OptimizerParts, pagers_of, take_apart
@@ -213,10 +213,9 @@ class TrainingState:
         target = os.path.abspath(os.fspath(directory))
         with self._alone("load"):
             pagers = self._ready("load", also_half_loaded=True)
-            name = latest_tag(target) if tag is None else checked_tag(tag)
-            if name is None:
+            folder = folder_to_load(target, tag)
+            if folder is None:
                 return None
-            folder = folder_of(target, name)
             progress = Progress(_size_of(folder), f"loading {folder}", f"loaded {folder}")
             with open_checkpoint(folder, progress.advance) as source:
                 skip = {"scheduler"} if not with_schedule else set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+import deepoffload
 from deepoffload import offload_context
+from tests.checkpoint.damaged import Opener, trained
 
 transformers = pytest.importorskip("transformers")
 
@@ -94,3 +97,24 @@ def no_staging_is_left(tmp_path: Path) -> Iterator[None]:
     """Whatever happens in a test, no half-written file stays behind."""
     yield
     assert not list(tmp_path.rglob(".deepoffload-save-*"))
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint with the tag ``one``."""
+    model, optimizer = trained()
+    return Path(deepoffload.TrainingState(model, optimizer).save(tmp_path_factory.mktemp("saved"), "one"))
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(saved, tmp_path / "copy" / "one"))
+
+
+@pytest.fixture
+def opener() -> Iterator[Opener]:
+    made = Opener()
+    yield made
+    made.io.close()
+    made.pool.close()

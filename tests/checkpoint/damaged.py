@@ -1,0 +1,66 @@
+"""A small checkpoint to be damaged, and something that opens it again and again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool, crc32c_of
+from deepoffload.checkpoint.block_reader import BlockReader
+from deepoffload.checkpoint.manifest import read_manifest
+from deepoffload.checkpoint.source import CheckpointSource
+from deepoffload.io.engine import IoEngine
+from tests.checkpoint.training import adamw
+from tests.support.models import mlp, rows
+
+
+def trained() -> tuple[Any, Any]:
+    """A small model in bf16 and its optimizer, after a step."""
+    model, optimizer = built(0)
+    model(rows().bfloat16()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def built(seed: int) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = mlp(depth=3).to(torch.bfloat16)
+    return model, adamw(model)
+
+
+class Opener:
+    """Opens a checkpoint again and again with one I/O engine."""
+
+    def __init__(self) -> None:
+        self.io, self.pool = IoEngine(block_bytes=BLOCK_BYTES), BlockPool()
+
+    def open(self, folder: Path, *, data: bool = False) -> None:
+        manifest = read_manifest(str(folder))
+        reader = BlockReader(self.io, self.pool, str(folder), manifest, lambda nbytes: None)
+        try:
+            CheckpointSource(str(folder), manifest, reader)
+            if data:
+                for file in manifest.files:
+                    reader.verify(file)
+        finally:
+            reader.close()
+
+
+def sealed(folder: Path, body: dict[str, Any]) -> None:
+    """Write a manifest whose own checksum is right."""
+    rest = json.dumps(body)[1:].encode() + b"\n"
+    (folder / "manifest.json").write_bytes(b'{"crc32c": "%08x",\n' % crc32c_of(rest) + rest)
+
+
+def recorded(folder: Path, name: str, data: bytes) -> None:
+    """Replace a small file, with its length and checksums in the manifest."""
+    (folder / name).write_bytes(data)
+    body = json.loads((folder / "manifest.json").read_bytes())
+    del body["crc32c"]
+    sums = "".join(f"{crc32c_of(data[at : at + BLOCK_BYTES]):08x}" for at in range(0, len(data), BLOCK_BYTES))
+    body["files"][name] = {"bytes": len(data), "crc32c": sums}
+    sealed(folder, body)
