@@ -8,7 +8,7 @@ import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool, crc32c
 from deepoffload.checkpoint.manifest import Manifest, open_plain
@@ -30,6 +30,14 @@ class FileSpan(NamedTuple):
     file: str
     offset: int
     nbytes: int
+
+
+class ReadsAhead(Protocol):
+    """Something that tensors are read from."""
+
+    def will_read(self, spans: Iterable[FileSpan]) -> None:
+        """What will be asked for next, in this order. Replaces what was said before."""
+        ...
 
 
 class _Block:

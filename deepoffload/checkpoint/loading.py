@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deepoffload.checkpoint.source import CheckpointSource, StoredTensor
+from deepoffload.checkpoint.source import StoredTensor, TrainingSource
 from deepoffload.checkpoint.state_files import memory_order
 from deepoffload.checkpoint.state_loading import PieceLoader, split_master
 from deepoffload.checkpoint.stored_param import LEADS, StoredParam
@@ -40,7 +40,7 @@ class Loading:
         small: the rest of the optimizer's state, by parameter.
     """
 
-    source: CheckpointSource
+    source: TrainingSource
     weights: WeightLoader
     params: Mapping[str, nn.Parameter]
     stored: Mapping[int, StoredParam]
@@ -133,7 +133,7 @@ _HALVES = frozenset({torch.bfloat16, torch.float16})
 
 
 def match(
-    source: CheckpointSource,
+    source: TrainingSource,
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
@@ -161,7 +161,7 @@ def match(
 
 
 def _by_param(
-    source: CheckpointSource,
+    source: TrainingSource,
     weights: WeightLoader,
     params: Mapping[str, nn.Parameter],
     gather: Callable[[Tensor], Tensor | None],
@@ -213,7 +213,7 @@ def _how_saved(weights: WeightLoader) -> dict[int, _Saved]:
 
 
 def _match_optimizer(
-    source: CheckpointSource,
+    source: TrainingSource,
     optimizer: torch.optim.Optimizer | None,
     params: Mapping[str, nn.Parameter],
     by_param: Mapping[int, StoredParam],

@@ -104,17 +104,18 @@ def write_checkpoint(directory: str, tag: str, content: Content, *, update_lates
             files.write_tensors(tensors, extra_files)
             sums = files.finish()
         records: dict[str, Mapping[str, TensorRecord]] = {file.name: file.records() for file in planned}
-        written_by = f"deepoffload {_version()}"
-        manifest = Manifest(content.step, time.time_ns(), written_by, {**sums, **small}, records)
+        origin = written_by()
+        manifest = Manifest(content.step, time.time_ns(), origin, {**sums, **small}, records)
         write_small_file(os.path.join(staged, MANIFEST_NAME), manifest_text(manifest))
         path = publish_tag(staged, directory, tag, update_latest=update_latest)
     progress.done()
     return path
 
 
-def _version() -> str:
+def written_by() -> str:
+    """What the manifest says about who wrote it."""
     package = importlib.import_module(__name__.partition(".")[0])  # by name: the package imports this module
-    return str(package.__version__)
+    return f"deepoffload {package.__version__}"
 
 
 def _write_small_files(staged: str, content: Content, index: str | None, training: bytes) -> dict[str, FileRecord]:

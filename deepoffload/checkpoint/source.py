@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool
-from deepoffload.checkpoint.block_reader import BlockReader, FileSpan
+from deepoffload.checkpoint.block_reader import BlockReader, FileSpan, ReadsAhead
 from deepoffload.checkpoint.file_layout import OPTIMIZER_PREFIX, TRAINING_NAME, TRAINING_TENSORS_NAME
 from deepoffload.checkpoint.foreign import refuse_foreign
 from deepoffload.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorRecord, read_manifest
@@ -30,15 +31,14 @@ _ENTRY_BYTES, _NUMBER_BYTES, _ESCAPED = 128, 21, 12
 escapes."""
 
 
-class StoredTensor:
+class StoredTensor(ABC):
     """A tensor of a checkpoint: reads any part of it."""
 
-    def __init__(self, reader: BlockReader, file: str, name: str, record: TensorRecord) -> None:
+    def __init__(self, file: str, name: str, record: TensorRecord) -> None:
         self.file = file
         self.name = name
         self.record = record
         self.dtype = DTYPES[record.dtype]
-        self._reader = reader
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,9 +49,9 @@ class StoredTensor:
         size = self.dtype.itemsize
         return FileSpan(self.file, self.record.begin + start * size, numel * size)
 
+    @abstractmethod
     def read_into(self, address: int, start: int, numel: int) -> None:
         """Put elements as they are at an address."""
-        self._reader.read(self.span(start, numel), address)
 
     def read(self, start: int, numel: int) -> Tensor:
         """Elements as they are, flat."""
@@ -72,20 +72,49 @@ class StoredTensor:
         return stored.view(record.stored_shape).permute(places)
 
 
-class CheckpointSource:
-    """An open checkpoint.
+class _VerifiedTensor(StoredTensor):
+    """One of a checkpoint of ours."""
+
+    def __init__(self, reader: BlockReader, file: str, name: str, record: TensorRecord) -> None:
+        super().__init__(file, name, record)
+        self._reader = reader
+
+    def read_into(self, address: int, start: int, numel: int) -> None:
+        self._reader.read(self.span(start, numel), address)
+
+
+class TrainingSource:
+    """What a training state is loaded from.
 
     Attributes:
+        folder: of the checkpoint. step: optimizer steps that it stands after.
+        reader: through which the tensors are read.
         weights: stored tensors of the model by name. arrays: those of the optimizer, by ``<parameter>.<key>``.
         training: the values of ``training.json``.
     """
 
-    def __init__(self, folder: str, manifest: Manifest, reader: BlockReader) -> None:
+    def __init__(self, folder: str, step: int, reader: ReadsAhead) -> None:
         self.folder = folder
-        self.manifest = manifest
+        self.step = step
         self.reader = reader
         self.weights: dict[str, StoredTensor] = {}
         self.arrays: dict[str, StoredTensor] = {}
+        self.training: dict[str, Any] = {}
+
+    @property
+    def converted_from(self) -> str | None:
+        """Which format it was converted from; None for one that a training run has saved."""
+        found = self.training.get("converted_from")
+        return found if isinstance(found, str) else None
+
+
+class CheckpointSource(TrainingSource):
+    """An open checkpoint of ours."""
+
+    def __init__(self, folder: str, manifest: Manifest, reader: BlockReader) -> None:
+        super().__init__(folder, manifest.step, reader)
+        self.manifest = manifest
+        self.blocks = reader
         extra: dict[str, StoredTensor] = {}
         for file in manifest.files:
             if file == TRAINING_NAME:
@@ -101,7 +130,7 @@ class CheckpointSource:
                 target = extra if file == TRAINING_TENSORS_NAME else target
                 if name in target:
                     raise UsageError(f"{folder} is damaged: {name[:200]!r} is in two files")
-                target[name] = StoredTensor(reader, file, name, record)
+                target[name] = _VerifiedTensor(reader, file, name, record)
         self.training = self._read_training(extra)
 
     def _read_training(self, extra: Mapping[str, StoredTensor]) -> dict[str, Any]:
@@ -114,7 +143,7 @@ class CheckpointSource:
                 raise UsageError(f"{path} names the tensor {name[:200]!r}, which {TRAINING_TENSORS_NAME} does not have")
             return extra[name].whole()
 
-        found = decode(parse_json(self.reader.content(TRAINING_NAME), path), path, tensor)
+        found = decode(parse_json(self.blocks.content(TRAINING_NAME), path), path, tensor)
         if not isinstance(found, dict):
             raise UsageError(f"{path} is damaged: it is no object")
         return found

@@ -104,7 +104,7 @@ def plan_state(
             mine = [_of_memory(plan, names[id(param)], key, value) for key, value in arrays.items()]
             if mine:
                 tensors.append(mine)
-    plan.files = _split(tensors, shard_bytes)
+    plan.files = in_shards(tensors, shard_bytes)
     return plan
 
 
@@ -174,7 +174,7 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
     return (*(dim for dim in range(len(shape)) if shape[dim] == 1), *by_stride)
 
 
-def _split(tensors: list[list[PlannedTensor]], shard_bytes: int) -> list[PlannedFile]:
+def in_shards(tensors: list[list[PlannedTensor]], shard_bytes: int) -> list[PlannedFile]:
     """Parameters in order, each with all of its arrays in one file."""
     shards: list[list[PlannedTensor]] = []
     filled = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepoffload.checkpoint.block_reader import BlockReader, FileSpan
+from deepoffload.checkpoint.block_reader import FileSpan, ReadsAhead
 from deepoffload.checkpoint.stored_param import LEADS, StoredParam
 from deepoffload.checkpoint.weights import WeightOpener, discard_replaced
 from deepoffload.native import cpu_adam
@@ -45,7 +45,7 @@ class PieceLoader:
     needs: Mapping[ParamHandle, PieceNeeds]
     optimizer: HostOptimizer | None
 
-    def load(self, reader: BlockReader) -> None:
+    def load(self, reader: ReadsAhead) -> None:
         """Read everything into its place.
 
         Raises:
@@ -181,7 +181,7 @@ class PieceLoader:
             else:
                 target.copy_(stored.master(chunk.start, chunk.numel))
 
-    def _correct_weights(self, reader: BlockReader) -> None:
+    def _correct_weights(self, reader: ReadsAhead) -> None:
         """Weights that were saved in another type become what the checkpoint's finer masters give."""
         corrected = [
             (param, handle, stored)

@@ -18,7 +18,7 @@ from deepoffload.checkpoint.loading import match
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.random_states import checked_random_states, random_states, restore_random_states
 from deepoffload.checkpoint.saving import SHARD_BYTES, Content, choose_weight_plan, write_checkpoint
-from deepoffload.checkpoint.source import CheckpointSource, open_checkpoint
+from deepoffload.checkpoint.source import TrainingSource, open_checkpoint
 from deepoffload.checkpoint.state_files import is_array, plan_state
 from deepoffload.checkpoint.tags import checked_tag, folder_to_load, prune
 from deepoffload.checkpoint.weights_loading import listed
@@ -210,7 +210,7 @@ class TrainingState:
         weights_only: bool,
     ) -> LoadedCheckpoint | None:
         """:meth:`load`, or None where no tag is said and there is no ``latest``."""
-        target = os.path.abspath(os.fspath(directory))
+        target, whole = os.path.abspath(os.fspath(directory)), not weights_only
         with self._alone("load"):
             pagers = self._ready("load", also_half_loaded=True)
             folder = folder_to_load(target, tag)
@@ -218,38 +218,71 @@ class TrainingState:
                 return None
             progress = Progress(_size_of(folder), f"loading {folder}", f"loaded {folder}")
             with open_checkpoint(folder, progress.advance) as source:
-                skip = {"scheduler"} if not with_schedule else set()
-                others = {} if weights_only else self._matched_others(source, skip)
-                loading = match(source, self._module, self._optimizer, strict=strict, with_optimizer=with_optimizer)
-                random = {} if weights_only else checked_random_states(source.training.get("random"))
-                for pager in pagers:
-                    pager.catch_up_all()
-                self._half_loaded.begin(folder)
-                self._drop_gradients()
-                loading.apply(pagers)
-                for other, saved in others.items():
-                    self._others[other].load_state_dict(saved)
-                if not weights_only:
-                    restore_random_states(random, self._devices(pagers))
-                self._half_loaded.end()
-                if with_optimizer:
-                    self._steps_before, self._watch.steps = source.manifest.step, 0
-                client_state = source.training.get("client_state")
+                found = self._take_over(
+                    source, pagers, strict, with_optimizer=with_optimizer, with_schedule=with_schedule, whole=whole
+                )
             progress.done()
-            return LoadedCheckpoint(folder, source.manifest.step, client_state)
+            return found
 
-    def _matched_others(self, source: CheckpointSource, skip: set[str]) -> dict[str, Any]:
+    def load_source(
+        self, source: TrainingSource, *, strict: bool, with_optimizer: bool, with_schedule: bool, weights_only: bool
+    ) -> LoadedCheckpoint:
+        """:meth:`load` of what is open already: a checkpoint of another library."""
+        with self._alone("load"):
+            pagers = self._ready("load", also_half_loaded=True)
+            return self._take_over(
+                source,
+                pagers,
+                strict,
+                with_optimizer=with_optimizer,
+                with_schedule=with_schedule,
+                whole=not weights_only,
+            )
+
+    def _take_over(
+        self,
+        source: TrainingSource,
+        pagers: list[Pager],
+        strict: bool,
+        *,
+        with_optimizer: bool,
+        with_schedule: bool,
+        whole: bool,
+    ) -> LoadedCheckpoint:
+        """Check everything, then put it in. ``whole``: with random states and the states of other objects."""
+        skip = {"scheduler"} if not with_schedule else set()
+        others = self._matched_others(source, skip) if whole else {}
+        loading = match(source, self._module, self._optimizer, strict=strict, with_optimizer=with_optimizer)
+        random = _random_states(source) if whole else None
+        for pager in pagers:
+            pager.catch_up_all()
+        self._half_loaded.begin(source.folder)
+        self._drop_gradients()
+        loading.apply(pagers)
+        for other, saved in others.items():
+            self._others[other].load_state_dict(saved)
+        if random is not None:
+            restore_random_states(random, self._devices(pagers))
+        self._half_loaded.end()
+        if with_optimizer:
+            self._steps_before, self._watch.steps = source.step, 0
+        return LoadedCheckpoint(source.folder, source.step, source.training.get("client_state"))
+
+    def _matched_others(self, source: TrainingSource, skip: set[str]) -> dict[str, Any]:
         saved = source.training.get("others")
         if not isinstance(saved, dict):
             raise UsageError(f"{source.folder} is damaged: it has no states of other objects")
         missing = sorted(self._others.keys() - saved.keys() - skip)
         unknown = sorted(saved.keys() - self._others.keys() - skip)
-        if missing or unknown:
+        if source.converted_from is not None:  # another library has other objects
+            for name in (*missing, *unknown):
+                log.warning("%s: the state of %r stays as it is: only one side has it", source.folder, name)
+        elif missing or unknown:
             raise UsageError(
                 f"the checkpoint has other objects than this TrainingState: {listed('it lacks', missing)}"
                 f"{listed('it also has', unknown)}pass the same names, or load_module_only=True for weights alone"
             )
-        return {name: saved[name] for name in self._others if name not in skip}
+        return {name: saved[name] for name in self._others if name in saved and name not in skip}
 
     def _drop_gradients(self) -> None:
         if self._optimizer is not None:
@@ -335,6 +368,12 @@ def _described(parts: OptimizerParts, names: Mapping[int, str]) -> dict[str, Any
         "params": [[names[id(param)] for param in group] for group in parts.params],
         "states": states,
     }
+
+
+def _random_states(source: TrainingSource) -> dict[str, Any] | None:
+    """Those of the checkpoint; None where it was converted from a format that has none."""
+    states = source.training.get("random")
+    return None if states is None and source.converted_from is not None else checked_random_states(states)
 
 
 def _steps_of(optimizer: torch.optim.Optimizer | None) -> int:

@@ -91,7 +91,8 @@ def plan_weights(
             dropped = transformers_format.droppable_names(module, names)
         else:
             dropped = set(names[1:])
-            metadata.update(dict.fromkeys(dropped, names[0]))  # as safetensors.torch.save_model notes it
+        kept = next(name for name in names if name not in dropped)
+        metadata.update(dict.fromkeys(sorted(dropped), kept))  # as safetensors.torch.save_model notes it
         for name in dropped:
             del state[name]
     with outside_user_modes():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.checkpoint import transformers_format
-from deepoffload.checkpoint.block_reader import BlockReader
+from deepoffload.checkpoint.block_reader import ReadsAhead
 from deepoffload.checkpoint.expressions import Opener, Part, slabs
 from deepoffload.checkpoint.source import StoredTensor
 from deepoffload.checkpoint.weights import (
@@ -40,7 +40,7 @@ class WeightLoader:
     opener: WeightOpener
     stored: Mapping[str, StoredTensor]
 
-    def load(self, reader: BlockReader, left_out: Callable[[Target], bool]) -> None:
+    def load(self, reader: ReadsAhead, left_out: Callable[[Target], bool]) -> None:
         """Read everything into its place, in the order of the files.
 
         Args:
@@ -100,7 +100,7 @@ def match_weights(
     opener = WeightOpener(to_write=True)
     plan = plan_weights(module, hub_names=hub_names, left_out=left_out, opener_of=opener.opener_of)
     missing = sorted(plan.tensors.keys() - stored.keys())
-    unknown = sorted(stored.keys() - plan.tensors.keys())
+    unknown = sorted(stored.keys() - plan.tensors.keys() - plan.metadata.keys())  # those are further names of tied ones
     if strict and (missing or unknown):
         raise UsageError(
             f"the checkpoint is of another model: {listed('it lacks', missing)}{listed('it also has', unknown)}"

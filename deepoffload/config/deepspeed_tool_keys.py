@@ -9,6 +9,7 @@ from deepoffload.config.keys import (
     boolean,
     choice_of,
     group_of_parts,
+    honoured,
     integer,
     list_of,
     number,
@@ -19,6 +20,8 @@ from deepoffload.config.keys import (
 
 _CHECKPOINTING = "it sets up deepspeed.checkpointing; use torch.utils.checkpoint or the model's own switch"
 _CHECKPOINT = "engine.save_checkpoint streams what it writes"
+_FORMAT = "the format is safetensors and JSON (docs/checkpoints.md); nothing is pickled"
+_WRITER = "blocks of 1 MiB go directly to the disk, through the engine that swaps"
 _MONITOR = "engine.stats() gives a flat dict of numbers for your own logger"
 _PROFILER = "use torch.profiler; stats() has the bytes moved"
 _ONE_RANK = "one process trains, so nothing is communicated"
@@ -34,6 +37,7 @@ def _group(prefix: str, why: str, **keys: tuple[ValueKind, object]) -> tuple[Key
 _TEXT_OR_NOTHING = (text(), None)
 _OFF = (boolean(), False)
 _ON = (boolean(), True)
+_TAG_VALIDATION = (choice_of("Ignore", "Warn", "Fail"), "Warn")
 
 
 def _changes_numbers(path: str, why: str, kind: ValueKind | None = None) -> Key:
@@ -65,27 +69,33 @@ DEEPSPEED_TOOL_KEYS = (
         synchronize_checkpoint_boundary=_OFF,
         profile=_OFF,
     ),
-    *_group(
-        "checkpoint",
-        _CHECKPOINT,
-        tag_validation=(choice_of("Ignore", "Warn", "Fail"), "Warn"),
-        load_universal=_OFF,
-        use_node_local_storage=_OFF,
-        checkpoint_serialization=_ON,
+    honoured(
+        "checkpoint.load_universal",
+        boolean(),
+        "engine.load_checkpoint loads a universal checkpoint: the tag that the file latest_universal names.",
+        False,
+        field="load_universal",
     ),
-    *_group("checkpoint.parallel_write", _CHECKPOINT, pipeline_stage=_OFF),
+    *_group("checkpoint", "one process saves, so its tag is everybody's", tag_validation=_TAG_VALIDATION),
+    *_group("checkpoint", "the directory that engine.save_checkpoint is given is written", use_node_local_storage=_OFF),
+    *_group("checkpoint", _FORMAT, checkpoint_serialization=_ON),
+    *_group("checkpoint.parallel_write", "there is no pipeline engine", pipeline_stage=_OFF),
     *_group(
         "checkpoint.writer",
-        _CHECKPOINT,
+        _WRITER,
         type=(choice_of("FAST", "PYTHON", "MOCK"), "FAST"),
-        decoupled=_OFF,
         io_buffer_size=(integer(), 64 << 20),
         io_buffer_double=_ON,
-        show_statistics=_OFF,
-        data_parallel=(choice_of("replica", "socket", "machine"), None),
         io_multiplier=(number(0), 1.0),
     ),
-    Key("checkpoint_serialization", boolean(), Treatment.INAPPLICABLE, _CHECKPOINT, True),
+    *_group("checkpoint.writer", "engine.save_checkpoint returns when all is on the disk", decoupled=_OFF),
+    *_group("checkpoint.writer", "the log has the rate of every save", show_statistics=_OFF),
+    *_group(
+        "checkpoint.writer",
+        "one process writes everything",
+        data_parallel=(choice_of("replica", "socket", "machine"), None),
+    ),
+    Key("checkpoint_serialization", boolean(), Treatment.INAPPLICABLE, _FORMAT, True),
     *_group("tensorboard", _MONITOR, enabled=_OFF, output_path=(text(), ""), job_name=(text(), "DeepSpeedJobName")),
     *_group("csv_monitor", _MONITOR, enabled=_OFF, output_path=(text(), ""), job_name=(text(), "DeepSpeedJobName")),
     *_group(

@@ -59,8 +59,18 @@ _ZERO = (
     inapplicable(
         "zero_optimization.compute_grad_norm", boolean(), "the norm is a by-product of landing the gradients", True
     ),
-    inapplicable("zero_optimization.load_from_fp32_weights", boolean(), "DeepSpeed's checkpoints are not read", True),
-    inapplicable("zero_optimization.elastic_checkpoint", boolean(), "DeepSpeed's checkpoints are not read", False),
+    inapplicable(
+        "zero_optimization.load_from_fp32_weights",
+        boolean(),
+        "weights are always loaded with their exact masters",
+        True,
+    ),
+    inapplicable(
+        "zero_optimization.elastic_checkpoint",
+        boolean(),
+        "every checkpoint loads under any budget and precision",
+        False,
+    ),
     inapplicable("zero_optimization.sub_group_size", integer(), _UNITS, 1_000_000_000),
     Key(
         "zero_optimization.stage3_prefetch_bucket_size",

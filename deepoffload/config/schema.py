@@ -156,6 +156,8 @@ class Config:
     steps_per_print: int | None = None
     wall_clock_breakdown: bool = False
     zero_stage: int | None = None
+    load_universal: bool = False
+    """Whether ``engine.load_checkpoint`` reads DeepSpeed's universal checkpoints."""
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = field(default_factory=Fp16Config)

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepoffload.checkpoint.convert.run_source import source_of
+from deepoffload.checkpoint.convert.universal import read_universal, universal_folder
 from deepoffload.checkpoint.directory import prepare, staging, sync_directory, sync_file
+from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.safetensors_file import failure
 from deepoffload.checkpoint.training_state import TrainingState
 from deepoffload.errors import UnsupportedError, UsageError
@@ -27,14 +30,22 @@ class EngineCheckpoints:
 
     Args:
         schedule: None where there is none.
+        load_universal: load DeepSpeed's universal checkpoints.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, schedule: Any, loop: TrainingLoop
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        schedule: Any,
+        loop: TrainingLoop,
+        *,
+        load_universal: bool = False,
     ) -> None:
         others = {"loop": loop} if schedule is None else {"loop": loop, "scheduler": schedule}
         self._state = TrainingState(module, optimizer, **others)
         self._loop = loop
+        self._load_universal = load_universal
 
     def save(
         self,
@@ -66,11 +77,25 @@ class EngineCheckpoints:
         weights_only: bool,
     ) -> tuple[str | None, Any]:
         """See :meth:`TrainingEngine.load_checkpoint`."""
+        with_optimizer = with_optimizer and not weights_only
+        if self._load_universal:
+            folder = universal_folder(os.path.abspath(os.fspath(directory)), None if tag is None else str(tag))
+            run = read_universal(folder)
+            progress = Progress(run.nbytes, f"loading {folder}", f"loaded {folder}")
+            universal = self._state.load_source(
+                source_of(run, folder, progress.advance),
+                strict=strict,
+                with_optimizer=with_optimizer,
+                with_schedule=with_schedule,
+                weights_only=weights_only,
+            )
+            progress.done()
+            return universal.folder, universal.client_state
         found = self._state.load_if_there(
             directory,
             tag,
             strict=strict,
-            with_optimizer=with_optimizer and not weights_only,
+            with_optimizer=with_optimizer,
             with_schedule=with_schedule,
             weights_only=weights_only,
         )

@@ -298,7 +298,8 @@ class TrainingEngine:
         load_module_only: bool = False,
         custom_load_fn: None = None,
     ) -> tuple[str | None, Any]:
-        """Take over what :meth:`save_checkpoint` has written, also from this engine itself.
+        """Take over what :meth:`save_checkpoint` has written, also from this engine itself. With
+        ``checkpoint.load_universal``: a universal checkpoint of DeepSpeed's.
 
         Args:
             tag: what the file ``latest`` names when not said.
@@ -341,7 +342,10 @@ class TrainingEngine:
 
     def _checkpoints(self) -> EngineCheckpoints:
         if self._saved_by is None:
-            self._saved_by = EngineCheckpoints(self.module, self.optimizer, self.lr_scheduler, self.loop)
+            universal = self._config.load_universal
+            self._saved_by = EngineCheckpoints(
+                self.module, self.optimizer, self.lr_scheduler, self.loop, load_universal=universal
+            )
         return self._saved_by
 
     def close(self) -> None:

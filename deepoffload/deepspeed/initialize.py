@@ -52,6 +52,7 @@ _TRAINING_KEYS = (
     "steps_per_print",
     "wall_clock_breakdown",
     "zero_stage",
+    "load_universal",
     "optimizer",
     "scheduler",
     "fp16",

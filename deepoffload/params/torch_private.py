@@ -14,7 +14,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, _ops, nn
+from torch import Tensor, _ops, _utils, nn
 from torch._functorch import vmap as _vmap
 from torch.autograd.graph import increment_version
 from torch.nn.modules import module as _modules
@@ -64,6 +64,7 @@ fused_adam: Callable[..., None] = _need(torch, "_fused_adam_")
 fused_adamw: Callable[..., None] = _need(torch, "_fused_adamw_")
 unscale_and_check: Callable[..., None] = _need(torch, "_amp_foreach_non_finite_check_and_unscale_")
 make_subclass: Callable[[type, Tensor], Any] = _need(Tensor, "_make_subclass")
+rebuild_tensor: Callable[..., Tensor] = _need(_utils, "_rebuild_tensor_v2")
 active_ddp_module: Callable[[], Any] = _need(nn.parallel.DistributedDataParallel, "_get_active_ddp_module")
 parameter_registration_hooks: Mapping[int, Any] = _need(_modules, "_global_parameter_registration_hooks")
 forward_pre_hooks_of_all: Mapping[int, Any] = _need(_modules, "_global_forward_pre_hooks")
@@ -262,6 +263,13 @@ Operators = (_need(_ops, "OpOverload"), _need(_ops, "OpOverloadPacket"))
 def optimizer_hooks(optimizer: torch.optim.Optimizer, what: str) -> list[Callable[..., Any]]:
     """The hooks of an optimizer around ``what``: ``state_dict_pre``, ``load_state_dict_post`` and so on."""
     return list(_need(optimizer, f"_optimizer_{what}_hooks").values())
+
+
+def place_in_distributed_file(file: str, begin: int, nbytes: int) -> Any:
+    """What ``torch.distributed.checkpoint`` pickles as the place of an item. Imported late: it takes half a second."""
+    from torch.distributed.checkpoint import filesystem
+
+    return _need(filesystem, "_StorageInfo")(file, begin, nbytes)
 
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:

@@ -1,0 +1,157 @@
+"""A checkpoint of ours as a :class:`TrainingRun`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepoffload.checkpoint.convert.tensors import Computed, Values, row_major_stride
+from deepoffload.checkpoint.convert.training_run import GroupOfParams, TrainingRun
+from deepoffload.checkpoint.file_layout import TRAINING_NAME
+from deepoffload.checkpoint.shards import INDEX_NAME, is_weight_file
+from deepoffload.checkpoint.source import CheckpointSource, StoredTensor, open_checkpoint
+from deepoffload.checkpoint.stored_param import LEADS, StoredParam
+from deepoffload.checkpoint.tags import checked_tag, folder_of, latest_tag
+from deepoffload.checkpoint.values import parse_json
+from deepoffload.errors import UnsupportedError, UsageError
+
+_CONFIG_BYTES_MAX = 16 << 20
+_NAMES_SHOWN = 8
+
+
+def own_folder(directory: str, tag: str | None) -> str:
+    """The folder of a tag, or of the newest one.
+
+    Raises:
+        UsageError: there is none.
+    """
+    path = os.path.abspath(directory)
+    name = latest_tag(path) if tag is None else checked_tag(tag)
+    if name is None:
+        raise UsageError(f"there is nothing to read in {path}: it has no file 'latest'; name a tag (--tag)")
+    return folder_of(path, name)
+
+
+@contextmanager
+def open_own(folder: str, progress: Callable[[int], None]) -> Iterator[TrainingRun]:
+    """Open a checkpoint of ours; its files stay open until the context ends.
+
+    Args:
+        progress: told the bytes that were read and are right.
+
+    Raises:
+        UsageError: it is damaged, or no checkpoint. UnsupportedError: a newer format, or weights that are packed in
+        another way than the model has them.
+    """
+    with open_checkpoint(folder, progress) as source:
+        yield _run(source)
+
+
+def _run(source: CheckpointSource) -> TrainingRun:
+    described = source.training.get("optimizer")
+    groups, small, kind = _groups(source, described) if described is not None else ([], {}, None)
+    arrays: dict[str, dict[str, StoredTensor]] = {}
+    for full, array in source.arrays.items():
+        name, _, key = full.rpartition(".")
+        arrays.setdefault(name, {})[key] = array
+    packed = [name for name in arrays if name not in source.weights]
+    if packed:
+        raise UnsupportedError(
+            f"{source.folder} stores weights as on the hub, in another packing than the model has them "
+            f"({', '.join(sorted(packed)[:_NAMES_SHOWN])}), so their exact values cannot be put together without the "
+            "model: load it there with TrainingState, and use model.state_dict() and optimizer.state_dict()"
+        )
+    masters: dict[str, Values] = {}
+    moments: dict[str, dict[str, Values]] = {}
+    for name, held in arrays.items():
+        param = _stored_param(name, held, source.weights[name])
+        if LEADS & held.keys():
+            masters[name] = Computed(torch.float32, param.shape, param.master)
+        moments[name] = {key: Computed(torch.float32, param.shape, partial(param.fp32, key)) for key in param.keys}
+    step, others = source.manifest.step, source.training.get("others")
+    return TrainingRun(
+        source="deepoffload",
+        step=step,
+        weights={name: _stored_weight(tensor) for name, tensor in source.weights.items()},
+        masters=masters,
+        aliases=_aliases(source),
+        kind=kind,
+        groups=groups,
+        arrays={name: held for name, held in moments.items() if held},
+        small=small,
+        others=others if isinstance(others, dict) else {},
+        client_state=source.training.get("client_state"),
+        config_files=_config_files(source),
+    )
+
+
+def _stored_param(name: str, arrays: Mapping[str, StoredTensor], weight: StoredTensor) -> StoredParam:
+    shape = weight.shape
+    return StoredParam(name, shape, row_major_stride(shape), None, arrays, weight, weight.dtype, lambda: None)
+
+
+def _stored_weight(tensor: StoredTensor) -> Computed:
+    if tensor.record.order is None:
+        return Computed(tensor.dtype, tensor.shape, tensor.read)
+
+    def read(start: int, numel: int) -> Tensor:
+        return tensor.whole().reshape(-1)[start : start + numel]
+
+    return Computed(tensor.dtype, tensor.shape, read)
+
+
+def _groups(
+    source: CheckpointSource, described: Any
+) -> tuple[list[GroupOfParams], dict[str, dict[str, Any]], str | None]:
+    try:
+        settings, names = described["groups"], described["params"]
+        groups = [GroupOfParams(dict(group), list(mine)) for group, mine in zip(settings, names, strict=True)]
+        small = {str(name): dict(state) for name, state in described["states"].items()}
+        kind = str(described["kind"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{source.folder} is damaged: it does not describe its optimizer ({error!r})") from error
+    for name in (name for group in groups for name in group.names):
+        if not isinstance(name, str):
+            raise UsageError(f"{source.folder} is damaged: a parameter of its optimizer has no name")
+    return groups, small, kind
+
+
+def _aliases(source: CheckpointSource) -> dict[str, str]:
+    """Tied names, as the weight files note them."""
+    found = {}
+    for file in source.manifest.files:
+        if not is_weight_file(file) or file == INDEX_NAME:
+            continue
+        with open(os.path.join(source.folder, file), "rb") as opened:  # its header has been compared with the manifest
+            header = parse_json(opened.read(int.from_bytes(opened.read(8), "little")), file)
+        for name, kept in header.get("__metadata__", {}).items():
+            if kept in source.weights and name not in source.weights:
+                found[name] = kept
+    return found
+
+
+def _config_files(source: CheckpointSource) -> dict[str, bytes]:
+    found = {}
+    for file, record in source.manifest.files.items():
+        small = file.endswith((".json", ".py", ".txt", ".model", ".jinja")) and record.nbytes <= _CONFIG_BYTES_MAX
+        if small and file not in (TRAINING_NAME, INDEX_NAME):
+            found[file] = source.blocks.content(file)
+    return found
+
+
+def config_in_fp32(name: str, content: bytes) -> bytes:
+    """``config.json`` that says that the weights are fp32; any other file as it is."""
+    if name != "config.json":
+        return content
+    config = parse_json(content, name)
+    if isinstance(config, dict):
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[key] = "float32"
+    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
