@@ -251,6 +251,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             mine = {handle: job for handle, (_, job) in work.paged.items() if handle.pager is pager}
             updates.append(HostUpdate(pager, gradients_of(pager), self.rule, mine, grad_factor))
             updates[-1].take_edits()
+        self._held.warn_of_lost_masters()
         with ExitStack() as locks:
             for pager in pagers:
                 locks.enter_context(pager.lock)  # a Ctrl-C comes before all of this or after it
@@ -340,7 +341,11 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """The step counts, and the pieces hold this optimizer's state."""
         if self.rule.counts_steps:
             for param, job in (*work.paged.values(), *work.ordinary):
-                self.state[param]["step"] = step_count(job.step)
+                state = self.state[param]
+                if isinstance(state.get("step"), Tensor):
+                    state["step"].fill_(job.step)  # in place, as in torch: state dicts show it
+                else:
+                    state["step"] = step_count(job.step)
         for handle, (_, job) in work.paged.items():
             if job.arrays:
                 self._held.take(handle)
@@ -369,12 +374,14 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in torch's layout.
+        """The state in torch's layout. It holds no memory for paged parameters.
 
-        As in torch, the arrays of ordinary parameters are the optimizer's own, not copies; 8-bit and bf16 ones are
-        shown as the fp32 values that they stand for, from which loading makes the same bits again. Those of paged
-        parameters are copied out of their pieces into ordinary memory, 8 bytes per parameter for Adam, outside of every
-        budget.
+        As in torch, the tensors show later steps: ``copy.deepcopy`` makes a snapshot. The arrays of ordinary parameters
+        are the optimizer's own. Arrays of paged parameters, and all that is stored in 8 bits or bf16, are values
+        without bytes: each operation gets a copy in fp32, from which loading makes the same bits again, and
+        ``torch.save`` and others that ask for addresses get mapped files without a name on ``nvme_path`` (else in
+        ``TMPDIR``). What is written to such a value stays in the state dict; :meth:`load_state_dict` takes it over.
+        To read one after another state was loaded, or another optimizer has taken over, is a ``UsageError``.
         16-bit parameters have one array more, which completes the weight to its fp32 master: ``"remainder"`` (int16,
         bf16) or ``"master"`` (fp32, fp16).
         """
@@ -383,11 +390,13 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace state and settings by those of ``state_dict``, ours or that of torch's optimizer of the same kind.
 
-        Everything is copied; nothing changes when something does not fit. Load the weights first: a weight written
-        later is its own fp32 master. A ``state_dict`` without remainders leaves the masters as they are.
+        Everything is copied, piece by piece, so what ``torch.load(mmap=True)`` gives takes no memory; nothing changes
+        when something does not fit. Load the weights first: a weight written later is its own fp32 master, which the
+        next step logs. A ``state_dict`` without remainders leaves the masters as they are.
 
         Raises:
             ValueError: other parameter groups, shapes, or arrays than this optimizer's, or a setting out of range.
+            UsageError: the state that a value of ``state_dict`` showed is no more.
         """
         for pager in self._pagers():
             gradients_of(pager)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol
@@ -11,12 +12,15 @@ from torch import Tensor
 
 from deepoffload.errors import UsageError
 from deepoffload.optim.handles import gradients_of, handle_of
-from deepoffload.optim.ordinary import OrdinaryUpdate, plain_state
-from deepoffload.optim.paged_state import read_state, write_state
-from deepoffload.optim.rule import Rule, step_count
+from deepoffload.optim.ordinary import OrdinaryUpdate, is_stored_otherwise, plain_state
+from deepoffload.optim.paged_state import write_state
+from deepoffload.optim.rule import SCALE_SUFFIX, Rule, step_count
 from deepoffload.optim.state import MASTER_PART_KEYS
+from deepoffload.optim.state_values import entry_value, paged_values, ready_value
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
+
+log = logging.getLogger("deepoffload")
 
 Group = dict[str, Any]
 
@@ -47,6 +51,7 @@ class HeldState:
     def __init__(self) -> None:
         self._token = object()
         self._held: weakref.WeakSet[ParamHandle] = weakref.WeakSet()
+        self._loaded_masters: weakref.WeakSet[ParamHandle] = weakref.WeakSet()
 
     def __contains__(self, handle: ParamHandle) -> bool:
         """Whether it held the state of this parameter at any time."""
@@ -66,13 +71,13 @@ class HeldState:
             )
 
     def full(self, optimizer: StatefulOptimizer, ordinary: OrdinaryUpdate) -> dict[Any, Any]:
-        """``optimizer.state`` with what the pieces hold, as ordinary tensors."""
+        """``optimizer.state`` with what the pieces hold. See [Note: values of optimizer state]."""
         for pager in optimizer._pagers():
             pager.catch_up_all()
         state = dict(optimizer.state)
         for param in [param for param, _ in optimizer._each() if handle_of(param) is None and param in state]:
             ordinary.follow_weight(param, state[param])
-            state[param] = plain_state(state[param])
+            state[param] = _shown(state[param])
         params: dict[ParamHandle, Tensor] = {}
         held: dict[ParamHandle, Mapping[str, str]] = {}
         for param, group in optimizer._each():
@@ -85,11 +90,13 @@ class HeldState:
                 self.refuse_lost(handle)
                 held[handle] = optimizer._arrays(group)
         for pager in optimizer._pagers():
-            mine = {handle: arrays for handle, arrays in held.items() if handle.pager is pager}
-            others = {handle for handle in params if handle.pager is pager and handle not in held}
-            for handle, found in read_state(pager, mine, others).items():
+            mine = {handle: param for handle, param in params.items() if handle.pager is pager}
+            for handle, found in paged_values(pager, mine, held).items():
                 param = params[handle]
-                known = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.get(param, {}).items()}
+                known = {
+                    key: entry_value(state[param], key) if isinstance(value, Tensor) else value
+                    for key, value in state.get(param, {}).items()
+                }
                 unstepped = _unstepped(optimizer, param) if handle not in held else {}
                 state[param] = {**unstepped, **known, **found}
         return state
@@ -111,13 +118,40 @@ class HeldState:
             names = [*optimizer._arrays(group), *MASTER_PART_KEYS.values()]
             found = {key: state.pop(key) for key in names if isinstance(state.get(key), Tensor)}
             if found:
-                given[handle] = found
                 arrays[handle] = {key: field for key, field in optimizer._arrays(group).items() if key in found}
+                ready = {
+                    key: ready_value(value, handle, key, arrays[handle].get(key, "")) for key, value in found.items()
+                }
+                given[handle] = {key: value for key, value in ready.items() if value is not None}
         for pager in optimizer._pagers():
             write_state(pager, {h: found for h, found in given.items() if h.pager is pager}, arrays)
-        for handle in given:
+        for handle, found in given.items():
             if arrays[handle]:
                 self.take(handle)
+            if not found.keys() <= arrays[handle].keys():
+                self._loaded_masters.add(handle)
+
+    def warn_of_lost_masters(self) -> None:
+        """Say so, at the first step, when weights were written after their masters were loaded."""
+        if self._loaded_masters:
+            lost = [handle.name for handle in self._loaded_masters if handle.master_stale]
+            self._loaded_masters.clear()
+            if lost:
+                log.warning(
+                    "the weights of %d parameters (%s, ...) were written after load_state_dict() of their optimizer: "
+                    "their fp32 masters begin at the rounded weights; load the weights first, then the optimizer",
+                    len(lost),
+                    min(lost),
+                )
+
+
+def _shown(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An ordinary parameter's state: the tensors of the optimizer, and fp32 values of what it stores otherwise."""
+    return {
+        key: entry_value(state, key) if is_stored_otherwise(state, key) else value
+        for key, value in state.items()
+        if not (key.endswith(SCALE_SUFFIX) and key.removesuffix(SCALE_SUFFIX) in state)
+    }
 
 
 def _unstepped(optimizer: StatefulOptimizer, param: Tensor) -> dict[str, Any]:

@@ -194,15 +194,30 @@ def _store_as(dtype: StateDType, state: dict[str, Any], key: str, field: str, pa
         state[key] = values.to(torch_dtype(dtype, field))
 
 
+def plain_array(state: Mapping[str, Any], key: str, *, like: bool = False) -> Tensor:
+    """An array of a parameter's state, as the fp32 values that it stands for; ``like``: its form is enough."""
+    value: Tensor = state[key]
+    if key + SCALE_SUFFIX in state:
+        return value.to("meta", torch.float32) if like else decode(value, state[key + SCALE_SUFFIX], key)
+    if value.dtype is not torch.bfloat16:
+        return value
+    return value.to("meta", torch.float32) if like else value.float()
+
+
+def is_stored_otherwise(state: Mapping[str, Any], key: str) -> bool:
+    """Whether an array of a parameter's state is stored in another type than fp32."""
+    value = state[key]
+    return isinstance(value, Tensor) and (value.dtype is torch.bfloat16 or key + SCALE_SUFFIX in state)
+
+
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state with 8-bit and bf16 arrays as the fp32 values that they stand for."""
-    plain: dict[str, Any] = {}
-    for key, value in state.items():
-        if key + SCALE_SUFFIX in state:
-            plain[key] = decode(value, state[key + SCALE_SUFFIX], key)
-        elif not key.endswith(SCALE_SUFFIX):
-            plain[key] = value.float() if isinstance(value, Tensor) and value.dtype is torch.bfloat16 else value
-    return plain
+    """A parameter's state with 8-bit arrays as the fp32 values that they stand for."""
+    scales = {key for key in state if key.endswith(SCALE_SUFFIX) and key.removesuffix(SCALE_SUFFIX) in state}
+    return {
+        key: plain_array(state, key) if key + SCALE_SUFFIX in scales else value
+        for key, value in state.items()
+        if key not in scales
+    }
 
 
 def _dense(array: Tensor, dtype: torch.dtype, param: Tensor, key: str) -> Tensor:
@@ -216,8 +231,11 @@ def _dense(array: Tensor, dtype: torch.dtype, param: Tensor, key: str) -> Tensor
 def import_state(
     entry: Mapping[str, Any], shape: torch.Size, arrays: Mapping[str, str], *, copy: bool, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """A parameter's part of a loaded ``state_dict``: arrays as dense ones of ``dtype`` on the CPU, ``step`` as a
-    tensor."""
+    """A parameter's part of a loaded ``state_dict``, with ``step`` as a tensor.
+
+    Args:
+        copy: arrays become dense ones of ``dtype`` on the CPU; else they stay as they are.
+    """
     state: dict[str, Any] = {}
     for key, value in entry.items():
         if value is None:
@@ -229,8 +247,9 @@ def import_state(
         if known and isinstance(value, Tensor):
             if value.shape != shape:
                 raise ValueError(f"{key} has shape {tuple(value.shape)}, the parameter {tuple(shape)}")
-            value = value.detach().to(device="cpu", dtype=torch.int16 if key == "remainder" else dtype)
-            state[key] = value.clone(memory_format=torch.contiguous_format) if copy else value
-        else:
-            state[key] = value
+            value = value.detach()
+            if copy:
+                value = value.to(device="cpu", dtype=torch.int16 if key == "remainder" else dtype)
+                value = value.clone(memory_format=torch.contiguous_format)
+        state[key] = value
     return state

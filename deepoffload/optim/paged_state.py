@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from deepoffload.errors import UsageError
 from deepoffload.native import cpu_adam
 from deepoffload.optim.relayout import add_fields
 from deepoffload.optim.rule import SCALE_SUFFIX
-from deepoffload.optim.state import MASTER_PART_KEYS, PieceView, to_fp32
+from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS, PieceView, to_fp32
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
 from deepoffload.params.passage import Passage
-from deepoffload.params.torch_private import outside_user_modes
+from deepoffload.params.torch_private import get_data, outside_user_modes
 from deepoffload.params.unit import ParamHandle, StatePiece
 
 Arrays = Mapping[str, str]
@@ -46,7 +47,16 @@ def iterate_state(pager: Pager, held: Mapping[ParamHandle, Arrays], leads: Set[P
         held: parameters whose arrays are wanted. An array that the pieces have no room for yet is left out.
         leads: parameters whose remainder or master is wanted. The caller knows which of them are stale.
     """
-    for piece, parts in in_turn(pager, held.keys() | leads):
+    return _runs(pager, in_turn(pager, held.keys() | leads), held, leads)
+
+
+def _runs(
+    pager: Pager,
+    pieces: Iterable[tuple[StatePiece, list[PieceSegment]]],
+    held: Mapping[ParamHandle, Arrays],
+    leads: Set[ParamHandle],
+) -> Iterator[StateRun]:
+    for piece, parts in pieces:
         with resident_piece(pager, piece):
             view = PieceView(pager.tiers, piece)
             lead = MASTER_PART_KEYS.get(piece.kind)
@@ -61,49 +71,71 @@ def iterate_state(pager: Pager, held: Mapping[ParamHandle, Arrays], leads: Set[P
                 yield StateRun(handle, part.start, part.numel, arrays)
 
 
-def read_state(
-    pager: Pager, held: Mapping[ParamHandle, Arrays], others: Set[ParamHandle]
-) -> dict[ParamHandle, dict[str, Tensor]]:
-    """Copies of what the pieces hold, in ordinary memory, with arrays in fp32.
+def copy_array(pager: Pager, handle: ParamHandle, key: str, field: str, target: Tensor) -> None:
+    """Copy one array in fp32, or what completes the weight to its master.
 
     Args:
-        held: parameters whose arrays are wanted, with ``"remainder"`` (bf16) or ``"master"`` (fp16) in addition.
-        others: parameters of which no step was taken: all they can have is a remainder that is not all zero, or a
-            master that is not the weight's value.
+        field: of the pieces; "" for what completes the weight.
+        target: has the parameter's shape and stride.
+
+    Raises:
+        UsageError: the optimizer does not keep this array any more.
     """
-    found: dict[ParamHandle, dict[str, Tensor]] = {handle: {} for handle in held}
-    for run in iterate_state(pager, held, held.keys() | others):
-        mine = found.setdefault(run.handle, {})
-        for key in held.get(run.handle, {}):
-            if key in run.arrays:
-                target = _room(mine, key, torch.float32, run.handle)
-                to_fp32(run.arrays[key], run.arrays.get(key + SCALE_SUFFIX), target.data_ptr() + run.start * 4)
-        for lead in MASTER_PART_KEYS.values():
-            if lead not in run.arrays:
+    held = {handle: {key: field}} if field else {}
+    leads = set() if field else {handle}
+    copied = 0
+    with pager.lock:  # all of it is of one step
+        for run in _runs(pager, pieces_of(pager, {handle}), held, leads):  # they stay: the next array is in them, too
+            values = run.arrays.get(key)
+            if values is None:
                 continue
-            if lead == "remainder" and run.handle.master_stale:
-                mine.setdefault(lead, torch.zeros(run.handle.shape, dtype=torch.int16, device="cpu"))
-            elif not run.handle.master_stale:
-                target = _room(mine, lead, _lead_dtype(lead), run.handle)
-                address = target.data_ptr() + run.start * target.element_size()
-                cpu_adam.copy(address, run.arrays[lead].data_ptr(), run.arrays[lead].nbytes, num_threads())
-    for handle in others:
-        mine = found.get(handle, {})
-        remainder, master = mine.get("remainder"), mine.get("master")
+            copied += run.numel
+            address = target.data_ptr() + run.start * target.element_size()
+            if field:
+                to_fp32(values, run.arrays.get(key + SCALE_SUFFIX), address)
+            elif not handle.master_stale:
+                cpu_adam.copy(address, values.data_ptr(), values.nbytes, num_threads())
+        if not field and handle.master_stale:
+            _copy_own_master(handle, key, target)
+        elif copied != handle.numel:
+            raise UsageError(f"{key} of {handle.name}: the optimizer does not keep this array any more")
+
+
+def _copy_own_master(handle: ParamHandle, key: str, target: Tensor) -> None:
+    """What completes a weight that the program wrote: it is its own master."""
+    tensor = handle.tensor
+    if key == "remainder" or tensor is None:
+        target.zero_()
+        return
+    handle.pager.pin(handle)
+    try:
+        target.copy_(get_data(tensor))
+    finally:
+        handle.pager.unpin(handle)
+
+
+def with_own_master(pager: Pager, handles: Set[ParamHandle]) -> set[ParamHandle]:
+    """Those of which the pieces hold a remainder that is not all zero, or a master that is not the weight's value."""
+    halves = {handle for handle in handles if LAYOUTS.get(handle.dtype) in MASTER_PART_KEYS}
+    found = set()
+    for run in iterate_state(pager, {}, halves):
+        if run.handle in found or run.handle.master_stale:
+            continue
+        remainder, master = run.arrays.get("remainder"), run.arrays.get("master")
         if remainder is not None and bool(remainder.any()):
-            found[handle] = {"remainder": remainder}
+            found.add(run.handle)
         elif master is not None and not torch.equal(master, master.half().float()):
-            found[handle] = {"master": master}
-        else:
-            found.pop(handle, None)
+            found.add(run.handle)
     return found
 
 
 def write_state(
     pager: Pager, given: Mapping[ParamHandle, Mapping[str, Tensor]], arrays: Mapping[ParamHandle, Arrays]
 ) -> None:
-    """Put arrays, and a remainder or master where given, into the pieces. Everything has the parameter's shape."""
-    source = _StateSource()
+    """Put arrays, and a remainder or master where given, into the pieces. Everything has the parameter's shape.
+
+    The tensors may have any type and stride, and may be mapped files: no more than a piece of them is copied at a time.
+    """
     for unit in list(pager.units):
         fields = {h: tuple(arrays[h].values()) for h in unit.handles if h in arrays and h in given}
         if any(fields.values()):
@@ -116,14 +148,14 @@ def write_state(
             lead = MASTER_PART_KEYS.get(piece.kind)
             for part in parts:
                 handle = piece.handles[part.tensor]
+                mine = given[handle]
                 for key, field in arrays[handle].items():
-                    if key in given[handle]:
-                        view.store_fp32(field, part, source.address(given[handle][key], torch.float32, handle, part))
-                if lead is not None and lead in given[handle]:
-                    dtype = _lead_dtype(lead)
-                    address = source.address(given[handle][lead], dtype, handle, part)
-                    nbytes = part.numel * dtype.itemsize
-                    cpu_adam.copy(view.lead(part), address, nbytes, num_threads())
+                    if key in mine:
+                        values = elements(mine[key], handle, part, torch.float32)
+                        view.store_fp32(field, part, values.data_ptr())
+                if lead is not None and lead in mine:
+                    values = elements(mine[lead], handle, part, _lead_dtype(lead))
+                    cpu_adam.copy(view.lead(part), values.data_ptr(), values.nbytes, num_threads())
     for handle, state in given.items():
         if "remainder" in state or "master" in state:
             handle.master_stale = False
@@ -135,7 +167,8 @@ def _lead_dtype(lead: str) -> torch.dtype:
 
 def pieces_of(pager: Pager, handles: Set[ParamHandle]) -> Iterator[tuple[StatePiece, list[PieceSegment]]]:
     """Pieces that hold any of ``handles``, with their segments, in the order of the units."""
-    for unit in list(pager.units):
+    one = next(iter(handles)).unit if len(handles) == 1 else None
+    for unit in list(pager.units) if one is None else (one,):
         if any(handle in handles for handle in unit.handles):
             if unit.owner.changed():  # a weight that the program wrote has another master
                 pager.memory.will_change(unit.weights)
@@ -173,30 +206,32 @@ def resident_piece(pager: Pager, piece: StatePiece, *, load: bool = True) -> Ite
                 pager.memory.keep(piece.block)  # back to where it lives
 
 
-def _room(mine: dict[str, Tensor], key: str, dtype: torch.dtype, handle: ParamHandle) -> Tensor:
-    if key not in mine:
-        with outside_user_modes():
-            mine[key] = torch.empty_strided(handle.shape, handle.stride, dtype=dtype)
-    return mine[key]
-
-
-class _StateSource:
-    """Given arrays in the order and type of the pieces; a converted copy lives until the next parameter's turn."""
-
-    def __init__(self) -> None:
-        self._handle: ParamHandle | None = None
-        self._ready: dict[int, Tensor] = {}
-
-    def address(self, value: Tensor, dtype: torch.dtype, handle: ParamHandle, part: PieceSegment) -> int:
-        if self._handle is not handle:
-            self._handle, self._ready = handle, {}
-        if id(value) not in self._ready:
-            self._ready[id(value)] = _arranged(value, dtype, handle)
-        return self._ready[id(value)].data_ptr() + part.start * dtype.itemsize
-
-
-def _arranged(value: Tensor, dtype: torch.dtype, handle: ParamHandle) -> Tensor:
-    if value.dtype is dtype and value.stride() == handle.stride and value.device.type == "cpu":
-        return value
+def elements(value: Tensor, handle: ParamHandle, part: PieceSegment, dtype: torch.dtype) -> Tensor:
+    """A run of a tensor that has the parameter's shape, in the order of the parameter's memory: flat, on the CPU."""
     with outside_user_modes():
-        return torch.empty_strided(handle.shape, handle.stride, dtype=dtype).copy_(value)
+        if value.stride() == tuple(handle.stride):
+            run = value.as_strided((part.numel,), (1,), value.storage_offset() + part.start)
+        else:
+            order = sorted(range(value.dim()), key=lambda dim: -handle.stride[dim] if handle.shape[dim] != 1 else 1)
+            run = _flat_run(value.permute(order), part.start, part.numel)
+        return run.to(device="cpu", dtype=dtype).contiguous()
+
+
+def _flat_run(value: Tensor, start: int, numel: int) -> Tensor:
+    """Elements of a tensor in row-major order; no more than these are copied."""
+    if value.is_contiguous():
+        return value.view(-1)[start : start + numel]
+    if value.dim() == 1:
+        return value[start : start + numel]
+    row = value[0].numel()
+    runs = []
+    while numel:
+        first, skipped = divmod(start, row)
+        whole_rows = 0 if skipped else numel // row
+        if whole_rows:
+            runs.append(value[first : first + whole_rows].reshape(-1))
+        else:
+            runs.append(_flat_run(value[first], skipped, min(numel, row - skipped)))
+        start += runs[-1].numel()
+        numel -= runs[-1].numel()
+    return runs[0] if len(runs) == 1 else torch.cat(runs)

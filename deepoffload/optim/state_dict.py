@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deepoffload.optim.ordinary import import_state
+from deepoffload.optim.state_values import check_value
 from deepoffload.params.torch_private import optimizer_hooks
 from deepoffload.params.unit import ParamHandle
 
@@ -96,12 +97,16 @@ def match_groups(own: list[Group], saved: list[Group], import_group: Callable[[G
 
 
 def _entry(number: Any, entry: Mapping[str, Any], param: Tensor, arrays: Mapping[str, str]) -> dict[str, Any]:
-    paged = isinstance(param.__dict__.get("_slot"), ParamHandle)
+    handle = param.__dict__.get("_slot")
+    paged = handle if isinstance(handle, ParamHandle) else None
     try:
         dtype = param.dtype if param.is_complex() else torch.float32
-        state = import_state(entry, param.shape, arrays, copy=not paged, dtype=dtype)
+        state = import_state(entry, param.shape, arrays, copy=paged is None, dtype=dtype)
     except ValueError as error:
         raise ValueError(f"state[{number}]: {error}") from None
+    if paged is not None:
+        for key, value in state.items():
+            check_value(value, paged, key, arrays.get(key, ""))
     missing = [key for key in arrays if not isinstance(state.get(key), Tensor)]
     if "step" in state and missing:
         raise ValueError(f"state[{number}] has no {missing[0]}: it is the state of another kind of optimizer")

@@ -13,6 +13,7 @@ import os
 import tempfile
 import weakref
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ class MappedCopy:
         return self.tensor
 
 
-class _Place:
-    """Where in a file the copy of one weight is.
+class Place:
+    """Where in a file one copy is.
 
     Attributes:
         memory: the mapped bytes, while a storage uses them.
@@ -93,8 +94,8 @@ class MappedCopies:
 
     def __init__(self, directory: str | None) -> None:
         self._directory = directory
-        self._places: weakref.WeakKeyDictionary[ParamHandle, _Place] = weakref.WeakKeyDictionary()
-        self._unused: deque[_Place] = deque()
+        self._places: weakref.WeakKeyDictionary[ParamHandle, Place] = weakref.WeakKeyDictionary()
+        self._unused: deque[Place] = deque()
 
     def of(self, handle: ParamHandle) -> MappedCopy:
         """The copy of a weight, made when there is none."""
@@ -110,43 +111,69 @@ class MappedCopies:
         return self._directory or tempfile.gettempdir()
 
     def _memory(self, handle: ParamHandle) -> memoryview:
-        try:
-            if handle not in self._places:
-                self._find_places(handle)
-            place = self._places[handle]
-            memory = place.in_use()
-            if memory is None:
+        remedy = "torch.save and safetensors need room for a copy of the weights on nvme_path (else in TMPDIR)"
+        if handle not in self._places:
+            self._find_places(handle, remedy)
+        return self.memory(self._places[handle], handle.pager.lock, handle.name, remedy)
+
+    def memory(self, place: Place, lock: Any, name: str, remedy: str) -> memoryview:
+        """The mapped bytes of a place: those that somebody still uses, or new ones.
+
+        Args:
+            lock: the engine's. name, remedy: for the error.
+
+        Raises:
+            IoFailure: the disk is full.
+        """
+        memory = place.in_use()
+        if memory is None:
+            with self._room_for(name, place.nbytes, remedy):
                 # A full disk shows here, not as SIGBUS.
                 os.posix_fallocate(place.file.file.fileno(), place.start, place.nbytes)
-                memory = memoryview(place.file.memory)[place.start : place.start + handle.nbytes]
-                place.memory = weakref.ref(memory)
-                weakref.finalize(memory, _died, weakref.ref(handle.pager.lock), self._unused, place).atexit = False
-            return memory
-        except OSError as error:
-            remedy = "torch.save and safetensors need room for a copy of the weights on nvme_path (else in TMPDIR)"
-            raise IoFailure(
-                f"reserving a copy of {handle.name}", error.errno or 0, self.directory, 0, handle.nbytes, remedy
-            ) from error
+            memory = memoryview(place.file.memory)[place.start : place.start + place.nbytes]
+            place.memory = weakref.ref(memory)
+            weakref.finalize(memory, _died, weakref.ref(lock), self._unused, place).atexit = False
+        return memory
 
-    def _find_places(self, handle: ParamHandle) -> None:
+    @contextlib.contextmanager
+    def _room_for(self, name: str, nbytes: int, remedy: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            what = f"reserving a copy of {name}"
+            raise IoFailure(what, error.errno or 0, self.directory, 0, nbytes, remedy) from error
+
+    def _find_places(self, handle: ParamHandle, remedy: str) -> None:
         """Give every weight that has none a place, in one file: a process may open only so many."""
         handles: dict[ParamHandle, None] = {handle: None}
         for unit in handle.pager.units:
             handles.update((other, None) for other in unit.handles if other not in self._places)
+        places = self.places([each.nbytes for each in handles], handle.name, remedy)
+        self._places.update(zip(handles, places, strict=True))
+
+    def places(self, sizes_bytes: Sequence[int], name: str, remedy: str) -> list[Place]:
+        """Room for copies of these sizes, in one new file, which takes none on the disk yet.
+
+        Raises:
+            IoFailure: the file cannot be made; ``name`` and ``remedy`` are for the error.
+        """
         starts, end = [], 0
-        for each in handles:
+        for nbytes in sizes_bytes:
             starts.append(end)
-            end += round_up(each.nbytes, mmap.PAGESIZE)
-        file = _File(self.directory, end)
-        for each, start in zip(handles, starts, strict=True):
-            self._places[each] = _Place(file, start, round_up(each.nbytes, mmap.PAGESIZE))
+            end += round_up(nbytes, mmap.PAGESIZE)
+        with self._room_for(name, end, remedy):
+            file = _File(self.directory, end)
+        return [
+            Place(file, start, round_up(nbytes, mmap.PAGESIZE))
+            for nbytes, start in zip(sizes_bytes, starts, strict=True)
+        ]
 
     def give_room_back(self) -> None:
         """Punch holes into the file where no storage is any more."""
         _punch(self._unused)
 
 
-def _died(lock: Any, unused: deque[_Place], place: _Place) -> None:
+def _died(lock: Any, unused: deque[Place], place: Place) -> None:
     """A copy's storage has gone. May run at any time, in any thread."""
     unused.append(place)
     held = lock()
@@ -157,7 +184,7 @@ def _died(lock: Any, unused: deque[_Place], place: _Place) -> None:
             held.release()
 
 
-def _punch(unused: deque[_Place]) -> None:
+def _punch(unused: deque[Place]) -> None:
     while unused:
         place = unused.popleft()
         if place.in_use() is None:

@@ -22,7 +22,7 @@ from deepoffload.params.moved_model import MOVES, of_moved_model
 from deepoffload.params.new_data import set_new_data
 from deepoffload.params.sharding import refuse_sharding
 from deepoffload.params.slot import TensorSlot
-from deepoffload.params.state_dict_values import lazy_weight
+from deepoffload.params.state_dict_values import is_weight_itself, lazy_weight
 from deepoffload.params.tensor_lists import calls_of_one
 from deepoffload.params.torch_private import (
     MODULE_SAVE,
@@ -320,6 +320,13 @@ def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     return _paged_call(func, "detach", (), args, kwargs)
 
 
+def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+    source = args[1] if len(args) > 1 else kwargs.get("src")
+    if type(args[0]) is OffloadedParameter and is_weight_itself(source, args[0]._slot):
+        return args[0]  # a state dict that was loaded in place: the weight has its values and keeps its exact master
+    return _paged_call(func, "copy_", (type(args[0]), type(source)), args, kwargs)
+
+
 def _make_dual(func: Any, args: Any, kwargs: Any) -> Any:
     primal, tangent, *rest = args
     return _paged_call(func, "_make_dual", (), (primal, differentiation.given_as_views(tangent), *rest), kwargs)
@@ -390,6 +397,7 @@ def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
         Tensor.size: differentiation.size,
         make_dual: _make_dual,
         Tensor.requires_grad_: _requires_grad,
+        Tensor.copy_: _copy,
         Tensor.detach: _detach,
         Tensor.detach_: _detach_in_place,
         Tensor.share_memory_: _share_memory,

@@ -1,27 +1,28 @@
-"""What ``state_dict()`` of a paged model holds: values without bytes, which come while an operation runs.
+"""What ``state_dict()`` of paged models and optimizers holds: values without bytes, which come while an operation runs.
 
 A ``state_dict()`` of plain PyTorch holds aliases of all weights; of a paged model these would keep all weights in
-memory. A :class:`LazyWeight` is an alias, too: it shows later updates of its weight, and what is written to it is
-written to the weight. Only its bytes are not held. Views of it are such values, too, so that the address of a view and
-the address of the whole agree.
+memory. A :class:`LazyValue` of a weight is an alias, too: it shows later updates of its weight, and what is written to
+it is written to the weight. Only its bytes are not held. Views of it are such values, too, so that the address of a
+view and the address of the whole agree. What a value is of, and what writing to it means, is its source's to know: a
+weight here, optimizer state in :mod:`deepoffload.optim.state_values`.
 
 [Note: a value becomes a parameter] ``load_state_dict(state, assign=True)`` makes ``nn.Parameter(value)`` of every
-value, and what comes out has to be a paged parameter, no LazyWeight. ``nn.Parameter.__new__`` has no place for that.
+value, and what comes out has to be a paged parameter, no LazyValue. ``nn.Parameter.__new__`` has no place for that.
 It does::
 
-    t = value.detach()            # our door knows the caller: a new paged parameter, with LazyWeight for its class
+    t = value.detach()            # our door knows the caller: a new paged parameter, with LazyValue for its class
     t.requires_grad_(flag)        # let through, because ``t`` has ``_class``
     if type(t) is not type(value): raise RuntimeError(...)
     t._is_param = True            # the last that happens to ``t``: our setter gives it its real class, ``_class``
 
-So ``LazyWeight._is_param`` is a property whose setter swaps the class of its object. Nothing but ``nn.Parameter`` sets
+So ``LazyValue._is_param`` is a property whose setter swaps the class of its object. Nothing but ``nn.Parameter`` sets
 it. ``isinstance(value, nn.Parameter)`` reads it, and gets False.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from deepoffload.params.metadata import METADATA, layout_answers
 from deepoffload.params.slot import make_stand_in
 from deepoffload.params.torch_private import PARAMETER_NEW, door_caller, no_torch_function, outside_user_modes, set_data
 from deepoffload.params.unit import ParamHandle
+from deepoffload.params.value_source import ValueSource, View, view_of
 
 _GRAPHLESS = frozenset({"copy_", "equal", "clone"})
 """Without a graph to record these may take the parameter itself; nobody gets an alias, and nothing is checksummed."""
@@ -47,21 +49,12 @@ _VIEWING = frozenset(
 """Functions whose result may be a view of their first argument."""
 
 
-class _View(NamedTuple):
-    """Which part of a weight's memory a value shows, and how."""
+class LazyValue(Tensor):
+    """A weight of a paged model, or an array of an optimizer's state, as ``state_dict()`` shows it, or a view of one.
+    Every operation on it is one on what it is of."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    stride: tuple[int, ...]
-    offset: int
-
-
-class LazyWeight(Tensor):
-    """A weight of a paged model as its ``state_dict()`` shows it, or a view of one. Every operation on it is one on the
-    weight."""
-
-    _source: _WeightSource
-    _view: _View
+    _source: ValueSource
+    _view: View
     _class: type
 
     @property
@@ -100,10 +93,10 @@ class LazyWeight(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            slot = self._source.slot
-            if id(slot) not in memo:  # views of one weight, and tied ones, have one memory in the copy, too
-                memo[id(slot)] = self._source.whole().clone()
-            memo[id(self)] = _view_of(memo[id(slot)], slot, self._view)
+            source = self._source
+            if id(source.key) not in memo:  # views of one weight, and tied ones, have one memory in the copy, too
+                memo[id(source.key)] = source.clone()
+            memo[id(self)] = view_of(memo[id(source.key)], source, self._view)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -111,23 +104,24 @@ class LazyWeight(Tensor):
         return mapped(self).__reduce_ex__(protocol)
 
 
-class _WeightSource:
+class _WeightSource(ValueSource):
     """The weight that a value and its views are of, with its address once somebody has asked for it."""
 
     __slots__ = ("weight", "slot", "copy")
 
     def __init__(self, weight: nn.Parameter) -> None:
+        slot: ParamHandle = weight.__dict__["_slot"]
+        super().__init__(slot.name, slot.stride, slot.stand_in)
         self.weight = weight
-        self.slot: ParamHandle = weight.__dict__["_slot"]
+        self.slot = slot
         self.copy: MappedCopy | None = None
 
-    def whole(self) -> Tensor:
-        """A value of the weight as it is."""
-        slot = self.slot
-        return _value(self, _View(slot.shape, slot.dtype, tuple(slot.stride), 0))
+    @property
+    def key(self) -> object:
+        return self.slot
 
     def mapped(self) -> Tensor:
-        """An ordinary tensor with an address. It follows later changes of the weight only when asked for again."""
+        """It follows later changes of the weight only when asked for again."""
         pager, slot = self.slot.pager, self.slot
         if pager.tiers.space is None and slot.memory.on_host:
             return self.weight.detach()  # without NVMe all weights are in memory anyway
@@ -136,44 +130,61 @@ class _WeightSource:
                 self.copy = pager.mapped_copies.of(slot)  # tied weights have one address
         return self.copy.refresh(self.weight)
 
+    def operand(self, view: View, *, bare: bool) -> Tensor:
+        weight = self.weight if bare and view == self.whole() else self.weight.detach()
+        return view_of(weight, self, view)
+
+    def clone(self) -> Tensor:
+        return lazy_value(self).clone()
+
+    def parameter(self, value: Tensor, view: View) -> nn.Parameter:
+        return nn.Parameter(self.weight) if view == self.whole() else super().parameter(value, view)
+
+
+def lazy_value(source: ValueSource) -> Tensor:
+    """The value of all of ``source``."""
+    return _value(source, source.whole())
+
 
 def lazy_weight(param: nn.Parameter) -> Tensor:
     """The value of ``param`` in a state dict."""
-    return _WeightSource(param).whole()
+    return lazy_value(_WeightSource(param))
+
+
+def is_weight_itself(value: Any, slot: object) -> bool:
+    """Whether ``value`` is a state dict's value of all of this weight."""
+    if type(value) is not LazyValue or not isinstance(value._source, _WeightSource):
+        return False
+    return value._source.slot is slot and value._view == value._source.whole()
+
+
+def source_of(value: Any) -> ValueSource | None:
+    """What a value shows all of; None for everything else."""
+    return value._source if type(value) is LazyValue and value._view == value._source.whole() else None
 
 
 def mapped(value: Tensor) -> Tensor:
     """An ordinary tensor with the values that ``value`` has now, always at the same address."""
     lazy: Any = value
-    return _view_of(lazy._source.mapped(), lazy._source.slot, lazy._view)
+    return view_of(lazy._source.mapped(), lazy._source, lazy._view)
 
 
-def _value(source: _WeightSource, view: _View) -> Tensor:
-    slot = source.slot
-    stand_in = slot.stand_in
-    if view.shape != slot.shape or view.dtype is not slot.dtype:
-        stand_in = make_stand_in(view.shape, view.dtype, slot.device)
+def _value(source: ValueSource, view: View) -> Tensor:
+    stand_in = source.stand_in
+    if view.shape != source.shape or view.dtype is not source.dtype:
+        stand_in = make_stand_in(view.shape, view.dtype, stand_in.device)
     with no_torch_function():
-        value = stand_in.as_subclass(LazyWeight)
+        value = stand_in.as_subclass(LazyValue)
     value._source = source
     value._view = view
     return value
-
-
-def _view_of(whole: Tensor, slot: ParamHandle, view: _View) -> Tensor:
-    """The part of an ordinary tensor, which lies as the weight does, that ``view`` shows."""
-    if view.dtype is not slot.dtype:
-        whole = whole.as_strided((slot.numel,), (1,), 0).view(view.dtype)
-    elif view.offset == 0 and view.shape == slot.shape and view.stride == tuple(slot.stride):
-        return whole
-    return whole.as_strided(view.shape, view.stride, view.offset)
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
 def _may_be_view(func: Any, args: Any) -> bool:
-    if not args or type(args[0]) is not LazyWeight:
+    if not args or type(args[0]) is not LazyValue:
         return False
     if func in _VIEWING_ATTRIBUTES:
         return True
@@ -192,33 +203,28 @@ def _is_basic(index: Any) -> bool:
 def _viewed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What a viewing function gives, without bytes; None where it gives a copy."""
     value = args[0]
-    slot = value._source.slot
+    source = value._source
     with outside_user_modes():
-        whole = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="meta")
-        shape = _view_of(whole, slot, value._view)
+        whole = torch.empty_strided(source.shape, source.stride, dtype=source.dtype, device="meta")
+        shape = view_of(whole, source, value._view)
         result = func(shape, *args[1:], **kwargs)
         if result is shape:
             return value
         parts = result if isinstance(result, (list, tuple)) else (result,)
         if any(part.untyped_storage()._cdata != whole.untyped_storage()._cdata for part in parts):
             return None
-    values = [
-        _value(value._source, _View(part.shape, part.dtype, part.stride(), part.storage_offset())) for part in parts
-    ]
+    values = [_value(source, View(part.shape, part.dtype, part.stride(), part.storage_offset())) for part in parts]
     return type(result)(values) if isinstance(result, (list, tuple)) else values[0]
 
 
 def _with_bytes(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    bare_weight = not torch.is_grad_enabled() and getattr(func, "__name__", "") in _GRAPHLESS
+    bare = not torch.is_grad_enabled() and getattr(func, "__name__", "") in _GRAPHLESS
     swapped: dict[int, tuple[Tensor, Tensor]] = {}
 
     def bring(value: Any) -> Any:
-        if type(value) is LazyWeight:
+        if type(value) is LazyValue:
             if id(value) not in swapped:
-                source, view = value._source, value._view
-                whole = bare_weight and view.shape == source.slot.shape and view.dtype is source.slot.dtype
-                weight = source.weight if whole and view.stride == source.slot.stride else source.weight.detach()
-                swapped[id(value)] = (value, _view_of(weight, source.slot, view))
+                swapped[id(value)] = (value, value._source.operand(value._view, bare=bare))
             return swapped[id(value)][1]
         if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size) and type(value) in (list, tuple):
             return type(value)(bring(item) for item in value)
@@ -226,7 +232,11 @@ def _with_bytes(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
             return {key: bring(item) for key, item in value.items()}
         return value
 
-    result = func(*bring(args), **bring(kwargs))
+    try:
+        result = func(*bring(args), **bring(kwargs))
+    finally:
+        for lazy, _ in swapped.values():
+            lazy._source.used()  # type: ignore[attr-defined]
     for value, stood_for_it in swapped.values():
         if result is stood_for_it:
             return value  # copy_, contiguous(), cpu(): the tensor itself
@@ -256,12 +266,9 @@ def _detach(func: Any, args: Any, kwargs: Any) -> Tensor:
     value = args[0]
     if door_caller() is not PARAMETER_NEW:
         return _value(value._source, value._view)
-    # See [Note: a value becomes a parameter].
-    source, view = value._source, value._view
-    whole = view.shape == source.slot.shape and view.dtype is source.slot.dtype and view.stride == source.slot.stride
-    made: Any = nn.Parameter(source.weight if whole else value.clone())
+    made: Any = value._source.parameter(value, value._view)  # see [Note: a value becomes a parameter]
     made.__dict__["_class"] = type(made)
-    made.__class__ = LazyWeight
+    made.__class__ = LazyValue
     return made
 
 
@@ -272,8 +279,8 @@ def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
         with no_torch_function():
             return func(*args, **kwargs)
     if wanted:
-        name = value._source.slot.name
-        raise UnsupportedError(f"a value of a paged model's state_dict() ({name}) takes no gradient; clone() it first")
+        name = value._source.name
+        raise UnsupportedError(f"a value of a state_dict() ({name}) takes no gradient; clone() it first")
     return value
 
 

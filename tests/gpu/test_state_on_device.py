@@ -76,7 +76,7 @@ def test_as_on_the_host(simulated_gpu: str, tmp_path: Path, precision: str, budg
 
         losses = train(model, optimizer, simulated_gpu, meddle)
         stats = engine.stats()
-        moments = [value["exp_avg"].cpu() for value in optimizer.state_dict()["state"].values()]
+        moments = [value["exp_avg"].clone() for value in optimizer.state_dict()["state"].values()]
         results.append((losses, values(model), moments, stats["host_state_bytes"], stats["device_peak_bytes"]))
         assert stats["device_peak_bytes"] <= budget
         engine.close()

@@ -333,7 +333,7 @@ def test_a_state_that_does_not_fit_changes_nothing(paging: Paging) -> None:
     model = paging.build(small, EVICTING)
     optimizer = deepoffload.CPUAdamW(model.parameters())
     train(model, optimizer, range(2))
-    before = optimizer.state_dict()
+    before = copy.deepcopy(optimizer.state_dict())
     spoiled = copy.deepcopy(before)
     spoiled["state"][7]["exp_avg"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"state\[7\]: exp_avg has shape \(3,\)"):

@@ -10,7 +10,7 @@ from torch import nn
 
 import deepoffload
 from deepoffload.params.parameter import OffloadedParameter
-from deepoffload.params.state_dict_values import LazyWeight
+from deepoffload.params.state_dict_values import LazyValue
 from tests.support.loops import assert_same_bits
 from tests.support.models import mlp
 from tests.support.paging import TIGHT, Paging
@@ -24,7 +24,7 @@ def test_state_dicts_stay_lazy(paging: Paging) -> None:
     model = paging.build(mlp, TIGHT)
     with torch.device("cpu"):
         state = model.state_dict()
-    assert {type(value) for value in state.values()} == {LazyWeight}
+    assert {type(value) for value in state.values()} == {LazyValue}
 
 
 def test_a_parameter_of_a_parameter(paging: Paging) -> None:

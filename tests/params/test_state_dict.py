@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deepoffload import stats
 from deepoffload.errors import ClosedError, IoFailure, UnsupportedError
 from deepoffload.params.parameter import OffloadedParameter
-from deepoffload.params.state_dict_values import LazyWeight
+from deepoffload.params.state_dict_values import LazyValue
 from deepoffload.runtime.context import engine_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import gpt2, mlp, rows
@@ -33,7 +33,7 @@ def test_values_hold_no_memory(paging: Paging) -> None:
     assert list(state) == list(mlp(depth=16).state_dict())
     for name, value in state.items():
         param = model.get_parameter(name)
-        assert type(value) is LazyWeight and isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        assert type(value) is LazyValue and isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         assert (value.shape, value.dtype, value.stride()) == (param.shape, param.dtype, param.stride())
         assert value.is_contiguous() and value.device == param.device and not value.requires_grad and value.is_leaf
         assert value.numel() == param.numel() and len(value) == len(param) and value.storage_offset() == 0

@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from deepoffload import CPUAdamW
-from deepoffload.params.state_dict_values import LazyWeight
+from deepoffload.params.state_dict_values import LazyValue
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import TinyGPT, batch, gpt2, mlp, next_token_loss
 from tests.support.paging import EVICTING, TIGHT, Paging, Same, plain
@@ -233,7 +233,7 @@ def test_random_views(paging: Paging) -> None:
         assert_same_bits(expected.clone(), value.clone())
         shared = expected.untyped_storage().data_ptr() == ordinary.untyped_storage().data_ptr()
         if shared and expected.numel():
-            assert type(value) is LazyWeight
+            assert type(value) is LazyValue
             assert value.data_ptr() - lazy.data_ptr() == expected.data_ptr() - ordinary.data_ptr()
             assert value.untyped_storage() is lazy.untyped_storage() is value.untyped_storage()
             assert torch.equal(torch.from_numpy(mapped_values(value).copy()), expected)

@@ -151,7 +151,7 @@ def test_masters_start_as_the_fp32_values(config: dict[str, Any]) -> None:
 
 def test_masters_of_an_untrained_model_can_be_loaded_into_another(config: dict[str, Any]) -> None:
     with initialized(model=seeded(mlp), config=config) as engine:
-        weights, saved = weights_of(engine.module), engine.optimizer.state_dict()
+        weights, saved = weights_of(engine.module), copy.deepcopy(engine.optimizer.state_dict())
     with initialized(model=mlp(), config=config) as engine:
         engine.module.load_state_dict(weights)
         engine.optimizer.load_state_dict(saved)

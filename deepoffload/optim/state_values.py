@@ -1,0 +1,262 @@
+"""What ``optimizer.state_dict()`` shows of state that is not in ordinary fp32 tensors: values without bytes.
+
+[Note: values of optimizer state] In plain PyTorch a state dict shares the optimizer's memory: it shows later steps. A
+value here does, too, and so does the step count, so what one reads of a state dict is always of one step. The
+bytes come when somebody asks: for the time of an operation, and for good in a mapped file without a name where an
+address is asked for. They are a copy. What is written to it is the program's own from then on, shows no later steps,
+and reaches the optimizer by ``load_state_dict``. (A weight's value passes writes on. Of state, ``torch``'s optimizers
+take over what they are given and write to it, and distributed checkpoints load remainders in any order with the
+weights that they complete.) When the state is no more what a value showed, because another was loaded or another
+optimizer took over, reading it is an error.
+"""
+
+from __future__ import annotations
+
+import abc
+import mmap
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepoffload.errors import UsageError
+from deepoffload.optim.handles import gradients_of
+from deepoffload.optim.ordinary import plain_array
+from deepoffload.optim.paged_state import Arrays, copy_array, pieces_of, with_own_master
+from deepoffload.optim.state import MASTER_PART_KEYS
+from deepoffload.params.pager import Pager
+from deepoffload.params.slot import make_stand_in
+from deepoffload.params.state_dict_values import lazy_value, mapped, source_of
+from deepoffload.params.torch_private import outside_user_modes, version_of
+from deepoffload.params.unit import ParamHandle
+from deepoffload.params.value_source import ValueSource, View, view_of
+
+_CPU = torch.device("cpu")
+_REMEDY = "torch.save and safetensors need room for a copy of the optimizer's state on nvme_path (else in TMPDIR)"
+
+
+class _CopySource(ValueSource):
+    """Its values are a copy, which is brought up to date when somebody asks. See [Note: values of optimizer state]."""
+
+    __slots__ = ("_copy", "_version", "_asked", "_written")
+
+    def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...]) -> None:
+        super().__init__(name, stride, make_stand_in(shape, dtype, _CPU))
+        self._copy: Tensor | None = None
+        self._version = 0
+        self._asked = False
+        self._written = False
+
+    @abc.abstractmethod
+    def _room(self) -> Tensor:
+        """Where the copy is."""
+
+    @abc.abstractmethod
+    def _is_fresh(self) -> bool:
+        """Whether what the copy shows has not changed."""
+
+    @abc.abstractmethod
+    def _fill(self, target: Tensor) -> None:
+        """Copy what it shows to ``target``, which lies as the source says."""
+
+    def mapped(self) -> Tensor:
+        self._asked = True
+        return self._shown()
+
+    def operand(self, view: View, *, bare: bool) -> Tensor:
+        return view_of(self._shown(), self, view)
+
+    def used(self) -> None:
+        if self._copy is None or self._written:
+            return
+        if version_of(self._copy) != self._version:
+            self._written = True
+        elif not self._asked:
+            self._copy = None
+
+    def clone(self) -> Tensor:
+        with outside_user_modes():
+            target = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_CPU)
+            if self._written:
+                target.copy_(self._shown())
+            else:
+                self._fill(target)
+        return target
+
+    def _shown(self) -> Tensor:
+        with outside_user_modes():
+            if self._copy is None:
+                copy = self._room()
+                self._fill(copy)
+            elif self._written or self._is_fresh():
+                return self._copy
+            else:
+                copy = self._copy
+                self._fill(copy)
+        self._copy, self._version = copy, version_of(copy)
+        return copy
+
+
+class _PagedSource(_CopySource):
+    """An array of a paged parameter's state.
+
+    Args:
+        field: of the pieces; "" for what completes the weight to its master.
+    """
+
+    __slots__ = ("_param", "handle", "array", "_owner", "_copies", "_place", "_weight_version")
+
+    def __init__(self, param: nn.Parameter, handle: ParamHandle, key: str, field: str, copies: _CopyRoom) -> None:
+        dtype = torch.int16 if key == "remainder" else torch.float32
+        super().__init__(f"{key} of {handle.name}", handle.shape, dtype, tuple(handle.stride))
+        self._param = param
+        self.handle = handle
+        self.array = (key, field)
+        self._owner = handle.state_owner
+        self._copies = copies
+        self._place = copies.add(self.numel * dtype.itemsize)
+        self._weight_version = -1
+
+    def check(self) -> None:
+        """Raise where the pieces do not hold what it is of any more.
+
+        Raises:
+            ClosedError, UsageError.
+        """
+        gradients_of(self.handle.pager, self.handle.name)
+        if self.handle.state_owner is not self._owner:
+            raise UsageError(
+                f"{self.name}: this value of optimizer.state_dict() showed a state that is no more: another one was "
+                "loaded, another optimizer has taken over, or the first step was taken since; call state_dict() again, "
+                "and keep what it shows now with copy.deepcopy(optimizer.state_dict())"
+            )
+
+    def is_own(self, handle: ParamHandle, key: str, field: str) -> bool:
+        """Whether it shows this very array, so that there is nothing to load."""
+        return self.handle is handle and self.array == (key, field) and not self._written
+
+    def _room(self) -> Tensor:
+        memory = self._copies.memory(self._place, self.name)
+        if memory is None:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_CPU)
+        flat = torch.frombuffer(memory, dtype=self.dtype, count=self.numel)
+        return flat.as_strided(self.shape, self.stride)
+
+    def _is_fresh(self) -> bool:
+        self.check()
+        self.handle.pager.catch_up(self.handle.unit)
+        # An update moves the weight's counter, and so does a write to the weight, after which it is its own master.
+        return version_of(self._param) == self._weight_version and self.handle.escape_crc is None
+
+    def _fill(self, target: Tensor) -> None:
+        pager: Any = self.handle.pager
+        self.check()
+        pager.catch_up(self.handle.unit)
+        version = version_of(self._param)
+        copy_array(pager, self.handle, *self.array, target)
+        self._weight_version = version
+
+
+class _CopyRoom:
+    """Room on the disk for the copies of one state dict; it takes none before somebody asks for bytes."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self._sizes_bytes: list[int] = []
+        self._places: list[Any] | None = None
+
+    def add(self, nbytes: int) -> int:
+        """The number of a new place."""
+        self._sizes_bytes.append(nbytes)
+        return len(self._sizes_bytes) - 1
+
+    def memory(self, number: int, name: str) -> memoryview | None:
+        """A mapped place; None for less than a page, which is better in memory.
+
+        Raises:
+            IoFailure: the disk is full.
+        """
+        if self._sizes_bytes[number] < mmap.PAGESIZE:
+            return None
+        copies = self._pager.mapped_copies
+        with self._pager.lock:
+            copies.give_room_back()
+            if self._places is None:
+                self._places = copies.places(self._sizes_bytes, name, _REMEDY)
+            return copies.memory(self._places[number], self._pager.lock, name, _REMEDY)
+
+
+class _EntrySource(_CopySource):
+    """A tensor of ``optimizer.state[param]`` that changes its place or is stored in another type."""
+
+    __slots__ = ("_entry", "_key")
+
+    def __init__(self, entry: Mapping[str, Any], key: str) -> None:
+        now = plain_array(entry, key, like=True)
+        super().__init__(key, now.shape, now.dtype, now.stride())
+        self._entry = entry
+        self._key = key
+
+    def _room(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_CPU)
+
+    def _is_fresh(self) -> bool:
+        return False
+
+    def _fill(self, target: Tensor) -> None:
+        if self._key not in self._entry:
+            raise UsageError(f"{self._key}: the optimizer does not keep this array any more; call state_dict() again")
+        target.copy_(plain_array(self._entry, self._key))
+
+
+def entry_value(entry: Mapping[str, Any], key: str) -> Tensor:
+    """The value of a tensor that an entry of ``optimizer.state`` holds in memory."""
+    return lazy_value(_EntrySource(entry, key))
+
+
+def paged_values(
+    pager: Pager, params: Mapping[ParamHandle, Any], held: Mapping[ParamHandle, Arrays]
+) -> dict[ParamHandle, dict[str, Tensor]]:
+    """Values of what the pieces hold, for parameters of which they hold anything.
+
+    Args:
+        params: parameters of the optimizer.
+        held: those of which steps were taken, with their arrays. All that the others can have is a remainder that is
+            not all zero, or a master that is not the weight's value.
+    """
+    copies = _CopyRoom(pager)
+    leads = with_own_master(pager, params.keys() - held.keys())
+    found: dict[ParamHandle, dict[str, Tensor]] = {handle: {} for handle in params if handle in held or handle in leads}
+    for piece, parts in pieces_of(pager, found.keys()):
+        for handle in dict.fromkeys(piece.handles[part.tensor] for part in parts):
+            present = {key: field for key, field in held.get(handle, {}).items() if field in piece.format.fields}
+            lead = MASTER_PART_KEYS.get(piece.kind)
+            if lead == "remainder" or (lead == "master" and not handle.master_stale):
+                present[lead] = ""
+            for key, field in present.items():
+                if key not in found[handle]:
+                    found[handle][key] = lazy_value(_PagedSource(params[handle], handle, key, field, copies))
+    return found
+
+
+def check_value(value: object, handle: ParamHandle, key: str, field: str) -> None:
+    """Have a value that is going to be loaded into pieces ready, before anything changes.
+
+    Raises:
+        UsageError: what it showed is no more. IoFailure: there is no room for a copy of it.
+    """
+    source = source_of(value)
+    if isinstance(source, _PagedSource):
+        if source.is_own(handle, key, field):
+            source.check()
+        else:
+            source.mapped()  # it may be of a piece that loading changes
+
+
+def ready_value(value: Tensor, handle: ParamHandle, key: str, field: str) -> Tensor | None:
+    """The ordinary tensor of a value that is loaded; None where it is what the pieces hold already."""
+    source = source_of(value)
+    if isinstance(source, _PagedSource) and source.is_own(handle, key, field):
+        return None
+    return value if source is None else mapped(value)
