@@ -237,8 +237,8 @@ def test_trainer_resumes(paging: Paging, precision: str, tmp_path: Path, monkeyp
         return state
 
     monkeypatch.setattr(torch, "load", seen)
-    monkeypatch.setattr(torch.utils.serialization.config.load, "mmap", True)  # docs/checkpoints.md
-    resumed, again = trained(paging, tmp_path, precision, seed=1, resume=True)
+    with torch.utils.serialization.config.patch({"load.mmap": True}):  # what docs/checkpoints.md says, for this test
+        resumed, again = trained(paging, tmp_path, precision, seed=1, resume=True)
     assert loaded == [True]
     assert losses(through) == losses(resumed) and len(losses(resumed)) == 6
     assert_same_bits(contents(run), contents(again))
