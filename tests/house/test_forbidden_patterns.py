@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,11 @@ PRINTING_PARTS = ("cli", "estimate")
 TORCH_PRIVATE = ROOT / "deepoffload" / "params" / "torch_private.py"
 FOREACH = "_foreach_"
 """torch's documentation names these functions, though with an underscore."""
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def statements(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -178,11 +184,7 @@ RULES: tuple[tuple[Rule, list[Path]], ...] = (
 
 @pytest.mark.parametrize(("rule", "paths"), RULES, ids=[rule.__name__ for rule, _ in RULES])
 def test_pattern_is_absent(rule, paths):
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {what}"
-        for path in paths
-        for line, what in rule(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    found = [f"{path.relative_to(ROOT)}:{line}: {what}" for path in paths for line, what in rule(tree_of(path))]
     assert not found, "\n" + "\n".join(found)
 
 
@@ -232,7 +234,7 @@ def test_nothing_is_left_to_do():
 def test_modules_start_alike():
     found = []
     for path in (*PACKAGE, *TESTS):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
         first = body[0] if body else None
         if body and not (isinstance(first, ast.ImportFrom) and first.module == "__future__"):
@@ -243,7 +245,7 @@ def test_modules_start_alike():
 def test_no_two_classes_have_one_name():
     homes: dict[str, list[str]] = {}
     for path in PACKAGE:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     found = {name: paths for name, paths in homes.items() if len(paths) > 1}
@@ -262,7 +264,7 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
 def test_large_classes_say_why_they_are_large():
     found = []
     for path in PACKAGE:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 methods = sum(isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) for child in node.body)
                 attributes = len(attributes_of(node))
