@@ -34,7 +34,13 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_configure() -> None:
-    """A shell starts background jobs with SIGINT ignored, and children inherit that: the Ctrl-C tests need it heard."""
+    """Small models are fastest on one thread, and several of these sessions may run side by side. On two, each waits
+    for threads that the other keeps from running, and takes five times as long.
+
+    A shell starts background jobs with SIGINT ignored, and children inherit that: the Ctrl-C tests need it heard.
+    """
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -67,12 +73,10 @@ def quick_collections() -> None:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Small models are fastest on one thread, and two of these sessions may run side by side."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

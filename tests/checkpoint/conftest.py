@@ -88,11 +88,6 @@ def paged(nvme_path: Path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture(autouse=True)
-def small_models_on_one_thread(one_thread: None) -> None:
-    """Threads that wait for each other take three times as long here as the work itself."""
-
-
-@pytest.fixture(autouse=True)
 def no_staging_is_left(tmp_path: Path) -> Iterator[None]:
     """Whatever happens in a test, no half-written file stays behind."""
     yield

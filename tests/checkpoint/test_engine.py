@@ -156,7 +156,6 @@ from pathlib import Path
 import torch
 from tests.checkpoint.test_engine import engine_of, train
 directory, swap, first, count = sys.argv[1:]
-torch.set_num_threads(1)
 engine = engine_of(Path(swap), seed=1, bf16={"enabled": True})
 torch.manual_seed(9)
 engine.load_checkpoint(directory)
@@ -174,7 +173,7 @@ def test_in_a_new_process(nvme_path: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path), str(nvme_path), "2", "2"],
         capture_output=True, text=True, timeout=200, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == expected

@@ -17,9 +17,6 @@ PROGRAMS = 240
 PART = 40
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def test_the_programs_have_every_block_and_every_operation() -> None:
     programs = [generate(seed) for seed in range(PROGRAMS)]
     assert {kind for program in programs for kind in program.kinds} == set(BLOCKS)

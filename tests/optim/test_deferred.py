@@ -30,9 +30,6 @@ WAYS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def gpt(dropout: float = 0.0, checkpointing: bool | None = None) -> TinyGPT:
     return TinyGPT(width=32, depth=2, num_heads=2, dropout=dropout, checkpointing=checkpointing)
 

@@ -20,8 +20,6 @@ from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import rows
 from tests.support.paging import TIGHT, Paging
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(params=SETTINGS, ids=lambda setting: f"{setting}-{setting.precision}")
 def pair(request: pytest.FixtureRequest, paging: Paging) -> Pair:

@@ -24,8 +24,6 @@ from tests.support.loops import gradients_of, weights_of
 from tests.support.models import rows
 from tests.support.paging import Paging
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(params=SETTINGS, ids=lambda setting: f"{setting}-{setting.precision}")
 def pair(request: pytest.FixtureRequest, paging: Paging) -> Pair:

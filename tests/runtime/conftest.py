@@ -52,11 +52,6 @@ def initialized(**arguments: Any) -> Iterator[TrainingEngine]:
         engine.close()
 
 
-@pytest.fixture(autouse=True)
-def small_models(one_thread: None) -> None:
-    """For all tests of this folder."""
-
-
 @pytest.fixture
 def run_program(nvme_path: Path, tmp_path: Path) -> Callable[..., Outcome]:
     """Runs ``tests/runtime/<program>.py`` with arguments; the first is a directory for swap files, which must be empty
@@ -70,7 +65,7 @@ def run_program(nvme_path: Path, tmp_path: Path) -> Callable[..., Outcome]:
             str(ROOT / "tests" / "runtime" / f"{program}.py"),
             str(nvme_path),
         ]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | popen.pop("env", {})
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)} | popen.pop("env", {})
         done = subprocess.run(
             [*command, *map(str, arguments)],
             capture_output=True, text=True, timeout=limit_s, env=environment, cwd=tmp_path, **popen,

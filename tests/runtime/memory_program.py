@@ -96,7 +96,6 @@ def paged(watch: Phases, precision: str, share: str, checkpoint: str, steps: str
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(2)
     watching = Phases()
     with watching.phase("imports"):
         pass

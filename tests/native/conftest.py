@@ -1,4 +1,4 @@
-"""Every test here runs on one thread."""
+"""Every test here may use two of torch's threads."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def small_models(one_thread: None) -> None:
+def team(two_threads: None) -> None:
     """For all tests of this folder."""
