@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +15,14 @@ from deepoffload.checkpoint.state_files import memory_order
 from deepoffload.checkpoint.state_loading import PieceLoader, split_master
 from deepoffload.checkpoint.stored_param import LEADS, StoredParam
 from deepoffload.checkpoint.weights import Target, handle_of
-from deepoffload.checkpoint.weights_loading import WeightLoader, gathered, listed, match_weights
+from deepoffload.checkpoint.weights_loading import (
+    CustomLoad,
+    CustomWeights,
+    WeightLoader,
+    gathered,
+    listed,
+    match_weights,
+)
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.optimizer_parts import kind_of, needs_of_pieces, restore, restored_groups
@@ -31,6 +38,29 @@ WITHOUT_OPTIMIZER = "load_optimizer_states=False loads the weights alone and lea
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """What of a checkpoint is loaded.
+
+    Attributes:
+        strict: weights that only one side has are an error.
+        optimizer: its state; weights get their exact masters in either case.
+        schedule: the state of the object called ``scheduler``.
+        weights_only: nothing but the weights, with their masters.
+        custom_load: puts the weights in, which are their own masters then.
+    """
+
+    strict: bool = True
+    optimizer: bool = True
+    schedule: bool = True
+    weights_only: bool = False
+    custom_load: CustomLoad | None = None
+
+    @property
+    def with_optimizer(self) -> bool:
+        return self.optimizer and not self.weights_only
+
+
+@dataclass(frozen=True)
 class Loading:
     """A checkpoint that fits, ready to be put in.
 
@@ -41,7 +71,7 @@ class Loading:
     """
 
     source: TrainingSource
-    weights: WeightLoader
+    weights: WeightLoader | CustomWeights
     params: Mapping[str, nn.Parameter]
     stored: Mapping[int, StoredParam]
     optimizer: torch.optim.Optimizer | None
@@ -54,8 +84,11 @@ class Loading:
         Raises:
             UsageError: a checksum is wrong. IoFailure: a transfer failed. A part is loaded then.
         """
+        if isinstance(self.weights, CustomWeights):
+            self.weights.load()
         with outside_user_modes(), torch.no_grad():
-            self.weights.load(self.source.reader, self._is_corrected)
+            if isinstance(self.weights, WeightLoader):
+                self.weights.load(self.source.reader, self._is_corrected)
             if self.optimizer is not None and self.groups is not None:
                 restore(self.optimizer, self.groups, self._in_memory())
             for pager in pagers:
@@ -133,12 +166,7 @@ _HALVES = frozenset({torch.bfloat16, torch.float16})
 
 
 def match(
-    source: TrainingSource,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    strict: bool,
-    with_optimizer: bool,
+    source: TrainingSource, module: nn.Module, optimizer: torch.optim.Optimizer | None, wanted: Wanted
 ) -> Loading:
     """Compare a checkpoint with the objects that it will be loaded into; changes nothing.
 
@@ -150,11 +178,19 @@ def match(
         raise UsageError(f"{source.folder} is damaged: it does not say how its weights are named")
     hub_names = bool(layout.get("hub_names"))
     left_out = frozenset(map(str, layout.get("left_out") or ()))
-    weights = match_weights(module, source.weights, hub_names=hub_names, left_out=left_out, strict=strict)
+    weights: WeightLoader | CustomWeights
+    if wanted.custom_load is None:
+        weights = match_weights(module, source.weights, hub_names=hub_names, left_out=left_out, strict=wanted.strict)
+        saved, keys = _how_saved(weights), LEADS
+    else:
+        weights = CustomWeights(wanted.custom_load, source.mapped_weights(), module)
+        saved, keys = {}, frozenset()
+    if wanted.with_optimizer:
+        keys |= {key for full in source.arrays if (key := full.rpartition(".")[2]) not in LEADS}
     params = dict(module.named_parameters())
     gather = partial(gathered, module, stored=source.weights, hub_names=hub_names, left_out=left_out)
-    by_param = _by_param(source, weights, params, gather, with_optimizer=with_optimizer)
-    if not with_optimizer:
+    by_param = _by_param(source, saved, keys, params, gather, with_optimizer=wanted.with_optimizer)
+    if not wanted.with_optimizer:
         return Loading(source, weights, params, by_param, optimizer, None)
     groups, small = _match_optimizer(source, optimizer, params, by_param)
     return Loading(source, weights, params, by_param, optimizer, groups, small)
@@ -162,7 +198,8 @@ def match(
 
 def _by_param(
     source: TrainingSource,
-    weights: WeightLoader,
+    saved: Mapping[int, _Saved],
+    keys: Set[str],
     params: Mapping[str, nn.Parameter],
     gather: Callable[[Tensor], Tensor | None],
     *,
@@ -171,14 +208,13 @@ def _by_param(
     arrays: dict[str, dict[str, StoredTensor]] = {}
     for full, array in source.arrays.items():
         name, _, key = full.rpartition(".")
-        if with_optimizer or key in LEADS:
+        if key in keys:
             arrays.setdefault(name, {})[key] = array
     unknown = sorted(arrays.keys() - params.keys())
     if unknown and with_optimizer:
         raise UsageError(
             f"the checkpoint is of another model: {listed('it has optimizer state of', unknown)}{WITHOUT_OPTIMIZER}"
         )
-    saved = _how_saved(weights)
     found = {}
     for name, param in params.items():
         handle = handle_of(param)

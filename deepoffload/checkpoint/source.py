@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +16,10 @@ from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool
 from deepoffload.checkpoint.block_reader import BlockReader, FileSpan, ReadsAhead
 from deepoffload.checkpoint.file_layout import OPTIMIZER_PREFIX, TRAINING_NAME, TRAINING_TENSORS_NAME
 from deepoffload.checkpoint.foreign import refuse_foreign
-from deepoffload.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorRecord, read_manifest
+from deepoffload.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorRecord, open_plain, read_manifest
 from deepoffload.checkpoint.safetensors_file import DTYPE_NAMES
 from deepoffload.checkpoint.values import decode, parse_json
-from deepoffload.errors import UsageError
+from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.io.engine import IoEngine
 
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -101,6 +102,17 @@ class TrainingSource:
         self.arrays: dict[str, StoredTensor] = {}
         self.training: dict[str, Any] = {}
 
+    def mapped_weights(self) -> dict[str, Tensor]:
+        """The weights, mapped from their files: tensors that take no memory until they are changed.
+
+        Raises:
+            UnsupportedError: the files cannot be mapped. UsageError: a checksum is wrong.
+        """
+        raise UnsupportedError(
+            f"{self.folder} is no checkpoint of deepoffload's own, so custom_load_fn cannot have its weights: convert "
+            "it first (python -m deepoffload.checkpoint), and load the result"
+        )
+
     @property
     def converted_from(self) -> str | None:
         """Which format it was converted from; None for one that a training run has saved."""
@@ -132,6 +144,19 @@ class CheckpointSource(TrainingSource):
                     raise UsageError(f"{folder} is damaged: {name[:200]!r} is in two files")
                 target[name] = _VerifiedTensor(reader, file, name, record)
         self.training = self._read_training(extra)
+
+    def mapped_weights(self) -> dict[str, Tensor]:
+        for file in dict.fromkeys(tensor.file for tensor in self.weights.values()):
+            self.blocks.verify(file)
+        return {name: self._mapped(tensor) for name, tensor in self.weights.items()}
+
+    def _mapped(self, tensor: StoredTensor) -> Tensor:
+        record = tensor.record
+        if not record.numel:
+            return torch.empty(record.shape, dtype=tensor.dtype, device="cpu")
+        with open(open_plain(os.path.join(self.folder, tensor.file)), "rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return tensor.in_shape(torch.frombuffer(content, dtype=tensor.dtype, count=record.numel, offset=record.begin))
 
     def _read_training(self, extra: Mapping[str, StoredTensor]) -> dict[str, Any]:
         path = os.path.join(self.folder, TRAINING_NAME)

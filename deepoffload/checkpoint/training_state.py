@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from deepoffload.checkpoint.guards import GradientWatch, HalfLoaded, refuse_in_forward
-from deepoffload.checkpoint.loading import match
+from deepoffload.checkpoint.loading import Wanted, match
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.random_states import checked_random_states, random_states, restore_random_states
 from deepoffload.checkpoint.saving import SHARD_BYTES, Content, choose_weight_plan, write_checkpoint
@@ -132,14 +132,8 @@ class TrainingState:
             has been changed unless the message says so. UnsupportedError: a newer format. IoFailure: it cannot be
             read. After a failure on the way forwards and steps are refused until a load succeeds.
         """
-        found = self.load_if_there(
-            directory,
-            tag,
-            strict=load_module_strict,
-            with_optimizer=load_optimizer_states and not load_module_only,
-            with_schedule=load_lr_scheduler_states,
-            weights_only=load_module_only,
-        )
+        wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        found = self.load_if_there(directory, tag, wanted)
         if found is None:
             raise UsageError(f"there is nothing to load in {os.fspath(directory)}: it has no file 'latest'; name a tag")
         return found
@@ -199,18 +193,9 @@ class TrainingState:
 
     # -- loading ---------------------------------------------------------------------------------------------------
 
-    def load_if_there(
-        self,
-        directory: str | os.PathLike[str],
-        tag: object,
-        *,
-        strict: bool,
-        with_optimizer: bool,
-        with_schedule: bool,
-        weights_only: bool,
-    ) -> LoadedCheckpoint | None:
+    def load_if_there(self, directory: str | os.PathLike[str], tag: object, wanted: Wanted) -> LoadedCheckpoint | None:
         """:meth:`load`, or None where no tag is said and there is no ``latest``."""
-        target, whole = os.path.abspath(os.fspath(directory)), not weights_only
+        target = os.path.abspath(os.fspath(directory))
         with self._alone("load"):
             pagers = self._ready("load", also_half_loaded=True)
             folder = folder_to_load(target, tag)
@@ -218,42 +203,21 @@ class TrainingState:
                 return None
             progress = Progress(_size_of(folder), f"loading {folder}", f"loaded {folder}")
             with open_checkpoint(folder, progress.advance) as source:
-                found = self._take_over(
-                    source, pagers, strict, with_optimizer=with_optimizer, with_schedule=with_schedule, whole=whole
-                )
+                found = self._take_over(source, pagers, wanted)
             progress.done()
             return found
 
-    def load_source(
-        self, source: TrainingSource, *, strict: bool, with_optimizer: bool, with_schedule: bool, weights_only: bool
-    ) -> LoadedCheckpoint:
+    def load_source(self, source: TrainingSource, wanted: Wanted) -> LoadedCheckpoint:
         """:meth:`load` of what is open already: a checkpoint of another library."""
         with self._alone("load"):
-            pagers = self._ready("load", also_half_loaded=True)
-            return self._take_over(
-                source,
-                pagers,
-                strict,
-                with_optimizer=with_optimizer,
-                with_schedule=with_schedule,
-                whole=not weights_only,
-            )
+            return self._take_over(source, self._ready("load", also_half_loaded=True), wanted)
 
-    def _take_over(
-        self,
-        source: TrainingSource,
-        pagers: list[Pager],
-        strict: bool,
-        *,
-        with_optimizer: bool,
-        with_schedule: bool,
-        whole: bool,
-    ) -> LoadedCheckpoint:
-        """Check everything, then put it in. ``whole``: with random states and the states of other objects."""
-        skip = {"scheduler"} if not with_schedule else set()
-        others = self._matched_others(source, skip) if whole else {}
-        loading = match(source, self._module, self._optimizer, strict=strict, with_optimizer=with_optimizer)
-        random = _random_states(source) if whole else None
+    def _take_over(self, source: TrainingSource, pagers: list[Pager], wanted: Wanted) -> LoadedCheckpoint:
+        """Check everything, then put it in."""
+        skip = {"scheduler"} if not wanted.schedule else set()
+        others = {} if wanted.weights_only else self._matched_others(source, skip)
+        loading = match(source, self._module, self._optimizer, wanted)
+        random = None if wanted.weights_only else _random_states(source)
         for pager in pagers:
             pager.catch_up_all()
         self._half_loaded.begin(source.folder)
@@ -264,7 +228,7 @@ class TrainingState:
         if random is not None:
             restore_random_states(random, self._devices(pagers))
         self._half_loaded.end()
-        if with_optimizer:
+        if wanted.with_optimizer:
             self._steps_before, self._watch.steps = source.step, 0
         return LoadedCheckpoint(source.folder, source.step, source.training.get("client_state"))
 

@@ -86,7 +86,7 @@ def plan_weights(
     ignored = {*left_out, *(transformers_format.ignored_names(module) if hub_names else ())}
     state = {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in ignored}
     _check(state)
-    for names in _names_of_shared(state):
+    for names in names_of_shared(state):
         if hub_names:
             dropped = transformers_format.droppable_names(module, names)
         else:
@@ -118,7 +118,7 @@ def _check(state: Mapping[str, object]) -> None:
             handle.pager.life.refuse_closed(handle.name)
 
 
-def _names_of_shared(state: Mapping[str, Tensor]) -> list[list[str]]:
+def names_of_shared(state: Mapping[str, Tensor]) -> list[list[str]]:
     """Groups of two and more names that stand for the same tensor, each in the order of the state dict."""
     groups: dict[object, list[str]] = {}
     for name, value in state.items():

@@ -20,6 +20,7 @@ from deepoffload.checkpoint.weights import (
     WeightPlan,
     discard_replaced,
     handle_of,
+    names_of_shared,
     plan_weights,
 )
 from deepoffload.errors import UsageError
@@ -68,6 +69,28 @@ class WeightLoader:
         """What a stored tensor consists of, and of which parameter or ordinary tensor each part is."""
         for part in self.plan.expressions.parts(self.plan.tensors[name]):
             yield part, self.opener.targets[part.source.open]
+
+
+CustomLoad = Callable[..., object]
+"""Called as ``custom_load(src=state_dict, dst=module)``."""
+
+
+@dataclass(frozen=True)
+class CustomWeights:
+    """Stored weights that a function of the program's puts into a model."""
+
+    custom_load: CustomLoad
+    stored: Mapping[str, Tensor]
+    module: nn.Module
+
+    def load(self) -> None:
+        """Let the function do it; tied weights are there by all of their names. Raises what it raises."""
+        source = dict(self.stored)
+        for names in names_of_shared(self.module.state_dict(keep_vars=True)):
+            known = next((name for name in names if name in source), None)
+            if known is not None:
+                source.update({name: source[known] for name in names if name not in source})
+        self.custom_load(src=source, dst=self.module)
 
 
 def fill(plan: WeightPlan, tensor: StoredTensor) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from deepoffload.checkpoint.convert.run_source import source_of
 from deepoffload.checkpoint.convert.universal import read_universal, universal_folder
 from deepoffload.checkpoint.directory import prepare, staging, sync_directory, sync_file
+from deepoffload.checkpoint.loading import Wanted
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.safetensors_file import failure
 from deepoffload.checkpoint.training_state import TrainingState
@@ -66,39 +67,16 @@ class EngineCheckpoints:
             step=self._loop.updates,
         )
 
-    def load(
-        self,
-        directory: str | os.PathLike[str],
-        tag: object,
-        *,
-        strict: bool,
-        with_optimizer: bool,
-        with_schedule: bool,
-        weights_only: bool,
-    ) -> tuple[str | None, Any]:
+    def load(self, directory: str | os.PathLike[str], tag: object, wanted: Wanted) -> tuple[str | None, Any]:
         """See :meth:`TrainingEngine.load_checkpoint`."""
-        with_optimizer = with_optimizer and not weights_only
         if self._load_universal:
             folder = universal_folder(os.path.abspath(os.fspath(directory)), None if tag is None else str(tag))
             run = read_universal(folder)
             progress = Progress(run.nbytes, f"loading {folder}", f"loaded {folder}")
-            universal = self._state.load_source(
-                source_of(run, folder, progress.advance),
-                strict=strict,
-                with_optimizer=with_optimizer,
-                with_schedule=with_schedule,
-                weights_only=weights_only,
-            )
+            universal = self._state.load_source(source_of(run, folder, progress.advance), wanted)
             progress.done()
             return universal.folder, universal.client_state
-        found = self._state.load_if_there(
-            directory,
-            tag,
-            strict=strict,
-            with_optimizer=with_optimizer,
-            with_schedule=with_schedule,
-            weights_only=weights_only,
-        )
+        found = self._state.load_if_there(directory, tag, wanted)
         if found is None:
             log.warning("load_checkpoint: there is no file 'latest' in %s, so nothing was loaded", os.fspath(directory))
             return None, {}

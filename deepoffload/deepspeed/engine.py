@@ -7,13 +7,14 @@ import difflib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from deepoffload.checkpoint.loading import Wanted
 from deepoffload.config import Config, Precision
 from deepoffload.deepspeed.checkpoints import EngineCheckpoints, save_weights
 from deepoffload.errors import ClosedError, UnsupportedError
@@ -296,14 +297,16 @@ class TrainingEngine:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: None = None,
+        custom_load_fn: Callable[..., object] | None = None,
     ) -> tuple[str | None, Any]:
         """Take over what :meth:`save_checkpoint` has written, also from this engine itself. With
         ``checkpoint.load_universal``: a universal checkpoint of DeepSpeed's.
 
         Args:
             tag: what the file ``latest`` names when not said.
-            custom_load_fn: only None: it would need all weights in memory at once.
+            custom_load_fn: puts the weights in, as ``custom_load_fn(src=state_dict, dst=module)``. The tensors of
+                ``src`` are mapped from the files, by the names that these have, and take no memory. What it writes
+                are the weights from then on: exact masters are not loaded, optimizer states are.
 
         Returns:
             The checkpoint's folder and its client state; ``(None, {})`` when no tag is said and there is no ``latest``.
@@ -312,19 +315,14 @@ class TrainingEngine:
             UsageError: the checkpoint is missing, damaged, or of another model or optimizer; the message names the
             argument that allows it. IoFailure: it cannot be read.
         """
-        if custom_load_fn is not None:
-            raise UnsupportedError(
-                "load_checkpoint(custom_load_fn=...) would need all weights in memory at once; load without it, and "
-                "change the weights afterwards under torch.no_grad()"
-            )
-        return self._checkpoints().load(
-            load_dir,
-            tag,
+        wanted = Wanted(
             strict=load_module_strict,
-            with_optimizer=load_optimizer_states,
-            with_schedule=load_lr_scheduler_states,
+            optimizer=load_optimizer_states,
+            schedule=load_lr_scheduler_states,
             weights_only=load_module_only,
+            custom_load=custom_load_fn,
         )
+        return self._checkpoints().load(load_dir, tag, wanted)
 
     def save_16bit_model(
         self,

@@ -77,8 +77,6 @@ def test_arguments_and_results_of_deepspeed(nvme_path: Path, tmp_path: Path) -> 
     assert engine.load_checkpoint(str(tmp_path / "none")) == (None, {})
     with pytest.raises(UsageError, match="no checkpoint 'x'"):
         engine.load_checkpoint(str(tmp_path), tag="x")
-    with pytest.raises(UnsupportedError, match="custom_load_fn"):
-        engine.load_checkpoint(str(tmp_path), custom_load_fn=print)
     train(engine, 0, 1)
     next_token_loss(engine, batch(1)).backward()
     engine.step()  # accumulates
@@ -95,6 +93,44 @@ def test_arguments_and_results_of_deepspeed(nvme_path: Path, tmp_path: Path) -> 
     with pytest.raises(UsageError, match=r"engine\.save_checkpoint"):
         deepoffload.TrainingState(engine)
     engine.close()
+
+
+def test_a_function_that_puts_the_weights_in(nvme_path: Path, tmp_path: Path) -> None:
+    first = engine_of(nvme_path, bf16={"enabled": True})
+    train(first, 0, 2)
+    first.save_checkpoint(str(tmp_path))
+    expected = {name: value.clone() for name, value in first.module.state_dict().items()}
+    second = engine_of(nvme_path, seed=1, bf16={"enabled": True})
+    seen: list[str] = []
+
+    def halved(src: dict[str, Tensor], dst: torch.nn.Module) -> None:
+        assert dst is second.module
+        seen.extend(src)
+        assert_same_bits(dict(expected), dict(src))
+        for value in {value.data_ptr(): value for value in src.values()}.values():
+            value.mul_(0.5)  # the program's own: the files stay as they are
+        dst.load_state_dict(src)
+
+    second.load_checkpoint(str(tmp_path), custom_load_fn=halved)
+    assert sorted(seen) == sorted(expected)
+    loaded, saved = snapshot(second.module, second.optimizer), snapshot(first.module, first.optimizer)
+    assert_same_bits({name: value * 0.5 for name, value in expected.items()}, dict(second.module.state_dict()))
+    for number, state in loaded["state"].items():
+        assert "remainder" not in state or not bool(state["remainder"].any()), "the weights are their own masters"
+        assert_same_bits(saved["state"][number]["exp_avg"], state["exp_avg"])
+    train(second, 2, 1)
+
+    def fails(src: dict[str, Tensor], dst: torch.nn.Module) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        second.load_checkpoint(str(tmp_path), custom_load_fn=fails)
+    with pytest.raises(UsageError, match="half loaded"):
+        second(batch(0))
+    second.load_checkpoint(str(tmp_path))
+    assert_same_bits(expected, dict(second.module.state_dict()))
+    for engine in (first, second):
+        engine.close()
 
 
 def test_parts_of_a_checkpoint(nvme_path: Path, tmp_path: Path) -> None:
