@@ -50,7 +50,11 @@ class BackendReport:
 
 def probe_backend(name: str, queue_depth: int = QUEUE_DEPTH) -> BackendReport:
     """Starts and stops the backend's kernel queue, as long as an engine of this queue depth makes it."""
-    code = -lib.doff_backend_probe(name.encode(), queue_depth)
+    return _report(name, -lib.doff_backend_probe(name.encode(), queue_depth))
+
+
+def _report(name: str, code: int) -> BackendReport:
+    """``code``: 0, or the errno with which it could not be started."""
     if code:
         hints = {
             errno.EPERM: "forbidden here: a container's seccomp profile or kernel.io_uring_disabled",
@@ -75,19 +79,29 @@ def choose_backend(wanted: str, queue_depth: int = QUEUE_DEPTH) -> tuple[str, st
         ConfigError: No backend has that name.
         UnsupportedError: The wanted one cannot be started here.
     """
+    return _first_started(wanted, lambda name: -lib.doff_backend_probe(name.encode(), queue_depth))
+
+
+def _first_started(wanted: str, start: Callable[[str], int]) -> tuple[str, str]:
+    """As :func:`choose_backend`. ``start`` returns 0 or an errno."""
     if wanted == "auto":
         refused: list[str] = []
         for name in BACKENDS:
-            report = probe_backend(name, queue_depth)
+            report = _report(name, start(name))
             if report.available:
                 return name, "; ".join([report.reason, *refused])
             refused.append(f"{name} not: {report.reason}")
-        raise UnsupportedError(f"no I/O backend can be started: {'; '.join(refused)}")
+        raise UnsupportedError(
+            f"no I/O backend can be started: {'; '.join(refused)}. A smaller aio.queue_depth may help."
+        )
     if wanted not in BACKENDS:
         raise ConfigError(f"aio.backend: {wanted!r} is unknown; it is one of auto, {', '.join(BACKENDS)}")
-    report = probe_backend(wanted, queue_depth)
+    report = _report(wanted, start(wanted))
     if not report.available:
-        raise UnsupportedError(f"aio.backend: {wanted} cannot be started here ({report.reason}). Use aio.backend=auto.")
+        raise UnsupportedError(
+            f"aio.backend: {wanted} cannot be started here ({report.reason}). Use aio.backend=auto, or a smaller "
+            "aio.queue_depth."
+        )
     return wanted, f"asked for; {report.reason}"
 
 
@@ -137,18 +151,16 @@ class IoEngine:
             raise ConfigError(f"aio.block_size: {block_bytes} is not a multiple of {PAGE_BYTES} up to 1 GiB")
         if pending_max < 1:
             raise ConfigError(f"pending_max: {pending_max} is not positive")
-        self.backend, self.backend_reason = choose_backend(backend, queue_depth)
         self.queue_depth, self.block_bytes = queue_depth, block_bytes
         self.submit_timeout_s = submit_timeout_s
         self._lock = threading.Lock()
         out = ffi.new("doff_engine **")
         script = ffi.NULL if fault_script is None else fault_script.encode()
-        code = lib.doff_engine_open(self.backend.encode(), script, queue_depth, block_bytes, pending_max, out)
-        if code:
-            raise UnsupportedError(
-                f"the I/O engine ({self.backend}, queue depth {queue_depth}) cannot be started: {os.strerror(-code)}. "
-                "Use a smaller aio.queue_depth or another aio.backend."
-            )
+        # Started at once, not probed before: to end a kernel queue takes 30 ms.
+        self.backend, self.backend_reason = _first_started(
+            backend,
+            lambda name: -lib.doff_engine_open(name.encode(), script, queue_depth, block_bytes, pending_max, out),
+        )
         self._handle: Any = out[0]
         self._finalizer = weakref.finalize(self, _close_handle, self._handle, 10.0)
         log.info("disk requests go through %s (%s)", self.backend, self.backend_reason)
