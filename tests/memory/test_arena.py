@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from deepoffload.errors import BudgetError
 from deepoffload.memory.arena import Arena
 from deepoffload.native.aio import PAGE_BYTES, round_up
+from tests.support.memory_watch import resident_bytes
 
 PAGES = 16
 
@@ -138,27 +139,22 @@ def test_lent_pages_take_no_more_memory_than_the_budget() -> None:
 
 def lend_and_measure() -> None:
     capacity_bytes, chunk_bytes = 64 << 20, 1 << 20
-    before = rss_bytes()
+    before = resident_bytes()
     arena = Arena(capacity_bytes)
     held = [arena.allocate(chunk_bytes) or 0 for _ in range(capacity_bytes // chunk_bytes)]
     for offset in held:
         filled(arena, offset, 1)
-    assert rss_bytes() - before > capacity_bytes - (8 << 20)
+    assert resident_bytes() - before > capacity_bytes - (8 << 20)
     for _ in range(3):
         for offset in held[::2]:
             arena.free(offset)
         lent = arena.lend(capacity_bytes // 2)
         assert lent is not None
         filled(arena, lent, 2)
-        assert rss_bytes() - before < capacity_bytes + (8 << 20)
+        assert resident_bytes() - before < capacity_bytes + (8 << 20)
         arena.free(lent)
-        assert rss_bytes() - before < capacity_bytes // 2 + (8 << 20)
+        assert resident_bytes() - before < capacity_bytes // 2 + (8 << 20)
         held[::2] = [arena.allocate(chunk_bytes) or 0 for _ in held[::2]]
-
-
-def rss_bytes() -> int:
-    with open("/proc/self/status", encoding="ascii") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
 
 
 def test_an_arena_that_does_not_lend_has_no_spare_addresses() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from deepoffload.errors import BudgetError
 from deepoffload.native.aio import HostMapping, ffi, lib, round_up
+from tests.support.memory_watch import resident_bytes
 
 HUGE_BYTES = 2 << 20
 
@@ -30,17 +31,12 @@ def smaps_flags(address: int) -> set[str]:
     raise AssertionError(f"{address:#x} is not mapped")
 
 
-def rss_anon_kb() -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
-
-
 def test_mapping_is_aligned_lazy_and_stays_out_of_children():
-    before = rss_anon_kb()
+    before = resident_bytes()
     with HostMapping(64 << 20) as mapping:
         assert mapping.address % HUGE_BYTES == 0
         assert mapping.nbytes == 64 << 20
-        assert rss_anon_kb() - before < 8 << 10, "memory was touched before its user touched it"
+        assert resident_bytes() - before < 8 << 20, "memory was touched before its user touched it"
         assert {"dc", "dd", "hg"} <= smaps_flags(mapping.address)  # MADV_DONTFORK, MADV_DONTDUMP, MADV_HUGEPAGE
         mapping.buffer[:4] = b"abcd"
         mapping.buffer[-4:] = b"wxyz"

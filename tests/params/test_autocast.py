@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepoffload import stats
 from tests.support.loops import gradients_of, weights_of
+from tests.support.memory_watch import give_back, resident_bytes
 from tests.support.models import batch, gpt2, llama, mlp, next_token_loss, rows
 from tests.support.paging import TIGHT, Paging, Same
 
@@ -185,12 +185,6 @@ def test_weight_changed_between_forward_and_backward_is_refused(same: Same) -> N
     same(mlp, program)
 
 
-def anonymous_bytes() -> int:
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed is not held
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
-
-
 MEMORY_CASES = [
     pytest.param(True, 0, None, id="training"),
     pytest.param(False, 0, None, id="no-grad"),
@@ -225,10 +219,12 @@ def test_no_second_copy_of_the_model(paging: Paging, grad: bool, frozen: int, us
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         model(x)  # what libraries keep is there now; no cast was kept
     with torch.set_grad_enabled(grad):
-        before = anonymous_bytes()
+        give_back()
+        before = resident_bytes()
         with torch.autocast("cpu", torch.bfloat16):
             output = run(x)
-            held = anonymous_bytes() - before
+            give_back()
+            held = resident_bytes() - before
     assert held < copy_bytes / 4, f"{held >> 10} KiB of {copy_bytes >> 10} KiB"
     if grad:
         output.float().sum().backward()

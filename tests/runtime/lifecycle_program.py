@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload import offload_context
+from tests.support.memory_watch import resident_bytes
 from tests.support.models import TinyGPT, batch, next_token_loss
 from tests.support.paging import PACKAGE
 from tests.support.threads import native_threads_left
@@ -287,11 +288,6 @@ def trains_until_killed() -> None:
         training.step()
 
 
-def rss_kb() -> int:
-    status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
-    return int(status["RssAnon"].split()[0]) + int(status["RssShmem"].split()[0])
-
-
 def one_after_the_other() -> None:
     """Budgets come back: five models of 64 MiB each need the room of one."""
     losses, rss = [], []
@@ -305,7 +301,7 @@ def one_after_the_other() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
         del model, optimizer, loss, entered
-        rss.append(rss_kb())
+        rss.append(resident_bytes() >> 10)
     say(losses=losses, rss_kb=rss, **left_behind())
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import deepoffload
 from deepoffload.io.engine import IoEngine
 from deepoffload.runtime import engine as runtime_engine
+from tests.support.memory_watch import resident_bytes
 
 SWAP, STEPS, OVERLAP = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 WIDTH, DEPTH = 64, 12
@@ -57,12 +58,6 @@ class Shuffled(nn.Module):
         for index in order:
             x = self.layers[index](x)
         return x.float().square().mean()
-
-
-def private_kib() -> int:
-    with open("/proc/self/status") as status:
-        fields = dict(line.split(":", 1) for line in status if ":" in line)
-    return int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])
 
 
 def order_of(step: int) -> list[int]:
@@ -138,7 +133,7 @@ def soak(budget_bytes: int, delays: str | None) -> dict[str, Any]:
         nuisance()
         optimizer.zero_grad()
         seen += look(model, step)
-        memory_kib.append(private_kib())
+        memory_kib.append(resident_bytes() >> 10)
     seen.append(sum(float(param.detach().double().sum()) for param in model.parameters()))
     stats = deepoffload.stats(model)
     context.engine.close()  # type: ignore[union-attr]
@@ -146,7 +141,6 @@ def soak(budget_bytes: int, delays: str | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     parameters = sum(param.numel() for param in Shuffled().parameters())
     quiet = soak(PLENTY_BYTES, None)
     started = time.perf_counter()
