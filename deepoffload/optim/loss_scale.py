@@ -4,9 +4,9 @@ fp16 has 5 bits of exponent, and small gradients would become zero. The loss is 
 the gradients by its inverse inside the update (Micikevicius et al. 2018, "Mixed Precision Training"). A step whose
 gradients hold an infinity or NaN is not made; the rules here say what the scale does then.
 
-Source: DeepSpeed 0.19, ``runtime/fp16/loss_scaler.py``, whose sequences of scales a test has as a table. One difference
-is not in the sequence: where DeepSpeed's ZeRO optimizers divide the gradients of a step by the scale that this step has
-led to, we divide by the one that their loss was multiplied by. That is the same except in a step that doubles it.
+Source: DeepSpeed 0.19, ``runtime/fp16/loss_scaler.py``; a test has its sequences of scales in a table. One difference
+is not in the sequence. We divide the gradients of a step by the scale that their loss was multiplied by. DeepSpeed's
+ZeRO optimizers divide them by the scale after the step, which is another one only if the step doubles it.
 """
 
 from __future__ import annotations

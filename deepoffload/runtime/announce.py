@@ -27,8 +27,9 @@ OUTSIDE_PER_BUDGET = 10
 
 
 def announce(line: str) -> None:
-    """Say something that is no warning so that it is seen by default: on stderr, where the program has not set logging
-    up; else it is a record of level INFO. ``logging.getLogger("deepoffload.start").setLevel("WARNING")`` silences it.
+    """Say something that is no warning, but that people see by default: it goes to stderr if the program has not set up
+    logging, and else it is a record of level INFO. ``logging.getLogger("deepoffload.start").setLevel("WARNING")``
+    silences it.
     """
     configured = start_log.level or logging.getLogger("deepoffload").level
     if start_log.hasHandlers():

@@ -1,7 +1,7 @@
 """Parameters while a context is open: each is paged when it is registered, if the budget holds it.
 
-If it does not, the model cannot be used, but only with all of it built is known which budget is enough. So the rest of
-the context builds the model without bytes, on the meta device, and the error at its end names a budget for all of it.
+If it does not, the model cannot be used. Which budget is enough is known only when all of the model is built. So the
+rest of the context builds it without bytes, on the meta device, and the error at its end names a budget for all of it.
 """
 
 from __future__ import annotations

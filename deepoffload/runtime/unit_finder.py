@@ -108,8 +108,8 @@ class _Visit:
 
 
 class UnitFinder:
-    """The units of one model for any limit: the modules are looked at once, and limits between which no module becomes
-    small share one answer. The model stays as it is meanwhile.
+    """The units of one model for any limit. The modules are looked at once, and two limits share one answer if no
+    module's size lies between them. The model stays as it is meanwhile.
 
     Args:
         nbytes: what a parameter will take (in the dtype it will compute in).
