@@ -75,12 +75,12 @@ PLAIN = (
 )
 
 
-def ours(work: Work, overlap: str) -> tuple[Case, ...]:
-    """Our placements by budget. ``overlap`` is the value of ``step_overlap``."""
+def ours(work: Work, overlap: str, *, verify: bool = False) -> tuple[Case, ...]:
+    """Our placements by budget. ``overlap`` is the value of ``step_overlap``. ``verify``: one more, with checksums."""
     n = work.num_parameters
     kept = n * (BYTES["weights"] + BYTES["gradients"])
     half = n * BYTES["state"] // 2
-    budgets = {
+    budgets: dict[str, tuple[str, int, dict[str, Any]]] = {
         "host": ("everything in host memory", int(n * sum(BYTES.values()) * SLACK) + (64 << 20), {}),
         "half": ("half of the optimizer state resident", int((kept + half) * SLACK) + work.ring_bytes, {}),
         "optimizer": (
@@ -90,6 +90,9 @@ def ours(work: Work, overlap: str) -> tuple[Case, ...]:
         ),
         "all": ("everything on NVMe", int(n * BYTES["gradients"] * SLACK) + work.ring_bytes, {}),
     }
+    if verify:
+        text, budget, _ = budgets["all"]
+        budgets["verify"] = (f"{text}, checksums", budget, {"aio": {"verify": True}})
     return tuple(
         Case(
             f"{name}-{overlap}",

@@ -135,6 +135,8 @@ def rows(work: Work, overlap: str) -> list[Row]:
             value = to_clipped_bound(name, host, work.ring_bytes)
             found.append(Row(f"{name} / bound with an idle disk in backward", bound, (name, host), value))
     found += [
+        Row("everything on NVMe, with checksums / without", 1.2, (f"verify-{overlap}", everything),
+            seconds(f"verify-{overlap}", everything)),
         Row("disk bytes, everything on NVMe", 26.0, (everything,), bytes_per_parameter(everything, n), "B/param"),
         Row("disk bytes, optimizer on NVMe", 20.0, (optimizer,), bytes_per_parameter(optimizer, n), "B/param"),
         Row("peak memory, everything on NVMe / allowed", 1.0, (everything, "plain-backward"),
