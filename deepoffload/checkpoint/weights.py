@@ -70,6 +70,7 @@ def plan_weights(
     hub_names: bool,
     left_out: Set[str] = frozenset(),
     opener_of: Callable[[Tensor], Opener] | None = None,
+    shapes_only: bool = False,
 ) -> WeightPlan:
     """The files' tensors and what each is made of. Reads no weight.
 
@@ -77,6 +78,7 @@ def plan_weights(
         hub_names: names and packing as on the hub, for a model of transformers.
         left_out: names of the state dict that are not stored.
         opener_of: gives the values of a tensor of the state dict; to be read when not said.
+        shapes_only: the model may be on the meta device: nobody asks for values.
 
     Raises:
         UnsupportedError: something that safetensors files cannot hold. ClosedError: the model's engine is closed.
@@ -85,7 +87,7 @@ def plan_weights(
     expressions = Expressions()
     ignored = {*left_out, *(transformers_format.ignored_names(module) if hub_names else ())}
     state = {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in ignored}
-    _check(state)
+    _check(state, shapes_only=shapes_only)
     for names in names_of_shared(state):
         if hub_names:
             dropped = transformers_format.droppable_names(module, names)
@@ -104,14 +106,14 @@ def plan_weights(
     return WeightPlan(expressions, stored, entries, metadata, sum(param.numel() for param in module.parameters()))
 
 
-def _check(state: Mapping[str, object]) -> None:
+def _check(state: Mapping[str, object], *, shapes_only: bool) -> None:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise UnsupportedError(
                 f"{name} is a {type(value).__name__} (extra state of a module); safetensors files hold tensors only"
             )
         check_dtype(name, value.dtype)
-        if value.is_meta or value.layout is not torch.strided:
+        if (value.is_meta and not shapes_only) or value.layout is not torch.strided:
             raise UnsupportedError(f"{name} ({value.layout}, on {value.device}) has no plain values to save")
         handle = handle_of(value)
         if handle is not None and handle.pager.life.closed_because is not None:
@@ -123,7 +125,7 @@ def names_of_shared(state: Mapping[str, Tensor]) -> list[list[str]]:
     groups: dict[object, list[str]] = {}
     for name, value in state.items():
         same: object = id(value)
-        if handle_of(value) is None and value.numel():
+        if handle_of(value) is None and value.numel() and not value.is_meta:
             same = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
         groups.setdefault(same, []).append(name)
     return [names for names in groups.values() if len(names) > 1]

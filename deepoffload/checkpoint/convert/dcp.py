@@ -175,7 +175,8 @@ class _Items:
             raise UnsupportedError(f"{self.directory}: {name[:80]} is stored in a transformed way (compressed)")
         path, offset, length = (place.field(key) for key in ("relative_path", "offset", "length"))
         if type(path) is not str or not _FILE_NAME.fullmatch(path):
-            raise UsageError(f"{self.directory}: {str(path)[:80]!r} cannot be a file of it")
+            shown = repr(path[:80]) if type(path) is str else f"a {type(path).__name__}"
+            raise UsageError(f"{self.directory}: {shown} cannot be a file of it")
         if type(offset) is not int or type(length) is not int:
             raise UsageError(f"{self.directory}: {METADATA} does not say where {name[:80]} lies")
         return TorchFile(ByteSource(os.path.join(self.directory, path)).part(offset, length))

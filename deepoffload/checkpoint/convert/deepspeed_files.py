@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -133,7 +134,7 @@ def whole(value: Any, what: str) -> int:
     """A number that counts something."""
     if isinstance(value, TorchTensor):
         value = number(value, what)
-    if isinstance(value, float) and value == int(value):
+    if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is not int or not 0 <= value < 1 << 60:
         raise UsageError(f"{what} is {type(value).__name__} and no number of steps, ranks or elements")
@@ -141,13 +142,13 @@ def whole(value: Any, what: str) -> int:
 
 
 def number(value: Any, what: str) -> float:
-    """A number, or a tensor that holds one."""
+    """A finite number, or a tensor that holds one."""
     if isinstance(value, TorchTensor):
         if value.shape not in ((), (1,)):
             raise UsageError(f"{what} is a tensor of shape {value.shape} and no number")
         value = value.read(0, 1).item()
-    if type(value) not in (int, float):
-        raise UsageError(f"{what} is a {type(value).__name__} and no number")
+    if type(value) not in (int, float) or not math.isfinite(value) or abs(value) >= 1 << 60:
+        raise UsageError(f"{what} is a {type(value).__name__} that is no number, or none that can be used")
     return float(value)
 
 
@@ -185,6 +186,20 @@ def shapes(value: Any, what: str) -> dict[str, tuple[int, ...]]:
             raise UsageError(f"the shape of {name[:80]} has {len(dims)} dimensions")
         found[name] = tuple(whole(dim, f"the shape of {name[:80]}") for dim in dims)
     return found
+
+
+def aliases_of(model: Mapping[Any, Any], where: str) -> dict[str, str]:
+    """Further names of tied weights, with the name under which each is stored."""
+    found = mapping(model.get("shared_params") or {}, f"{where}: shared_params")
+    if any(type(name) is not str or type(kept) is not str for name, kept in found.items()):
+        raise UsageError(f"{where}: shared_params has what is no name")
+    return dict(found)
+
+
+def tensors_of(module: Any, where: str) -> dict[str, TorchTensor]:
+    """The tensors of a model's state by name."""
+    held = mapping(module, f"{where}: module")
+    return {name: value for name, value in held.items() if type(name) is str and isinstance(value, TorchTensor)}
 
 
 def settings_of(group: Any, what: str) -> dict[str, Any]:

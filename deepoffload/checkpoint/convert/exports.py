@@ -34,15 +34,17 @@ def write_fp32(run: TrainingRun, directory: str, max_shard_bytes: int, progress:
         UsageError: the place is taken. IoFailure: no room, or the disk failed.
     """
     entries = []
-    for name in run.weights:
-        values = in_fp32(run.exact(name))
+    stored = {name: run.exact(name) for name in run.weights} if run.as_on_hub is None else run.as_on_hub
+    aliases = run.aliases if run.as_on_hub is None else {}
+    for name, best in stored.items():
+        values = in_fp32(best)
         check_dtype(name, values.dtype)
         entries.append(Entry(name, values.dtype, values.shape, nbytes_of(values), partial(pieces_of, values)))
     total_params = sum(numel_of(run.weights[name]) for name in run.weights)
     layout = split(in_file_order(entries), max_shard_bytes, total_params)
     with new_folder(directory, layout.total_bytes) as folder:
         for name, shard in layout.files.items():
-            write_file(os.path.join(folder, name), shard, {"format": "pt", **run.aliases}, progress)
+            write_file(os.path.join(folder, name), shard, {"format": "pt", **aliases}, progress)
         if layout.index is not None:
             write_small_file(os.path.join(folder, INDEX_NAME), layout.index.encode())
         for name, content in run.config_files.items():

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepoffload.checkpoint.convert.tensors import Computed, Values, row_major_stride
+from deepoffload.checkpoint.convert.packing import Packing, packing_of
+from deepoffload.checkpoint.convert.tensors import Computed, Fragment, Joined, Values, row_major_stride
 from deepoffload.checkpoint.convert.training_run import GroupOfParams, TrainingRun
+from deepoffload.checkpoint.convert.values_tensor import ValuesTensor
 from deepoffload.checkpoint.file_layout import TRAINING_NAME
 from deepoffload.checkpoint.shards import INDEX_NAME, is_weight_file
 from deepoffload.checkpoint.source import CheckpointSource, StoredTensor, open_checkpoint
 from deepoffload.checkpoint.stored_param import LEADS, StoredParam
 from deepoffload.checkpoint.tags import checked_tag, folder_of, latest_tag
 from deepoffload.checkpoint.values import parse_json
-from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.errors import UsageError
 
 _CONFIG_BYTES_MAX = 16 << 20
 _NAMES_SHOWN = 8
@@ -47,8 +51,8 @@ def open_own(folder: str, progress: Callable[[int], None]) -> Iterator[TrainingR
         progress: told the bytes that were read and are right.
 
     Raises:
-        UsageError: it is damaged, or no checkpoint. UnsupportedError: a newer format, or weights that are packed in
-        another way than the model has them.
+        UsageError: it is damaged, or no checkpoint. UnsupportedError: a newer format, or weights whose packing is not
+        known.
     """
     with open_checkpoint(folder, progress) as source:
         yield _run(source)
@@ -61,27 +65,26 @@ def _run(source: CheckpointSource) -> TrainingRun:
     for full, array in source.arrays.items():
         name, _, key = full.rpartition(".")
         arrays.setdefault(name, {})[key] = array
-    packed = [name for name in arrays if name not in source.weights]
-    if packed:
-        raise UnsupportedError(
-            f"{source.folder} stores weights as on the hub, in another packing than the model has them "
-            f"({', '.join(sorted(packed)[:_NAMES_SHOWN])}), so their exact values cannot be put together without the "
-            "model: load it there with TrainingState, and use model.state_dict() and optimizer.state_dict()"
-        )
+    packed = not arrays.keys() <= source.weights.keys()
+    packing = packing_of(source.folder) if packed else None
+    weights = dict(source.weights) if packing is None else _unpacked(source, packing)
+    lacking = sorted(arrays.keys() - weights.keys())
+    if lacking:
+        raise UsageError(f"{source.folder} has optimizer state of {', '.join(lacking[:_NAMES_SHOWN])}, and no weights")
     masters: dict[str, Values] = {}
     moments: dict[str, dict[str, Values]] = {}
     for name, held in arrays.items():
-        param = _stored_param(name, held, source.weights[name])
+        param = _stored_param(name, held, weights[name])
         if LEADS & held.keys():
             masters[name] = Computed(torch.float32, param.shape, param.master)
         moments[name] = {key: Computed(torch.float32, param.shape, partial(param.fp32, key)) for key in param.keys}
     step, others = source.manifest.step, source.training.get("others")
-    return TrainingRun(
+    made = TrainingRun(
         source="deepoffload",
         step=step,
-        weights={name: _stored_weight(tensor) for name, tensor in source.weights.items()},
+        weights={name: _stored_weight(tensor) for name, tensor in weights.items()},
         masters=masters,
-        aliases=_aliases(source),
+        aliases=_aliases(source) if packing is None else packing.aliases,
         kind=kind,
         groups=groups,
         arrays={name: held for name, held in moments.items() if held},
@@ -90,6 +93,33 @@ def _run(source: CheckpointSource) -> TrainingRun:
         client_state=source.training.get("client_state"),
         config_files=_config_files(source),
     )
+    return made if packing is None else replace(made, as_on_hub=_packed(made, packing, source))
+
+
+def _unpacked(source: CheckpointSource, packing: Packing) -> dict[str, StoredTensor]:
+    """The stored weights as the tensors of the model."""
+    found: dict[str, StoredTensor] = {}
+    for name, shape in packing.shapes.items():
+        runs = packing.runs_of[name]
+        at = 0
+        for run in runs:
+            if run.stored not in source.weights or run.start != at:
+                raise UsageError(f"{source.folder}: the stored weights do not make up {name}: {run.stored} is missing")
+            at += run.numel
+        fragments = [Fragment(_stored_weight(source.weights[run.stored]), run.stored_start, run.numel) for run in runs]
+        if at != math.prod(shape) or len({fragment.values.dtype for fragment in fragments}) > 1:
+            raise UsageError(f"{source.folder}: the stored weights do not make up {name}")
+        found[name] = ValuesTensor(name, len(found), Joined(shape, fragments), lambda nbytes: None)
+    return found
+
+
+def _packed(run: TrainingRun, packing: Packing, source: CheckpointSource) -> dict[str, Values]:
+    """The weights in their best precision, as they are stored."""
+    found: dict[str, Values] = {}
+    for stored, runs in packing.runs.items():
+        fragments = [Fragment(run.exact(part.name), part.start, part.numel) for part in runs]
+        found[stored] = Joined(source.weights[stored].shape, fragments)
+    return found
 
 
 def _stored_param(name: str, arrays: Mapping[str, StoredTensor], weight: StoredTensor) -> StoredParam:

@@ -243,7 +243,7 @@ class TorchFile:
     def _tensor_with_attributes(self, args: Any) -> TorchTensor:
         function = args[0]
         if type(function) is not Name or function != ("torch._utils", "_rebuild_tensor_v2"):
-            raise ValueError(f"a tensor that is made by {function}")
+            raise ValueError("a tensor that is made in an unknown way")
         return self._tensor(args[2])
 
     def _typed_tensor(self, args: Any) -> TorchTensor:

@@ -36,6 +36,8 @@ class TrainingRun:
         small: the rest of its state by parameter: ``step`` and the like.
         others: states of a schedule and of other objects, by name.
         client_state: what the program has added.
+        as_on_hub: the weights in their best precision as they are named and packed on the hub, where the model has them
+            in another way; None: as in ``weights``.
         config_files: text of ``config.json`` and the like, by name.
     """
 
@@ -50,6 +52,7 @@ class TrainingRun:
     small: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     others: Mapping[str, Any] = field(default_factory=dict)
     client_state: Any = None
+    as_on_hub: Mapping[str, Values] | None = None
     config_files: Mapping[str, bytes] = field(default_factory=dict)
 
     def exact(self, name: str) -> Values:

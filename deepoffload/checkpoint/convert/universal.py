@@ -21,6 +21,7 @@ from deepoffload.checkpoint.convert.deepspeed_files import (
     OWN_KEYS,
     STEP,
     CheckpointFiles,
+    aliases_of,
     bookkeeping,
     files_in,
     kind_of_arrays,
@@ -33,12 +34,13 @@ from deepoffload.checkpoint.convert.deepspeed_files import (
     shapes,
     tag_folder,
     tensor,
+    tensors_of,
     whole,
 )
 from deepoffload.checkpoint.convert.group_settings import for_deepspeed
 from deepoffload.checkpoint.convert.output import new_folder
 from deepoffload.checkpoint.convert.tensors import Computed, Reshaped, Values, in_fp32
-from deepoffload.checkpoint.convert.torch_reader import ByteSource, TorchFile, TorchTensor
+from deepoffload.checkpoint.convert.torch_reader import ByteSource, TorchFile
 from deepoffload.checkpoint.convert.torch_writer import Streamed, write_torch_file
 from deepoffload.checkpoint.convert.training_run import ADAM, GroupOfParams, TrainingRun
 from deepoffload.checkpoint.convert.zero import frozen_parts
@@ -105,7 +107,7 @@ def read_universal(directory: str, tag: str | None = None) -> TrainingRun:
         step = common_step if step is None else step
         if held and step is not None:
             small[name] = {STEP: step}
-    aliases = {str(extra): str(kept) for extra, kept in mapping(model.get("shared_params") or {}, folder).items()}
+    aliases = aliases_of(model, folder)
     for name, values in _rest(files, model, known, ranked).items():
         if name not in aliases:
             weights[name] = values
@@ -182,8 +184,8 @@ def _rest(
 ) -> dict[str, Values]:
     """Buffers and frozen weights."""
     if None in files.model:
-        module = mapping(model.get("module"), "module")
-        return {name: value for name, value in module.items() if name not in known and isinstance(value, TorchTensor)}
+        module = tensors_of(model.get("module"), files.folder)
+        return {name: value for name, value in module.items() if name not in known}
     rest: dict[str, Values] = dict(frozen_parts(files, model, len(ranked)))
     module = mapping(model.get("module"), "module")
     for name in listing(model.get("buffer_names", []), "buffer_names"):

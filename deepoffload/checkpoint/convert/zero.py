@@ -19,6 +19,7 @@ from deepoffload.checkpoint.convert.deepspeed_files import (
     LATEST,
     STEP,
     CheckpointFiles,
+    aliases_of,
     bookkeeping,
     enum_value,
     files_in,
@@ -31,6 +32,7 @@ from deepoffload.checkpoint.convert.deepspeed_files import (
     shapes,
     tag_folder,
     tensor,
+    tensors_of,
     whole,
 )
 from deepoffload.checkpoint.convert.pickle_reader import Record
@@ -147,8 +149,8 @@ def _read_stage12(files: CheckpointFiles, ranks: int, stage: int) -> TrainingRun
                 start, numel = (whole(address.field(key), f"{where}: {name[:80]}") for key in ("start", "numel"))
                 parts.add(name, arrays, start, numel, where)
                 parts.steps[name] = step
-    module = mapping(model.get("module"), "module")
-    rest = {name: value for name, value in module.items() if name not in known and isinstance(value, TorchTensor)}
+    module = tensors_of(model.get("module"), files.folder)
+    rest = {name: value for name, value in module.items() if name not in known}
     return _run(_source(stage, ranks), files, model, known, parts, rest, scaler)
 
 
@@ -250,9 +252,7 @@ def _run(
     Args:
         known: shapes of the trained parameters. rest: frozen weights and buffers.
     """
-    aliases = {
-        str(extra): str(name) for extra, name in mapping(model.get("shared_params") or {}, "shared_params").items()
-    }
+    aliases = aliases_of(model, files.folder)
     weights, arrays = {}, {}
     for name, shape in known.items():
         held = parts.fragments.get(name, {})

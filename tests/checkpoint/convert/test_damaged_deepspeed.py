@@ -1,0 +1,206 @@
+"""DeepSpeed's files with bytes changed, and with descriptions that somebody made: a value, or an error of ours."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import shutil
+import tarfile
+import time
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepoffload.checkpoint.convert.tensors import numel_of
+from deepoffload.checkpoint.convert.training_run import TrainingRun
+from deepoffload.checkpoint.convert.universal import read_universal
+from deepoffload.checkpoint.convert.zero import read_zero
+from deepoffload.errors import DeepOffloadError
+from tests.checkpoint.convert.test_from_deepspeed import ARCHIVE
+from tests.checkpoint.training import ALL
+from tests.support.deepspeed_peer import STEPS
+
+SECONDS_MAX = 10.0
+"""A second on a machine that does nothing else."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("damaged")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(place, filter="data")
+    return place
+
+
+def read_all(run: TrainingRun) -> None:
+    arrays = [values for held in run.arrays.values() for values in held.values()]
+    for values in (*run.weights.values(), *arrays):
+        values.read(0, min(numel_of(values), 100))
+
+
+def read_or_refuse(read: Callable[[str], TrainingRun], folder: Path) -> bool:
+    """Whether it was refused."""
+    start = time.monotonic()
+    try:
+        read_all(read(str(folder)))
+        return False
+    except DeepOffloadError as error:
+        assert str(error)
+        return True
+    finally:
+        assert time.monotonic() - start < SECONDS_MAX
+
+
+CASES: dict[str, tuple[str, Callable[[str], TrainingRun]]] = {
+    "zero2": (f"global_step{STEPS}", read_zero),
+    "zero3": (f"global_step{STEPS}", read_zero),
+    "zero2 universal": (f"global_step{STEPS}_universal", read_universal),
+    "zero3 universal": (f"global_step{STEPS}_universal", read_universal),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_changed_bytes(name: str, checkpoints: Path, tmp_path: Path) -> None:
+    tag, read = CASES[name]
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoints / name.split()[0] / tag, folder)
+    files = sorted(folder.rglob("*.pt"))
+    draw = random.Random(name)
+    refused = 0
+    for _ in range(2500 if ALL else 60):
+        file = draw.choice(files)
+        content = file.read_bytes()
+        changed = bytearray(content)
+        middle = content.find(b"data.pkl")  # the description is what decides
+        places = range(max(middle, 0), len(content)) if draw.random() < 0.3 else range(min(len(content), 6000))
+        for _ in range(draw.choice((1, 1, 2, 8))):
+            changed[draw.choice(places)] = draw.randrange(256)
+        file.write_bytes(changed[: draw.choice((len(changed), len(changed), draw.randrange(len(changed))))])
+        refused += read_or_refuse(read, folder)
+        file.write_bytes(content)
+    assert refused
+    assert not read_or_refuse(read, folder)
+
+
+def resaved(file: Path, change: Callable[[Any], None]) -> None:
+    """The same file with another description; its tensors stay as they are."""
+    value = torch.load(file, weights_only=False, pickle_module=_inert())
+    change(value)
+    out = io.BytesIO()
+    torch.save(value, out)
+    file.write_bytes(out.getvalue())
+
+
+class _Stub:
+    """Takes the place of DeepSpeed's classes."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+def _inert() -> Any:
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return _Stub if module.startswith("deepspeed") else super().find_class(module, name)
+
+    made = types.ModuleType("inert")
+    made.__dict__.update(Unpickler=Unpickler, load=pickle.load)
+    return made
+
+
+HUGE = 2**50
+
+
+def optimizer(value: Any) -> Any:
+    return value["optimizer_state_dict"]
+
+
+def step_of(value: Any) -> Any:
+    return optimizer(value)["optimizer_state_dict"]["state"][0]
+
+
+CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "no stage": ("optim", lambda value: optimizer(value).update(zero_stage="x")),
+    "huge stage": ("optim", lambda value: optimizer(value).update(zero_stage=HUGE)),
+    "no partitions": ("optim", lambda value: optimizer(value).update(partition_count=None)),
+    "no weights": ("optim", lambda value: optimizer(value).pop("fp32_flat_groups")),
+    "weights of another kind": ("optim", lambda value: optimizer(value).update(fp32_flat_groups=[1, 2, 3])),
+    "weights in a matrix": (
+        "optim",
+        lambda value: optimizer(value).update(fp32_flat_groups=[torch.zeros(3, 4)] * 3),
+    ),
+    "no state": ("optim", lambda value: optimizer(value)["optimizer_state_dict"].update(state=[])),
+    "no groups": ("optim", lambda value: optimizer(value)["optimizer_state_dict"].update(param_groups={})),
+    "strange groups": (
+        "optim",
+        lambda value: optimizer(value)["optimizer_state_dict"].update(param_groups=[{"params": [HUGE]}]),
+    ),
+    "no shapes": ("model", lambda value: value.update(param_shapes=None)),
+    "huge shapes": ("model", lambda value: value.update(param_shapes=[{"a": torch.Size([HUGE, HUGE])}] * 3)),
+    "negative shapes": ("model", lambda value: value.update(param_shapes=[{"a": (-5,)}] * 3)),
+    "strange names": ("model", lambda value: value.update(param_shapes=[{1: (5,)}] * 3)),
+    "strange steps": ("model", lambda value: value.update(global_steps="x")),
+    "infinite steps": ("model", lambda value: value.update(global_steps=float("inf"))),
+    "no number of steps": ("optim", lambda value: step_of(value).update(step=float("nan"))),
+    "steps that double": ("optim", lambda value: step_of(value).update(step=doubling(60))),
+    "settings that double": (
+        "optim",
+        lambda value: optimizer(value)["optimizer_state_dict"]["param_groups"][0].update(lr=doubling(60)),
+    ),
+    "stage that doubles": ("optim", lambda value: optimizer(value).update(zero_stage=doubling(60))),
+    "steps in a matrix": ("optim", lambda value: step_of(value).update(step=torch.zeros(3, 4))),
+    "frozen that is away": ("model", lambda value: value.update(frozen_param_fragments={})),
+    "frozen that is huge": ("model", lambda value: value.update(frozen_param_shapes={"frozen.bias": (HUGE,)})),
+    "shared that doubles": ("model", lambda value: value.update(shared_params={"a": doubling(60)})),
+    "shared in a list": ("model", lambda value: value.update(shared_params=[1])),
+    "deep client state": ("model", lambda value: value.update(deep=nested(100))),
+    "round client state": ("model", lambda value: value.update(deep=round_list())),
+    "doubling client state": ("model", lambda value: value.update(deep=doubling(60))),
+}
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def round_list() -> Any:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def doubling(depth: int) -> Any:
+    value: Any = [1]
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_descriptions_that_somebody_made(name: str, checkpoints: Path, tmp_path: Path) -> None:
+    kind, change = CHANGES[name]
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoints / "zero3" / f"global_step{STEPS}", folder)
+    for file in sorted(folder.glob(f"*{kind}_states.pt")):
+        resaved(file, change)
+    assert read_or_refuse(read_zero, folder), name
+
+
+def test_a_description_that_is_changed_and_changed_back_reads(checkpoints: Path, tmp_path: Path) -> None:
+    """The changes above are what is refused, not the way in which the files are written again."""
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoints / "zero3" / f"global_step{STEPS}", folder)
+    for file in sorted(folder.glob("*_model_states.pt")):
+        resaved(file, lambda value: value.update(extra=OrderedDict(a=1)))
+    assert not read_or_refuse(read_zero, folder)
+    assert os.listdir(folder)
