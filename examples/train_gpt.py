@@ -129,7 +129,7 @@ def follow(options: Options, text: bytes, model: GPT, optimizer: torch.optim.Opt
             outcome.faults.append(int(after["faults"] - before["faults"]))
             before = after
             line += f"  {moved / 1e9:.2f} GB disk  {outcome.faults[-1]} faults"
-        if state is not None and step.number % options.save_every == 0:
+        if state is not None and (step.number % options.save_every == 0 or step.number == options.steps):
             state.save(options.save, keep_last=CHECKPOINTS_KEPT)
             line += "  saved"
         progress.show(step.number, line)
@@ -142,6 +142,8 @@ def resume(options: Options, state: deepoffload.TrainingState | None) -> int:
         return 0
     loaded = state.load(options.save)
     print(f"resumed after step {loaded.step} from {loaded.folder}\n")
+    if loaded.step >= options.steps:
+        print(f"that was the last of --steps {options.steps}: nothing is left to train\n")
     return loaded.step
 
 

@@ -18,14 +18,22 @@ from deepoffload.errors import IoFailure, UsageError
 STAGING_PREFIX = ".deepoffload-save-"
 
 
-def prepare(directory: str, needed_bytes: int, who: str = "save_pretrained") -> None:
+def prepare(directory: str, needed_bytes: int, who: str = "save_pretrained") -> str | None:
     """Check, before anything is written, that ``directory`` can take the files; make it when it is not there.
+
+    Returns:
+        The first folder on the way to it that was not there before.
 
     Raises:
         UsageError: not a directory, not writable. IoFailure: not enough space.
     """
     if os.path.exists(directory) and not os.path.isdir(directory):
         raise UsageError(f"{who}: {directory!r} is a file; give a directory")
+    there, made = directory, None
+    while not os.path.lexists(there):
+        there, made = os.path.dirname(there), there
+    if made is not None:
+        _refuse_without_room(there, needed_bytes)
     try:
         os.makedirs(directory, exist_ok=True)
     except OSError as error:
@@ -35,6 +43,13 @@ def prepare(directory: str, needed_bytes: int, who: str = "save_pretrained") -> 
     if not os.access(directory, os.W_OK | os.X_OK):
         raise UsageError(f"{who}: {directory!r} is not writable by this user; give another directory")
     _remove_leftovers(directory)
+    _refuse_without_room(directory, needed_bytes)
+    return made
+
+
+def _refuse_without_room(directory: str, needed_bytes: int) -> None:
+    if not os.path.isdir(directory):
+        return
     free = shutil.disk_usage(directory).free
     if free < needed_bytes:
         remedy = (
@@ -44,8 +59,11 @@ def prepare(directory: str, needed_bytes: int, who: str = "save_pretrained") -> 
 
 
 @contextlib.contextmanager
-def staging(directory: str) -> Iterator[str]:
+def staging(directory: str, made: str | None = None) -> Iterator[str]:
     """A directory next to the final place, removed with everything in it when the context ends, however it ends.
+
+    Args:
+        made: what :func:`prepare` has returned; after a failure it is removed again.
 
     Raises:
         IoFailure: it cannot be made.
@@ -54,13 +72,26 @@ def staging(directory: str) -> Iterator[str]:
         path = tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=directory)
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
+        _remove_empty(directory, made)
         raise failure("making a directory", error, directory, 0) from error
+    failed = True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another process then knows that this save is alive
         yield path
+        failed = False
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+        if failed:
+            _remove_empty(directory, made)
+
+
+def _remove_empty(directory: str, made: str | None) -> None:
+    """Remove folders without contents, from ``directory`` up to ``made``."""
+    with contextlib.suppress(OSError):
+        while made is not None:
+            os.rmdir(directory)
+            directory, made = os.path.dirname(directory), None if directory == made else made
 
 
 def publish(staged: str, directory: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepoffload.errors import UsageError
 from deepoffload.params.pager import Pager
+from deepoffload.params.torch_private import MODULE_CALL, in_backward
 from deepoffload.params.unit import ParamHandle
 
 
@@ -78,6 +82,31 @@ def refuse_in_forward(pagers: Sequence[Pager], what: str) -> None:
             raise UsageError(f"{what} inside a forward of the model: call it between steps")
 
 
+def refuse_during_calls(module: nn.Module, what: str, *, of_all_threads: bool) -> None:
+    """Raise where the call comes from a forward of the model, also between two of its layers, or from a backward.
+
+    Args:
+        of_all_threads: a forward that runs in another thread hinders, too.
+    """
+    if in_backward():
+        raise UsageError(f"{what} inside a backward: call it between steps")
+    parts = {id(part) for part in module.modules()}
+    me = threading.get_ident()
+    for thread, frame in sys._current_frames().items():
+        if (thread == me or of_all_threads) and not parts.isdisjoint(_called_modules(frame)):
+            if thread == me:
+                raise UsageError(f"{what} inside a forward of the model: call it between steps")
+            raise UsageError(f"{what} while another thread is inside a forward of the model: wait for its end first")
+
+
+def _called_modules(frame: FrameType | None) -> Iterator[int]:
+    """The ``id`` of every module whose call is on a thread's stack, innermost first."""
+    while frame is not None:
+        if frame.f_code is MODULE_CALL:
+            yield id(frame.f_locals.get("self"))
+        frame = frame.f_back
+
+
 class HalfLoaded:
     """Refuses forwards and steps from the moment that a load has failed on its way until one succeeds."""
 
@@ -89,7 +118,9 @@ class HalfLoaded:
 
     def begin(self, folder: str) -> None:
         """From here on the state is of no step."""
-        self.reason = f"loading {folder} has failed on its way, so this model is half loaded"
+        self.reason = (
+            f"this model is half loaded: loading {folder} has failed on its way, or it is under way in another thread"
+        )
         if self._hooks:
             return
         for module in self._module.modules():  # a part of the model may be called by itself
@@ -105,7 +136,7 @@ class HalfLoaded:
 
     def refuse(self) -> None:
         if self.reason is not None:
-            raise UsageError(f"{self.reason}: load a checkpoint that is whole before anything else")
+            raise UsageError(f"{self.reason}; load a checkpoint that is whole, or wait for the end of that load")
 
     def _refuse(self, *_: Any) -> None:
         self.refuse()

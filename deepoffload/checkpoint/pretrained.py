@@ -11,6 +11,7 @@ from deepoffload.checkpoint.directory import prepare, publish, staging, sync_fil
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.safetensors_file import write_file
 from deepoffload.checkpoint.shards import INDEX_NAME, shard_bytes, split
+from deepoffload.checkpoint.tags import checked_directory
 from deepoffload.checkpoint.weights import HasModule, plan_weights, unwrapped
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import UnsupportedError
@@ -49,16 +50,16 @@ def save_pretrained(
             "written in pieces, and torch and transformers read them"
         )
     module = unwrapped(model, "save_pretrained")
-    target = os.path.abspath(os.fspath(directory))
+    target = checked_directory(directory)
     transformers_format.refuse_what_is_not_plain(module)
     plan = plan_weights(module, hub_names=transformers_format.is_pretrained_model(module))
     layout = split(plan.entries, shard_bytes(max_shard_size), plan.num_parameters)
     plan.check_headers(layout)
-    prepare(target, layout.total_bytes + CONFIG_FILES_BYTES)
+    made = prepare(target, layout.total_bytes + CONFIG_FILES_BYTES)
     count = f"{len(layout.files)} file{'' if len(layout.files) == 1 else 's'}"
     saved = f"saved {format_bytes(layout.total_bytes)} in {count} to {target}"
     progress = Progress(layout.total_bytes, f"saving to {target}", saved)
-    with staging(target) as staged:
+    with staging(target, made) as staged:
         if transformers_format.is_pretrained_model(module):
             transformers_format.write_config_files(module, staged)
         if layout.index is not None:

@@ -87,11 +87,11 @@ def write_checkpoint(directory: str, tag: str, content: Content, *, update_lates
     extra_files = [PlannedFile(TRAINING_TENSORS_NAME, extra, {"format": "pt"})] if extra else []
     planned = [*weight_files, *content.state.files, *extra_files]
     total_bytes = sum(file.nbytes for file in planned) + len(text)
-    prepare(directory, total_bytes + SMALL_FILES_BYTES, "saving a checkpoint")
+    made = prepare(directory, total_bytes + SMALL_FILES_BYTES, "saving a checkpoint")
     path = os.path.join(directory, tag)
     done = f"saved {format_bytes(total_bytes)} to {path}"
     progress = Progress(total_bytes, f"saving to {path}", done)
-    with staging(directory) as holder:
+    with staging(directory, made) as holder:
         staged = os.path.join(holder, "new")
         try:
             os.mkdir(staged)

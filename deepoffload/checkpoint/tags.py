@@ -6,7 +6,6 @@ import ctypes
 import errno
 import logging
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -21,7 +20,7 @@ log = logging.getLogger("deepoffload")
 
 LATEST_NAME = "latest"
 
-_TAG = re.compile(r"[^/\0\s.][^/\0\n]{0,199}")
+_TAG_BYTES_MAX = 200
 _LATEST_BYTES_MAX = 1024
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -33,13 +32,46 @@ def checked_tag(tag: object) -> str:
     Raises:
         UsageError: it cannot be the name of a folder.
     """
-    text = str(tag)
-    if text in (LATEST_NAME, MANIFEST_NAME) or not _TAG.fullmatch(text):
-        raise UsageError(
-            f"{text!r} cannot be a tag: it names a folder, so it has no '/', does not begin with '.' or a blank, and "
-            f"is not {LATEST_NAME!r}"
-        )
+    if isinstance(tag, bool) or not isinstance(tag, (str, int)):
+        kind = type(tag).__name__
+        raise UsageError(f"{tag!r} cannot be a tag: it is of type {kind}; a tag is text or a whole number")
+    text = str.__str__(tag) if isinstance(tag, str) else str(int(tag))
+    problem = _problem_of_tag(text)
+    if problem is not None:
+        shown = repr(text) if len(text) <= 80 else repr(text[:77] + "...")
+        raise UsageError(f"{shown} cannot be a tag, which names a folder: it {problem}; write step-100, for example")
     return text
+
+
+def _problem_of_tag(text: str) -> str | None:
+    if not text:
+        return "is empty"
+    if text in (LATEST_NAME, MANIFEST_NAME):
+        return "is the name of a file of a checkpoint"
+    if "/" in text:
+        return "has a '/'"
+    if text.startswith("."):
+        return "begins with '.'"
+    if text != text.strip():
+        return "begins or ends with a blank"
+    if not text.isprintable():
+        return "has characters that cannot be printed"
+    length_bytes = len(os.fsencode(text))
+    return f"takes {length_bytes} bytes, and {_TAG_BYTES_MAX} are possible" if length_bytes > _TAG_BYTES_MAX else None
+
+
+def checked_directory(directory: object) -> str:
+    """The directory of checkpoints as an absolute path.
+
+    Raises:
+        UsageError: it is no path, or an empty one, which would be the working directory.
+    """
+    if not isinstance(directory, (str, bytes, os.PathLike)):
+        raise UsageError(f"{directory!r} is no directory: give a path, as text or as pathlib.Path")
+    path = os.fsdecode(directory)
+    if not path or "\0" in path:
+        raise UsageError(f"{path!r} is no directory: give a path ('.' is the working directory)")
+    return os.path.abspath(path)
 
 
 def latest_tag(directory: str) -> str | None:
@@ -80,7 +112,7 @@ def folder_to_load(directory: str, tag: object) -> str | None:
     if not os.path.lexists(os.path.join(directory, newest)):
         raise UsageError(
             f"{os.path.join(directory, LATEST_NAME)} names {newest!r}, which is not there; name the tag to load "
-            f"(there are: {_known(directory)})"
+            f"({_known(directory)})"
         )
     return folder_of(directory, newest)
 
@@ -95,7 +127,7 @@ def folder_of(directory: str, tag: str) -> str:
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(f"there is no checkpoint {tag!r} in {directory} (there are: {_known(directory)})") from None
+        raise UsageError(f"there is no checkpoint {tag!r} in {directory} ({_known(directory)})") from None
     if not stat.S_ISDIR(mode):
         what = "a link; give the directory that it leads to" if stat.S_ISLNK(mode) else "no directory"
         raise UsageError(f"{path} is {what}")
@@ -103,7 +135,9 @@ def folder_of(directory: str, tag: str) -> str:
 
 
 def _known(directory: str) -> str:
-    return ", ".join(known_tags(directory)) or "none"
+    if not os.path.isdir(directory):
+        return "that is no directory"
+    return f"there are: {', '.join(known_tags(directory)) or 'none'}"
 
 
 def known_tags(directory: str) -> list[str]:

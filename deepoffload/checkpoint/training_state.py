@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from deepoffload.checkpoint.guards import GradientWatch, HalfLoaded, refuse_in_forward
+from deepoffload.checkpoint.guards import GradientWatch, HalfLoaded, refuse_during_calls, refuse_in_forward
 from deepoffload.checkpoint.loading import Wanted, match
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.random_states import checked_random_states, random_states, restore_random_states
 from deepoffload.checkpoint.saving import SHARD_BYTES, Content, choose_weight_plan, write_checkpoint
 from deepoffload.checkpoint.source import TrainingSource, open_checkpoint
 from deepoffload.checkpoint.state_files import is_array, plan_state
-from deepoffload.checkpoint.tags import checked_tag, folder_to_load, prune
+from deepoffload.checkpoint.tags import checked_directory, checked_tag, folder_to_load, prune
 from deepoffload.checkpoint.weights_loading import listed
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim.optimizer_parts import OptimizerParts, pagers_of, take_apart
@@ -71,7 +71,8 @@ class TrainingState:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: HasState) -> None:
         if not isinstance(model, nn.Module):
-            hint = "use engine.save_checkpoint and engine.load_checkpoint" if hasattr(model, "module") else "pass it"
+            hint = "use engine.save_checkpoint and engine.load_checkpoint" if hasattr(model, "module") else ""
+            hint = hint or "write TrainingState(model, optimizer)"
             raise UsageError(f"TrainingState takes a torch.nn.Module, not {type(model).__name__}; {hint}")
         self._module: nn.Module = getattr(model, "_orig_mod", model)
         self._optimizer = optimizer
@@ -135,7 +136,9 @@ class TrainingState:
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         found = self.load_if_there(directory, tag, wanted)
         if found is None:
-            raise UsageError(f"there is nothing to load in {os.fspath(directory)}: it has no file 'latest'; name a tag")
+            target = checked_directory(directory)
+            lacking = "it has no file 'latest'; name a tag" if os.path.isdir(target) else "that is no directory"
+            raise UsageError(f"there is nothing to load in {target}: {lacking}")
         return found
 
     # -- saving ----------------------------------------------------------------------------------------------------
@@ -156,7 +159,7 @@ class TrainingState:
             raise UsageError(f"keep_last has to be a whole number of at least 1, not {keep_last!r}")
         step = self.step if step is None else step
         name = checked_tag(f"global_step{step}" if tag is None else tag)
-        target = os.path.abspath(os.fspath(directory))
+        target = checked_directory(directory)
         with self._alone("save"), torch.no_grad():
             pagers = self._ready("save")
             waiting = self._watch.waiting()
@@ -195,7 +198,7 @@ class TrainingState:
 
     def load_if_there(self, directory: str | os.PathLike[str], tag: object, wanted: Wanted) -> LoadedCheckpoint | None:
         """:meth:`load`, or None where no tag is said and there is no ``latest``."""
-        target = os.path.abspath(os.fspath(directory))
+        target = checked_directory(directory)
         with self._alone("load"):
             pagers = self._ready("load", also_half_loaded=True)
             folder = folder_to_load(target, tag)
@@ -302,6 +305,7 @@ class TrainingState:
             self._half_loaded.refuse()
         self._check_params()
         pagers = pagers_of(list(self._module.parameters()))
+        refuse_during_calls(self._module, what, of_all_threads=also_half_loaded)
         refuse_in_forward(pagers, what)
         return pagers
 

@@ -10,8 +10,9 @@ import base64
 import binascii
 import json
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -72,9 +73,39 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int) -> A
 def _unsupported(where: str, value: Any) -> UnsupportedError:
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return UnsupportedError(
-        f"{where} is a {name}; a checkpoint holds numbers, strings, bytes, None, lists, tuples, dicts and tensors. "
-        "Convert it (a numpy array with torch.from_numpy, an object to what rebuilds it) or leave it out"
+        f"{where} is of type {name}, and nothing but numbers, strings, bytes, None, lists, tuples, dicts and tensors "
+        f"comes back from a checkpoint with its type: {_how_to_convert(value)}, or leave it out"
     )
+
+
+def _how_to_convert(value: Any) -> str:
+    """What to write in the place of ``value``, called x."""
+    kind = type(value)
+    for types, written in _CONVERSIONS:
+        if isinstance(value, types):
+            return f"write {written}"
+    if kind.__module__ == "numpy":
+        return "write torch.from_numpy(x)" if getattr(value, "shape", ()) else "write x.item()"
+    for method in ("isoformat", "__fspath__"):
+        if hasattr(kind, method):
+            return "write str(x)"
+    return "write vars(x)" if hasattr(value, "__dict__") and not callable(value) else "write what rebuilds it"
+
+
+_CONVERSIONS: tuple[tuple[Any, str], ...] = (
+    (Enum, "x.value"),
+    (Tensor, "x.detach().clone()"),
+    (int, "int(x)"),
+    (float, "float(x)"),
+    (str, "str(x)"),
+    ((bytes, bytearray, memoryview), "bytes(x)"),
+    (Mapping, "dict(x)"),
+    (tuple, "tuple(x)"),
+    ((list, set, frozenset, range, deque), "list(x)"),
+    (complex, "(x.real, x.imag)"),
+    ((torch.dtype, torch.device), "str(x)"),
+)
+"""Subclasses among others: they would come back as what they are made of, so that is for the program to say."""
 
 
 def _encode_tensor(value: Tensor, where: str, tensors: dict[str, Tensor]) -> Any:

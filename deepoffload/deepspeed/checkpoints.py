@@ -16,6 +16,7 @@ from deepoffload.checkpoint.directory import prepare, staging, sync_directory, s
 from deepoffload.checkpoint.loading import Wanted
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.safetensors_file import failure
+from deepoffload.checkpoint.tags import checked_directory
 from deepoffload.checkpoint.training_state import TrainingState
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.runtime.loop import TrainingLoop
@@ -70,7 +71,7 @@ class EngineCheckpoints:
     def load(self, directory: str | os.PathLike[str], tag: object, wanted: Wanted) -> tuple[str | None, Any]:
         """See :meth:`TrainingEngine.load_checkpoint`."""
         if self._load_universal:
-            folder = universal_folder(os.path.abspath(os.fspath(directory)), None if tag is None else str(tag))
+            folder = universal_folder(checked_directory(directory), None if tag is None else str(tag))
             run = read_universal(folder)
             progress = Progress(run.nbytes, f"loading {folder}", f"loaded {folder}")
             universal = self._state.load_source(source_of(run, folder, progress.advance), wanted)
@@ -95,13 +96,13 @@ def save_weights(module: nn.Module, directory: str | os.PathLike[str], name: str
         raise UnsupportedError(
             "save_16bit_model writes torch's format; deepoffload.save_pretrained(engine, directory) writes safetensors"
         )
-    target = os.path.abspath(os.fspath(directory))
+    target = checked_directory(directory)
     frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
     left_out = frozen if leave_out_frozen else set()
     weights = {key: value for key, value in module.state_dict().items() if key not in left_out}
-    prepare(target, sum(value.nbytes for value in weights.values()) + ROOM_BYTES, "save_16bit_model")
+    made_first = prepare(target, sum(value.nbytes for value in weights.values()) + ROOM_BYTES, "save_16bit_model")
     path = os.path.join(target, name)
-    with staging(target) as staged:
+    with staging(target, made_first) as staged:
         made = os.path.join(staged, name)
         try:
             torch.save(weights, made)

@@ -81,6 +81,8 @@ def _with_inner(code: CodeType) -> frozenset[CodeType]:
 
 MODULE_APPLY: CodeType = _need(nn.Module, "_apply").__code__
 """What ``model.to(...)``, ``model.half()`` and the like run for each parameter."""
+MODULE_CALL: CodeType = _need(nn.Module, "_call_impl").__code__
+"""What runs for as long as a module is called."""
 MODULE_SAVE: CodeType = _need(nn.Module, "_save_to_state_dict").__code__
 VMAP_SIZES: frozenset[CodeType] = _with_inner(_need(_vmap, "_validate_and_get_batch_size").__code__)
 """What ``torch.vmap`` runs for what it maps over, before native code takes it apart. Its code and what that contains: a

@@ -152,7 +152,8 @@ def _problem(options: Options) -> str | None:
         return "--compare trains from the beginning, --resume does not"
     if options.save is not None and options.save.exists() and not options.resume:
         if not options.save.is_dir() or any(options.save.iterdir()):
-            return f"--save {options.save}: exists and is not an empty directory"
+            hint = "; --resume continues the run in it" if (options.save / "latest").exists() else ""
+            return f"--save {options.save}: exists and is not an empty directory{hint}"
     for name, file in (("--save", options.save), ("--json", options.json)):
         if file is not None and not os.access(file.resolve().parent, os.W_OK | os.X_OK):
             return f"{name} {file}: its directory does not exist or is not writable"
@@ -190,7 +191,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpointing", action="store_true", help="recompute activations in backward")
     add("--generate", type=_whole(0), nargs="?", const=120, default=0, metavar="N", help="write N bytes at the end")
     add("--save", type=Path, metavar="DIR", help="write the trained weights there as safetensors")
-    add("--save-every", type=_whole(0), default=0, metavar="N", help="save all of the run there, every N steps")
+    add(
+        "--save-every",
+        type=_whole(0),
+        default=0,
+        metavar="N",
+        help="save the run there every N steps, and at the end",
+    )
     add("--resume", action="store_true", help="continue from the newest of these, if there is one")
     add("--json", type=Path, metavar="FILE", help="write all numbers there")
     add("--compare", action="store_true", help="train the same in plain PyTorch, in a separate process")

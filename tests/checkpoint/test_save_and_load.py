@@ -173,14 +173,6 @@ def test_keep_last_removes_older_ones_of_ours_only(run: Run, tmp_path: Path) -> 
         run.state.save(tmp_path, keep_last=0)
 
 
-@pytest.mark.parametrize("tag", ["", "a/b", "..", ".hidden", "latest", "/etc", "a\0b", "a\nb", " ", "x" * 300])
-def test_tags_that_are_none(tag: str, run: Run, tmp_path: Path) -> None:
-    for call in (run.state.save, run.state.load):
-        with pytest.raises(UsageError, match="cannot be a tag"):
-            call(tmp_path / "out", tag)
-    assert not (tmp_path / "out").exists()
-
-
 def test_directories_that_cannot_be_used(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here first")
     with pytest.raises(UsageError, match="is a file"):
@@ -229,7 +221,7 @@ def test_moments_at_which_nothing_can_be_saved(run: Run, tmp_path: Path) -> None
     handle = run.model[2].register_forward_hook(hook)
     run.model(rows())
     handle.remove()
-    assert len(problems) == 1 and "inside a forward" in problems[0]
+    assert len(problems) == 1 and "save inside a forward of the model" in problems[0]
     child = os.fork()
     if not child:
         try:
@@ -368,28 +360,6 @@ def test_values_come_back_with_their_types(value: Any) -> None:
         assert_same_bits(value, found, nan_is_wrong=False)
 
 
-class Number(int):
-    """Looks like a number."""
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ({"a": [1, {2}]}, r"client_state\['a'\]\[1\] is a set"),
-        ({"a": Number(1)}, r"client_state\['a'\] is a .*Number"),
-        ({"a": np.float64(1)}, r"client_state\['a'\] is a numpy.float64"),
-        ({"a": np.ones(2)}, "numpy.ndarray.*from_numpy"),
-        ({Number(1): 1}, "the key 1 of client_state"),
-        ({"a": torch.ones(2, dtype=torch.complex64)}, "complex64"),
-        ({"a": nn.Parameter(torch.ones(2))}, "Parameter"),
-        ({"a": print}, "builtin_function_or_method"),
-    ],
-)
-def test_values_that_no_checkpoint_holds(value: Any, message: str) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        encode(value, "client_state", {})
-
-
 def test_values_that_contain_themselves() -> None:
     value: list[Any] = []
     value.append(value)
@@ -401,7 +371,7 @@ def test_an_object_with_such_a_value_leaves_no_files(paging: Paging, tmp_path: P
     sampler = Sampler()
     run = Run(paging, sampler=lambda optimizer: sampler)
     sampler.position = {1, 2}  # type: ignore[assignment]
-    with pytest.raises(UnsupportedError, match=r"\['sampler'\]\['position'\] is a set"):
+    with pytest.raises(UnsupportedError, match=r"\['sampler'\]\['position'\] is of type set"):
         run.state.save(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

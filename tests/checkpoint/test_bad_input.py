@@ -1,0 +1,220 @@
+"""Directories, tags, values and moments that are wrong: each error says what was wrong and what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from argparse import Namespace
+from collections import defaultdict
+from datetime import UTC, datetime
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import deepoffload
+from deepoffload.checkpoint.values import encode
+from deepoffload.errors import IoFailure, UnsupportedError, UsageError
+from deepoffload.params.parameter import OffloadedParameter
+from tests.checkpoint.training import snapshot
+from tests.support.loops import assert_same_bits
+from tests.support.models import mlp, rows
+from tests.support.paging import RESIDENT, TIGHT, Paging, Setting
+
+
+class Run:
+    """A small model that has made a step."""
+
+    def __init__(self, paging: Paging, setting: Setting = RESIDENT) -> None:
+        with paging.context(setting, (64 << 20) if setting is RESIDENT else (1 << 20)):
+            self.model = mlp()
+        self.optimizer = deepoffload.CPUAdamW(self.model.parameters(), lr=1e-2)
+        self.state = deepoffload.TrainingState(self.model, self.optimizer)
+        self.model(rows()).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.fixture
+def run(paging: Paging) -> Run:
+    return Run(paging)
+
+
+# -- tags and directories --------------------------------------------------------------------------------------------
+
+TAGS: list[tuple[Any, str]] = [
+    ("", "it is empty"),
+    ("a/b", "it has a '/'"),
+    ("/etc", "it has a '/'"),
+    ("..", "it begins with '.'"),
+    (".hidden", "it begins with '.'"),
+    ("latest", "name of a file of a checkpoint"),
+    ("a\0b", "cannot be printed"),
+    ("a\nb", "cannot be printed"),
+    ("\ud800", "cannot be printed"),
+    (" ", "begins or ends with a blank"),
+    ("step ", "begins or ends with a blank"),
+    ("\u00e4" * 101, "takes 202 bytes, and 200 are possible"),
+    (b"step", "it is of type bytes; a tag is text or a whole number"),
+    (1.5, "it is of type float"),
+    (True, "it is of type bool"),
+]
+
+
+def test_tags_that_are_none(run: Run, tmp_path: Path) -> None:
+    for tag, problem in TAGS:
+        for call in (run.state.save, run.state.load):
+            with pytest.raises(UsageError, match="cannot be a tag.*" + re.escape(problem)):
+                call(tmp_path / "out", tag)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tags_of_other_kinds(run: Run, tmp_path: Path) -> None:
+    """A number, and the longest."""
+    tags: list[Any] = [7, "\u00e4" * 100]
+    for tag in tags:
+        run.state.save(tmp_path, tag)
+        assert run.state.load(tmp_path).folder == str(tmp_path / str(tag))
+
+
+def test_directories_that_are_none(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty one would be the working directory."""
+    monkeypatch.chdir(tmp_path)
+    wrong: list[Any] = ["", b"", None, 3, "a\0b"]
+    for call in (run.state.save, run.state.load):
+        for directory in wrong:
+            with pytest.raises(UsageError, match="is no directory: give a path"):
+                call(directory)
+    assert not list(tmp_path.iterdir())
+    path: Any = os.fsencode(tmp_path / "out")
+    run.state.save(path)
+    assert run.state.load(path).folder == str(tmp_path / "out" / "global_step1")
+
+
+def test_nothing_to_load_says_why(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "nowhere", tmp_path / "file"):
+        with pytest.raises(UsageError, match="nothing to load in .*: that is no directory"):
+            run.state.load(directory)
+        with pytest.raises(UsageError, match=r"no checkpoint 'one' in .*\(that is no directory\)"):
+            run.state.load(directory, "one")
+    with pytest.raises(UsageError, match="it has no file 'latest'; name a tag"):
+        run.state.load(tmp_path)
+
+
+def test_a_save_without_room_leaves_no_folder(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where that is known before, nor where a write fails, nor those that were empty before."""
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        with pytest.raises(IoFailure, match=r"ENOSPC.*1000 B are free.*Nothing has been written"):
+            run.state.save(tmp_path / "new" / "folder")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "empty").mkdir()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("new", "empty"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(IoFailure, match="ENOSPC"):
+                run.state.save(tmp_path / name / "folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"] and not list((tmp_path / "empty").iterdir())
+    run.state.save(tmp_path / "new" / "folder")
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+class Colour(IntEnum):
+    RED = 1
+
+
+class Number(int):
+    """Looks like a number."""
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [1, {2}]}, r"client_state\['a'\]\[1\] is of type set,.*write list\(x\), or leave it out"),
+        ({"a": Number(1)}, r"client_state\['a'\] is of type .*Number,.*write int\(x\)"),
+        ({"a": np.float64(1)}, r"client_state\['a'\] is of type numpy.float64,.*write float\(x\)"),
+        ({"a": np.int64(1)}, r"numpy.int64,.*write x.item\(\)"),
+        ({"a": np.bool_(True)}, r"write x.item\(\)"),
+        ({"a": np.ones(2)}, r"numpy.ndarray,.*write torch.from_numpy\(x\)"),
+        ({"a": Namespace(lr=1)}, r"argparse.Namespace,.*write vars\(x\)"),
+        ({"a": Path("x")}, r"write str\(x\)"),
+        ({"a": datetime.now(UTC)}, r"datetime.*write str\(x\)"),
+        ({"a": torch.bfloat16}, r"write str\(x\)"),
+        ({"a": torch.Size([2])}, r"write tuple\(x\)"),
+        ({"a": defaultdict(int)}, r"write dict\(x\)"),
+        ({"a": Colour.RED}, "write x.value"),
+        ({"a": 1j}, r"write \(x.real, x.imag\)"),
+        ({Number(1): 1}, "the key 1 of client_state"),
+        ({"a": torch.ones(2, dtype=torch.complex64)}, "complex64"),
+        ({"a": nn.Parameter(torch.ones(2))}, r"Parameter,.*write x.detach\(\).clone\(\)"),
+        ({"a": print}, "builtin_function_or_method,.*write what rebuilds it"),
+        (Namespace(lr=1), r"client_state is of type argparse.Namespace,.*write vars\(x\)"),
+    ],
+)
+def test_values_that_no_checkpoint_holds(value: Any, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        encode(value, "client_state", {})
+
+
+# -- moments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", [RESIDENT, TIGHT], ids=str)
+def test_calls_in_which_nothing_can_be_loaded(setting: Setting, paging: Paging, tmp_path: Path) -> None:
+    """Between two layers, inside a backward, and while another thread is in a forward, which a save does not mind."""
+    run = Run(paging, setting)
+    run.state.save(tmp_path, "one")
+    before = snapshot(run.model, run.optimizer)
+    problems: list[str] = []
+
+    def attempt(*_: object) -> None:
+        for call in (run.state.load, run.state.save):
+            try:
+                call(tmp_path, "one")
+            except UsageError as error:
+                problems.append(str(error).partition(":")[0])
+
+    handle = run.model[2].register_forward_hook(attempt)
+    run.model(rows())
+    handle.remove()
+    assert problems == ["load inside a forward of the model", "save inside a forward of the model"]
+    problems.clear()
+    weight = run.model[2].weight
+    assert type(weight) is OffloadedParameter
+    handle = weight.register_hook(attempt)
+    run.model(rows()).sum().backward()
+    handle.remove()
+    assert problems == [f"{what} inside a backward" for what in ("load", "save")]
+    run.optimizer.zero_grad()
+    problems.clear()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    handle = run.model[4].register_forward_hook(wait)
+    thread = threading.Thread(target=run.model, args=(rows(),))
+    thread.start()
+    assert inside.wait(30)
+    attempt()
+    go_on.set()
+    thread.join()
+    handle.remove()
+    assert problems == ["load while another thread is inside a forward of the model"]
+    assert_same_bits(before, snapshot(run.model, run.optimizer))
+    run.state.load(tmp_path)
