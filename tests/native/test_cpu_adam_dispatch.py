@@ -73,7 +73,7 @@ def test_no_threads_beyond_torchs() -> None:
     before = len(os.listdir("/proc/self/task"))
     buffers = AdamBuffers(300_000, StateLayout.FP32, DType.FP32, DType.FP32)
     buffers.step(num_threads=torch.get_num_threads())
-    assert len(os.listdir("/proc/self/task")) == before
+    assert len(os.listdir("/proc/self/task")) <= before
 
 
 def test_the_gil_is_released() -> None:
