@@ -196,7 +196,7 @@ def test_an_overflow_skips_the_step_exactly(
                 else:
                     assert engine.was_step_applied() and not engine.optimizer.overflow
                     assert engine.optimizer.cur_scale == scale
-            runs.append((weights_of(engine.module), engine.optimizer.state_dict(), engine.get_lr()))
+            runs.append((weights_of(engine.module), copy.deepcopy(engine.optimizer.state_dict()), engine.get_lr()))
     assert_same_bits(*runs)
 
 
