@@ -28,8 +28,8 @@ from benchmarks.end_to_end.cases import Work, ours
 from benchmarks.end_to_end.side_ours import Ours
 from deepoffload.config import Precision, parse_config
 from deepoffload.estimate import Batch, Estimate, MachineSpec, Subject, estimate, from_module
-from deepoffload.estimate.dry_run import DryRun, Op
 from deepoffload.estimate.measure import measure_machine, measure_ops, measure_rates
+from deepoffload.estimate.recording import DryRun, Op
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTLE_S = 0.5

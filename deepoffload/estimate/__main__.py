@@ -15,13 +15,13 @@ from deepoffload.config import Config, OptimizerConfig, Precision, StepOverlap
 from deepoffload.errors import DeepOffloadError, PlacementError, UsageError
 from deepoffload.estimate import measure, plots, report, zero_infinity
 from deepoffload.estimate.arguments import parse
-from deepoffload.estimate.dry_run import DryRun
 from deepoffload.estimate.machine import MachineSpec, read_machine
 from deepoffload.estimate.progress import MeasuringProgress
 from deepoffload.estimate.questions import Estimate, estimate, largest_model, surely_too_large
+from deepoffload.estimate.recording import DryRun
 from deepoffload.estimate.states import estimate_model_states_mem_needs_all_live
 from deepoffload.estimate.step_time import OpTimes
-from deepoffload.estimate.subject import Batch, Subject, from_config, from_counts
+from deepoffload.estimate.subject import LENGTH, Batch, Subject, from_config, from_counts
 
 EXIT_OK, EXIT_DOES_NOT_FIT, EXIT_USAGE = 0, 1, 2
 BUDGET_POINTS = 12
@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
         print("\n".join(report.comparison(zero_infinity.compare_bandwidths())))
     if not (options.config or options.parameters or options.largest):
         return EXIT_OK
-    batch, config = Batch(options.batch, options.seq), _config(options)
+    batch, config = Batch(options.batch, options.seq or LENGTH), _config(options)
     if options.largest:
         found = largest_model(
             _machine(options), config, batch, checkpointing=options.checkpointing, vocabulary=options.vocabulary
@@ -104,7 +104,13 @@ def _config(options: argparse.Namespace) -> Config:
 
 def _subject(options: argparse.Namespace, batch: Batch) -> Subject:
     if options.config:
-        return from_config(options.config, batch, checkpointing=options.checkpointing, arithmetic=options.arithmetic)
+        return from_config(
+            options.config,
+            batch,
+            checkpointing=options.checkpointing,
+            arithmetic=options.arithmetic,
+            may_shorten=options.seq is None,
+        )
     return from_counts(
         options.parameters,
         options.layers,

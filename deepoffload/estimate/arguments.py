@@ -29,7 +29,7 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     model.add_argument("--largest", action="store_true", help="find the largest decoder that fits instead")
     work = parser.add_argument_group("work")
     work.add_argument("--batch", type=_count, default=1, metavar="N", help="sequences in a micro-batch")
-    work.add_argument("--seq", type=_count, default=1024, metavar="N", help="tokens in a sequence")
+    work.add_argument("--seq", type=_count, metavar="N", help="tokens in a sequence; not said: 1024, or what it takes")
     work.add_argument("--accumulation", type=_count, default=1, metavar="N", help="micro-batches in a step")
     work.add_argument("--checkpointing", action="store_true", help="recompute activations")
     work.add_argument("--precision", choices=("bf16", "fp32", "fp16"), default="bf16")

@@ -6,137 +6,22 @@ of a step is the program itself: checkpointing, precision, the loss, everything 
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from deepoffload.errors import UsageError
-from deepoffload.params.torch_private import TorchDispatchMode, fake_device, fake_tensors, tree_flatten, tree_map
+from deepoffload.estimate.recording import DryRun, Recording
+from deepoffload.estimate.tracker import Fakes, LoopSeen, Tracker
+from deepoffload.params.torch_private import (
+    depends_on_values,
+    fake_tensors,
+)
 from deepoffload.runtime.compute_types import KEEP_TYPES, ComputeTypes
 
 LossOf = Callable[[Callable[..., Any]], Tensor]
 """Calls the model it is given (once, with any inputs) and returns the loss."""
-
-MALLOC_CHUNK_MAX_BYTES = 32 << 20
-"""Larger chunks are mapped and given back when freed (mallopt(3), ``M_MMAP_THRESHOLD``)."""
-
-_ATTENTION_BACKWARD = 2.5
-"""Matrix products in the backward of fused attention for one pair in its forward: five for two (FlashAttention,
-arXiv 2205.14135, algorithm 4)."""
-
-
-CALLS_APART = 4
-"""The first calls of a kernel in a visit are told apart; this one and all behind it are one."""
-
-
-@dataclass(frozen=True)
-class Op:
-    """One kind of kernel call: what is called, with tensors of which shapes, strides and types."""
-
-    name: str
-    tensors: tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]
-    flops: int
-    nbytes: int
-
-
-@dataclass
-class Visit:
-    """A stretch of the program in which one set of units is used: a forward or a backward, and its kernel calls.
-
-    ``landed``: parameters of each unit whose gradients are complete in it.
-    """
-
-    backward: bool
-    units: tuple[int, ...]
-    ops: Counter[Op] = field(default_factory=Counter)
-    landed: Counter[int] = field(default_factory=Counter)
-
-    @property
-    def flops(self) -> int:
-        return sum(op.flops * count for op, count in self.ops.items())
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """What one forward and backward takes.
-
-    saved_bytes: activations alive when the forward ends (the loss among them). head_bytes: those of them that were made
-    after the last unit was entered: logits and what the loss keeps. peak_bytes: most bytes alive at a time without
-    weights, buffers and landed gradients; gradients count until they have landed. largest_chunk_bytes: the
-    largest tensor that ``malloc`` takes from its heap. recomputes: whether backward runs parts of the forward again
-    (activation checkpointing). calls: how to repeat each kernel.
-    """
-
-    visits: tuple[Visit, ...]
-    saved_bytes: int
-    head_bytes: int
-    peak_bytes: int
-    forward_peak_bytes: int
-    largest_chunk_bytes: int
-    recomputes: bool
-    calls: Mapping[Op, tuple[Any, tuple[Any, ...], dict[str, Any]]]
-
-    @property
-    def flops(self) -> int:
-        return sum(visit.flops for visit in self.visits)
-
-
-@dataclass
-class LiveBytes:
-    """What happens to live bytes in a part of a visit: a visit is one span, or two where the forward ends in it.
-
-    ``net_bytes``: more at its end than at its beginning. ``over_bytes``: most at a time, over those at its beginning;
-    ``over_by_call``: after the first calls of each kernel, and most after all others. ``freed``: of bytes that another
-    visit made, by the number of that visit. ``after_forward``: of the backward.
-    """
-
-    visit: int
-    after_forward: bool
-    net_bytes: int = 0
-    over_bytes: int = 0
-    over_by_call: dict[tuple[Op, int], int] = field(default_factory=dict)
-    freed: Counter[int] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True)
-class Recording:
-    """A run of forward and backward, visit by visit. ``made_bytes``: of each tensor that a kernel makes.
-
-    The other attributes are those of :class:`DryRun`.
-    """
-
-    visits: tuple[Visit, ...]
-    spans: tuple[LiveBytes, ...]
-    made_bytes: Mapping[Op, tuple[int, ...]]
-    head_bytes: int
-    largest_chunk_bytes: int
-    recomputes: bool
-    calls: Mapping[Op, tuple[Any, tuple[Any, ...], dict[str, Any]]]
-
-    def summary(self) -> DryRun:
-        live = peak = saved = forward_peak = 0
-        for span in self.spans:
-            if not span.after_forward:
-                saved, forward_peak = live + span.net_bytes, max(peak, live + span.over_bytes)
-            peak = max(peak, live + span.over_bytes)
-            live += span.net_bytes
-        return DryRun(
-            visits=tuple(visit for visit in self.visits if visit.ops or visit.units),
-            saved_bytes=saved,
-            head_bytes=self.head_bytes,
-            peak_bytes=peak,
-            forward_peak_bytes=forward_peak,
-            largest_chunk_bytes=self.largest_chunk_bytes,
-            recomputes=self.recomputes,
-            calls=self.calls,
-        )
 
 
 def dry_run(
@@ -151,12 +36,9 @@ def dry_run(
     return record(model, loss_of, windows=windows, unit_of=unit_of, types=types).summary()
 
 
-class LoopSeen(Exception):
-    """A recording was given up: the forward calls the same kernels again and again. ``visits``: until then."""
-
-    def __init__(self, visits: tuple[Visit, ...]) -> None:
-        super().__init__("the forward is a loop")
-        self.visits = visits
+class NeedsValues(UsageError):
+    """A model cannot be run on shapes: what it does next depends on the values of a tensor (which expert a token takes,
+    where a kernel is called for each expert)."""
 
 
 def record(
@@ -178,12 +60,13 @@ def record(
         calls_max: how often one visit of the forward may call one kernel with tensors of the same shapes.
 
     Raises:
-        UsageError: the model cannot run without data (it looks at values), or gives no loss.
+        NeedsValues: the model looks at values, which nobody has.
+        UsageError: it cannot run for another reason, or gives no loss.
         LoopSeen: there were more calls than ``calls_max``.
     """
     with fake_tensors():
-        fakes = _Fakes(model, types)
-        tracker = _Tracker(fakes, unit_of or {}, calls_max)
+        fakes = Fakes(model, types)
+        tracker = Tracker(fakes, unit_of or {}, calls_max)
         with tracker.hooked(windows), tracker:
             try:
                 fakes.run(model, lambda: _step(model, loss_of, tracker))
@@ -191,10 +74,7 @@ def record(
             except (UsageError, LoopSeen):
                 raise
             except Exception as error:
-                raise UsageError(
-                    f"{type(model).__name__} cannot be run on shapes alone ({type(error).__name__}: {error}); give a "
-                    "loss function that suits it, or the number of parameters, layers and the hidden size instead"
-                ) from error
+                raise _refusal(model, error) from error
     return Recording(
         visits=tuple(tracker.visits),
         spans=tuple(tracker.spans),
@@ -206,7 +86,21 @@ def record(
     )
 
 
-def _step(model: nn.Module, loss_of: LossOf, tracker: _Tracker) -> None:
+def _refusal(model: nn.Module, error: Exception) -> UsageError:
+    name, reason = type(model).__name__, f"{type(error).__name__}: {error}".splitlines()[0]
+    if depends_on_values(error):
+        return NeedsValues(
+            f"{name} cannot be run on shapes alone: what it computes depends on values ({reason}). Give the number of "
+            "parameters, layers and the hidden size instead; the memory for weights, gradients and optimizer state is "
+            "right then, seconds and activations are those of a model without experts"
+        )
+    return UsageError(
+        f"{name} cannot be run on shapes alone ({reason}); give a loss function that suits it, or the number of "
+        "parameters, layers and the hidden size instead"
+    )
+
+
+def _step(model: nn.Module, loss_of: LossOf, tracker: Tracker) -> None:
     loss = loss_of(model)
     if not isinstance(loss, Tensor):
         raise UsageError(f"the model gave a {type(loss).__name__} where a loss tensor was expected")
@@ -214,233 +108,3 @@ def _step(model: nn.Module, loss_of: LossOf, tracker: _Tracker) -> None:
         loss = loss.sum()
     tracker.end_forward()
     loss.backward()
-
-
-class _Whole(nn.Module):
-    """Runs something while a model has other parameters, until the end of it: backward may call the model again."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, run: Callable[[], None]) -> None:
-        run()
-
-
-class _Fakes:
-    """Parameters and buffers without bytes, for a call in the place of a model's own."""
-
-    def __init__(self, model: nn.Module, types: ComputeTypes) -> None:
-        self.by_name: dict[str, Tensor] = {}
-        self.params: list[tuple[nn.Parameter, Tensor]] = []
-        for name, param in model.named_parameters():
-            fake = torch.empty(param.shape, dtype=types.of(param), requires_grad=param.requires_grad)
-            self.by_name[name] = fake
-            self.params.append((param, fake))
-        converted = {id(buffer): dtype for buffer, dtype in types.buffers}
-        for name, buffer in model.named_buffers():
-            self.by_name[name] = torch.empty(buffer.shape, dtype=converted.get(id(buffer), buffer.dtype))
-
-    def run(self, model: nn.Module, run: Callable[[], None]) -> None:
-        """Call ``run`` while ``model`` has these in place of its parameters."""
-        state = {f"model.{name}": fake for name, fake in self.by_name.items()}
-        torch.func.functional_call(_Whole(model), state, (run,))
-
-
-class _Tracker(TorchDispatchMode):
-    """Sees every kernel call: counts what is alive, and who computes."""
-
-    def __init__(self, fakes: _Fakes, unit_of: Mapping[int, int], calls_max: int | None) -> None:
-        super().__init__()
-        self.head_bytes = 0
-        self.in_backward = False
-        self.visits: list[Visit] = [Visit(False, ())]
-        self.spans: list[LiveBytes] = [LiveBytes(0, False)]
-        self.largest_chunk_bytes = 0
-        self.recomputes = False
-        self.calls: dict[Op, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
-        self.made_bytes: dict[Op, tuple[int, ...]] = {}
-        self._calls_max = calls_max
-        self._over = False
-        self._sizes: dict[int, tuple[int, int]] = {}  # bytes, and the number of the visit that made them
-        self._since_entry: set[int] = set()
-        self._unit_by_storage: dict[int, int] = {}
-        self._unit_by_param: dict[int, int] = {}
-        self._unit_of = unit_of
-        self._inside: list[tuple[int, ...]] = []
-        for tensor in fakes.by_name.values():
-            self._sizes[tensor.untyped_storage()._cdata] = (0, 0)
-        self._fakes = fakes
-        for param, fake in fakes.params:
-            unit = unit_of.get(id(param))
-            if unit is not None:
-                self._unit_by_storage[fake.untyped_storage()._cdata] = unit
-                self._unit_by_param[id(fake)] = unit
-
-    # -- who is used -----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def hooked(self, windows: Sequence[nn.Module]) -> Any:
-        """Hooks where the engine has its own: entering and leaving windows, unpacked weights, landed gradients."""
-        with ExitStack() as stack:
-            for module in windows:
-                # dict.fromkeys keeps one of each and their order, which sets do not
-                units = tuple(
-                    dict.fromkeys(self._unit_of[id(p)] for p in module.parameters() if id(p) in self._unit_of)
-                )
-                stack.callback(module.register_forward_pre_hook(self._enter(units)).remove)
-                # always: checkpointing ends a recomputation with an exception, inside the last module it needs
-                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
-            for _, fake in self._fakes.params:
-                if fake.requires_grad:
-                    stack.callback(fake.register_post_accumulate_grad_hook(self._land).remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
-            yield
-
-    def _enter(self, units: tuple[int, ...]) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._inside.append(units)
-            self._visit(False, units)
-            self.recomputes |= self.in_backward
-            if not self.in_backward:
-                self._since_entry.clear()
-
-        return enter
-
-    def _leave(self, *_: Any) -> None:
-        self._inside.pop()
-
-    def _visit(self, backward: bool, units: tuple[int, ...]) -> None:
-        if (self.visits[-1].backward, self.visits[-1].units) != (backward, units):
-            self.visits.append(Visit(backward, units))
-            self._begin_span()
-
-    def _begin_span(self) -> None:
-        self.spans.append(LiveBytes(len(self.visits) - 1, self.in_backward))
-
-    def _pack(self, tensor: Tensor) -> Any:
-        unit = self._unit_by_storage.get(tensor.untyped_storage()._cdata)
-        return tensor if unit is None else (unit, tensor)
-
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, tuple):
-            self._visit(True, packed[:1])
-            return packed[1]
-        return packed
-
-    def _land(self, param: Tensor) -> None:
-        unit = self._unit_by_storage.get(param.untyped_storage()._cdata)
-        if unit is not None:
-            self._visit(True, (unit,))
-            self.visits[-1].landed[unit] += 1
-        param.grad = None
-
-    def _note_doors(self, args: tuple[Any, ...]) -> None:
-        """What a kernel takes of weights that no window shows: such a use passes the parameter's own door."""
-        for arg in args:
-            for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
-                unit = self._unit_by_param.get(id(tensor))
-                if unit is not None and not (self._inside and unit in self._inside[-1]):
-                    self._visit(False, (unit,))
-
-    # -- what it takes ---------------------------------------------------------------------------------------------
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default and isinstance(args[0], Tensor):
-            return fake_device(args[0])  # autograd asks this more often than it calls kernels
-        if not self.in_backward or self._inside:
-            self._note_doors(args)
-        out = func(*args, **kwargs)
-        if func.namespace == "prim":
-            return out
-        made = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
-        fresh = tuple(self._note(tensor) for tensor in made)
-        if not func.is_view and made:
-            self._count(func, args, kwargs, out, made, fresh)
-        return out
-
-    def _note(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._sizes:
-            return 0
-        size = storage.nbytes()
-        self._sizes[key] = (size, len(self.visits) - 1)
-        self._since_entry.add(key)
-        self._change(size)
-        if size <= MALLOC_CHUNK_MAX_BYTES:
-            self.largest_chunk_bytes = max(self.largest_chunk_bytes, size)
-        weakref.finalize(storage, self._gone, key).atexit = False
-        return size
-
-    def _gone(self, key: int) -> None:
-        if self._over:
-            return  # of what the model itself keeps until it is called again
-        size, made_in = self._sizes.pop(key)
-        if made_in != len(self.visits) - 1:
-            self.spans[-1].freed[made_in] += size
-        self._change(-size)
-        self._since_entry.discard(key)
-
-    def _change(self, nbytes: int) -> None:
-        span = self.spans[-1]
-        span.net_bytes += nbytes
-        span.over_bytes = max(span.over_bytes, span.net_bytes)
-
-    def end(self) -> None:
-        self._over = True
-
-    def end_forward(self) -> None:
-        self.head_bytes = sum(self._sizes[key][0] for key in self._since_entry)
-        self.in_backward = True
-        self._begin_span()
-
-    def _count(
-        self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, made: list[Tensor], fresh: tuple[int, ...]
-    ) -> None:
-        taken = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-        nbytes = sum(_dense_bytes(t) for t in (*taken, *made))
-        key = tuple((tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in taken)
-        op = Op(str(func), key, _flops(func, args, kwargs, out), nbytes)
-        ops, span = self.visits[-1].ops, self.spans[-1]
-        ops[op] += 1
-        call = op, min(ops[op], CALLS_APART)
-        span.over_by_call[call] = max(span.over_by_call.get(call, span.net_bytes), span.net_bytes)
-        if op not in self.calls:
-            self.calls[op] = (func, *tree_map(_shape_only, (args, kwargs)))
-            self.made_bytes[op] = fresh
-        if self._calls_max is not None and ops[op] > self._calls_max and not self.in_backward:
-            raise LoopSeen(tuple(self.visits))
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A tensor argument, to be made again with any values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _shape_only(value: Any) -> Any:
-    return Shape(tuple(value.shape), tuple(value.stride()), value.dtype) if isinstance(value, Tensor) else value
-
-
-def _dense_bytes(tensor: Tensor) -> int:
-    """Bytes that a pass over the tensor touches; an expanded dimension is one element."""
-    numel = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        numel *= size if stride else min(size, 1)
-    return numel * tensor.element_size()
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    if "attention_for_cpu" in str(func):
-        first = 1 if "backward" in str(func) else 0  # the gradient of the output comes before query and key
-        query, key = args[first], args[first + 1]
-        batch, heads, length, width = query.shape
-        forward = 4 * batch * heads * length * key.shape[2] * width
-        return int(forward * _ATTENTION_BACKWARD) if first else int(forward)
-    formula = flop_registry.get(func._overloadpacket)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))

@@ -43,7 +43,7 @@ def _inputs(model: Any, names: set[str], size: int, length: int, dtype: torch.dt
     if "input_values" in names:
         stride = math.prod(getattr(config, "conv_stride", ()) or (_SOUND_STRIDE,))
         inputs["input_values"] = torch.zeros(size, stride * (length + 1), dtype=dtype)
-    tokens = torch.zeros(size, min(length, _longest(config, length)), dtype=torch.int64)
+    tokens = torch.zeros(size, length, dtype=torch.int64)
     if "input_ids" in names:
         inputs["input_ids"] = tokens
     told = "ForCausalLM" in kind or kind.endswith(("LMHeadModel", "ForMaskedLM"))
@@ -60,13 +60,6 @@ def _picture(config: Any) -> tuple[int, int, int]:
     side = getattr(seen, "image_size", None) or 224
     height, width = (side, side) if isinstance(side, int) else tuple(side)[-2:]
     return int(getattr(seen, "num_channels", 3)), int(height), int(width)
-
-
-def _longest(config: Any, length: int) -> int:
-    """The most tokens that the text part of a model of pictures or sound takes."""
-    text = getattr(config, "text_config", None)
-    limits = (getattr(config, "max_target_positions", None), getattr(text, "max_position_embeddings", None))
-    return min((limit for limit in limits if limit), default=length)
 
 
 def _first_float(model: Any, out: Any) -> Tensor:

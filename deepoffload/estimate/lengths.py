@@ -8,29 +8,17 @@ fourth one checks it to the unit, and so does the beginning of the run on the lo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from itertools import groupby
-from typing import Any
-
-from torch import nn
+from typing import Any, Protocol
 
 from deepoffload.errors import UsageError
-from deepoffload.estimate.dry_run import (
-    MALLOC_CHUNK_MAX_BYTES,
-    LiveBytes,
-    LoopSeen,
-    LossOf,
-    Op,
-    Recording,
-    Shape,
-    Visit,
-    record,
-)
+from deepoffload.estimate.dry_run import LossOf, NeedsValues
 from deepoffload.estimate.progress import Report, silent
-from deepoffload.runtime.compute_types import ComputeTypes
+from deepoffload.estimate.recording import LiveBytes, NotRegular, Op, Recording, Shape, Visit
+from deepoffload.estimate.tracker import MALLOC_CHUNK_MAX_BYTES, LoopSeen
 
 LENGTHS = (6, 7, 9, 10)
 """The lengths that are run; the last one checks. Models have sizes like 4, 8 and 16: at those, kernels that differ
@@ -38,10 +26,6 @@ would look alike."""
 
 CALLS_MAX = 64
 """So many calls of one kernel, with tensors of the same shapes, in one use of a unit are a loop over tokens perhaps."""
-
-
-class NotRegular(Exception):
-    """The runs of several lengths are not those of one polynomial."""
 
 
 @dataclass(frozen=True)
@@ -52,48 +36,62 @@ class ByLength:
     loss_at: Callable[[int], LossOf]
 
 
-def record_quickly(
-    model: nn.Module,
-    loss_of: LossOf,
-    by_length: ByLength | None,
-    *,
-    windows: Sequence[nn.Module],
-    unit_of: Mapping[int, int],
-    types: ComputeTypes,
-    progress: Report = silent,
-) -> Recording:
-    """As :func:`deepoffload.estimate.dry_run.record`, and a loop over many tokens is run for few of them only.
+class Runs(Protocol):
+    """How a model is run: ``checked`` with layers enough to see that those that repeat do the same, ``least`` without
+    that. ``least_of`` and ``checked_of`` make of the one recording the other, or raise ``NotRegular``: then all layers
+    have to be run."""
+
+    def checked(self, loss_of: LossOf, calls_max: int | None = None) -> Recording: ...
+
+    def least(self, loss_of: LossOf) -> Recording: ...
+
+    def least_of(self, checked: Recording) -> Recording: ...
+
+    def checked_of(self, least: Recording) -> Recording: ...
+
+
+def record_quickly(runs: Runs, loss_of: LossOf, by_length: ByLength | None, progress: Report = silent) -> Recording:
+    """``runs.checked(loss_of)``, where a loop over many tokens is run for few of them only. Raises ``NotRegular`` as
+    ``runs`` does.
 
     Where the short runs do not tell, the model is run as it is: that takes a millisecond for each kernel call.
     """
-    run = partial(record, model, windows=windows, unit_of=unit_of, types=types)
     if by_length is None or by_length.length <= CALLS_MAX:
-        return run(loss_of)
+        return runs.checked(loss_of)
     try:
-        return run(loss_of, calls_max=CALLS_MAX)
+        return runs.checked(loss_of, calls_max=CALLS_MAX)
     except LoopSeen as seen:
-        try:
-            found = at_length(lambda length: run(by_length.loss_at(length)), by_length.length, seen.visits)
-        except UsageError:
-            found = None  # perhaps it takes no short sequences
+        found = _from_short_runs(runs, by_length, seen.visits)
     if found is None:
         progress(f"every kernel call of a loop over {by_length.length} tokens; fewer tokens take less time")
-        return run(loss_of)
+        return runs.checked(loss_of)
     return found
 
 
-def at_length(
-    record_at: Callable[[int], Recording], length: int, beginning: Sequence[Visit], lengths: Sequence[int] = LENGTHS
-) -> Recording | None:
-    """The recording of a run on sequences of ``length`` tokens, from runs on ``lengths``.
+def _from_short_runs(runs: Runs, by_length: ByLength, beginning: Sequence[Visit]) -> Recording | None:
+    """What layers repeat is checked at the first length only, if the others can do without."""
+    first, length = LENGTHS[0], by_length.length
+    try:
+        checked = runs.checked(by_length.loss_at(first))
+        least = {first: runs.least_of(checked)}
+        found = at_length(lambda n: least.get(n) or runs.least(by_length.loss_at(n)), length)
+        if found is not None:
+            found = runs.checked_of(found)
+        elif least[first] is not checked:  # perhaps what is around the layers depends on their number
+            found = at_length(lambda n: checked if n == first else runs.checked(by_length.loss_at(n)), length)
+    except NeedsValues:
+        raise
+    except UsageError:
+        return None  # perhaps it takes no short sequences
+    return found if found is not None and _begins_so(found, beginning) else None
 
-    Args:
-        record_at: runs the model on sequences of so many tokens.
-        beginning: visits of the run on the long sequence, the last of them not complete.
+
+def at_length(record_at: Callable[[int], Recording], length: int, lengths: Sequence[int] = LENGTHS) -> Recording | None:
+    """The recording of a run on sequences of ``length`` tokens, from runs on ``lengths`` (``record_at`` makes them).
 
     Returns:
-        None where the runs do not tell: they follow no polynomial of the second degree, the number of calls does not
-        depend on the length, or the long run begins in another way.
+        None where the runs do not tell: they follow no polynomial of the second degree, or the number of calls does not
+        depend on the length.
     """
     runs: list[Recording] = []
     for each in lengths:
@@ -101,10 +99,9 @@ def at_length(
         if len(runs) == 2 and _num_calls(runs[0]) == _num_calls(runs[1]):
             return None
     try:
-        found = _Fit(lengths, length).recording(runs)
+        return _Fit(lengths, length).recording(runs)
     except NotRegular:
         return None
-    return found if _begins_so(found, beginning) else None
 
 
 def _num_calls(run: Recording) -> int:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from deepoffload import machine as limits
-from deepoffload.estimate.dry_run import DryRun, Op, Shape
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.overheads import measure_overheads
 from deepoffload.estimate.progress import Report, silent
+from deepoffload.estimate.recording import DryRun, Op, Shape
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.probe import measure_bandwidth
 from deepoffload.io.swap_files import check_paths

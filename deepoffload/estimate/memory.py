@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepoffload.estimate.blocks import BlockPlan
-from deepoffload.estimate.dry_run import DryRun
+from deepoffload.estimate.recording import DryRun
 from deepoffload.schedule.cost_model import BlockKind
 
 RUNTIME_BYTES = 15 << 20

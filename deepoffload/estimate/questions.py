@@ -14,12 +14,12 @@ from deepoffload.errors import ConfigError, PlacementError
 from deepoffload.estimate.blocks import UNBOUNDED_BYTES, BlockPlan, plan_blocks, smallest_capacity
 from deepoffload.estimate.checks import positive_integer
 from deepoffload.estimate.decoder import DecoderShape
-from deepoffload.estimate.dry_run import DryRun
-from deepoffload.estimate.lengths import ByLength, record_quickly
+from deepoffload.estimate.lengths import ByLength
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.memory import MemoryEstimate, estimate_memory
 from deepoffload.estimate.progress import Report, silent
-from deepoffload.estimate.repeats import dry_run_once_per_layer
+from deepoffload.estimate.recording import DryRun
+from deepoffload.estimate.repeats import dry_run_quickly
 from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_step
 from deepoffload.estimate.subject import Batch, Subject, from_shape
 from deepoffload.runtime.compute_types import ComputeTypes, compute_types
@@ -204,9 +204,7 @@ def _run(subject: Subject, blocks: BlockPlan, types: ComputeTypes, progress: Rep
     bare = all(param.is_meta for param in subject.module.parameters())
     said: dict[str, Any] = {"windows": blocks.modules, "unit_of": blocks.unit_of, "types": types, "progress": progress}
     by_length = None if subject.loss_at is None else ByLength(subject.batch.length, subject.loss_at)
-    if bare:
-        return dry_run_once_per_layer(subject.module, subject.loss_of, by_length=by_length, **said)
-    return record_quickly(subject.module, subject.loss_of, by_length, **said).summary()
+    return dry_run_quickly(subject.module, subject.loss_of, may_shorten=bare, by_length=by_length, **said)
 
 
 _MODEL_ROWS = ("weights", "gradients", "optimizer state", "slots for state", "prefetch window")

@@ -56,8 +56,9 @@ _NOT_COUNTED = {
 }
 
 
-def shape_in(settings: Mapping[str, Any], file: Path) -> DecoderShape:
-    """The decoder with the sizes in ``settings``: gated perceptrons, grouped attention and experts are counted.
+def shape_in(settings: Mapping[str, Any], file: Path) -> tuple[DecoderShape, tuple[str, ...]]:
+    """The decoder with the sizes in ``settings``: gated perceptrons, grouped attention and experts are counted. And
+    what ``settings`` do not say, so that it was assumed.
 
     Raises:
         ConfigError: a size is missing or makes no sense, or the model is no decoder of equal layers.
@@ -75,12 +76,38 @@ def shape_in(settings: Mapping[str, Any], file: Path) -> DecoderShape:
     if "experts" in sizes and "experts_per_token" not in sizes:
         raise ConfigError(f"{file}: has experts and no num_experts_per_tok, so their work is not known")
     sizes.setdefault("heads", max(1, sizes["hidden"] // 64))
-    positions = next((settings[key] for key in _LEARNED_POSITIONS if settings.get(key)), 0)
+    positions = next(
+        (positive_integer(f"{file}: {key}", settings[key]) for key in _LEARNED_POSITIONS if settings.get(key)), 0
+    )
     activation = str(settings.get("hidden_act") or settings.get("activation_function") or "")
     family = str(settings.get("model_type", ""))
     gated = activation in _GATED or family.startswith(_GATED_FAMILIES)
     tied = bool(settings.get("tie_word_embeddings", True))
-    return DecoderShape(**sizes, gated=gated, tied=tied, positions=int(positions), biased=not gated)
+    shape = DecoderShape(**sizes, gated=gated, tied=tied, positions=positions, biased=not gated)
+    return shape, _assumed(settings, shape, activation)
+
+
+def _assumed(settings: Mapping[str, Any], shape: DecoderShape, activation: str) -> tuple[str, ...]:
+    """What the count takes for granted."""
+    because = f"hidden_act is {activation!r}" if activation else "there is no hidden_act"
+    perceptrons = "three matrices" if shape.gated else "two matrices"
+    biases = "with biases" if shape.biased else "without biases"
+    assumed = [f"perceptrons of {perceptrons}, linear layers {biases} ({because})"]
+    if settings.get("tie_word_embeddings") is None:
+        assumed.append("the head shares the embedding's weights (there is no tie_word_embeddings)")
+    if not _says(settings, "heads"):
+        assumed.append(f"{shape.heads} heads (there is no num_attention_heads)")
+    if not _says(settings, "kv_heads"):
+        assumed.append("as many heads of keys and values as of queries (there is no num_key_value_heads)")
+    if not _says(settings, "intermediate"):
+        assumed.append(f"perceptrons 4 x hidden size wide, {shape.inner} (there is no intermediate_size)")
+    if not shape.positions:
+        assumed.append("no learned positions (there is no n_positions)")
+    return tuple(assumed)
+
+
+def _says(settings: Mapping[str, Any], ours: str) -> bool:
+    return any(settings.get(key) is not None for key in _FIELDS[ours])
 
 
 def _refuse(settings: Mapping[str, Any], file: Path) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from deepoffload.estimate.blocks import BlockPlan
 from deepoffload.estimate.coarser import coarser
-from deepoffload.estimate.dry_run import DryRun, Op
 from deepoffload.estimate.machine import MachineSpec
+from deepoffload.estimate.recording import DryRun, Op
 from deepoffload.params.prefetcher import BUSY_TRANSFERS, EVENTS_PER_PLAN, WRITE_BEHIND_SHARE
 from deepoffload.schedule.clock import StepTimes, TimedRun, TimedUse, steady_step
 from deepoffload.schedule.cost_model import BlockKind, Workload, update_seconds

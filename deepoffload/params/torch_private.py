@@ -8,6 +8,7 @@ at import.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType, FunctionType
@@ -274,11 +275,38 @@ def place_in_distributed_file(file: str, begin: int, nbytes: int) -> Any:
     return _need(filesystem, "_StorageInfo")(file, begin, nbytes)
 
 
-def fake_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Operations have shapes and no bytes inside. Imported when it is used: it takes a quarter of a second."""
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Operations have shapes and no bytes inside. Imported when it is used: it takes a quarter of a second.
+
+    torch logs an operation that fails, with its traceback, and raises the error, too; here it only raises it.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was = logger.disabled
+    logger.disabled = True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        logger.disabled = was
+
+
+class DirectDispatchMode(TorchDispatchMode):
+    """A mode whose ``__torch_dispatch__`` torch does not wrap to keep its compiler out: nobody compiles under it, and
+    the wrapper takes microseconds for every operation."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def depends_on_values(error: BaseException) -> bool:
+    """Whether an operation failed under :func:`fake_tensors` because its result depends on values."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
 
 
 def fake_device(tensor: Tensor) -> torch.device:

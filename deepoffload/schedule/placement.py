@@ -234,7 +234,8 @@ class _Problem:
         set_up_bytes: int,
     ) -> None:
         self._ids, self._kind, self._nbytes, units = columns
-        if len(np.unique(self._ids)) != len(self._ids):
+        ids = np.sort(self._ids)  # np.unique takes thirty times as long
+        if (ids[1:] == ids[:-1]).any():
             raise ValueError("block ids must be unique")
         self.total_bytes = int(self._nbytes.sum())
         self._kept = self._among(keep)

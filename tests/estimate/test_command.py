@@ -181,12 +181,26 @@ def test_mistakes_are_named(arguments, named, capsys):
         ('{"model_type": ["llama"]}', "model_type"),
         ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "num_hidden_layers"),
         ('{"model_type": "llama", "rope_theta": NaN}', "NaN"),
+        (
+            '{"model_type": "llama", "num_hidden_layers": 0}',
+            "num_hidden_layers = 0: expected a whole number of at least 1",
+        ),
+        ('{"model_type": "llama", "num_hidden_layers": -3}', "num_hidden_layers = -3"),
+        ('{"model_type": "llama", "num_hidden_layers": 2.5}', "num_hidden_layers = 2.5"),
+        ('{"model_type": "llama", "num_hidden_layers": true}', "num_hidden_layers = True"),
+        ('{"model_type": "llama", "hidden_size": 1e999}', "hidden_size = inf"),
+        ('{"model_type": "gpt2", "n_embd": 1000000000000}', "n_embd = 1,000,000,000,000: more than any model has"),
+        ('{"model_type": "clip", "text_config": {"num_hidden_layers": 0}}', "text_config: num_hidden_layers = 0"),
+        ('{"model_type": "llama", "architectures": [5]}', "architectures = [5]"),
+        ('{"model_type": "llama", "architectures": ["BertModel"]}', "architectures names BertModel"),
+        ("[" * 100_000, "nested more deeply"),
     ],
 )
 def test_configurations_that_no_model_has(settings, named, tmp_path, capsys):
     (tmp_path / "config.json").write_text(settings)
     assert main(["--config", str(tmp_path)]) == 2
-    assert named in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert named in said and said.count("\n") == 1 and "config.json" in said
 
 
 @pytest.mark.parametrize("arguments", [["--layers", "0"], ["--batch", "-1"], ["--host-budget", "lots"]])

@@ -13,8 +13,8 @@ from torch import nn
 
 from deepoffload.config import Config, Precision
 from deepoffload.estimate import Batch, MachineSpec, Subject, estimate, from_config
-from deepoffload.estimate.dry_run import DryRun
 from deepoffload.estimate.lengths import CALLS_MAX
+from deepoffload.estimate.recording import DryRun
 
 BF16 = Config(precision=Precision.BF16)
 LENGTH = CALLS_MAX + 16

@@ -17,8 +17,10 @@ from deepoffload.estimate import Batch, MachineSpec, Subject, estimate, from_con
 from deepoffload.estimate.blocks import UNBOUNDED_BYTES, plan_blocks, smallest_capacity
 from deepoffload.estimate.coarser import coarser
 from deepoffload.estimate.decoder import Decoder
-from deepoffload.estimate.dry_run import DryRun, dry_run
-from deepoffload.estimate.repeats import dry_run_once_per_layer, find_repeats
+from deepoffload.estimate.dry_run import dry_run
+from deepoffload.estimate.layers import find_stacks
+from deepoffload.estimate.recording import DryRun
+from deepoffload.estimate.repeats import dry_run_quickly
 from deepoffload.estimate.step_time import estimate_step
 from deepoffload.runtime.compute_types import compute_types
 from deepoffload.schedule.cost_model import StepOverlap, Workload
@@ -70,7 +72,7 @@ def differences(subject: Subject, *, split: bool) -> list[str]:
     layers = {id(module): len(list(module.children())) for module in subject.module.modules()}
     assert subject.loss_of is not None
     said = {"windows": blocks.modules, "unit_of": blocks.unit_of, "types": compute_types(BF16, [subject.module])}
-    fast = dry_run_once_per_layer(subject.module, subject.loss_of, **said)
+    fast = dry_run_quickly(subject.module, subject.loss_of, **said)
     assert layers == {id(module): len(list(module.children())) for module in subject.module.modules()}
     whole = dry_run(subject.module, subject.loss_of, **said)
     names = [field.name for field in fields(DryRun) if field.name != "calls"]
@@ -87,7 +89,7 @@ def test_a_run_of_few_layers_tells_what_the_whole_model_does(tmp_path: Path, che
         file = tmp_path / "config.json"
         file.write_text(json.dumps({**settings, "architectures": [kind]}))
         subject = from_config(file, Batch(1, 16), checkpointing=checkpointing)
-        assert find_repeats(subject.module), kind
+        assert find_stacks(subject.module), kind
         for split in (False, True) if kind in SPLIT else (False,):
             wrong += [f"{kind}, split {split}: {name}" for name in differences(subject, split=split)]
     assert not wrong, wrong
@@ -124,7 +126,46 @@ def test_layers_that_only_look_alike_are_run_one_by_one() -> None:
         with torch.device("meta"):
             model = kind()
         subject = Subject(model, "", "", Batch(1, 4), lambda call: call(torch.zeros(4, 8)))
-        assert find_repeats(model) and not differences(subject, split=False), kind
+        assert find_stacks(model) and not differences(subject, split=False), kind
+
+
+class Turns(nn.Module):
+    """Layers of several sorts take turns. The model asks by number of what sort a layer is, and what layers of one sort
+    share is let go behind the last of them."""
+
+    def __init__(self, sorts: str) -> None:
+        super().__init__()
+        self.sorts = sorts
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=sort != "c") for sort in sorts)
+        for layer, sort in zip(self.layers, sorts, strict=True):
+            layer.sort = sort
+        self.table = nn.Linear(8, 8)
+        self.ran: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.ran.append(len(self.layers))
+        x = self.table(x)
+        shared = x.detach().exp()
+        for number, layer in enumerate(self.layers):
+            y = layer(x * shared if self.sorts[number] == "b" else x)
+            x = x + {"a": torch.sin, "b": torch.tanh, "c": torch.exp}[self.sorts[number]](y)
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("sorts", "few", "fewest"),
+    [("a" * 12, 4, 3), ("aaab" * 6, 12, 8), ("acacbcac" * 4, 16, 8), ("aab" * 6 + "aa", 8, 5), ("ca" + "b" * 9, 6, 5)],
+)
+def test_layers_that_take_turns(sorts: str, few: int, fewest: int) -> None:
+    with torch.device("meta"):
+        model = Turns(sorts)
+    (stack,) = find_stacks(model)
+    for times, expected in ((2, few), (1, fewest)):
+        kept = stack.few(times, radius=1)
+        assert len(kept) == expected and all(sorts[number] == sorts[at] for at, number in enumerate(kept))
+    subject = Subject(model, "", "", Batch(1, 4), lambda call: call(torch.zeros(4, 8)))
+    assert not differences(subject, split=False)
+    assert model.ran == [few, len(sorts)]
 
 
 def test_larger_pieces_of_state_take_about_as_long() -> None:

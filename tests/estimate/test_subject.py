@@ -153,9 +153,20 @@ def test_what_sizes_do_not_tell_is_refused_with_the_reason(tmp_path):
 
 def test_sizes_are_not_taken_without_saying_so(tmp_path):
     file = written(tmp_path / "config.json", {**LLAMA, "model_type": "grandllama"})
-    (note,) = from_config(file).notes
+    note, assumed = from_config(file).notes
     assert "does not know the model type 'grandllama', so the sizes in it are taken" in note
-    assert not from_config(file, arithmetic=True).notes
+    assert "perceptrons of three matrices, linear layers without biases (hidden_act is 'silu')" in assumed
+    assert from_config(file, arithmetic=True).notes == (assumed,)
+    bare = {key: LLAMA[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size")}
+    (assumed,) = from_config(written(file, bare), arithmetic=True).notes
+    for guess in (
+        "two matrices",
+        "shares the embedding's weights",
+        "1 heads",
+        "as many heads",
+        "4 x hidden size wide, 256",
+    ):
+        assert guess in assumed
     with pytest.raises(ConfigError, match="does not know the model type 'grandllama'.*latent keys"):
         from_config(written(file, {**LLAMA, "model_type": "grandllama", "kv_lora_rank": 8}))
 
@@ -171,6 +182,51 @@ def test_transformers_that_cannot_be_imported_is_done_without(tmp_path):
         done.stderr
     )
     assert "by the sizes in it" in done.stdout
+
+
+SMALL_BERT = {
+    "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
+    "vocab_size": 64, "max_position_embeddings": 24,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({**SMALL_BERT, "architectures": ["BertForMaskedLM"]}, 24),
+        ({**SMALL_BERT, "model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 26}, 24),
+        ({"model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 1, "ffn_dim": 64,
+          "num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 24}, 24),
+        ({**GPT2, "n_positions": 24}, 24),
+        ({"model_type": "gptj", "n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8, "n_positions": 24,
+          "vocab_size": 64}, 24),
+    ],
+    ids=["bert", "roberta", "opt", "gpt2", "gptj"],
+)  # fmt: skip
+def test_a_model_has_as_many_tokens_as_its_table_has_positions(tmp_path, settings, most):
+    file = written(tmp_path / "config.json", settings)
+    subject = from_config(file)
+    assert subject.batch.length == most and f"has {most} positions" in subject.notes[0]
+    assert dry_run(subject.module, subject.loss_of, types=in_bf16(subject.module)).flops > 0
+    assert from_config(file, Batch(1, most)).batch.length == most
+    with pytest.raises(ConfigError, match=rf"has {most} positions, so .* cannot have {most + 1} tokens"):
+        from_config(file, Batch(1, most + 1))
+
+
+def test_positions_without_a_table_are_no_limit(tmp_path):
+    subject = from_config(written(tmp_path / "config.json", {**LLAMA, "max_position_embeddings": 24}), Batch(1, 40))
+    assert subject.batch.length == 40 and "states 24 positions" in subject.notes[0]
+
+
+def test_what_depends_on_values_is_refused_before_it_is_built(tmp_path):
+    """Switch Transformers ask which experts are used, and call a kernel for each."""
+    settings = {
+        "model_type": "switch_transformers", "d_model": 8, "d_kv": 8, "d_ff": 8, "num_layers": 9000, "num_heads": 1,
+        "num_decoder_layers": 9000, "num_experts": 2048, "num_sparse_encoder_layers": 9000, "vocab_size": 64,
+        "num_sparse_decoder_layers": 9000, "pad_token_id": 0, "decoder_start_token_id": 0,
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="depends on values .*nonzero.*Give the number of parameters"):
+        from_config(written(tmp_path / "config.json", settings))
 
 
 def test_a_config_that_is_not_there_or_no_json(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -17,87 +16,12 @@ from deepoffload.schedule.cost_model import (
     block_traffic,
     seconds_saved,
 )
-from deepoffload.schedule.table import Row, Totals, human_bytes, render
+from deepoffload.schedule.placement import BlockSpec, Placement, WorkingSet
+from deepoffload.schedule.table import Row, human_bytes
 
-__all__ = ["BlockSpec", "BlockKind", "Placement", "WorkingSet", "plan_placement"]
+__all__ = ["plan_placement"]
 
 _KINDS = (BlockKind.WEIGHT, BlockKind.GRADIENT, BlockKind.STATE)
-
-
-@dataclass(frozen=True)
-class BlockSpec:
-    """A block to be placed. ``nbytes``: what it takes in memory and on NVMe, alignment included. ``unit``: the unit it
-    belongs to; a unit without gradients is frozen, and its weights are never written."""
-
-    id: int
-    name: str
-    kind: BlockKind
-    nbytes: int
-    unit: int
-
-
-@dataclass(frozen=True)
-class WorkingSet:
-    """Memory through which the blocks that are not resident pass.
-
-    ``weight_bytes``: the largest set of weights that one event uses, and if there is room the largest other unit, too,
-    so that one is fetched while the other is used. ``gradient_bytes``: the largest gradient block.
-    ``ring_bytes``: ``ring_pieces`` of the largest state piece.
-    """
-
-    weight_bytes: int = 0
-    gradient_bytes: int = 0
-    ring_bytes: int = 0
-    ring_pieces: int = 0
-    prefetches_weights: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight_bytes + self.gradient_bytes + self.ring_bytes
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where each block lives, and what a step is expected to move.
-
-    ``resident``: blocks that never leave memory. ``paged``: blocks with a home on NVMe, of ``nvme_bytes`` in all, which
-    share ``dynamic_bytes`` of memory (at least ``window.nbytes``).
-    ``lookahead_bytes``: how far ahead to fetch (``plan_prefetch``): ``dynamic_bytes`` and the memory of resident
-    gradients, which is free until they land.
-    ``reserve_bytes``: room that prefetches leave for gradients that are still to land: of three units at most.
-    ``minimum_bytes``: the smallest capacity with which this model runs.
-    ``traffic``, ``disk_seconds``: expected per optimizer step.
-    """
-
-    blocks: tuple[BlockSpec, ...]
-    resident: frozenset[int]
-    paged: frozenset[int]
-    window: WorkingSet
-    capacity_bytes: int
-    nvme_capacity_bytes: int | None
-    resident_bytes: int
-    dynamic_bytes: int
-    lookahead_bytes: int
-    reserve_bytes: int
-    nvme_bytes: int
-    minimum_bytes: int
-    traffic: Traffic
-    disk_seconds: float
-    num_parameters: int | None
-    rows: tuple[Row, ...]
-
-    def table(self) -> str:
-        """What went where and why, as aligned text."""
-        return render(
-            self.rows,
-            Totals(
-                capacity_bytes=self.capacity_bytes,
-                nvme_capacity_bytes=self.nvme_capacity_bytes,
-                minimum_bytes=self.minimum_bytes,
-                disk_seconds=self.disk_seconds,
-                num_parameters=self.num_parameters,
-            ),
-        )
 
 
 def plan_placement(

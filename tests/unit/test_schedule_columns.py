@@ -43,7 +43,7 @@ def problems(draw: st.DrawFn) -> tuple[list[tuple[BlockKind, int, int]], dict[st
 
 def answer(module: ModuleType, blocks: list[tuple[BlockKind, int, int]], said: dict[str, Any]) -> object:
     specs = [
-        module.BlockSpec(number, f"{number}", kind, nbytes, unit)
+        placement.BlockSpec(number, f"{number}", kind, nbytes, unit)
         for number, (kind, nbytes, unit) in enumerate(blocks, start=1)
     ]
     try:
