@@ -18,6 +18,7 @@ from deepoffload.optim.gradients import NATIVE_DTYPES
 from deepoffload.optim.rule import SCALE_SUFFIX, Hyper, Rule, UpdateJob, step_count
 from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS
 from deepoffload.optim.threads import num_threads
+from deepoffload.params.state_dict_values import LazyValue
 from deepoffload.params.torch_private import is_wrapper
 
 
@@ -221,6 +222,8 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dense(array: Tensor, dtype: torch.dtype, param: Tensor, key: str) -> Tensor:
+    if type(array) is LazyValue:
+        array = array.clone()  # the kernel writes to what its address is of
     if array.dtype is dtype and array.shape == param.shape and array.is_contiguous() and array.device.type == "cpu":
         return array
     if array.shape != param.shape:
@@ -251,5 +254,7 @@ def import_state(
             if copy:
                 value = value.to(device="cpu", dtype=torch.int16 if key == "remainder" else dtype)
                 value = value.clone(memory_format=torch.contiguous_format)
+        if type(value) is LazyValue and key not in arrays and key not in MASTER_PART_KEYS.values():
+            value = value.clone()  # it is kept, and what it shows may be of a state that this one replaces
         state[key] = value
     return state

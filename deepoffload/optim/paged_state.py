@@ -207,7 +207,13 @@ def resident_piece(pager: Pager, piece: StatePiece, *, load: bool = True) -> Ite
 
 
 def elements(value: Tensor, handle: ParamHandle, part: PieceSegment, dtype: torch.dtype) -> Tensor:
-    """A run of a tensor that has the parameter's shape, in the order of the parameter's memory: flat, on the CPU."""
+    """A run of a tensor that has the parameter's shape, in the order of the parameter's memory: flat, on the CPU.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if value.shape != handle.shape:
+        raise ValueError(f"state of {handle.name} has shape {tuple(value.shape)}, the parameter {tuple(handle.shape)}")
     with outside_user_modes():
         if value.stride() == tuple(handle.stride):
             run = value.as_strided((part.numel,), (1,), value.storage_offset() + part.start)

@@ -27,7 +27,7 @@ from deepoffload.optim.paged_state import Arrays, copy_array, pieces_of, with_ow
 from deepoffload.optim.state import MASTER_PART_KEYS
 from deepoffload.params.pager import Pager
 from deepoffload.params.slot import make_stand_in
-from deepoffload.params.state_dict_values import lazy_value, mapped, source_of
+from deepoffload.params.state_dict_values import LazyValue, lazy_value, mapped, source_of
 from deepoffload.params.torch_private import outside_user_modes, version_of
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.value_source import ValueSource, View, view_of
@@ -247,11 +247,10 @@ def check_value(value: object, handle: ParamHandle, key: str, field: str) -> Non
         UsageError: what it showed is no more. IoFailure: there is no room for a copy of it.
     """
     source = source_of(value)
-    if isinstance(source, _PagedSource):
-        if source.is_own(handle, key, field):
-            source.check()
-        else:
-            source.mapped()  # it may be of a piece that loading changes
+    if isinstance(source, _PagedSource) and source.is_own(handle, key, field):
+        source.check()
+    elif type(value) is LazyValue:
+        mapped(value)  # it may be of a piece that loading changes
 
 
 def ready_value(value: Tensor, handle: ParamHandle, key: str, field: str) -> Tensor | None:
@@ -259,4 +258,4 @@ def ready_value(value: Tensor, handle: ParamHandle, key: str, field: str) -> Ten
     source = source_of(value)
     if isinstance(source, _PagedSource) and source.is_own(handle, key, field):
         return None
-    return value if source is None else mapped(value)
+    return mapped(value) if type(value) is LazyValue else value

@@ -193,6 +193,48 @@ def test_loaded_into_itself_and_into_others(paging: Paging) -> None:
     assert_same_bits(values_of(second.state_dict()), values_of(third.state_dict()))
 
 
+def test_arrays_that_the_optimizer_does_not_know_are_kept_as_they_were(paging: Paging) -> None:
+    """As in torch. Lion has one of Adam's arrays; the other is of a state that is no more."""
+    model = build(paging)
+    adam = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, amsgrad=True)
+    train(model, adam, range(2))
+    before = values_of(adam.state_dict())
+    lion = deepoffload.CPULion(model.parameters(), lr=1e-3)
+    lion.load_state_dict(adam.state_dict())
+    train(model, lion, range(2, 3))
+    after = values_of(copy_through_a_file(lion.state_dict()))
+    for number in range(8):
+        for key in ("exp_avg_sq", "max_exp_avg_sq"):
+            assert_same_bits(before[number][key], after[number][key])
+        assert not torch.equal(before[number]["exp_avg"], after[number]["exp_avg"])
+
+
+def copy_through_a_file(state: dict[str, Any]) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_views_of_values_are_loaded(paging: Paging) -> None:
+    """A part of the weights as an array, a transposed one, and parts of others."""
+    model = build(paging)
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    entry, other = state["state"][0], state["state"][2]
+    given = {
+        "exp_avg": entry["exp_avg"].t(),
+        "exp_avg_sq": torch.Tensor.view(other["exp_avg_sq"], 8, 8, 64).flatten(0, 1).t(),
+        "remainder": other["remainder"].flip(0),
+    }
+    expected = {key: value.clone() for key, value in given.items()}
+    optimizer.load_state_dict({**state, "state": {0: {"step": entry["step"], **given}}})
+    now = values_of(optimizer.state_dict())[0]
+    for key, value in expected.items():
+        assert_same_bits(value, now[key])
+
+
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -229,6 +271,34 @@ def test_any_type_and_stride_is_loaded(paging: Paging, form: str) -> None:
     optimizer.load_state_dict(state)
     expected = {n: {key: value.float() for key, value in entry.items()} for n, entry in values_of(state).items()}
     assert_same_bits(expected, values_of(optimizer.state_dict()))
+
+
+def test_a_value_put_into_the_state_of_an_ordinary_parameter(paging: Paging) -> None:
+    model, outside = build(paging, "keep"), nn.Parameter(torch.zeros(64, 64))
+    optimizer = deepoffload.CPUAdamW(model.parameters())
+    train(model, optimizer, range(1))
+    found = []
+    for copied in (True, False):
+        value = optimizer.state_dict()["state"][0]["exp_avg"]
+        other = deepoffload.CPUAdamW([outside], lr=1e-2)
+        outside.grad = torch.ones(64, 64)
+        other.step()
+        other.state[outside]["exp_avg"] = value.clone() if copied else value
+        for _ in range(2):
+            other.step()
+        found.append([outside.detach().clone(), other.state[outside]["exp_avg"].clone()])
+        outside.data.zero_()
+    assert_same_bits(*found)
+
+
+def test_state_of_another_shape_is_refused(paging: Paging) -> None:
+    """Also where a program has put it into ``optimizer.state``, which nothing has checked."""
+    model = build(paging)
+    optimizer = deepoffload.CPUAdamW(model.parameters())
+    train(model, optimizer, range(1))
+    optimizer.state[model[0].weight]["exp_avg"] = torch.zeros(3, 64).t()
+    with pytest.raises(ValueError, match=r"state of 0\.weight has shape \(64, 3\), the parameter \(64, 64\)"):
+        train(model, optimizer, range(1))
 
 
 def test_a_full_disk_is_an_error(paging: Paging, monkeypatch: pytest.MonkeyPatch) -> None:
