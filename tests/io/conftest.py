@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -53,18 +51,3 @@ def make_engine(gate: Gate) -> Iterator[Callable[..., IoEngine]]:
 def memory() -> Iterator[HostMapping]:
     with HostMapping(16 << 20) as mapping:
         yield mapping
-
-
-@pytest.fixture
-def directories(tmp_path: Path) -> list[Path]:
-    paths = [tmp_path / name for name in ("one", "two", "three")]
-    for path in paths:
-        path.mkdir()
-    return paths
-
-
-def fill(memory: HostMapping, nbytes: int) -> bytes:
-    """Random bytes at the beginning of ``memory``; what they are."""
-    data = os.urandom(nbytes)
-    memory.buffer[:nbytes] = data
-    return data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 
 import pytest
@@ -13,11 +14,24 @@ from deepoffload.errors import IoFailure, UsageError
 from deepoffload.io.extents import Extent, ExtentPart, cut_ranges
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.native.aio import HostMapping, round_up
-from tests.io.conftest import fill
 from tests.io.test_checksums import flip_on_disk
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096
+
+
+@pytest.fixture
+def directories(tmp_path):
+    paths = [tmp_path / name for name in ("one", "two", "three")]
+    for path in paths:
+        path.mkdir()
+    return paths
+
+
+def fill(memory: HostMapping, nbytes: int) -> bytes:
+    data = os.urandom(nbytes)
+    memory.buffer[:nbytes] = data
+    return data
 
 
 def copied_out(swap: SwapSpace, extent: Extent, memory: HostMapping, limit_bytes: int) -> bytes:

@@ -18,8 +18,7 @@ from deepoffload.errors import BudgetError, ClosedError, ConfigError, IoFailure,
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.swap_files import check_paths, free_bytes, reclaim_stale
 from deepoffload.io.swap_space import SPACE_MARGIN_BYTES, SwapSpace
-from deepoffload.native.aio import round_up
-from tests.io.conftest import fill
+from deepoffload.native.aio import HostMapping, round_up
 from tests.support.disks import tmpfs
 
 MIB = 1 << 20
@@ -28,6 +27,20 @@ MIB = 1 << 20
 @pytest.fixture
 def engine(make_engine):
     return make_engine(block_bytes=64 << 10)
+
+
+@pytest.fixture
+def directories(tmp_path):
+    paths = [tmp_path / name for name in ("one", "two", "three")]
+    for path in paths:
+        path.mkdir()
+    return paths
+
+
+def fill(memory: HostMapping, nbytes: int) -> bytes:
+    data = os.urandom(nbytes)
+    memory.buffer[:nbytes] = data
+    return data
 
 
 def test_what_is_written_is_read(make_engine, memory, directories, backend):

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepoffload.checkpoint.block_reader import BlockReader, FileSpan
 from deepoffload.checkpoint.convert.packing import Packing, packing_of
-from deepoffload.checkpoint.convert.tensors import Computed, Fragment, Joined, Values, row_major_stride
+from deepoffload.checkpoint.convert.tensors import PIECE_BYTES, Computed, Fragment, Joined, Values, row_major_stride
 from deepoffload.checkpoint.convert.training_run import GroupOfParams, TrainingRun
 from deepoffload.checkpoint.convert.values_tensor import ValuesTensor
 from deepoffload.checkpoint.file_layout import TRAINING_NAME
@@ -71,13 +72,15 @@ def _run(source: CheckpointSource) -> TrainingRun:
     lacking = sorted(arrays.keys() - weights.keys())
     if lacking:
         raise UsageError(f"{source.folder} has optimizer state of {', '.join(lacking[:_NAMES_SHOWN])}, and no weights")
+    whole = _OneWholeTensor()
     masters: dict[str, Values] = {}
     moments: dict[str, dict[str, Values]] = {}
     for name, held in arrays.items():
         param = _stored_param(name, held, weights[name])
+        read = _ParamReader(param, source.blocks, source.manifest.files, whole)
         if LEADS & held.keys():
-            masters[name] = Computed(torch.float32, param.shape, param.master)
-        moments[name] = {key: Computed(torch.float32, param.shape, partial(param.fp32, key)) for key in param.keys}
+            masters[name] = Computed(torch.float32, param.shape, read.master)
+        moments[name] = {key: Computed(torch.float32, param.shape, partial(read.array, key)) for key in param.keys}
     step, others = source.manifest.step, source.training.get("others")
     made = TrainingRun(
         source="deepoffload",
@@ -94,6 +97,64 @@ def _run(source: CheckpointSource) -> TrainingRun:
         config_files=_config_files(source),
     )
     return made if packing is None else replace(made, as_on_hub=_packed(made, packing, source))
+
+
+class _OneWholeTensor:
+    """The one tensor that is whole in memory: of those that are stored in another order than row-major."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._values: Tensor | None = None
+
+    def values_of(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        """What ``make`` gave when the same key was asked for last time, or gives now."""
+        if self._values is None or key != self._key:
+            self._values = None
+            self._key, self._values = key, make()
+        return self._values
+
+
+@dataclass(frozen=True)
+class _ParamReader:
+    """Reads a parameter's master and arrays in row-major order, in windows that follow one another."""
+
+    param: StoredParam
+    reader: BlockReader
+    files: Collection[str]
+    whole: _OneWholeTensor
+
+    def master(self, start: int, numel: int) -> Tensor:
+        total = math.prod(self.param.shape)
+        if any(not self.param.lies_as_stored(key) for key in LEADS & self.param.arrays.keys()):
+            values = self.whole.values_of(
+                (self.param.name, "master"), lambda: self._forgotten(self.param.master(0, total))
+            )
+            return values[start : start + numel]
+        if start == 0:
+            step = PIECE_BYTES // torch.float32.itemsize
+            self._will_read(
+                span for at in range(0, total, step) for span in self.param.weight_spans(at, min(step, total - at))
+            )
+        return self.param.master(start, numel)
+
+    def array(self, key: str, start: int, numel: int) -> Tensor:
+        stored = self.param.arrays[key]
+        if not self.param.lies_as_stored(key):
+            values = self.whole.values_of(
+                (self.param.name, key), lambda: self._forgotten(self.param.whole(key).view(-1))
+            )
+            return values[start : start + numel]
+        if start == 0:
+            self._will_read([stored.span(0, stored.record.numel)])
+        return self.param.fp32(key, start, numel)
+
+    def _will_read(self, spans: Iterable[FileSpan]) -> None:
+        """What lies in files; what is put together of several stored tensors is not read ahead."""
+        self.reader.will_read(span for span in spans if span.file in self.files)
+
+    def _forgotten(self, values: Tensor) -> Tensor:
+        self.param.forget()
+        return values
 
 
 def _unpacked(source: CheckpointSource, packing: Packing) -> dict[str, StoredTensor]:

@@ -151,6 +151,29 @@ class Joined:
 
 
 @dataclass(frozen=True)
+class Partitioned:
+    """A tensor in equal parts, each at the same place of a flat tensor: the first part in the first one, and so on."""
+
+    shape: tuple[int, ...]
+    flats: Sequence[Values]
+    begin: int
+    part_numel: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.flats[0].dtype
+
+    def read(self, start: int, numel: int) -> Tensor:
+        parts = []
+        while numel > 0:
+            rank, inside = divmod(start, self.part_numel)
+            count = min(numel, self.part_numel - inside)
+            parts.append(self.flats[rank].read(self.begin + inside, count))
+            start, numel = start + count, numel - count
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
 class Reshaped:
     """The same elements in another shape."""
 

@@ -39,7 +39,7 @@ from deepoffload.checkpoint.convert.deepspeed_files import (
 )
 from deepoffload.checkpoint.convert.group_settings import for_deepspeed
 from deepoffload.checkpoint.convert.output import new_folder
-from deepoffload.checkpoint.convert.tensors import Computed, Reshaped, Values, in_fp32
+from deepoffload.checkpoint.convert.tensors import Computed, Reshaped, Values, in_fp32, nbytes_of
 from deepoffload.checkpoint.convert.torch_reader import ByteSource, TorchFile
 from deepoffload.checkpoint.convert.torch_writer import Streamed, write_torch_file
 from deepoffload.checkpoint.convert.training_run import ADAM, GroupOfParams, TrainingRun
@@ -210,7 +210,8 @@ def write_universal(run: TrainingRun, directory: str, tag: str | None, progress:
     steps = _steps(run)
     for param in run.trained():
         _checked_name(param, "the run")
-    with new_folder(directory, run.nbytes) as folder:
+    stored_bytes = sum(nbytes_of(values) for values in run.weights.values())
+    with new_folder(directory, run.nbytes + stored_bytes) as folder:
         place = os.path.join(folder, name)
         zero = os.path.join(place, ZERO_FOLDER)
         os.makedirs(zero)

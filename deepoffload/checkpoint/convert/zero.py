@@ -36,7 +36,7 @@ from deepoffload.checkpoint.convert.deepspeed_files import (
     whole,
 )
 from deepoffload.checkpoint.convert.pickle_reader import Record
-from deepoffload.checkpoint.convert.tensors import Fragment, Joined, Values
+from deepoffload.checkpoint.convert.tensors import Fragment, Joined, Partitioned, Values
 from deepoffload.checkpoint.convert.torch_reader import TorchTensor
 from deepoffload.checkpoint.convert.training_run import GroupOfParams, TrainingRun
 from deepoffload.errors import UnsupportedError, UsageError
@@ -47,24 +47,18 @@ _RANKS_MAX = 8192
 
 @dataclass
 class _Parts:
-    """What the ranks hold of each parameter, in order of the ranks.
+    """What the ranks hold together.
 
     Attributes:
-        fragments: by parameter and array; ``fp32`` is the weight itself.
+        values: by parameter and array; ``fp32`` is the weight itself.
         steps: by parameter.
         settings: of the groups. names: their parameters.
     """
 
-    fragments: dict[str, dict[str, list[Fragment]]] = field(default_factory=dict)
+    values: dict[str, dict[str, Values]] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
     settings: list[dict[str, Any]] = field(default_factory=list)
     names: list[list[str]] = field(default_factory=list)
-
-    def add(self, name: str, arrays: Mapping[str, TorchTensor], start: int, numel: int, where: str) -> None:
-        for key, flat in arrays.items():
-            if len(flat.shape) != 1 or start + numel > flat.shape[0]:
-                raise UsageError(f"{where}: {name[:80]} is to lie behind the end of the rank's {key}")
-            self.fragments.setdefault(name, {}).setdefault(key, []).append(Fragment(flat, start, numel))
 
 
 def read_zero(directory: str, tag: str | None = None) -> TrainingRun:
@@ -123,6 +117,7 @@ def _read_stage12(files: CheckpointFiles, ranks: int, stage: int) -> TrainingRun
     by_group = [shapes(group, "param_shapes") for group in listing(model.get("param_shapes"), "param_shapes")]
     known = {name: shape for group in by_group for name, shape in group.items()}
     parts = _Parts(names=[list(group) for group in by_group])
+    fragments: dict[str, dict[str, list[Fragment]]] = {}
     scaler = None
     for rank in range(ranks):
         where = files.path(files.optimizer[rank])
@@ -147,8 +142,14 @@ def _read_stage12(files: CheckpointFiles, ranks: int, stage: int) -> TrainingRun
                 if name not in known or not isinstance(address, Record):
                     raise UsageError(f"{where} places {str(name)[:80]}, which the model's file does not have")
                 start, numel = (whole(address.field(key), f"{where}: {name[:80]}") for key in ("start", "numel"))
-                parts.add(name, arrays, start, numel, where)
+                for key, flat_array in arrays.items():
+                    if start + numel > flat_array.shape[0]:
+                        raise UsageError(f"{where}: {name[:80]} lies behind the end of the rank's {key[:80]}")
+                    held = fragments.setdefault(name, {}).setdefault(key, [])
+                    held.append(Fragment(flat_array, start, numel))
                 parts.steps[name] = step
+    for name, by_key in fragments.items():
+        parts.values[name] = {key: _joined(f"{name}.{key}", known[name], held) for key, held in by_key.items()}
     module = tensors_of(model.get("module"), files.folder)
     rest = {name: value for name, value in module.items() if name not in known}
     return _run(_source(stage, ranks), files, model, known, parts, rest, scaler)
@@ -158,7 +159,9 @@ def _arrays_of(base: Mapping[Any, Any], index: int, fp32: Any, where: str) -> tu
     """The flat arrays of a group or sub-group, and its step count."""
     state = mapping(mapping(base.get("state"), f"{where}: state").get(index, {}), f"{where}: state of {index}")
     arrays = {_FP32: tensor(fp32, f"{where}: fp32 weights of group {index}")}
-    numel = math.prod(arrays[_FP32].shape)
+    if len(arrays[_FP32].shape) != 1:
+        raise UsageError(f"{where}: the fp32 weights of group {index} are not flat")
+    (numel,) = arrays[_FP32].shape
     for key, value in state.items():
         if isinstance(value, TorchTensor) and len(value.shape) == 1 and key != STEP:
             if value.shape[0] < numel:
@@ -178,6 +181,7 @@ def _read_stage3(files: CheckpointFiles, ranks: int) -> TrainingRun:
     by_part = [shapes(part, "param_shapes") for part in listing(model.get("param_shapes"), "param_shapes")]
     known = {name: shape for part in by_part for name, shape in part.items()}
     parts = _Parts()
+    flats: list[dict[str, list[TorchTensor]]] = [{} for _ in by_part]
     scaler = None
     for rank in range(ranks):
         where = files.path(files.optimizer[rank])
@@ -192,18 +196,40 @@ def _read_stage3(files: CheckpointFiles, ranks: int) -> TrainingRun:
             _name_groups(parts, base, by_part, where)
         for index, shapes_of_part in enumerate(by_part):
             arrays, step = _arrays_of(base, index, flat[index], where)
-            at = 0
-            for name, shape in shapes_of_part.items():
-                each = -(-math.prod(shape) // ranks)
-                parts.add(name, arrays, at, max(0, min(each, math.prod(shape) - rank * each)), where)
-                parts.steps[name] = step
-                at += each
+            for key, flat_array in arrays.items():
+                flats[index].setdefault(key, []).append(flat_array)
+            parts.steps.update(dict.fromkeys(shapes_of_part, step))
+    for shapes_of_part, held in zip(by_part, flats, strict=True):
+        parts.values.update(_partitioned(shapes_of_part, held, ranks, files.folder))
     rest: dict[str, Values] = dict(frozen_parts(files, model, ranks))
     module = mapping(model.get("module"), "module")
     for name in listing(model.get("buffer_names", []), "buffer_names"):
         if isinstance(name, str) and name in module:
             rest[name] = tensor(module[name], f"the buffer {name[:80]}")
     return _run(_source(3, ranks), files, model, known, parts, rest, scaler)
+
+
+def _partitioned(
+    of_part: Mapping[str, tuple[int, ...]], flats: Mapping[str, list[TorchTensor]], ranks: int, where: str
+) -> Iterator[tuple[str, dict[str, Values]]]:
+    """The parameters of a sub-group, which follow one another in the flat tensors of every rank.
+
+    Raises:
+        UsageError: a flat tensor is missing, or too short.
+    """
+    for key, held in flats.items():
+        if len(held) != ranks or len({flat.dtype for flat in held}) > 1:
+            raise UsageError(f"{where}: not all ranks have {key[:80]} of all parameters, or in different types")
+    begin = 0
+    for name, shape in of_part.items():
+        numel = math.prod(shape)
+        part_numel = -(-numel // ranks)
+        for key, held in flats.items():
+            for rank, flat in enumerate(held):
+                if begin + max(0, min(part_numel, numel - rank * part_numel)) > flat.shape[0]:
+                    raise UsageError(f"{where}: {name[:80]} lies behind the end of {key[:80]} of rank {rank}")
+        yield name, {key: Partitioned(shape, held, begin, max(1, part_numel)) for key, held in flats.items()}
+        begin += part_numel
 
 
 def _name_groups(parts: _Parts, base: Mapping[Any, Any], by_part: list[dict[str, tuple[int, ...]]], where: str) -> None:
@@ -253,16 +279,17 @@ def _run(
         known: shapes of the trained parameters. rest: frozen weights and buffers.
     """
     aliases = aliases_of(model, files.folder)
-    weights, arrays = {}, {}
-    for name, shape in known.items():
-        held = parts.fragments.get(name, {})
+    weights: dict[str, Values] = {}
+    arrays: dict[str, dict[str, Values]] = {}
+    for name in known:
+        held = parts.values.get(name, {})
         if _FP32 not in held:
             raise UsageError(f"{files.folder}: no rank has a part of {name[:80]}")
-        weights[name] = _joined(name, shape, held[_FP32])
-        arrays[name] = {key: _joined(f"{name}.{key}", shape, held[key]) for key in held if key != _FP32}
+        weights[name] = held[_FP32]
+        arrays[name] = {key: values for key, values in held.items() if key != _FP32}
     for name, values in rest.items():
         if name not in aliases:
-            weights[name] = values  # type: ignore[assignment]
+            weights[name] = values
     if sorted(name for group in parts.names for name in group) != sorted(known):
         raise UsageError(f"{files.folder}: its parameter groups and its parameters do not agree")
     notes = bookkeeping(model, files.folder, scaler)

@@ -66,8 +66,11 @@ def make_plan(options: Options, backends: Sequence[str], *, can_direct: bool, ro
     size = options.size_bytes
     if size is None:
         size = min(QUICK_SIZE_BYTES if options.quick else DEFAULT_SIZE_BYTES, max(room_bytes // 2, PERIOD_BYTES))
-    settings = (Setting(*values) for values in product(backends, blocks, depths, directs, files))
-    wanted = [setting for setting in settings if _is_wanted(options, can_direct, setting)]
+    wanted = [
+        Setting(*values)
+        for values in product(backends, blocks, depths, directs, files)
+        if _is_wanted(options, can_direct, *values)
+    ]
     if options.files is None and _crowded(wanted, size):
         wanted = [setting for setting in wanted if setting.files == 1]
         notes.append(f"several files at once are not measured: {format_bytes(size)} are too little for that")
@@ -95,18 +98,16 @@ def make_plan(options: Options, backends: Sequence[str], *, can_direct: bool, ro
     return Plan(fitting, size, files_max, tuple(notes))
 
 
-def _is_wanted(options: Options, can_direct: bool, setting: Setting) -> bool:
+def _is_wanted(
+    options: Options, can_direct: bool, backend: str, block: int, depth: int, direct: bool, files: int
+) -> bool:
     """What was not asked for by name is measured only where it is likely to be useful."""
-    block, depth = setting.block_bytes, setting.queue_depth
     asked_for_size = options.block_bytes is not None and options.queue_depths is not None
     if not asked_for_size and block * depth > FLIGHT_MAX_BYTES:
         return False
     if options.full:
         return True
-    by_the_way = (
-        not setting.direct and can_direct and options.direct is None,
-        setting.files > 1 and options.files is None,
-    )
+    by_the_way = (not direct and can_direct and options.direct is None, files > 1 and options.files is None)
     if not any(by_the_way):
         return True
     if options.quick or all(by_the_way):

@@ -136,6 +136,10 @@ CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
         "optim",
         lambda value: optimizer(value).update(fp32_flat_groups=[torch.zeros(3, 4)] * 3),
     ),
+    "large matrices": ("optim", lambda value: optimizer(value).update(fp32_flat_groups=[torch.zeros(999, 1)] * 3)),
+    "numbers as weights": ("optim", lambda value: optimizer(value).update(fp32_flat_groups=[torch.tensor(1.0)] * 3)),
+    "short moments": ("optim", lambda value: step_of(value).update(exp_avg=torch.zeros(1))),
+    "parameters that are away": ("model", lambda value: value.update(param_shapes=value["param_shapes"][:1])),
     "no state": ("optim", lambda value: optimizer(value)["optimizer_state_dict"].update(state=[])),
     "no groups": ("optim", lambda value: optimizer(value)["optimizer_state_dict"].update(param_groups={})),
     "strange groups": (
