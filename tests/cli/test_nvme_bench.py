@@ -135,7 +135,7 @@ def test_several_paths_are_measured_together_and_alone(disk, tmp_path, capsys):
 def test_nothing_runs_longer_than_it_may(disk, capsys):
     start = time.monotonic()
     assert run(disk, "--quick", "--time-limit", "4") == 0
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 15, "without the limit it takes 20 s"
     assert "not measured for want of time" in capsys.readouterr().err
 
 
