@@ -56,7 +56,7 @@ GRID: tuple[dict[str, Any], ...] = (
 
 
 def settings_of(case: dict[str, Any]) -> dict[str, Any]:
-    whole = {"shape": SHAPE, "length": 128, "checkpointing": False, "accumulation": 1, "config": {}} | case
+    whole = {"shape": SHAPE, "length": 64, "checkpointing": False, "accumulation": 1, "config": {}} | case
     subject = from_shape(DecoderShape(**SHAPE), Batch(1, 8))
     budget = int(subject.num_parameters * STATES[whole["precision"]] * whole["share"])
     return whole | {"config": {**whole["config"], "host_budget": budget}}
