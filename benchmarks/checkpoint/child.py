@@ -19,9 +19,12 @@ from benchmarks.end_to_end.child import MODULES, one_step
 from benchmarks.end_to_end.meter import read_counters
 
 
-def synced(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+def synced(folder: Path) -> None:
+    """What others have saved is on the disk, as ours is."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
 
 
 def uncached(folder: Path) -> None:
@@ -38,16 +41,20 @@ def actions_of(trainer: Any, side: str, folder: Path) -> dict[str, Callable[[], 
 
     def torch_save() -> None:
         torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}, torch_file)
-        synced(torch_file)
+        synced(folder)
 
     def torch_load() -> None:
         states = torch.load(torch_file)
         trainer.model.load_state_dict(states["model"])
         trainer.optimizer.load_state_dict(states["optimizer"])
 
+    def deepspeed_save() -> None:
+        trainer.engine.save_checkpoint(str(folder), "one")
+        synced(folder)
+
     if side == "deepspeed":
         return {
-            "save": lambda: trainer.engine.save_checkpoint(str(folder), "one"),
+            "save": deepspeed_save,
             "load": lambda: trainer.engine.load_checkpoint(str(folder), "one"),
         }
     training_state = importlib.import_module("deepoffload").TrainingState(trainer.model, trainer.optimizer)
