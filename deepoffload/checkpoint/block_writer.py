@@ -115,10 +115,10 @@ class BlockWriter:
 
     def _send(self, index: int, block: _OpenBlock) -> None:
         nbytes = self._length_of(index)
-        self.sums[index] = crc32c(block.address, nbytes)
         self._flying.append(
             (self._io.write(self._file, block.address, nbytes, index * BLOCK_BYTES), block.address, index)
         )
+        self.sums[index] = crc32c(block.address, nbytes)  # while the disk has it
         self._left_bytes -= nbytes
         self._progress(nbytes)
         while self._flying and (self._flying[0][0].done() or len(self._flying) > IN_FLIGHT_BLOCKS):

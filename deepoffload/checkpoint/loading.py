@@ -14,6 +14,7 @@ from deepoffload.checkpoint.source import StoredTensor, TrainingSource
 from deepoffload.checkpoint.state_files import memory_order
 from deepoffload.checkpoint.state_loading import PieceLoader, split_master
 from deepoffload.checkpoint.stored_param import LEADS, StoredParam
+from deepoffload.checkpoint.values import clipped
 from deepoffload.checkpoint.weights import Target, handle_of
 from deepoffload.checkpoint.weights_loading import (
     CustomLoad,
@@ -173,11 +174,7 @@ def match(
     Raises:
         UsageError: with the list of what does not fit and the argument that would allow it.
     """
-    layout = source.training.get("weights")
-    if not isinstance(layout, dict):
-        raise UsageError(f"{source.folder} is damaged: it does not say how its weights are named")
-    hub_names = bool(layout.get("hub_names"))
-    left_out = frozenset(map(str, layout.get("left_out") or ()))
+    hub_names, left_out = _how_named(source)
     weights: WeightLoader | CustomWeights
     if wanted.custom_load is None:
         weights = match_weights(module, source.weights, hub_names=hub_names, left_out=left_out, strict=wanted.strict)
@@ -194,6 +191,15 @@ def match(
         return Loading(source, weights, params, by_param, optimizer, None)
     groups, small = _match_optimizer(source, optimizer, params, by_param)
     return Loading(source, weights, params, by_param, optimizer, groups, small)
+
+
+def _how_named(source: TrainingSource) -> tuple[bool, frozenset[str]]:
+    """Whether weights have their names on the hub, and which were left out."""
+    layout = source.training.get("weights")
+    names = layout.get("left_out") if isinstance(layout, dict) else None
+    if not isinstance(layout, dict) or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"{source.folder} is damaged: it does not say how its weights are named")
+    return bool(layout.get("hub_names")), frozenset(names)
 
 
 def _by_param(
@@ -266,8 +272,8 @@ def _match_optimizer(
         own = [[known.get(id(param), "") for param in group["params"]] for group in optimizer.param_groups]
         if kind != kind_of(optimizer):
             raise UsageError(
-                f"the checkpoint has the state of another optimizer: {kind}, and this is {type(optimizer).__name__} "
-                f"({kind_of(optimizer)}); {WITHOUT_OPTIMIZER}"
+                f"the checkpoint has the state of another optimizer: {clipped(str(kind))}, and this is "
+                f"{type(optimizer).__name__} ({kind_of(optimizer)}); {WITHOUT_OPTIMIZER}"
             )
         if len(settings) != len(own) or len(names) != len(own):
             raise UsageError(
@@ -277,14 +283,18 @@ def _match_optimizer(
         try:
             groups = restored_groups(optimizer, settings)
         except (ValueError, UnsupportedError) as error:
-            raise UsageError(f"the optimizer cannot have the settings of the checkpoint: {error}") from error
+            raise UsageError(
+                f"the optimizer cannot have the settings of the checkpoint: {clipped(str(error))}"
+            ) from error
         if isinstance(optimizer, HostOptimizer):
             _match_arrays(optimizer, groups, small, by_param)
         states = {name: _checked_state(state) for name, state in small.items()}
     except UsageError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise UsageError(f"{source.folder} is damaged: it does not describe its optimizer ({error!r})") from error
+        raise UsageError(
+            f"{source.folder} is damaged: it does not describe its optimizer ({clipped(repr(error))})"
+        ) from error
     return groups, states
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepoffload.checkpoint.values import clipped
 from deepoffload.errors import UsageError
 
 
@@ -38,7 +39,7 @@ def checked_random_states(states: Any) -> dict[str, Any]:
             raise TypeError("the state of a device is no tensor")
         return dict(states)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
-        raise UsageError(f"the random states of the checkpoint are damaged: {error}") from error
+        raise UsageError(f"the random states of the checkpoint are damaged: {clipped(str(error))}") from error
 
 
 def restore_random_states(states: Mapping[str, Any], devices: Iterable[torch.device]) -> None:

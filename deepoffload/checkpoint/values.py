@@ -180,8 +180,12 @@ def _list(value: Any) -> list[Any]:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return clipped(repr(value), 80)
+
+
+def clipped(text: str, length: int = 200) -> str:
+    """A text from a file, for a message."""
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def parse_json(text: bytes, where: str) -> Any:

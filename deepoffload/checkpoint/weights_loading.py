@@ -14,6 +14,7 @@ from deepoffload.checkpoint import transformers_format
 from deepoffload.checkpoint.block_reader import ReadsAhead
 from deepoffload.checkpoint.expressions import Opener, Part, slabs
 from deepoffload.checkpoint.source import StoredTensor
+from deepoffload.checkpoint.values import clipped
 from deepoffload.checkpoint.weights import (
     Target,
     WeightOpener,
@@ -150,7 +151,7 @@ def listed(what: str, names: list[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return f"{what} {', '.join(names[:NAMES_SHOWN])}{more}; "
+    return f"{what} {', '.join(map(clipped, names[:NAMES_SHOWN]))}{more}; "
 
 
 class _Into:
