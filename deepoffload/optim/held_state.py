@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from deepoffload.errors import UsageError
@@ -91,14 +91,14 @@ class HeldState:
                 held[handle] = optimizer._arrays(group)
         for pager in optimizer._pagers():
             mine = {handle: param for handle, param in params.items() if handle.pager is pager}
-            for handle, found in paged_values(pager, mine, held).items():
+            for handle, found in paged_values(pager, mine, held, partial(_initial, optimizer)).items():
                 param = params[handle]
                 known = {
                     key: entry_value(state[param], key) if isinstance(value, Tensor) else value
                     for key, value in state.get(param, {}).items()
                 }
-                unstepped = _unstepped(optimizer, param) if handle not in held else {}
-                state[param] = {**unstepped, **known, **found}
+                unstepped = handle not in held and optimizer.rule.counts_steps
+                state[param] = {**({"step": step_count(0)} if unstepped else {}), **known, **found}
         return state
 
     def move_into_pieces(self, optimizer: StatefulOptimizer) -> None:
@@ -154,14 +154,10 @@ def _shown(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _unstepped(optimizer: StatefulOptimizer, param: Tensor) -> dict[str, Any]:
-    """The state before the first step, for a parameter that has nothing but a remainder yet; takes no memory."""
+def _initial(optimizer: StatefulOptimizer, param: Tensor) -> dict[str, float]:
+    """What the arrays hold before the first step, for a parameter that has nothing but a remainder yet."""
     if not optimizer.rule.counts_steps:
         return {}
     group = next(group for known, group in optimizer._each() if known is param)
     initial = optimizer._initial(group)
-    arrays = {
-        key: torch.tensor(initial.get(key, 0.0), dtype=torch.float32, device="cpu").expand(param.shape)
-        for key in optimizer._arrays(group)
-    }
-    return {"step": step_count(0), **arrays}
+    return {key: initial.get(key, 0.0) for key in optimizer._arrays(group)}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import abc
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -158,6 +158,24 @@ class _PagedSource(_CopySource):
         self._weight_version = version
 
 
+class _InitialSource(_PagedSource):
+    """An array before the first step."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, param: nn.Parameter, handle: ParamHandle, key: str, value: float, copies: _CopyRoom) -> None:
+        super().__init__(param, handle, key, "", copies)
+        self._value = value
+
+    def is_own(self, handle: ParamHandle, key: str, field: str) -> bool:
+        return False
+
+    def _fill(self, target: Tensor) -> None:
+        self.check()
+        target.fill_(self._value)
+        self._weight_version = version_of(self._param)
+
+
 class _CopyRoom:
     """Room on the disk for the copies of one state dict; it takes none before somebody asks for bytes."""
 
@@ -216,7 +234,10 @@ def entry_value(entry: Mapping[str, Any], key: str) -> Tensor:
 
 
 def paged_values(
-    pager: Pager, params: Mapping[ParamHandle, Any], held: Mapping[ParamHandle, Arrays]
+    pager: Pager,
+    params: Mapping[ParamHandle, Any],
+    held: Mapping[ParamHandle, Arrays],
+    initial: Callable[[Tensor], Mapping[str, float]],
 ) -> dict[ParamHandle, dict[str, Tensor]]:
     """Values of what the pieces hold, for parameters of which they hold anything.
 
@@ -224,10 +245,14 @@ def paged_values(
         params: parameters of the optimizer.
         held: those of which steps were taken, with their arrays. All that the others can have is a remainder that is
             not all zero, or a master that is not the weight's value.
+        initial: what their arrays hold before the first step, by key.
     """
     copies = _CopyRoom(pager)
     leads = with_own_master(pager, params.keys() - held.keys())
     found: dict[ParamHandle, dict[str, Tensor]] = {handle: {} for handle in params if handle in held or handle in leads}
+    for handle in [handle for handle in found if handle not in held]:
+        for key, value in initial(params[handle]).items():
+            found[handle][key] = lazy_value(_InitialSource(params[handle], handle, key, value, copies))
     for piece, parts in pieces_of(pager, found.keys()):
         for handle in dict.fromkeys(piece.handles[part.tensor] for part in parts):
             present = {key: field for key, field in held.get(handle, {}).items() if field in piece.format.fields}
