@@ -6,12 +6,12 @@ import ctypes
 import gc
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
 from tests.support.simulated_gpu import pending, settings
+from tests.support.waiting import wait_until
 
 
 def host(*values: float) -> torch.Tensor:
@@ -270,10 +270,7 @@ def test_a_slow_stream_moves_by_itself(simulated_gpu: str) -> None:
     source = host(1.0)
     torch.simgpu.synchronize()
     to.copy_(source, non_blocking=True)
-    deadline = time.monotonic() + 60
-    while pending() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert not pending()
+    wait_until(lambda: not pending())
 
 
 def test_eager_queues_nothing(simulated_gpu: str) -> None:
