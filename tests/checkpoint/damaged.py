@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,10 @@ from deepoffload.checkpoint.source import CheckpointSource
 from deepoffload.io.engine import IoEngine
 from tests.checkpoint.training import adamw
 from tests.support.models import mlp, rows
+
+CPU_SECONDS_MAX = 1.0
+BYTES_MAX = 64 << 20
+"""What finding out that a file is not what it should be may take."""
 
 
 def trained() -> tuple[Any, Any]:
@@ -64,3 +70,35 @@ def recorded(folder: Path, name: str, data: bytes) -> None:
     sums = "".join(f"{crc32c_of(data[at : at + BLOCK_BYTES]):08x}" for at in range(0, len(data), BLOCK_BYTES))
     body["files"][name] = {"bytes": len(data), "crc32c": sums}
     sealed(folder, body)
+
+
+def deep(levels: int) -> Any:
+    made: Any = 1
+    for _ in range(levels):
+        made = [made]
+    return made
+
+
+def nodes(tree: Any) -> Iterator[tuple[Any, Any]]:
+    items = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree)) if isinstance(tree, list) else []
+    for key, value in items:
+        yield tree, key
+        yield from nodes(value)
+
+
+class Watched:
+    """CPU seconds and memory of a piece of this program."""
+
+    def __enter__(self) -> Watched:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, see proc(5)
+        self._before, self._started = memory("VmRSS"), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cpu_s = time.process_time() - self._started
+        self.more_bytes = memory("VmHWM") - self._before
+
+
+def memory(field: str) -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(field))

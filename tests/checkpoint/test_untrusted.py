@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,10 @@ import deepoffload
 from deepoffload.checkpoint.block_pool import crc32c_of
 from deepoffload.checkpoint.source import open_checkpoint
 from deepoffload.errors import DeepOffloadError, UsageError
-from tests.checkpoint.damaged import Opener, built, recorded, sealed
+from tests.checkpoint.damaged import BYTES_MAX, CPU_SECONDS_MAX, Opener, Watched, built, deep, nodes, recorded, sealed
 from tests.checkpoint.training import ALL
 from tests.support.file_watch import FileWatch
 
-CPU_SECONDS_MAX = 1.0
-BYTES_MAX = 64 << 20
 INDEX = "model.safetensors.index.json"
 
 COUNTS = {
@@ -41,20 +37,6 @@ def nasty(outside: Path) -> list[Any]:
         {"$": "tensor", "name": "../x"}, {"$": "tuple", "items": 3}, {"$": "eval"}, "NaN", deep(300),
         "../../outside/secret.safetensors", str(outside / "secret.safetensors"),
     ]  # fmt: skip
-
-
-def deep(levels: int) -> Any:
-    made: Any = 1
-    for _ in range(levels):
-        made = [made]
-    return made
-
-
-def nodes(tree: Any) -> Iterator[tuple[Any, Any]]:
-    items = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree)) if isinstance(tree, list) else []
-    for key, value in items:
-        yield tree, key
-        yield from nodes(value)
 
 
 def mutated(text: bytes, dice: random.Random, outside: Path) -> bytes:
@@ -96,24 +78,6 @@ def change(target: str, folder: Path, originals: dict[str, bytes], dice: random.
         recorded(folder, name, said.to_bytes(8, "little") + header + data[8 + length :])
     else:
         recorded(folder, target, mutated(originals[target], dice, outside))
-
-
-class Watched:
-    """CPU seconds and memory of a piece of this program."""
-
-    def __enter__(self) -> Watched:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, see proc(5)
-        self._before, self._started = memory("VmRSS"), time.process_time()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cpu_s = time.process_time() - self._started
-        self.more_bytes = memory("VmHWM") - self._before
-
-
-def memory(field: str) -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith(field))
 
 
 def load(folder: Path, opener: Opener, outside: Path) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepoffload.checkpoint.convert.deepspeed_files import STEP, kind_of_arrays, number, tensor
+from deepoffload.checkpoint.convert.deepspeed_files import STEP, kind_of_arrays, listing, number, tensor
 from deepoffload.checkpoint.convert.pickle_reader import Record, read_pickle
 from deepoffload.checkpoint.convert.plain import PlainValues
 from deepoffload.checkpoint.convert.tensors import Values, in_fp32
@@ -118,11 +118,13 @@ class _Items:
         places = found.field("storage_data") if isinstance(found, Record) else None
         if not isinstance(items, dict) or not isinstance(places, dict):
             raise UsageError(f"{source.path} is no metadata of torch.distributed.checkpoint's files")
-        self._places: dict[tuple[Any, Any], Record] = {}
+        self._places: dict[tuple[str, tuple[int, ...] | None], Record] = {}
         for index, place in places.items():
-            if isinstance(index, Record) and isinstance(place, Record):
-                offset = index.field("offset")
-                self._places[index.field("fqn"), None if offset is None else tuple(offset)] = place
+            name = index.field("fqn") if isinstance(index, Record) else None
+            if type(name) is not str or not isinstance(index, Record) or not isinstance(place, Record):
+                raise UsageError(f"{source.path} is damaged: it has a place of what has no name")
+            offset = index.field("offset")
+            self._places[name, None if offset is None else _dims(offset, name)] = place
         self.tensors: dict[str, _Chunked] = {}
         self.values: list[str] = []
         for name, item in items.items():
@@ -140,7 +142,7 @@ class _Items:
         if not isinstance(dtype, torch.dtype):
             raise UsageError(f"{self.directory}: {name[:80]} has no dtype")
         chunks = []
-        for chunk in item.field("chunks") or ():
+        for chunk in listing(item.field("chunks"), f"{self.directory}: the chunks of {name[:80]}"):
             if not isinstance(chunk, Record):
                 raise UsageError(f"{self.directory}: {name[:80]} has a chunk that is none")
             offsets, sizes = _dims(chunk.field("offsets"), name), _dims(chunk.field("sizes"), name)
@@ -253,7 +255,7 @@ def _groups(values: Mapping[str, Callable[[], Any]], notes: PlainValues, weights
         groups = []
         for owner in sorted(by_key, key=int):
             settings = by_key[owner]
-            names = settings.pop("params", [])
+            names = listing(settings.pop("params", []), f"the parameters of group {owner}")
             groups.append(GroupOfParams(settings, [name for name in names if isinstance(name, str)]))
         return groups
     alike: dict[str, GroupOfParams] = {}  # settings by parameter, as get_state_dict flattens them

@@ -104,9 +104,11 @@ def _model_of(files: CheckpointFiles, rank: int | None) -> dict[str, Any]:
 
 
 def _check_ranks(count: Any, ranks: int, where: str) -> None:
-    expected = max(count) if isinstance(count, list) and count else count
-    if whole(expected, f"{where}: partition_count") != ranks:
-        raise UsageError(f"{where} is one of {expected} ranks, and there are files of {ranks}: some are missing or old")
+    counts = [whole(item, f"{where}: partition_count") for item in (count if isinstance(count, list) else [count])]
+    if max(counts, default=0) != ranks:
+        raise UsageError(
+            f"{where} is one of {max(counts, default=0)} ranks, and there are files of {ranks}: some are missing or old"
+        )
 
 
 # -- ZeRO-1 and 2 ----------------------------------------------------------------------------------------------------

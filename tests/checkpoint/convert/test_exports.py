@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -210,11 +211,19 @@ def test_what_is_read_may_be_cut_in_any_way() -> None:
             assert torch.equal(tensor.read(start, numel), whole.view(-1)[start : start + numel])
 
 
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("saved")
+    model = gpt().to(torch.bfloat16)
+    optimizer = adamw(model)
+    steps(model, optimizer, 0)
+    deepoffload.TrainingState(model, optimizer).save(place)
+    return place
+
+
 @pytest.fixture
-def saved(paged: Callable[..., Any], tmp_path: Path) -> Path:
-    model, optimizer = trained(paged, gpt, "bf16")
-    deepoffload.TrainingState(model, optimizer).save(tmp_path / "saved")
-    return tmp_path / "saved"
+def saved(saved_once: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved_once, tmp_path / "saved"))
 
 
 EXPORTS = ("to-fp32", "to-torch", "to-dcp", "to-universal")
