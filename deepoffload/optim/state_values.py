@@ -64,7 +64,8 @@ class _CopySource(ValueSource):
         self._asked = True
         return self._shown()
 
-    def operand(self, view: View, *, bare: bool) -> Tensor:
+    def operand(self, view: View, *, bare: bool, escapes: bool) -> Tensor:
+        self._asked |= escapes
         return view_of(self._shown(), self, view)
 
     def used(self) -> None:
@@ -133,8 +134,9 @@ class _PagedSource(_CopySource):
             )
 
     def is_own(self, handle: ParamHandle, key: str, field: str) -> bool:
-        """Whether it shows this very array, so that there is nothing to load."""
-        return self.handle is handle and self.array == (key, field) and not self._written
+        """Whether it shows this very array, so that there is nothing to load: nobody has its address to write to."""
+        mine = self.handle is handle and self.array == (key, field)
+        return mine and not self._written and not self._asked
 
     def _room(self) -> Tensor:
         memory = self._copies.memory(self._place, self.name)

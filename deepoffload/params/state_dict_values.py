@@ -38,6 +38,9 @@ from deepoffload.params.value_source import ValueSource, View, view_of
 _GRAPHLESS = frozenset({"copy_", "equal", "clone"})
 """Without a graph to record these may take the parameter itself; nobody gets an alias, and nothing is checksummed."""
 
+_ESCAPES = frozenset({"numpy", "__array__", "__dlpack__", "share_memory_"})
+"""These hand out memory that may be written to without a trace."""
+
 _VIEWING = frozenset(
     (
         "view view_as reshape reshape_as flatten ravel unflatten as_strided expand expand_as broadcast_to t transpose "
@@ -130,7 +133,7 @@ class _WeightSource(ValueSource):
                 self.copy = pager.mapped_copies.of(slot)  # tied weights have one address
         return self.copy.refresh(self.weight)
 
-    def operand(self, view: View, *, bare: bool) -> Tensor:
+    def operand(self, view: View, *, bare: bool, escapes: bool) -> Tensor:
         weight = self.weight if bare and view == self.whole() else self.weight.detach()
         return view_of(weight, self, view)
 
@@ -218,13 +221,14 @@ def _viewed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _with_bytes(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    bare = not torch.is_grad_enabled() and getattr(func, "__name__", "") in _GRAPHLESS
+    name = getattr(func, "__name__", "")
+    bare, escapes = not torch.is_grad_enabled() and name in _GRAPHLESS, name in _ESCAPES
     swapped: dict[int, tuple[Tensor, Tensor]] = {}
 
     def bring(value: Any) -> Any:
         if type(value) is LazyValue:
             if id(value) not in swapped:
-                swapped[id(value)] = (value, value._source.operand(value._view, bare=bare))
+                swapped[id(value)] = (value, value._source.operand(value._view, bare=bare, escapes=escapes))
             return swapped[id(value)][1]
         if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size) and type(value) in (list, tuple):
             return type(value)(bring(item) for item in value)

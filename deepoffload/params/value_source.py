@@ -48,8 +48,12 @@ class ValueSource(abc.ABC):
         """An ordinary tensor at an address that stays, with the values of now."""
 
     @abc.abstractmethod
-    def operand(self, view: View, *, bare: bool) -> Tensor:
-        """What takes the place of a value in one operation; ``bare``: it hands out no alias and has no graph."""
+    def operand(self, view: View, *, bare: bool, escapes: bool) -> Tensor:
+        """What takes the place of a value in one operation.
+
+        Args:
+            bare: the operation hands out no alias and has no graph. escapes: it hands out memory to write to.
+        """
 
     def used(self) -> None:  # noqa: B027
         """The operation has ended."""

@@ -113,6 +113,20 @@ def test_a_written_value_is_the_programs_own(paging: Paging) -> None:
     assert_same_bits(weights, weights_of(model))
 
 
+def test_what_is_written_by_address_is_loaded(paging: Paging) -> None:
+    model = build(paging)
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    array, shared = state["state"][0]["exp_avg"].numpy(), state["state"][1]["exp_avg_sq"].untyped_storage()
+    array[3] = 0.5
+    torch.empty(0).set_(shared, 0, (64,))[7] = 0.25
+    expected = values_of(state)
+    assert float(expected[0]["exp_avg"][3, 3]) == 0.5 and float(expected[1]["exp_avg_sq"][7]) == 0.25
+    optimizer.load_state_dict(state)
+    assert_same_bits(expected, values_of(optimizer.state_dict()))
+
+
 def test_torchs_optimizer_takes_values_over(paging: Paging) -> None:
     """It keeps what it is given and writes to it: ours goes on as if nothing had happened."""
     model, twin = build(paging, "keep"), small()
