@@ -227,7 +227,7 @@ class TrainingState:
         self._drop_gradients()
         loading.apply(pagers)
         for other, saved in others.items():
-            self._others[other].load_state_dict(saved)
+            _load_other(other, self._others[other], saved, source)
         if random is not None:
             restore_random_states(random, self._devices(pagers))
         self._half_loaded.end()
@@ -336,6 +336,18 @@ def _described(parts: OptimizerParts, names: Mapping[int, str]) -> dict[str, Any
         "params": [[names[id(param)] for param in group] for group in parts.params],
         "states": states,
     }
+
+
+def _load_other(name: str, other: HasState, saved: Any, source: TrainingSource) -> None:
+    try:
+        other.load_state_dict(saved)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if source.converted_from is None:
+            raise
+        raise UsageError(
+            f"{name} ({type(other).__name__}) cannot take over what {source.converted_from} had under that name "
+            f"({error!r}): load again with load_lr_scheduler_states=False, or without it"
+        ) from error
 
 
 def _random_states(source: TrainingSource) -> dict[str, Any] | None:

@@ -178,6 +178,18 @@ def test_load_universal_is_honoured(name: str, fixtures: Path, nvme_path: Path) 
     engine.close()
 
 
+def test_a_schedule_of_another_kind_is_refused_by_name(fixtures: Path, tmp_path: Path) -> None:
+    assert command(["from-deepspeed", str(fixtures / "zero1"), str(tmp_path / "out")]) == 0
+    model = PeerModel()
+    optimizer = deepoffload.CPUAdamW(param_groups(model), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    state = deepoffload.TrainingState(model, optimizer, scheduler=schedule)
+    with pytest.raises(UsageError, match="scheduler .LambdaLR. .* load_lr_scheduler_states=False"):
+        state.load(tmp_path / "out")
+    assert state.load(tmp_path / "out", load_lr_scheduler_states=False).step == STEPS
+    assert schedule.last_epoch == 0
+
+
 def test_a_dynamic_loss_scale_is_taken_over() -> None:
     """DeepSpeed pickles its scaler as an object; it has no fp16 on a CPU, so no file of it is here."""
     state = {"cur_scale": 4096.0, "cur_iter": 7, "last_overflow_iter": 5, "cur_hysteresis": 1, "dynamic": True}
