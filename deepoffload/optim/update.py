@@ -82,14 +82,19 @@ class HostUpdate:
         next.
 
         A unit whose weights or gradients the program has views of is never deferred: it would see old values through
-        them. No unit is deferred where everything stays in memory: there is nothing to overlap with then. Raises what
-        the transfers raise; :meth:`Pager.catch_up_all` resumes with the rest then.
+        them. The weights of the others are not shown until then, for what comes to them past the doors. No unit is
+        deferred where everything stays in memory: there is nothing to overlap with then. Raises what the transfers
+        raise; :meth:`Pager.catch_up_all` resumes with the rest then.
         """
         with self.pager.lock:
             defer = defer and not self.memory.all_stay()
             for unit in self._units:
-                if unit.pending is self and (not defer or self._is_watched(unit)):
+                if unit.pending is not self:
+                    continue
+                if not defer or self._is_watched(unit):
                     self.pager.catch_up(unit)
+                else:
+                    unit.owner.release()
 
     def needs(self, handle: ParamHandle) -> bool:
         """Whether the gradient of ``handle`` is still to be used."""

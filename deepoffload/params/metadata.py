@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepoffload.params.torch_private import outside_user_modes
+from deepoffload.params.torch_private import no_torch_function, outside_user_modes
 
 _ATTRIBUTES = (
     "shape dtype device requires_grad is_leaf grad_fn layout ndim names itemsize nbytes output_nr retains_grad name "
@@ -17,7 +17,7 @@ _ATTRIBUTES = (
 ).split()
 _METHODS = (
     "size dim numel nelement ndimension is_floating_point is_complex is_signed element_size get_device register_hook "
-    "register_post_accumulate_grad_hook is_inference is_shared is_pinned is_same_size has_names __len__ __hash__ "
+    "register_post_accumulate_grad_hook is_inference is_same_size has_names __len__ __hash__ "
     "is_conj is_neg retain_grad dim_order"
 ).split()
 
@@ -40,7 +40,7 @@ METADATA = _metadata()
 def layout_answers(
     layout_of: Callable[[Any], Any], offset_of: Callable[[Any], int] = lambda tensor: 0
 ) -> dict[Any, Callable[[Any, Any, Any], Any]]:
-    """Questions that a stand-in would answer wrongly: how the elements lie.
+    """Questions that a stand-in would answer wrongly, or not at all: how the elements lie, and in what memory.
 
     Args:
         layout_of: what a tensor has its ``shape``, ``stride`` and ``dtype`` from.
@@ -61,7 +61,19 @@ def layout_answers(
             like = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
             return like.is_contiguous(*args[1:], **kwargs)
 
-    return {Tensor.stride: stride, Tensor.storage_offset: storage_offset, Tensor.is_contiguous: is_contiguous}
+    def of_its_device(func: Any, args: Any, kwargs: Any) -> Any:
+        with no_torch_function():
+            device = args[0].device
+        with outside_user_modes():
+            return func(torch.empty(1, device=device), *args[1:], **kwargs)
+
+    return {
+        Tensor.stride: stride,
+        Tensor.storage_offset: storage_offset,
+        Tensor.is_contiguous: is_contiguous,
+        Tensor.is_shared: of_its_device,  # to ask a stand-in would end the process
+        Tensor.is_pinned: of_its_device,
+    }
 
 
 LAYOUT = layout_answers(lambda tensor: tensor._slot)

@@ -196,7 +196,7 @@ class Pager:
         if unit is not None and unit.pending is not None and self.life.closed_because is None:
             with self.lock:
                 pending = unit.pending  # asked again: another thread may have made the step meanwhile
-                alive = [handle.tensor for handle in unit.handles]  # held, so that the unit is not buried meanwhile
+                alive = [handle.tensor for handle in unit.handles]  # held, so that none dies during its update
                 if pending is not None and any(tensor is not None for tensor in alive):
                     pending.apply(unit)
                 else:

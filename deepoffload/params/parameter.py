@@ -84,6 +84,18 @@ class OffloadedParameter(nn.Parameter):
     def grad(self) -> None:
         _assign_grad(_RAW_GRAD.__delete__, (self,), {})
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """``Tensor.set_``, native code that asks no class, and wants the address of the bytes that are shown before."""
+        slot = self._slot
+        slot.pager.pin(slot)
+        try:
+            with no_torch_function():
+                super().set_(*args, **kwargs)
+            slot.take_back_if_set(self)
+        finally:
+            slot.pager.unpin(slot)
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = copy = plain_copy(self)

@@ -1,7 +1,7 @@
 """One paged tensor: where its bytes lie in a block, and the tensor object that shows them.
 
 While the block is resident the object's data is a view of the arena with its own storage; while it is not, the
-data is a *stand-in*: one scalar expanded to the shape, which costs nothing, reads as NaN and refuses every write.
+data is a *stand-in*: one scalar expanded to the shape, which costs nothing and refuses to be read or written.
 
 [Note: aliases and leases] Two things keep the bytes of a block where they are. A *lease* is a count on the block
 (``Block.leases``): our own code takes it with ``acquire`` and gives it back with ``release``. An *alias* is a tensor of
@@ -41,10 +41,10 @@ from deepoffload.params.torch_private import (
     get_data,
     modes_active,
     outside_user_modes,
+    refuse_access,
     set_data,
     set_data_elsewhere,
     swap_memory,
-    throw_on_mutable_data_ptr,
 )
 
 if TYPE_CHECKING:
@@ -53,15 +53,10 @@ if TYPE_CHECKING:
 
 
 def make_stand_in(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of ``shape`` backed by its own single scalar: NaN for floating types, the largest value for others."""
+    """A tensor of ``shape`` backed by its own single scalar, which nothing can read or write."""
     with outside_user_modes():
-        if dtype.is_floating_point or dtype.is_complex:
-            scalar = torch.full((), float("nan"), dtype=dtype, device=device)
-        elif dtype is torch.bool:
-            scalar = torch.ones((), dtype=dtype, device=device)
-        else:
-            scalar = torch.full((), torch.iinfo(dtype).max, dtype=dtype, device=device)
-        throw_on_mutable_data_ptr(scalar)
+        scalar = torch.zeros((), dtype=dtype, device=device)
+        refuse_access(scalar)
         return scalar.expand(shape)
 
 

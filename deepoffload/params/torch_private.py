@@ -8,6 +8,7 @@ at import.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +46,7 @@ top_saved_tensors_hooks: Callable[[bool], Any] = _need(_autograd, "_top_saved_te
 saved_tensors_hooks_enabled: Callable[[], bool] = _need(_autograd, "_saved_tensors_hooks_is_enabled")
 storage_use_count: Callable[[int], int] = _need(torch._C, "_storage_Use_Count")
 tensor_use_count: Callable[[Tensor], int] = _need(torch._C.TensorBase, "_use_count")
-throw_on_mutable_data_ptr: Callable[[Tensor], None] = _need(torch._C, "_set_throw_on_mutable_data_ptr")
+_refuse_writes: Callable[[Tensor], None] = _need(torch._C, "_set_throw_on_mutable_data_ptr")
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 is_functorch_wrapped: Callable[[Tensor], bool] = _need(torch._C._functorch, "is_functorch_wrapped_tensor")
 get_unwrapped: Callable[[Tensor], Tensor] = _need(torch._C._functorch, "get_unwrapped")
@@ -74,6 +75,61 @@ TorchDispatchMode: Any = _need(_python_dispatch, "TorchDispatchMode")
 tree_flatten = _pytree.tree_flatten
 tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
+
+
+_say_why: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+"""Has a ``c10::StorageImpl`` refuse every access, with a message. Builds for CUDA have it."""
+
+_AWAY = (
+    "Cannot access data pointer: native code wants the bytes of a paged tensor, which are away, and has not asked the "
+    "tensor's class for them. Give it param.detach()"
+)
+_STORAGE_BYTES = 64
+"""Every ``c10::StorageImpl`` has at least so many, and its flags are among them."""
+
+
+def _storage_content(tensor: Tensor) -> bytes:
+    return ctypes.string_at(tensor.untyped_storage()._cdata, _STORAGE_BYTES)
+
+
+def _flag_against_reads() -> int:
+    """Where in a ``c10::StorageImpl`` the flag lies that makes it refuse reads (``throw_on_immutable_data_ptr_``).
+
+    Builds for the CPU have no function that sets it. It comes right after ``throw_on_mutable_data_ptr_``, for which
+    there is one. Whether it does what it should is tried on a tensor that is thrown away.
+    """
+    tensor = torch.zeros(())
+    before = _storage_content(tensor)
+    _refuse_writes(tensor)
+    after = _storage_content(tensor)
+    changed = [at for at in range(_STORAGE_BYTES) if before[at] != after[at]]
+    flag = changed[-1] + 1 if changed else _STORAGE_BYTES
+    if flag < _STORAGE_BYTES and before[flag - 2 : flag + 1] == bytes((0, 0, 0)) and changed == [flag - 2, flag - 1]:
+        _set_flag(tensor, flag)
+        try:
+            tensor.clone()
+        except RuntimeError:
+            return flag
+    raise UnsupportedError(
+        f"torch {torch.__version__} has no memory that refuses to be read, which paged parameters need; use "
+        f"{TESTED_VERSIONS}, or report this version"
+    )
+
+
+def _set_flag(tensor: Tensor, flag: int) -> None:
+    ctypes.c_bool.from_address(tensor.untyped_storage()._cdata + flag).value = True
+
+
+_READ_FLAG = _flag_against_reads() if _say_why is None else 0
+
+
+def refuse_access(tensor: Tensor) -> None:
+    """From now on, every read of the memory of ``tensor``, and every write, raises a RuntimeError of torch's."""
+    if _say_why is None:
+        _refuse_writes(tensor)
+        _set_flag(tensor, _READ_FLAG)
+    else:
+        _say_why(tensor.untyped_storage()._cdata, _AWAY)
 
 
 def _with_inner(code: CodeType) -> frozenset[CodeType]:

@@ -50,16 +50,17 @@ _OTHERWISE = """
   them; arrays of NumPy and DLPack capsules see the new ones, and what is written to them reaches the parameter. What is
   assigned is copied in the parameter's own strides: later edits of `new` do not reach it, and a transposed `new` may
   give products that differ by rounding.
-  `torch.utils.swap_tensors` on a paged parameter raises.
+  `torch.utils.swap_tensors` on a paged parameter raises. So does `torch.Tensor.set_(param, new)` while the bytes are
+  away; `param.set_(new)` works.
 - `torch.func` and `torch.vmap` over paged parameters work through modules (`functional_call`, a module inside a
-  transform), and `vmap` and `jvp` work with raw parameters, too. `grad`, `vjp`, `jacrev` and `hessian` of a function of
-  a raw parameter, outside of any module, see no bytes (NaN): torch wraps the parameter in native code without asking
-  its class, and offers no memory that raises an error when it is read. Pass `param.detach()`.
+  transform), and `vmap` and `jvp` work with raw parameters, too. `grad`, `vjp` and `jacrev` of a function of a raw
+  parameter, outside of any module, work while its bytes are in memory, and raise "Cannot access data pointer" else:
+  torch wraps the parameter in native code without asking its class. Pass `param.detach()`.
 - `functional_call` with other weights over a non-reentrant checkpoint: the checkpoint runs again with the module's own
   weights, so torch finds wrong gradients; ours raises `CheckpointError`. Put `functional_call` inside the checkpoint.
 - The `backward` of a loss of a tensor subclass, where torch handles it, runs with `__torch_function__` switched off:
-  hooks, and custom functions that keep a weight as an attribute, then see no bytes (NaN). Call
-  `loss.as_subclass(torch.Tensor).backward()`.
+  hooks, and custom functions that keep a weight as an attribute, then raise the same error where its bytes are away.
+  Call `loss.as_subclass(torch.Tensor).backward()`.
 - Under one `torch.autocast` block, torch uses the cast of a weight again in a second forward, and adds the two
   gradients in 16 bits; ours casts again and adds in 32, and a step inside the block is seen by the next forward. One
   forward per block, or `cache_enabled=False`, is the same bit for bit.

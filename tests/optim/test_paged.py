@@ -368,8 +368,8 @@ def test_sgd_without_momentum_moves_no_state(paging: Paging) -> None:
 @pytest.mark.parametrize("setting", [RESIDENT, TIGHT, EVICTING], ids=str)
 @pytest.mark.parametrize("overlap", ["none", "deferred"])
 def test_a_weight_given_other_memory_around_the_step(paging: Paging, overlap: str, setting: Setting, when: str) -> None:
-    """``Tensor.set_`` passes no door: what it put in the place of a weight, evicted or not, is what the step starts
-    from, or what it is after the step."""
+    """What ``set_`` puts in the place of a weight, evicted or not, is what the step starts from, or what it is after
+    the step."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         weight = model[2].weight
@@ -378,12 +378,12 @@ def test_a_weight_given_other_memory_around_the_step(paging: Paging, overlap: st
             given = torch.linspace(-0.1, 0.1, weight.numel()).view(weight.shape) * (seed + 1)
             with torch.no_grad():
                 if when == "before":
-                    torch.Tensor.set_(weight, given)
+                    weight.set_(given)
                 optimizer.step()
                 if when == "after":
-                    torch.Tensor.set_(weight, given)
+                    weight.set_(given)
                 if when == "itself":
-                    torch.Tensor.set_(weight, weight)
+                    weight.set_(weight)
             optimizer.zero_grad()
         return weights_of(model)
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import deepoffload
+from tests.support.loops import assert_same_bits
 from tests.support.models import rows
-from tests.support.paging import Same
+from tests.support.paging import EVICTING, RESIDENT, ROOMY, TIGHT, Paging, Same, Setting
 
 FORMS: dict[str, Callable[[Tensor], Any]] = {
     "vmap": lambda w: torch.vmap(lambda row: row.square().sum())(w),
@@ -43,3 +45,48 @@ def test_of_raw_parameters(same: Same, form: str) -> None:
         return [value.detach().clone() for value in (found if isinstance(found, tuple) else (found,))]
 
     same(Deep, program, room=4.0)
+
+
+def slope(w: Tensor) -> Tensor:
+    return torch.tanh(rows() * w).square().sum()
+
+
+UNSEEN: dict[str, Callable[[Tensor], Any]] = {
+    "grad": lambda w: torch.func.grad(slope)(w),
+    "grad_and_value": lambda w: torch.func.grad_and_value(slope)(w),
+    "vjp": lambda w: torch.func.vjp(slope, w)[1](torch.ones(())),
+    "jacrev": lambda w: torch.func.jacrev(lambda v: v.square().cumsum(0))(w),
+    "jacfwd": lambda w: torch.func.jacfwd(lambda v: v.square().cumsum(0))(w),
+    "hessian": lambda w: torch.func.hessian(lambda v: v.sin().prod())(w),
+    "grad of grad": lambda w: torch.func.grad(lambda v: torch.func.grad(slope)(v).sum())(w),
+    "grad by keyword": lambda w: torch.func.grad(lambda x, v: slope(v) * x.sum())(torch.ones(3), v=w),
+    "without torch functions": lambda w: no_torch_function(lambda: (w.detach() * 2).sum()),
+}
+"""Those that take a parameter apart where no door sees it."""
+
+
+def no_torch_function(compute: Callable[[], Tensor]) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return compute()
+
+
+@pytest.mark.parametrize("setting", [RESIDENT, ROOMY, TIGHT, EVICTING], ids=str)
+@pytest.mark.parametrize("form", UNSEEN)
+def test_what_no_door_sees_is_right_or_refused(paging: Paging, form: str, setting: Setting) -> None:
+    """Never without the bytes, and never with those from before an update that is still to come."""
+    model = paging.build(Deep, setting)
+    optimizer = deepoffload.CPUSGD(model.parameters(), lr=0.1)
+    refused = 0
+    for _ in range(2):
+        model(rows()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for layer in model.layers:
+            try:
+                found = UNSEEN[form](layer.bias)
+            except RuntimeError as error:
+                assert "annot access data pointer" in str(error), error
+                refused += 1
+            else:
+                assert_same_bits(UNSEEN[form](layer.bias.detach().clone()), found)
+    assert refused == 0 or setting is not RESIDENT

@@ -27,7 +27,7 @@ Silently wrong without care:
 - one parameter in several places: test_tied_twice_used_unused_scalar_and_empty_parameters, test_tied_after_paging,
   test_same_objects_and_marks
 - several parameters in one storage: test_several_parameters_in_one_storage, test_data_set_to_a_view_of_itself
-- a write to a stand-in: test_writes_to_a_stand_in_are_refused
+- a write to a stand-in: test_neither_writes_to_a_stand_in_nor_reads_of_it
 - torch.func: test_functional_call, test_vmap_over_inputs, test_gradients_by_torch_func, test_of_raw_parameters
 - saved-tensor hooks disabled: test_hooks_disabled_around_the_forward
 - foreign tensor classes: test_activations_of_a_foreign_class
