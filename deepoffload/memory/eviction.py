@@ -17,7 +17,7 @@ from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Alias, Block, DeviceCopies, host_view_owner
 from deepoffload.memory.compaction import Compactor
 from deepoffload.memory.limbo import Limbo
-from deepoffload.memory.no_room import no_room
+from deepoffload.memory.no_room import BudgetFor, no_room
 from deepoffload.memory.transfers import TierCounters, Transfers
 from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.placement import BlockKind, Placement
@@ -70,6 +70,7 @@ class RoomMaker:
 
     Attributes:
         placement: of the models, once there is one; errors show it.
+        budget_for: finds the budget that errors name for them.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class RoomMaker:
         poison: bool,
     ) -> None:
         self.placement: Placement | None = None
+        self.budget_for: BudgetFor | None = None
         self._arena = arena
         self._resident = resident
         self._static = static
@@ -144,7 +146,7 @@ class RoomMaker:
                 self._resident.values(),
                 self._static,
                 self._limbo.held(),
-                least_bytes=0 if placement is None else placement.minimum_bytes,
+                budget_for=self.budget_for,
                 has_nvme=self._has_nvme,
                 table="" if placement is None else f"\n{placement.table()}",
             )

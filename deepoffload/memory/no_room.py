@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 from deepoffload.errors import BudgetError
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Block, host_view_owner
 
 SHOWN_MAX = 8
+
+BudgetFor = Callable[[Collection[Block], int, int], int]
+"""From the blocks that are kept or in use, further bytes that are kept, and a budget that is needed in any case, to one
+that is enough."""
 
 _SYSTEM = (
     "The system does not let pages have other addresses (ulimit -v, mlockall, vm.overcommit_memory = 2): let it, or"
@@ -44,7 +48,7 @@ def no_room(
     static: Container[int],
     viewed: Sequence[int],
     *,
-    least_bytes: int,
+    budget_for: BudgetFor | None,
     has_nvme: bool,
     table: str,
 ) -> BudgetError:
@@ -52,7 +56,7 @@ def no_room(
 
     Args:
         viewed: offsets of memory that was given back while the program has views of it.
-        least_bytes: what the models need at once, as placement sees it; 0 when there is no placement yet.
+        budget_for: finds a budget for what is kept; None while there are no models yet.
     """
     what = f"{block.name} ({block.kind.name.lower()}, {block.nbytes:,} bytes)"
     budget_bytes = arena.capacity_bytes
@@ -85,8 +89,10 @@ def no_room(
             "what must stay. " + (_SYSTEM if arena.lends else _DRIVER) + f" raise host_budget to {enough_bytes} bytes."
         )
         return BudgetError("\n".join(lines) + table, enough_bytes)
-    kept_bytes = viewed_bytes + sum(b.room_bytes for b, hold in held.items() if hold is Hold.REFERRED_TO)
-    enough_bytes = max(budget_bytes + lacking_bytes, least_bytes + kept_bytes)
+    enough_bytes = budget_bytes + lacking_bytes
+    if budget_for is not None:
+        kept = [b for b, hold in held.items() if hold in (Hold.IN_USE, Hold.REFERRED_TO)]
+        enough_bytes = budget_for([block, *kept], viewed_bytes, enough_bytes)
     lines.append(
         "Views of weights that the program keeps hold their memory, and one call (torch.cat, for example) may need "
         "many at once: drop the views, use the weights one by one,"

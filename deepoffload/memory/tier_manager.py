@@ -23,6 +23,7 @@ from deepoffload.memory.compaction import Compactor
 from deepoffload.memory.eviction import SLIDE_WORTH, EvictionPolicy, RoomMaker, UnknownOrder
 from deepoffload.memory.form import Form
 from deepoffload.memory.lock import BooksLock
+from deepoffload.memory.no_room import BudgetFor
 from deepoffload.memory.transfers import TierCounters, Transfers
 from deepoffload.native.aio import PAGE_BYTES, round_up
 from deepoffload.schedule.block_state import BlockState
@@ -134,6 +135,11 @@ class TierManager:
         """Blocks that have a range in the arena."""
         return self._resident.values()
 
+    def unowned_bytes(self) -> int:
+        """Of the arena, what is taken and belongs to no block: the way of gradients from a device, memory that the
+        program still looks at."""
+        return self.arena.used_bytes - sum(block.room_bytes for block in self._resident.values())
+
     def common_room_bytes(self, staying: Container[int]) -> int:
         """The room that more than half of the bytes come in, of blocks other than those that are ``staying``; a page
         when there is no such."""
@@ -185,9 +191,10 @@ class TierManager:
             self.space.free(block.extent)
             block.extent = None
 
-    def placed(self, placement: Placement) -> None:
-        """The models have their placement: errors show it from now on."""
+    def placed(self, placement: Placement, budget_for: BudgetFor | None = None) -> None:
+        """The models have their placement: errors show it from now on, and name budgets that ``budget_for`` finds."""
         self._room.placement = placement
+        self._room.budget_for = budget_for
 
     def room_bytes(self, block_id: int) -> int:
         """What a block takes in the arena; 0 for one that was removed (an old trace may still name it)."""

@@ -29,6 +29,7 @@ from torch import Tensor
 from deepoffload.copies.shown import HostMemory, ShownMemory
 from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
+from deepoffload.memory.no_room import BudgetFor
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.params.casts import CastCache
 from deepoffload.params.held import HeldUntilStep
@@ -107,9 +108,10 @@ class Pager:
         if self.engine is not None:
             self.gradients = self.engine.gradients
 
-    def placed(self, placement: Placement) -> None:
-        """The models have their placement: the memory's errors show it, and plans follow it."""
-        self.tiers.placed(placement)
+    def placed(self, placement: Placement, budget_for: BudgetFor | None = None) -> None:
+        """The models have their placement: the memory's errors show it, and name budgets that ``budget_for`` finds; and
+        plans follow it."""
+        self.tiers.placed(placement, budget_for)
         self.prefetcher.placed(placement)
 
     def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:

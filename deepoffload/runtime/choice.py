@@ -92,6 +92,15 @@ def choose(cutter: Cutter, config: Config, room: Room) -> ChosenCut:
     raise refusal if on_device is None else PlacementError(f"{on_device}. {refusal}", refusal.enough_bytes)
 
 
+def least_bytes(cutter: Cutter, cut: Cut, config: Config, room: Room) -> int:
+    """The least memory with which ``cut`` is accepted. Of a device's memory it gets what it needs."""
+    try:
+        placed = _placed(cutter, cut, config, replace(room, capacity_bytes=0, device_bytes=0))
+    except PlacementError as error:
+        return error.enough_bytes or 0
+    return placed.placement.minimum_bytes
+
+
 def _needs(error: PlacementError) -> float:
     return math.inf if error.enough_bytes is None else error.enough_bytes
 

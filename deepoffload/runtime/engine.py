@@ -36,10 +36,12 @@ from deepoffload.params.unit import ParamHandle
 from deepoffload.params.use_order import UseOrder
 from deepoffload.params.window import Window
 from deepoffload.runtime.announce import OutsideWatch, announce, summary
+from deepoffload.runtime.choice import Room
 from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adoptable
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
 from deepoffload.runtime.device import find_accelerator, open_memory, take_device_memory, with_ring
+from deepoffload.runtime.kept_views import budget_for_kept
 from deepoffload.runtime.plan import (
     NO_DISK,
     ModelPlan,
@@ -171,7 +173,7 @@ class Engine:
         self._grain_bytes = plan.grain_bytes
         memory = self.pager.memory
         take_device_memory(memory, plan)
-        self._reserve(plan.placement)
+        self._reserve(plan.placement, roots)
         kept = {block.id for block in plan.on_device}
         for draft in plan.drafts:
             plan.assembly.fill(draft)
@@ -249,11 +251,12 @@ class Engine:
         more = f"to at least {enough} bytes, in which gradients on their way from {memory.device} have theirs"
         return PlacementError(str(error).replace(named, more), enough)
 
-    def _reserve(self, placement: Placement) -> None:
+    def _reserve(self, placement: Placement, roots: Sequence[nn.Module]) -> None:
         self.placement = placement
         if self._space is not None and placement.nvme_bytes:
             self._space.reserve(placement.nvme_bytes + self._space.used_bytes)
-        self.pager.placed(placement)
+        room = Room(placement.capacity_bytes, self._nvme_bytes(), self._bandwidths)
+        self.pager.placed(placement, budget_for_kept(self.pager, self.config, roots, room))
 
     def _pin_residents(self, placement: Placement) -> None:
         """From now on resident blocks stay. Not before: while bytes move into units, all memory is needed for that."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from deepoffload.config import Config, GradientDtype
@@ -150,12 +150,16 @@ def _alive(pager: Pager, handles: Iterable[ParamHandle]) -> list[ParamHandle]:
     return alive
 
 
-def dry_pager(*roots: nn.Module) -> tuple[Pager, Gradients, list[ParamHandle]]:
-    """A pager that has no memory and a handle for each parameter, which the parameters know nothing of."""
+def dry_pager(
+    *roots: nn.Module, others: Iterable[tuple[str, Tensor]] = ()
+) -> tuple[Pager, Gradients, list[ParamHandle]]:
+    """A pager that has no memory and a handle for each parameter, which the parameters know nothing of. ``others``:
+    parameters with names that need not be in ``roots``."""
     graphs = OpenGraphs()
     order = UseOrder(graphs, prefetch=False)
     pager = Pager(TierManager(Arena(PAGE_BYTES, lends=False), None, order), order, graphs, prefetch=False)
-    params = {id(param): (name, param) for root in roots for name, param in root.named_parameters()}
+    params = {id(param): (name, param) for name, param in others}
+    params |= {id(param): (name, param) for root in roots for name, param in root.named_parameters()}
     handles = [
         ParamHandle(pager, name, param, param.dtype, dense_stride(param))
         for name, param in params.values()

@@ -54,7 +54,7 @@ def take(pager: Pager, param: Tensor, name: str, capacity_bytes: int) -> ParamHa
             raise
     raise ShortageError(
         f"no room for {what}: parameters registered before it take "
-        f"{_registered_bytes(pager, capacity_bytes):,} bytes of {capacity_bytes:,}, and there is no NVMe to put them on"
+        f"{_registered_bytes(pager, capacity_bytes):,} bytes of {capacity_bytes:,}"
     )
 
 

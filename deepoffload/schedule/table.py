@@ -82,7 +82,7 @@ def _align(cells: list[tuple[str, ...]]) -> list[str]:
 def _budgets(totals: Totals) -> str:
     nvme = "none" if totals.nvme_capacity_bytes is None else human_bytes(totals.nvme_capacity_bytes)
     memory, least = human_bytes(totals.capacity_bytes), human_bytes(totals.minimum_bytes)
-    return f"budget: {memory} of memory (at least {least} needed), NVMe {nvme}"
+    return f"budget: {memory} of memory ({least} needed at once), NVMe {nvme}"
 
 
 def _expectation(total: Row, totals: Totals) -> str:

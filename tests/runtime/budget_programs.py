@@ -28,8 +28,8 @@ FIRST_BUDGET_BYTES = 16 << 10
 RING_BYTES = 256 << 10
 """What the way of gradients from a device takes of a small budget."""
 
-RAISES_MAX = 5
-"""How often a budget is raised as an error says. Larger ones bring larger units, whose views hold more."""
+ATTEMPTS = 2
+"""With views that a program keeps across steps: the second one has the budget that the error of the first one names."""
 
 
 class LayerScale(nn.Module):
@@ -264,15 +264,15 @@ class Program:
 def run(seed: int, directory: str, device: str = "cpu") -> str | None:
     """What goes wrong with the program of ``seed``, None when nothing does.
 
-    Views that a program keeps across steps are known to nobody before. An error that names them, and a budget that is
-    enough, is right then.
+    Views that a program keeps across steps are known to nobody before. An error that names them, and a budget with
+    which the program trains, is right then.
     """
     program = Program.drawn(seed, device)
     try:
         budget = int(program.least_bytes(directory) * program.spare)
     except AssertionError as error:
         return str(error)
-    for _ in range(RAISES_MAX if program.holds == "views" else 1):
+    for _ in range(ATTEMPTS if program.holds == "views" else 1):
         try:
             losses = program.train(directory, budget)
         except PlacementError as error:

@@ -50,6 +50,16 @@ def test_a_budget_above_an_accepted_one_is_accepted(tmp_path: Path, seed: int) -
         assert program.accepted(str(tmp_path), least + pages * PAGE_BYTES) is None, f"{pages} pages above {least}"
 
 
+@pytest.mark.parametrize("seed", [2033])
+def test_the_budget_that_is_named_for_views_is_enough_although_it_cuts_larger_units(tmp_path: Path, seed: int) -> None:
+    """Each budget that counted them in the units of the one before was too small, three times."""
+    program = Program.drawn(seed)
+    with pytest.raises(BudgetError) as refused:
+        program.train(str(tmp_path), program.least_bytes(str(tmp_path)))
+    assert refused.value.enough_bytes is not None
+    program.train(str(tmp_path), refused.value.enough_bytes)
+
+
 class Weight(nn.Module):
     """One parameter and nothing else."""
 

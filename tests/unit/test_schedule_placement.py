@@ -258,7 +258,7 @@ def test_the_table_says_where_everything_is_and_why() -> None:
     assert re.search(r"gradients +168\.0 MiB +312\.0 MiB +7/20 +312\.0 MiB +312\.0 MiB +13 of 20 have no room", table)
     assert re.search(r"windows \+ ring +352\.0 MiB .*24\.0 MiB for gradients, 320\.0 MiB for 16 state pieces", table)
     assert re.search(r"total +1000\.0 MiB", table)
-    assert "budget: 1000.0 MiB of memory (at least 88.0 MiB needed), NVMe 1.0 PiB" in table
+    assert "budget: 1000.0 MiB of memory (88.0 MiB needed at once), NVMe 1.0 PiB" in table
     assert "bytes per parameter" in lines[-1]
     columns = [re.search(r"\d+/\d+", line) for line in lines[1:4]]
     assert len({match.end() for match in columns if match}) == 1  # aligned to the right
