@@ -91,11 +91,16 @@ def _formats(unit: Unit) -> dict[ParamHandle, StateFormat]:
 
 
 def _inherit_places(tiers: TierManager, old: list[StatePiece], new: list[StatePiece]) -> None:
-    """As many bytes stay in memory for good as placement had decided."""
-    left = sum(piece.block.nbytes for piece in old if piece.block.id in tiers.static)
+    """As many bytes stay in memory for good as placement had decided, or as there is room for if everything stayed."""
+    passing = {piece.block.id for piece in (*old, *new)}
+    others = [block for block in tiers.blocks() if block.id not in passing]
+    if all(block.id in tiers.static for block in (*others, *(piece.block for piece in old))):
+        left = tiers.arena.capacity_bytes - tiers.unowned_bytes() - sum(block.room_bytes for block in others)
+    else:
+        left = sum(piece.block.room_bytes for piece in old if piece.block.id in tiers.static)
     for piece in new:
-        if piece.block.nbytes <= left:
-            left -= piece.block.nbytes
+        if piece.block.room_bytes <= left:
+            left -= piece.block.room_bytes
             tiers.keep(piece.block)
 
 

@@ -18,7 +18,7 @@ from deepoffload.copies.shown import ShownMemory
 from deepoffload.memory.lock import BooksLock
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.ports import PagerPort
-from deepoffload.params.saved import SavedTensorHooks
+from deepoffload.params.saved import SavedTensorHooks, of_checkpoint
 from deepoffload.params.torch_private import (
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -61,7 +61,8 @@ class HookStack:
 
         Nor where nothing will ever be moved: what autograd keeps of a weight then stays right without us, and an update
         moves the weight's version, by which autograd sees that it no longer is. Not so under autocast, whose narrower
-        copies of weights are a second copy of the model.
+        copies of weights are a second copy of the model. Nor behind a checkpoint, which counts what reaches its own
+        hooks: by the time it runs the forward again, something may have come that moves.
 
         Args:
             always: also there: more than weights may be saved.
@@ -69,12 +70,14 @@ class HookStack:
         Returns True when pushed, False when that is not needed, None when the program has disabled such hooks.
         """
         memory = self._memory
+        enabled = saved_tensors_hooks_enabled()
+        top = top_saved_tensors_hooks(True) if enabled else None
         if not always and memory.all_stay() and not torch.is_autocast_enabled(memory.device.type):
-            self._graphs.unhooked = True
-            return False
-        if not saved_tensors_hooks_enabled():
+            if not of_checkpoint(top):
+                self._graphs.unhooked = True
+                return False
+        if not enabled:
             return None
-        top = top_saved_tensors_hooks(True)
         if top is None:
             hooks = self._hooks_alone
         else:

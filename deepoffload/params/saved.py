@@ -147,7 +147,7 @@ class SavedTensorHooks:
         self.pager = pager
         self.below = below
         self.again = again
-        self.run_again = below is not None and getattr(below[0], "__module__", "") == checkpoint.__name__
+        self.run_again = of_checkpoint(below)
 
     def pack(self, tensor: Tensor) -> Any:
         try:
@@ -176,6 +176,11 @@ class SavedTensorHooks:
         if type(packed) is SavedBelow:
             return packed.unpack(packed.packed)
         return restore(packed)
+
+
+def of_checkpoint(hooks: Hooks | None) -> bool:
+    """Whether a pair of hooks is that of a non-reentrant activation checkpoint."""
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
 
 
 def _version_of_any(tensor: Tensor) -> int:

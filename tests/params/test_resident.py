@@ -196,3 +196,59 @@ def test_autocast_inside_a_module_keeps_no_copies(paging: Paging) -> None:
     held = allocated_bytes() - before
     assert out.grad_fn is not None
     assert held < 512 * 512 * 2 * 2, f"{held >> 10} KiB are held: narrow copies of the weights"
+
+
+class Scaled(nn.Module):
+    """Autograd saves the weight itself, and it is so small that other state may take more of whole blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.tensor(0.5)), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def checkpointed() -> nn.Module:
+    return Checkpointed(*[Scaled() for _ in range(4)])
+
+
+def test_a_checkpoint_runs_again_where_not_everything_stays_any_more(paging: Paging) -> None:
+    """Updates inside a backward give the state of their units a third array, for which there is no room."""
+
+    def trained(model: nn.Module) -> Any:
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, amsgrad=True)
+        for seed in range(3):
+            model(rows(seed=seed)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().clone() for param in model.parameters()]
+
+    setting = replace(RESIDENT, step_overlap="in_backward")
+    enough_bytes = engine_of(resident(paging, checkpointed, setting)).placement.resident_bytes
+    with paging.context(setting, enough_bytes):
+        torch.manual_seed(0)
+        model = checkpointed()
+    tiers = engine_of(model).pager.tiers
+    assert tiers.all_stay()
+    found = trained(model)
+    assert not tiers.all_stay(), "this tested nothing"
+    assert_same_bits(trained(resident(paging, checkpointed)), found)
+
+
+@pytest.mark.parametrize("settings", [{"kind": "CPULion"}, {"amsgrad": True}, {"state_dtype": "8bit"}], ids=str)
+def test_everything_still_stays_with_state_of_another_format(paging: Paging, settings: dict[str, Any]) -> None:
+    others = {key: value for key, value in settings.items() if key != "kind"}
+    kind = getattr(deepoffload, settings.get("kind", "CPUAdamW"))
+    model = resident(paging, checkpointed, replace(RESIDENT, precision="bf16"))
+    optimizer = kind(model.parameters(), lr=1e-2, **others)
+    model(rows().bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    assert engine_of(model).pager.tiers.all_stay()
