@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
@@ -104,6 +105,8 @@ def _fields_below(section: str) -> list[str]:
 
 def check(kind: ValueKind, raw: object, where: str) -> object:
     """``raw`` in our form, or a ``ConfigError`` that says where it stands and what was expected."""
+    if isinstance(raw, numbers.Real) and not isinstance(raw, (int, float)) and hasattr(raw, "item"):
+        raw = raw.item()  # one of NumPy's
     try:
         return kind.normalise(raw)
     except Mismatch as mismatch:

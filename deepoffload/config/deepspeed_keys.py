@@ -66,8 +66,17 @@ _BATCH = (
 )
 
 _LOGGING = (
-    honoured("steps_per_print", integer(0), "Steps between two lines of progress; 0 or not said: none."),
-    honoured("wall_clock_breakdown", boolean(), "Log the seconds of forward, backward and step.", False),
+    honoured(
+        "steps_per_print",
+        integer(0),
+        "Steps between two lines of progress, on stderr or to the logger `deepoffload.progress`; 0 or not said: none.",
+    ),
+    honoured(
+        "wall_clock_breakdown",
+        boolean(),
+        "A line with the seconds of forward, backward and step after each step, as above.",
+        False,
+    ),
     inapplicable("memory_breakdown", boolean(), "engine.stats() gives the bytes of every tier and their peaks", False),
     inapplicable("dump_state", boolean(), "a Config can be printed as it is", False),
     inapplicable("disable_python_gc", boolean(), "the program decides when garbage is collected", False),

@@ -132,7 +132,7 @@ OWN_KEYS = (
     _own(
         "debug.copies",
         boolean(),
-        "Show copies of the stored bytes on a CPU device, too, within `device_budget`, as on a GPU.",
+        "Compute on a CPU as on a GPU: with copies of the stored bytes, which take at most `device_budget`.",
         False,
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -49,7 +49,7 @@ def parse_config(
     fields = _merge(base.fields, top.fields)
     notes, warnings = (source.notes, source.warnings) if isinstance(source, Config) else ((), ())
     config = _build(fields, tuple(dict.fromkeys((*notes, *base.notes, *top.notes))), where)
-    warned = [*warnings, *base.warnings]
+    warned = [*warnings, *base.warnings, *_path_warnings(base, top, config.nvme_path)]
     autos = [path for path in (*base.autos, *top.autos) if not _said(path, top)]
     if autos:
         warned.append(auto_warning(autos, config, where))
@@ -162,6 +162,22 @@ def _nvme_path(fields: dict[str, Any]) -> tuple[str, ...]:
     """Ours where it is said; else the paths of DeepSpeed's two offload sections, each once."""
     theirs = (*fields.get("nvme_path.offload_param", ()), *fields.get("nvme_path.offload_optimizer", ()))
     return tuple(fields.get("nvme_path", tuple(dict.fromkeys(theirs))))
+
+
+def _path_warnings(base: Layer, top: Layer, used: tuple[str, ...]) -> Iterator[str]:
+    """Where DeepSpeed's two sections name other directories than those that weights and state both go to."""
+    if top.fields.get("nvme_path") is not None:
+        return  # a keyword, which is to win
+    own = base.fields.get("nvme_path") is not None
+    differing = []
+    for name in ("nvme_path.offload_param", "nvme_path.offload_optimizer"):
+        layer = base if top.fields.get(name) is None else top
+        paths = cast("tuple[str, ...]", layer.fields.get(name) or ())
+        if paths and (not set(paths) <= set(used) if own else set(paths) != set(used)):
+            differing.append(f"{layer.origin[name]} = {shown(paths[0] if len(paths) == 1 else paths)}")
+    if differing:
+        what = "weights and optimizer state both go to both; nvme_path can name directories for everything"
+        yield f"{base.where}{' and '.join(differing)}: {'not used, because nvme_path is set' if own else what}"
 
 
 def _optimizer(fields: dict[str, Any], where: str) -> OptimizerConfig | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,11 +18,10 @@ from deepoffload.config import Config, Precision
 from deepoffload.deepspeed.checkpoints import EngineCheckpoints, save_weights
 from deepoffload.errors import ClosedError, UnsupportedError
 from deepoffload.optim.loss_scale import LossScale
+from deepoffload.runtime.announce import announce, progress_log
 from deepoffload.runtime.engine import Engine
 from deepoffload.runtime.loop import TrainingLoop
 from deepoffload.timeline import Summary
-
-log = logging.getLogger("deepoffload")
 
 
 class TrainingEngine:
@@ -367,16 +365,11 @@ class TrainingEngine:
     def _report(self) -> None:
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0:
-            log.info(
-                "step=%d, skipped=%d, lr=%s, mom=%s",
-                self.global_steps,
-                self.skipped_steps,
-                self.get_lr(),
-                self.get_mom(),
-            )
+            done = f"step={self.global_steps}, skipped={self.skipped_steps}"
+            announce(f"{done}, lr={self.get_lr()}, mom={self.get_mom()}", progress_log)
         if self._config.wall_clock_breakdown:
             shown = ", ".join(f"{what} {seconds:.3f} s" for what, seconds in self._seconds.items())
-            log.info("step=%d: %s", self.global_steps, shown)
+            announce(f"step={self.global_steps}: {shown}", progress_log)
         self._seconds = dict.fromkeys(self._seconds, 0.0)
 
 

@@ -114,11 +114,11 @@ def initialize(
         settings = core.config if source is None else combine(core.config, settings)
     clipping = _clipping(settings, optimizer)
     _check_before(settings, model, optimizer, model_parameters, lr_scheduler, training_data)
-    if core is None:
-        core = _take_over(settings, model)
     built = _optimizer(settings, model, optimizer, model_parameters, clipping)
     scheduler = _scheduler(settings, built, lr_scheduler)
     loader = _loader(settings, training_data, collate_fn)
+    if core is None:  # last: what fails before leaves the model as it was
+        core = _take_over(settings, model)
     if built is None:
         log.info("initialize: no optimizer, so the engine only infers")
     scale = configured_loss_scale(settings.fp16) if settings.precision is Precision.FP16 else None
@@ -217,13 +217,12 @@ def _clipping(config: Config, optimizer: Any) -> float:
     said = config.gradient_clipping
     if own is not None and said is not None and own != said:
         raise ConfigError(f"gradient_clipping = {said}, but the optimizer has max_grad_norm = {own}; leave one out")
-    if own is not None:
-        return own
-    if said is None and config.step_overlap is StepOverlap.IN_BACKWARD:
-        raise ConfigError(
-            'step_overlap = "in_backward" cannot clip, and initialize() clips to 1.0; set gradient_clipping to 0'
-        )
-    return DEFAULT_GRADIENT_CLIPPING if said is None else float(said)
+    clipping = own if own is not None else DEFAULT_GRADIENT_CLIPPING if said is None else float(said)
+    if clipping and config.step_overlap is StepOverlap.IN_BACKWARD:
+        asked = f"max_grad_norm = {own}" if own is not None else f"gradient_clipping = {said}"
+        what = "initialize() clips to 1.0" if own is None and said is None else f"{asked} asks for it"
+        raise ConfigError(f'step_overlap = "in_backward" cannot clip, and {what}; set gradient_clipping to 0')
+    return clipping
 
 
 def _check_before(
@@ -261,6 +260,26 @@ def _check_fp16(config: Config, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise for an optimizer that would train nothing of the model."""
+    mine = {id(param) for param in model.parameters()}
+    if not any(id(param) in mine for group in optimizer.param_groups for param in group["params"]):
+        raise UsageError(
+            f"initialize: no parameter of the optimizer is one of the {type(model).__name__}: was it made for another "
+            "model? Make it from model.parameters()"
+        )
+
+
+def _check_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise for a schedule of another optimizer. (One of a wrapper has its groups, too.)"""
+    groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
+    if isinstance(groups, list) and not any(theirs is mine for theirs in groups for mine in optimizer.param_groups):
+        raise UsageError(
+            "initialize(lr_scheduler=...): the schedule belongs to another optimizer than the one that trains; pass a "
+            "function that makes it: lr_scheduler=lambda optimizer: ..."
+        )
+
+
 # -- the parts -------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +308,7 @@ def _optimizer(
             raise
         except ValueError as error:
             raise ConfigError(f"optimizer.params: {error}") from error
+    _check_parameters(built, model)
     if isinstance(built, HostOptimizer):
         built.skip_non_finite = config.step_overlap is not StepOverlap.IN_BACKWARD  # it sees no gradient twice
         if built.max_grad_norm is None and clipping > 0:
@@ -308,17 +328,22 @@ def _scheduler(config: Config, optimizer: torch.optim.Optimizer | None, given: A
     if given is not None:
         if config.scheduler is not None:
             log.warning("initialize: the schedule passed in is used, the configuration's scheduler section is not")
-        return given if hasattr(given, "step") else given(optimizer)
+        schedule = given if hasattr(given, "step") else given(optimizer)
+        _check_schedule(schedule, optimizer)
+        return schedule
     return None if config.scheduler is None else ConfiguredSchedule(optimizer, config.scheduler)
 
 
 def _loader(config: Config, data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> DataLoader[Any] | None:
     if data is None:
         return None
-    return DataLoader(
-        data,
-        batch_size=config.train_micro_batch_size_per_gpu,
-        shuffle=None if isinstance(data, IterableDataset) else True,
-        drop_last=config.dataloader_drop_last,
-        collate_fn=collate_fn,
-    )
+    try:
+        return DataLoader(
+            data,
+            batch_size=config.train_micro_batch_size_per_gpu,
+            shuffle=None if isinstance(data, IterableDataset) else True,
+            drop_last=config.dataloader_drop_last,
+            collate_fn=collate_fn,
+        )
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"initialize(training_data=...): {type(data).__name__} is no dataset: {error}") from error

@@ -16,12 +16,14 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from deepoffload.errors import UsageError
 from deepoffload.params.torch_private import forward_hooks_of_all, forward_pre_hooks_of_all
+
+M = TypeVar("M", bound=nn.Module)
 
 _TELLING_NAMES = frozenset(
     "data grad zero_grad numpy data_ptr untyped_storage storage _typed_storage set_ __array__ asarray dlpack "
@@ -44,7 +46,7 @@ class _Careful:
         return None
 
 
-def careful(module: nn.Module) -> None:
+def careful(module: M) -> M:
     """Say that the forward of ``module`` changes weights where deepoffload cannot see it.
 
     Two things come together in such a module. It writes through ``weight.data``, ``weight.numpy()`` or the like. And
@@ -52,7 +54,11 @@ def careful(module: nn.Module) -> None:
     modules are found without this call. Calls of ``module``, and of the modules in it, then check every access to a
     paged weight, which costs several microseconds each. The numbers of other modules do not change.
 
-    Call it at any time, on a paged or on an ordinary module, once. Modules that are added later need their own call.
+    Call it at any time, on a paged or on an ordinary module; a second call changes nothing. Modules that are added
+    later need their own call.
+
+    Returns:
+        ``module``.
 
     Raises:
         UsageError: ``module`` is not an ``nn.Module``.
@@ -64,6 +70,7 @@ def careful(module: nn.Module) -> None:
     for child in module.modules():
         if not _is_marked(child):
             child.register_forward_pre_hook(_Careful())
+    return module
 
 
 def _is_marked(module: nn.Module) -> bool:

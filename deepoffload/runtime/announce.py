@@ -1,4 +1,4 @@
-"""What a program is told without asking: one line when a model is ready, and one for a large one that is not paged."""
+"""What a program is told: one line when a model is ready, and one for a large model that is not paged."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from deepoffload.schedule.placement import Placement
 
 log = logging.getLogger("deepoffload")
 start_log = logging.getLogger("deepoffload.start")
+progress_log = logging.getLogger("deepoffload.progress")
 
 OUTSIDE_BYTES_MIN = 64 << 20
 OUTSIDE_PER_BUDGET = 10
 """Ordinary parameters are mentioned from this size on, and from this part of the host budget on."""
 
 
-def announce(line: str) -> None:
+def announce(line: str, by: logging.Logger = start_log) -> None:
     """Say something that is no warning, but that people see by default: it goes to stderr if the program has not set up
     logging, and else it is a record of level INFO. ``logging.getLogger("deepoffload.start").setLevel("WARNING")``
     silences it.
     """
-    configured = start_log.level or logging.getLogger("deepoffload").level
-    if start_log.hasHandlers():
-        start_log.info(line)
-    elif configured <= logging.INFO and start_log.manager.disable < logging.INFO and not start_log.disabled:
-        record = start_log.makeRecord(start_log.name, logging.INFO, __file__, 0, f"deepoffload: {line}", (), None)
+    configured = by.level or log.level
+    if by.hasHandlers():
+        by.info(line)
+    elif configured <= logging.INFO and by.manager.disable < logging.INFO and not by.disabled:
+        record = by.makeRecord(by.name, logging.INFO, __file__, 0, f"deepoffload: {line}", (), None)
         logging.StreamHandler().handle(record)
 
 

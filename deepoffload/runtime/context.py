@@ -81,8 +81,10 @@ def engine_of(model: nn.Module) -> Engine:
     """The engine whose parameters ``model`` has.
 
     Raises:
-        UsageError: the model has no paged parameters.
+        UsageError: the model has no paged parameters, or is none.
     """
+    if not callable(getattr(model, "parameters", None)):
+        raise UsageError(f"a paged model is wanted, not {type(model).__name__}")
     for param in model.parameters():
         slot = param.__dict__.get("_slot")
         if isinstance(slot, ParamHandle) and isinstance(slot.pager.engine, Engine):

@@ -247,7 +247,7 @@ def test_a_model_is_announced_before_it_is_paged(same: Same) -> None:
 def test_careful_takes_a_module_and_marks_it_once() -> None:
     layer = HelperInDictionary()
     for _ in range(2):
-        deepoffload.careful(layer)
+        assert deepoffload.careful(layer) is layer
     assert len(layer._forward_pre_hooks) == 1
     assert may_bypass_hooks(nn.Sequential(layer))
     with pytest.raises(UsageError, match="not Parameter; pass the layer"):

@@ -38,6 +38,12 @@ part("fits")
 fits = build(host_budget="64MiB")
 part("taken over")
 deepoffload.initialize(model=nn.Linear(8, 8), config={"host_budget": "1MiB"})
+part("progress")
+said = {"host_budget": "1MiB", "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "steps_per_print": 2}
+engine, *_ = deepoffload.initialize(model=nn.Linear(8, 8), config=said)
+for _ in range(5):
+    engine.backward(engine(torch.ones(8)).sum())
+    engine.step()
 part("silenced")
 logging.getLogger("deepoffload.start").setLevel("WARNING")
 build(host_budget="1MiB")
@@ -70,6 +76,8 @@ def test_one_line_at_the_start_that_can_be_silenced(nvme_path: Path) -> None:
     assert "memory used: 1.00 MiB of 1.00 MiB" in parts["paged"] and "0.4 M parameters" in parts["paged"]
     assert "kept in memory: weights 1.5" in parts["fits"] and "on NVMe: nothing" in parts["fits"]
     assert "MiB of 64.00 MiB" in parts["fits"]
+    started, *steps = parts["progress"].splitlines()
+    assert steps == [f"deepoffload: step={step}, skipped=0, lr=[0.5], mom=[0.0]" for step in (2, 4)], parts["progress"]
     assert parts["silenced"] == "" and parts["warnings only"] == ""
     assert parts["records"].count("INFO deepoffload.start ") == 1 and "INFO deepoffload placement" in parts["records"]
 

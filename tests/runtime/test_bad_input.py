@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -275,3 +276,12 @@ def test_ddp_around_a_paged_model(model: nn.Module) -> None:
         assert 0 < train_a_step(model) < 1000
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_numbers_of_numpy_are_numbers(paging: Paging) -> None:
+    with context(paging, host_budget=numpy.int64(4 << 20), gradient_clipping=numpy.float32(0.5)) as entered:
+        model = TinyGPT()
+    assert entered.engine is not None and entered.engine.config.gradient_clipping == 0.5
+    assert deepoffload.stats(model)["host_budget_bytes"] == 4 << 20
+    with pytest.raises(UsageError, match="not int"):
+        deepoffload.stats(3)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import deepoffload
@@ -287,6 +288,7 @@ def test_configurations_that_contradict_each_other(
 
 def refused() -> list[tuple[dict[str, Any], type[Exception], str]]:
     frozen = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
+    in_backward = {"step_overlap": "in_backward"}
     return [
         ({"optimizer": "adam"}, UsageError, "takes an optimizer"),
         ({"lr_scheduler": "warmup", **frozen}, UsageError, "takes a schedule"),
@@ -296,6 +298,14 @@ def refused() -> list[tuple[dict[str, Any], type[Exception], str]]:
         ({"config": {"optimizer": {"tpye": "Adam"}}}, ConfigError, "did you mean optimizer.type"),
         ({"config": "/does/not/exist.json"}, ConfigError, "cannot be read"),
         ({"config": {"scheduler": {"type": "WarmupLR"}}}, UsageError, "needs an optimizer"),
+        ({"optimizer": torch.optim.SGD(mlp().parameters())}, UsageError, "no parameter of the optimizer"),
+        ({"model_parameters": mlp().parameters(), **frozen}, UsageError, "no parameter of the optimizer"),
+        ({"model_parameters": [1, 2], **frozen}, TypeError, "can only optimize Tensors"),
+        ({"optimizer": lambda params: torch.optim.SGD(params, lr=-1)}, ValueError, "Invalid learning rate"),
+        ({"lr_scheduler": StepLR(torch.optim.SGD(mlp().parameters()), 1), **frozen}, UsageError, "another optimizer"),
+        ({"training_data": 5, "config": {"train_batch_size": 2}}, UsageError, "int is no dataset"),
+        ({"config": in_backward, **frozen}, ConfigError, "initialize.. clips to 1.0"),
+        ({"config": {**in_backward, "gradient_clipping": 2}, **frozen}, ConfigError, "gradient_clipping = 2.0 asks"),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -435,7 +436,8 @@ def write(path: Path, text: str) -> Path:
 
 def test_file_as_text_and_as_path(tmp_path):
     file = write(tmp_path / "ds.json", json.dumps(INFINITY))
-    assert parse_config(file) == parse_config(str(file)) == parse_config(INFINITY)
+    assert parse_config(file) == parse_config(str(file))
+    assert replace(parse_config(file), warnings=()) == replace(parse_config(INFINITY), warnings=())
 
 
 @pytest.mark.parametrize(
@@ -503,3 +505,29 @@ def test_gradients_in_fp32_by_either_name() -> None:
     by_deepspeed = parse_config({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}})
     assert by_deepspeed.gradient_dtype is parse_config(gradient_dtype="fp32").gradient_dtype is GradientDtype.FP32
     assert parse_config(precision="bf16").gradient_dtype is GradientDtype.KEEP
+
+
+def sections(param: str | None, optimizer: str | None) -> dict[str, object]:
+    said = {"offload_param": param, "offload_optimizer": optimizer}
+    return {name: {"device": "nvme", "nvme_path": path} for name, path in said.items() if path is not None}
+
+
+@pytest.mark.parametrize(
+    "param, optimizer, own, used, warning",
+    [
+        ("/a", "/a", None, ("/a",), None),
+        ("/a", None, None, ("/a",), None),
+        ("/a", "/b", None, ("/a", "/b"), "weights and optimizer state both go to both"),
+        ("/a", "/a", "/c", ("/c",), "not used, because nvme_path is set"),
+        ("/a", "/b", ["/b", "/a"], ("/b", "/a"), None),
+    ],
+)
+def test_directories_that_differ_are_mentioned(param, optimizer, own, used, warning):
+    source = {"zero_optimization": sections(param, optimizer), **({} if own is None else {"nvme_path": own})}
+    config = parse_config(source)
+    assert config.nvme_path == used
+    assert [warning in said for said in config.warnings] == ([] if warning is None else [True])
+    for said in config.warnings:
+        assert f"offload_param.nvme_path = {param!r}" in said and f"offload_optimizer.nvme_path = {optimizer!r}" in said
+    assert parse_config(source, nvme_path="/x").nvme_path == ("/x",)
+    assert not parse_config(source, nvme_path="/x").warnings
