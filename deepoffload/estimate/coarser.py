@@ -1,7 +1,7 @@
 """Fewer and larger pieces of optimizer state, for the clock: one use of many pieces takes as long as many uses.
 
 A unit's pieces are of one size, and pass through a ring of slots one after the other. Pieces that are so many times
-larger, in slots that are so many times larger, take the same time; only the ends of the stream are less exact.
+larger take the same time where a few of them have room at once; only the ends of the stream are less exact.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from deepoffload.schedule.cost_model import BlockKind
 from deepoffload.schedule.placement import BlockSpec
 
 PIECES_MAX = 2000
-"""Pieces that are played; the slots at the ends of the stream are about one part in a hundred of them."""
+"""Pieces that are played: benchmarks/results/estimate_pieces.json compares their seconds with those of 16,000."""
+SLOTS_MIN = 4
+"""Slots that larger pieces have: one that is used, one that is read, one that is written, and one to spare. As many as
+real pieces have would be memory that the machine does not have, and seconds that are too low."""
 
 
 def coarser(blocks: BlockPlan, most: int = PIECES_MAX) -> tuple[BlockPlan, dict[int, int]]:
@@ -38,7 +41,9 @@ def coarser(blocks: BlockPlan, most: int = PIECES_MAX) -> tuple[BlockPlan, dict[
                 content[group[0].id] = sum(blocks.content_bytes[block.id] for block in group)
                 pieces_in_one[group[0].id] = len(group)
     ids = frozenset(block.id for block in kept)
-    more_bytes = (factor - 1) * placement.window.ring_bytes
+    window = placement.window
+    piece_bytes = -(-window.ring_bytes // max(window.ring_pieces, 1))
+    more_bytes = max(0, SLOTS_MIN * factor * piece_bytes - window.ring_bytes)
     return replace(
         blocks,
         content_bytes=content,

@@ -12,12 +12,15 @@ from deepoffload.errors import ConfigError
 LAYERS_MAX = 10_000
 """A configuration with more is a mistake: each layer is built once, on the meta device."""
 
+LAYERS_KEYS = (
+    "num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
+    "num_encoder_layers", "num_blocks", "depths",
+)  # fmt: skip
+HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "hidden_sizes", "embed_dim")
+"""How configurations call the number of layers and the hidden size; lists are of a number for each stage."""
 _MOST = {
-    LAYERS_MAX: (
-        "num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
-        "num_decoder_layers", "num_encoder_layers",
-    ),
-    1_000_000: ("hidden_size", "n_embd", "d_model", "dim", "head_dim", "d_kv"),
+    LAYERS_MAX: LAYERS_KEYS,
+    1_000_000: (*HIDDEN_KEYS, "head_dim", "d_kv"),
     100_000: (
         "num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads",
         "num_key_value_heads", "num_kv_heads",

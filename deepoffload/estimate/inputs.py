@@ -35,7 +35,7 @@ def _inputs(model: Any, names: set[str], size: int, length: int, dtype: torch.dt
     config = model.config
     kind = type(model).__name__
     inputs: dict[str, Any] = {}
-    if "pixel_values" in names:
+    if "pixel_values" in names and not pictures_among_tokens(model):
         inputs["pixel_values"] = torch.zeros(size, *_picture(config), dtype=dtype)
     if "input_features" in names:
         frames = 2 * int(getattr(config, "max_source_positions", length))
@@ -52,6 +52,18 @@ def _inputs(model: Any, names: set[str], size: int, length: int, dtype: torch.dt
     elif "decoder_input_ids" in names:
         inputs["decoder_input_ids"] = tokens
     return inputs
+
+
+def takes_pictures_only(model: Any) -> bool:
+    """Whether a model takes pictures, and no tokens."""
+    names = set(inspect.signature(model.forward).parameters)
+    return "pixel_values" in names and not names & {"input_ids", "decoder_input_ids"}
+
+
+def pictures_among_tokens(model: Any) -> bool:
+    """Whether a model of language has places for pictures among its tokens. It counts them by the tokens' values, so on
+    shapes it is run without any."""
+    return any(getattr(model.config, name, None) is not None for name in ("image_token_id", "image_token_index"))
 
 
 def _picture(config: Any) -> tuple[int, int, int]:

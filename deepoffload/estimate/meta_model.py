@@ -57,7 +57,7 @@ def _built(transformers: Any, settings: Mapping[str, Any], checkpointing: bool) 
     except Exception as error:
         raise ConfigError(
             f"transformers {transformers.__version__} cannot build a {settings['model_type']} of this configuration: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
 
 

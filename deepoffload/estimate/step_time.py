@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deepoffload.estimate.blocks import BlockPlan
-from deepoffload.estimate.coarser import coarser
+from deepoffload.estimate.coarser import PIECES_MAX, coarser
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.recording import DryRun, Op
 from deepoffload.params.prefetcher import BUSY_TRANSFERS, EVENTS_PER_PLAN, WRITE_BEHIND_SHARE
@@ -55,14 +55,16 @@ def estimate_step(
     *,
     tokens: int,
     op_times: OpTimes | None = None,
+    pieces_max: int = PIECES_MAX,
 ) -> StepEstimate:
     """Predict a step in steady state.
 
     Args:
         tokens: of one micro-batch.
         op_times: seconds of operators as measured; what is not in it is worked out from the machine's rates.
+        pieces_max: about how many pieces of state are played; of more, several are put together.
     """
-    blocks, pieces_in_one = coarser(blocks)
+    blocks, pieces_in_one = coarser(blocks, pieces_max)
     placement, bandwidths = blocks.placement, machine.bandwidths()
     units = unit_blocks(placement.blocks)
     costs = _Costs(blocks, units, run, machine, op_times or {}, workload.accumulation_steps, pieces_in_one)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,10 @@ from torch import nn
 
 from deepoffload.errors import ConfigError
 from deepoffload.estimate.checks import positive_integer
-from deepoffload.estimate.configuration import read_settings
+from deepoffload.estimate.configuration import HIDDEN_KEYS, LAYERS_KEYS, read_settings
 from deepoffload.estimate.decoder import DEFAULT_VOCABULARY, Decoder, DecoderShape, shape_of_count
 from deepoffload.estimate.dry_run import LossOf
-from deepoffload.estimate.inputs import transformers_loss
+from deepoffload.estimate.inputs import pictures_among_tokens, takes_pictures_only, transformers_loss
 from deepoffload.estimate.meta_model import by_transformers
 from deepoffload.estimate.positions import longest_sequence, stated_limits
 from deepoffload.estimate.shapes import shape_in
@@ -77,12 +77,34 @@ def from_module(model: nn.Module, batch: Batch | None = None, loss_of: LossOf | 
 
 def _of_transformers(model: Any, batch: Batch, source: str, *, may_shorten: bool) -> Subject:
     name = type(model).__name__
+    if takes_pictures_only(model):
+        batch = replace(batch, length=1)
+        notes: tuple[str, ...] = (
+            f"{name} takes pictures: they are what is counted as tokens, and --batch says how many",
+        )
+        loss_of = transformers_loss(model, batch.size, batch.length)
+        return Subject(model, name, source, batch, loss_of, notes)
     batch, notes = _within(batch, longest_sequence(model), name, may_shorten)
     stated = max(stated_limits(model.config.to_dict()), default=batch.length)
     if batch.length > stated:
         notes = (*notes, f"{name} states {stated} positions; it is estimated for sequences of {batch.length} tokens")
+    if pictures_among_tokens(model):
+        notes = (*notes, f"{name} is run on tokens alone: where pictures are among them depends on values")
     loss_at = partial(transformers_loss, model, batch.size)
     return Subject(model, name, source, batch, loss_at(batch.length), notes, loss_at)
+
+
+def _defaults(file: Path, settings: Mapping[str, Any], model: Any) -> tuple[str, ...]:
+    """What transformers took for sizes that the file does not say."""
+    if any(isinstance(value, dict) and "config" in key for key, value in settings.items()):
+        return ()  # the sizes are those of parts
+    taken = [
+        f"{names[0]} = {value}"
+        for names in (LAYERS_KEYS, HIDDEN_KEYS)
+        if not any(name in settings for name in names)
+        and isinstance(value := getattr(model.config, names[0], None), int)
+    ]
+    return (f"{file}: not said there, so as transformers has it: {', '.join(taken)}",) if taken else ()
 
 
 def _within(batch: Batch, most: int | None, name: str, may_shorten: bool) -> tuple[Batch, tuple[str, ...]]:
@@ -154,7 +176,8 @@ def from_config(
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from error
         if model is not None:
-            return _of_transformers(model, batch, f"{file}, built by transformers", may_shorten=may_shorten)
+            subject = _of_transformers(model, batch, f"{file}, built by transformers", may_shorten=may_shorten)
+            return replace(subject, notes=(*_defaults(file, settings, model), *subject.notes))
         why = f"{file}: {why_not}, so the sizes in it are taken for those of a decoder (--arithmetic)"
     try:
         shape, assumed = shape_in(settings, file)

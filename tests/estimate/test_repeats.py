@@ -183,10 +183,9 @@ def test_larger_pieces_of_state_take_about_as_long() -> None:
                 estimate_step(blocks, found.run, machine, Workload(1, overlap), tokens=64).seconds
                 for blocks in (found.blocks, larger)
             ]
-            # 60 pieces pass through 16 slots here; what is played has 2000
-            if seconds[1] != pytest.approx(seconds[0], rel=0.25):
-                off.append((budget, overlap, seconds))
-    assert not off, off
+            off.append((seconds[1] / seconds[0] - 1, budget, overlap.value))
+    # these are 60 pieces; what is played has 2000
+    assert all(abs(deviation) < 0.05 for deviation, *_ in off), off
 
 
 def test_a_model_of_eight_billion_parameters_is_answered_soon(tmp_path: Path) -> None:

@@ -171,6 +171,14 @@ def test_sizes_are_not_taken_without_saying_so(tmp_path):
         from_config(written(file, {**LLAMA, "model_type": "grandllama", "kv_lora_rank": 8}))
 
 
+def test_sizes_that_are_transformers_own_are_named(tmp_path):
+    file = tmp_path / "config.json"
+    partly = {key: value for key, value in LLAMA.items() if key != "num_hidden_layers"}
+    (note,) = from_config(written(file, partly)).notes
+    assert note.endswith("not said there, so as transformers has it: num_hidden_layers = 32")
+    assert not from_config(written(file, LLAMA)).notes and not from_config(written(file, GPT2), Batch(1, 8)).notes
+
+
 def test_transformers_that_cannot_be_imported_is_done_without(tmp_path):
     file = written(tmp_path / "config.json", LLAMA)
     (tmp_path / "transformers").mkdir()
@@ -331,9 +339,21 @@ OTHERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def test_a_model_of_language_and_pictures_is_run_on_tokens(tmp_path):
+    """Gemma 3 counts the places for pictures by the values of tokens."""
+    text = {**SMALL, "vocab_size": 64, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8}
+    vision = {**SMALL, "image_size": 32, "patch_size": 16}
+    settings = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text,
+                "vision_config": {**vision, "model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4}  # fmt: skip
+    subject = from_config(written(tmp_path / "config.json", settings), Batch(1, 16))
+    assert "run on tokens alone" in subject.notes[0]
+    assert dry_run(subject.module, subject.loss_of, types=in_bf16(subject.module)).flops > 0
+
+
 @pytest.mark.parametrize("kind", OTHERS)
 def test_pictures_sound_and_experts(tmp_path, kind):
     subject = from_config(written(tmp_path / "config.json", {**OTHERS[kind], "architectures": [kind]}), Batch(1, 16))
     assert subject.name == kind
+    assert subject.batch.length == (1 if kind.startswith(("ViT", "ResNet")) else 16)
     run = dry_run(subject.module, subject.loss_of, types=in_bf16(subject.module))
     assert run.flops > 0 and run.saved_bytes > 0
