@@ -142,7 +142,7 @@ def match_weights(
         elif have.record.order is not None:
             wrong.append(f"{name}: its elements are in another order")
     if wrong:
-        raise UsageError(f"the checkpoint is of another model: {listed('these do not fit', wrong)}build it as it was")
+        raise UsageError(f"the checkpoint is of another model: {listed('these do not fit:', wrong)}build it as it was")
     return WeightLoader(plan, opener, {name: tensor for name, tensor in stored.items() if name in plan.tensors})
 
 

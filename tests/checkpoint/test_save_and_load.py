@@ -285,7 +285,7 @@ def test_checkpoints_of_something_else_change_nothing(paging: Paging, run: Run, 
     deepoffload.TrainingState(weights).save(tmp_path / "weights")
     cases = {
         "shallow": "another model: it lacks .*load_module_strict=False",
-        "narrow": r"another model: these do not fit .*\(32, 32\)",
+        "narrow": r"another model: these do not fit: .*\(32, 32\)",
         "lion": "another optimizer: lion.*load_optimizer_states=False",
         "groups": "12 parameter groups, the optimizer 1.*load_optimizer_states=False",
         "weights": "has no optimizer; load_optimizer_states=False",
