@@ -217,6 +217,11 @@ class Engine:
         if not too_coarse and whole is not None and (whole.enough_bytes is None or whole.enough_bytes >= built_bytes):
             whole = self._with_ring(whole)
             return PlacementError(f"{shortage}. {whole}", whole.enough_bytes)
+        if shortage.on_disk and whole is None:
+            return PlacementError(
+                f"{shortage}. A model may take more there while it is built than later: raise nvme_budget, or give "
+                "nvme_path a file system with more free space"
+            )
         enough = built_bytes if self.pager.memory.on_host else with_ring(built_bytes)
         return PlacementError(
             f"{shortage}. {too_coarse}Parameters of {built_bytes:,} bytes are there at once while the model is built, "
@@ -254,7 +259,7 @@ class Engine:
     def _reserve(self, placement: Placement, roots: Sequence[nn.Module]) -> None:
         self.placement = placement
         if self._space is not None and placement.nvme_bytes:
-            self._space.reserve(placement.nvme_bytes + self._space.used_bytes)
+            self._space.reserve(placement.nvme_bytes)  # what is there now goes while the units are filled
         room = Room(placement.capacity_bytes, self._nvme_bytes(), self._bandwidths)
         self.pager.placed(placement, budget_for_kept(self.pager, self.config, roots, room))
 

@@ -24,7 +24,14 @@ from deepoffload.runtime.construct import adopt, adoptable
 
 
 class ShortageError(BudgetError):
-    """A parameter does not fit while a model is built. Which budget is enough is not known yet."""
+    """A parameter does not fit while a model is built. Which budget is enough is not known yet.
+
+    ``on_disk``: it is NVMe that is full.
+    """
+
+    def __init__(self, message: str, *, on_disk: bool = False) -> None:
+        super().__init__(message)
+        self.on_disk = on_disk
 
 
 Refusal = Callable[[Sequence[nn.Module], ShortageError, int], BudgetError]
@@ -49,9 +56,13 @@ def take(pager: Pager, param: Tensor, name: str, capacity_bytes: int) -> ParamHa
         )
     try:
         return adopt(pager, param, name)
-    except BudgetError:
-        if pager.tiers.space is not None:
-            raise
+    except BudgetError as error:
+        space = pager.tiers.space
+        if space is not None:
+            if error.enough_bytes is not None:
+                raise
+            full = f"NVMe is full: parameters registered before it take {space.used_bytes:,} bytes there"
+            raise ShortageError(f"no room for {what}, because {full}", on_disk=True) from None
     raise ShortageError(
         f"no room for {what}: parameters registered before it take "
         f"{_registered_bytes(pager, capacity_bytes):,} bytes of {capacity_bytes:,}"
@@ -114,7 +125,8 @@ class ConstructionHooks:
             raise RuntimeError("every parameter has found room")
         if ended_by is not None:
             cause = "".join(format_exception_only(ended_by)).strip()
-            shortage = ShortageError(f"{shortage}. Counted is what was built until, without its bytes: {cause}")
+            counted = f"{shortage}. Counted is what was built until, without its bytes: {cause}"
+            shortage = ShortageError(counted, on_disk=shortage.on_disk)
         return self._refusal(self.roots(), shortage, self._peak_bytes)
 
     def _on_parameter(self, module: nn.Module, name: str, param: Any) -> nn.Parameter | None:
@@ -132,7 +144,7 @@ class ConstructionHooks:
             try:
                 self._take(param, name)
             except ShortageError as error:
-                self.shortage = ShortageError(str(error))  # without a traceback, which would keep modules alive
+                self.shortage = _without_traceback(error)
                 if self._whole_is_known():
                     self._note_peak(round_up(param.nbytes))
                     raise self.refusal() from None
@@ -149,7 +161,7 @@ class ConstructionHooks:
         try:
             return self._take(param, name)
         except ShortageError as error:
-            self.shortage = self.shortage or ShortageError(str(error))
+            self.shortage = self.shortage or _without_traceback(error)
             self._note_peak(round_up(param.nbytes))
             raise self.refusal() from None
 
@@ -195,6 +207,11 @@ class ConstructionHooks:
         alive = [module for module in self._modules if "_modules" in module.__dict__]  # copies may not be finished
         inner = {id(child) for module in alive for child in module.modules() if child is not module}
         return [module for module in alive if id(module) not in inner and next(module.parameters(), None) is not None]
+
+
+def _without_traceback(error: ShortageError) -> ShortageError:
+    """The same error; its traceback would keep modules alive."""
+    return ShortageError(str(error), on_disk=error.on_disk)
 
 
 def context_is_open() -> bool:

@@ -153,6 +153,26 @@ def test_an_nvme_budget_that_is_too_small(paging: Paging) -> None:
     assert "optimizer state" in str(refused.value)
 
 
+@pytest.mark.parametrize("nvme_budget", ["100KiB", "900KiB"])
+@pytest.mark.parametrize("precision", ["keep", "bf16"])
+def test_the_nvme_budget_that_is_named_is_enough(paging: Paging, nvme_budget: str, precision: str) -> None:
+    """Also where NVMe is full before the model is built, and while its parameters move into their units."""
+
+    def build() -> nn.Module:
+        return TinyGPT(width=64, depth=8)
+
+    with pytest.raises(PlacementError, match=r"NVMe must hold .*Raise nvme_budget") as refused:
+        built(context(paging, host_budget="1MiB", nvme_budget=nvme_budget, precision=precision), build)
+    named = int(re.search(r"NVMe must hold .*?\((\d+) bytes\)", str(refused.value))[1])  # type: ignore[index]
+    with context(paging, host_budget="1MiB", nvme_budget=named, precision=precision) as entered:
+        model = build()
+    for _ in range(3):
+        assert 0 < train_a_step(model) < 1000
+    assert deepoffload.stats(model)["nvme_capacity_bytes"] <= named
+    assert entered.engine is not None
+    entered.engine.close()
+
+
 def test_a_budget_larger_than_the_machine(paging: Paging) -> None:
     with pytest.raises(BudgetError, match="host_budget is .* lower host_budget"), context(paging, host_budget=1 << 60):
         pytest.fail("entered")
