@@ -2,7 +2,9 @@
 
 State comes piece by piece, and a piece has runs of several tensors of the file. A block of the file is collected in
 memory until all of its bytes are there; then its checksum is taken and it is written directly (O_DIRECT). As runs of
-one tensor come in order, only a few blocks are open at a time: at most two per tensor that is being written.
+one tensor come in order, only a few blocks are open at a time: at most two per tensor that is being written. Where
+pieces come in another order, the block that has waited longest is set aside: what it has goes to the file, and is read
+again when the rest is there.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import os
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool, crc32c, num_blocks_of
 from deepoffload.checkpoint.safetensors_file import failure
@@ -26,10 +28,27 @@ IN_FLIGHT_BLOCKS = 12
 """Blocks on their way to the disk at a time."""
 
 
+OPEN_BLOCKS = 12
+"""Blocks of one file that are partly filled and in memory, at most."""
+
+Run = tuple[int, int]
+"""From and to, in a block."""
+
+
 @dataclass
 class _OpenBlock:
+    """A block of which ``filled_bytes`` have come. Those of ``runs`` are in memory, those ``aside`` in the file."""
+
     address: int
-    filled_bytes: int
+    filled_bytes: int = 0
+    runs: list[Run] = field(default_factory=list)
+    aside: list[Run] = field(default_factory=list)
+
+    def add(self, start: int, end: int) -> None:
+        self.filled_bytes += end - start
+        if self.runs and self.runs[-1][1] == start:
+            start = self.runs.pop()[0]
+        self.runs.append((start, end))
 
 
 class BlockWriter:
@@ -50,6 +69,7 @@ class BlockWriter:
         self._io = io
         self._progress = progress
         self._open: dict[int, _OpenBlock] = {}
+        self._aside: dict[int, _OpenBlock] = {}
         self._flying: deque[tuple[Ticket, int, int]] = deque()
         self._left_bytes = nbytes
         try:
@@ -68,11 +88,9 @@ class BlockWriter:
         while nbytes:
             index, inside = divmod(offset, BLOCK_BYTES)
             part = min(nbytes, BLOCK_BYTES - inside)
-            block = self._open.get(index)
-            if block is None:
-                block = self._open[index] = _OpenBlock(self._pool.take(), 0)
+            block = self._opened(index)
             ctypes.memmove(block.address + inside, address, part)
-            block.filled_bytes += part
+            block.add(inside, inside + part)
             if block.filled_bytes == self._length_of(index):
                 self._send(index, self._open.pop(index))
             offset, address, nbytes = offset + part, address + part, nbytes - part
@@ -83,13 +101,18 @@ class BlockWriter:
             held = ctypes.create_string_buffer(data, len(data))
             self.put(offset, ctypes.addressof(held), len(data))
 
+    def wait_for_room(self) -> None:
+        """Return when the next block can be handed to the disk without waiting. Raises as :meth:`put`."""
+        while len(self._flying) >= IN_FLIGHT_BLOCKS:
+            self._land()
+
     def finish(self) -> None:
         """Wait until all is on the disk (``fdatasync``), and close the file.
 
         Raises:
             IoFailure: as :meth:`put`. RuntimeError: some positions were never given.
         """
-        if self._left_bytes or self._open:
+        if self._left_bytes or self._open or self._aside:
             raise RuntimeError(f"{self.path}: {self._left_bytes} of {self.nbytes} bytes are missing")
         while self._flying:
             self._land()
@@ -113,8 +136,44 @@ class BlockWriter:
     def _length_of(self, index: int) -> int:
         return min(BLOCK_BYTES, self.nbytes - index * BLOCK_BYTES)
 
+    def _opened(self, index: int) -> _OpenBlock:
+        """A block that takes bytes now."""
+        block = self._open.pop(index, None) or self._aside.pop(index, None)
+        if block is None or not block.address:
+            if len(self._open) >= OPEN_BLOCKS:
+                self._set_aside(next(iter(self._open)))
+            block = block or _OpenBlock(0)
+            block.address = self._pool.take()
+        self._open[index] = block  # the last one: the first ones have waited longest
+        return block
+
+    def _set_aside(self, index: int) -> None:
+        """Put what a block has into the file, and give its memory back."""
+        block = self._open.pop(index)
+        try:
+            self._move(self._io.write, index, block.address, block.runs, "writing")
+        finally:
+            self._pool.give_back(block.address)
+        block.address = 0
+        block.aside += block.runs
+        block.runs = []
+        self._aside[index] = block
+
+    def _move(self, move: Callable[..., Ticket], index: int, address: int, runs: list[Run], action: str) -> None:
+        for start, end in runs:
+            offset = index * BLOCK_BYTES + start
+            try:
+                move(self._file, address + start, end - start, offset).wait()
+            except IoFailure as error:
+                raise failure(action, error, self.path, offset, end - start) from error
+
     def _send(self, index: int, block: _OpenBlock) -> None:
         nbytes = self._length_of(index)
+        try:
+            self._move(self._io.read, index, block.address, block.aside, "reading again")
+        except BaseException:
+            self._pool.give_back(block.address)
+            raise
         self._flying.append(
             (self._io.write(self._file, block.address, nbytes, index * BLOCK_BYTES), block.address, index)
         )

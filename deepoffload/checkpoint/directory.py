@@ -60,7 +60,8 @@ def _refuse_without_room(directory: str, needed_bytes: int) -> None:
 
 @contextlib.contextmanager
 def staging(directory: str, made: str | None = None) -> Iterator[str]:
-    """A directory next to the final place, removed with everything in it when the context ends, however it ends.
+    """A directory next to the final place, removed with everything in it when the context ends, however it ends; but
+    not by a forked child.
 
     Args:
         made: what :func:`prepare` has returned; after a failure it is removed again.
@@ -68,6 +69,7 @@ def staging(directory: str, made: str | None = None) -> Iterator[str]:
     Raises:
         IoFailure: it cannot be made.
     """
+    process = os.getpid()
     try:
         path = tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=directory)
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -80,9 +82,10 @@ def staging(directory: str, made: str | None = None) -> Iterator[str]:
         yield path
         failed = False
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        if os.getpid() == process:
+            shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
-        if failed:
+        if failed and os.getpid() == process:
             _remove_empty(directory, made)
 
 

@@ -55,11 +55,20 @@ class Part(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def offset_numel(self) -> int:
+        """Where the view begins in its source, in elements of its memory."""
+        return int(self.view.storage_offset() - self.source.base.storage_offset())
+
+    def of(self, real: Tensor) -> Tensor:
+        """The same view of a real tensor with the geometry of the source."""
+        return _real_view(real, self.source.base, self.view)
+
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
         """The real view."""
         with self.source.open() as real:
-            yield _real_view(real, self.source.base, self.view)
+            yield self.of(real)
 
 
 class Expressions(TorchDispatchMode):

@@ -1,33 +1,44 @@
-"""Writes a checkpoint: plan all files, check that there is room, stream them, write the manifest, publish."""
+"""Writes a checkpoint: plan all files, check that there is room, freeze what goes into them, copy, write the manifest,
+publish.
+
+Only the copying takes long. It is the same whether the program waits for it or trains on (``checkpoint.background``).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deepoffload.checkpoint import transformers_format
-from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool, crc32c_of
-from deepoffload.checkpoint.block_writer import BlockWriter, write_small_file
+from deepoffload.checkpoint.block_pool import BLOCK_BYTES, crc32c_of
+from deepoffload.checkpoint.block_writer import write_small_file
+from deepoffload.checkpoint.copying import Copying
+from deepoffload.checkpoint.cut import CutContent, add_weights
 from deepoffload.checkpoint.directory import prepare, staging, sync_file
 from deepoffload.checkpoint.file_layout import TRAINING_NAME, TRAINING_TENSORS_NAME, PlannedFile, PlannedTensor
+from deepoffload.checkpoint.file_set import FileSet
 from deepoffload.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, manifest_text
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.safetensors_file import failure
 from deepoffload.checkpoint.shards import INDEX_NAME, split
 from deepoffload.checkpoint.state_files import StatePlan
-from deepoffload.checkpoint.tags import check_place, publish_tag
+from deepoffload.checkpoint.tags import check_place, prune, publish_tag
 from deepoffload.checkpoint.values import encode
-from deepoffload.checkpoint.weights import WeightPlan, plan_weights
+from deepoffload.checkpoint.weights import WeightOpener, WeightPlan, plan_weights
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import UnsupportedError
 from deepoffload.io.engine import IoEngine
+from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes
 
 SHARD_BYTES = 5_000_000_000
@@ -45,71 +56,149 @@ class Content:
 
     module: nn.Module
     weights: WeightPlan
+    opener: WeightOpener
     hub_names: bool
     state: StatePlan
     training: Mapping[str, Any]
     step: int
 
 
-def choose_weight_plan(module: nn.Module, left_out: frozenset[str]) -> tuple[WeightPlan, bool]:
-    """The plan of the weights, and whether they are named and packed as on the hub: where the module is a model of
-    transformers whose packing can be undone when it is loaded, and which has no formats of its own (adapters)."""
+def choose_weight_plan(module: nn.Module, left_out: frozenset[str]) -> tuple[WeightPlan, WeightOpener, bool]:
+    """The plan of the weights, what its sources are, and whether they are named and packed as on the hub: where the
+    module is a model of transformers whose packing can be undone when it is loaded, and which has no formats of its own
+    (adapters)."""
+    opener = WeightOpener(to_write=False)
     if transformers_format.is_pretrained_model(module):
         try:
             transformers_format.refuse_what_is_not_plain(module)
-            plan = plan_weights(module, hub_names=True, left_out=left_out)
+            plan = plan_weights(module, hub_names=True, left_out=left_out, opener_of=opener.opener_of)
             for tensor in plan.tensors.values():
                 for _ in plan.expressions.parts(tensor):
                     pass
-            return plan, True
+            return plan, opener, True
         except UnsupportedError:
-            pass
-    return plan_weights(module, hub_names=False, left_out=left_out), False
+            opener = WeightOpener(to_write=False)
+    plan = plan_weights(module, hub_names=False, left_out=left_out, opener_of=opener.opener_of)
+    return plan, opener, False
 
 
-def write_checkpoint(directory: str, tag: str, content: Content, *, update_latest: bool) -> str:
-    """Write everything and publish it; returns its folder.
+class Save:
+    """One checkpoint on its way. What it consists of is planned when this is made, frozen by :meth:`freeze`, and copied
+    by :meth:`run`; the first two inside one :func:`~deepoffload.checkpoint.cut.held_still`.
+
+    Args:
+        keep_last: how many complete checkpoints stay in ``directory``; None: all.
+        share: of the disk while the program itself has transfers.
 
     Raises:
         UsageError: the directory cannot be used. UnsupportedError: a value that a checkpoint does not hold.
-        IoFailure: no room, or a transfer failed. Earlier checkpoints are as they were in all of these.
+        IoFailure: there is no room. Nothing is left of it in all of these.
     """
-    check_place(directory, tag)
-    tensors: dict[str, Tensor] = {}
-    training = encode(dict(content.training), "training", tensors)
-    text = json.dumps(training, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-    layout = split(content.weights.entries, SHARD_BYTES, content.weights.num_parameters)
-    weight_files = [
-        PlannedFile(name, [PlannedTensor(e.name, e.dtype, e.shape) for e in entries], content.weights.metadata)
-        for name, entries in layout.files.items()
-    ]
-    extra = [PlannedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    extra_files = [PlannedFile(TRAINING_TENSORS_NAME, extra, {"format": "pt"})] if extra else []
-    planned = [*weight_files, *content.state.files, *extra_files]
-    total_bytes = sum(file.nbytes for file in planned) + len(text)
-    made = prepare(directory, total_bytes + SMALL_FILES_BYTES, "saving a checkpoint")
-    path = os.path.join(directory, tag)
-    done = f"saved {format_bytes(total_bytes)} to {path}"
-    progress = Progress(total_bytes, f"saving to {path}", done)
-    with staging(directory, made) as holder:
-        staged = os.path.join(holder, "new")
+
+    def __init__(
+        self,
+        directory: str,
+        tag: str,
+        content: Content,
+        *,
+        update_latest: bool,
+        keep_last: int | None,
+        share: float,
+    ) -> None:
+        check_place(directory, tag)
+        self.folder = os.path.join(directory, tag)
+        self.step = content.step
+        self._directory = directory
+        self._tag = tag
+        self._content = content
+        self._update_latest = update_latest
+        self._keep_last = keep_last
+        tensors: dict[str, Tensor] = {}
+        training = encode(dict(content.training), "training", tensors)
+        self._training = (
+            json.dumps(training, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        )
+        layout = split(content.weights.entries, SHARD_BYTES, content.weights.num_parameters)
+        self._index = layout.index
+        weight_files = [
+            PlannedFile(name, [PlannedTensor(e.name, e.dtype, e.shape) for e in entries], content.weights.metadata)
+            for name, entries in layout.files.items()
+        ]
+        extra = [PlannedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        extra_files = [PlannedFile(TRAINING_TENSORS_NAME, extra, {"format": "pt"})] if extra else []
+        self._planned = [*weight_files, *content.state.files, *extra_files]
+        total_bytes = sum(file.nbytes for file in self._planned) + len(self._training)
+        made = prepare(directory, total_bytes + SMALL_FILES_BYTES, "saving a checkpoint")
+        done = f"saved {format_bytes(total_bytes)} to {self.folder}"
+        self._progress = Progress(total_bytes, f"saving to {self.folder}", done)
+        self._cut = CutContent()
+        add_weights(self._cut, content.weights, content.opener.targets, weight_files)
+        content.state.add_to(self._cut)
+        for file in extra_files:
+            for name, (_, begin) in file.places().items():
+                self._cut.add_tensor(file.name, begin, tensors[name])
+        with contextlib.ExitStack() as stack:
+            self._staged = os.path.join(stack.enter_context(staging(directory, made)), "new")
+            self._make_folder()
+            files = FileSet(self._staged, self._planned, self._progress.advance, IoEngine)
+            self.copying = Copying(files, share)
+            self._stack = stack.pop_all()
+
+    def freeze(self, pagers: Sequence[Pager], *, trains_on: bool) -> None:
+        """From here on the program may change what it wants. ``trains_on``: before :meth:`run` has returned."""
+        if trains_on:
+            with outside_user_modes():
+                self._cut.copy_memory()
+        self.copying.freeze(self._cut, pagers)
+
+    def run(self) -> str:
+        """Write everything and publish it; returns its folder.
+
+        Raises:
+            IoFailure: a transfer failed. Nothing is left of it, and earlier checkpoints are as they were.
+        """
         try:
-            os.mkdir(staged)
+            with torch.no_grad(), outside_user_modes():
+                sums = self.copying.run()
+            small = self._write_small_files()
+            records: dict[str, Mapping[str, TensorRecord]] = {file.name: file.records() for file in self._planned}
+            manifest = Manifest(self.step, time.time_ns(), written_by(), {**sums, **small}, records)
+            write_small_file(os.path.join(self._staged, MANIFEST_NAME), manifest_text(manifest))
+            path = publish_tag(self._staged, self._directory, self._tag, update_latest=self._update_latest)
+        finally:
+            self.abandon()
+        self._progress.done()
+        if self._keep_last is not None:
+            prune(self._directory, self._keep_last, self._tag)
+        return path
+
+    def abandon(self) -> None:
+        """Give everything back, and remove what was written and not published. Idempotent."""
+        try:
+            self.copying.end()
+        finally:
+            self._stack.__exit__(*sys.exc_info())  # in the handling of an error, folders that were made go, too
+
+    def _make_folder(self) -> None:
+        """With the configuration files in it, which the program may change later."""
+        try:
+            os.mkdir(self._staged)
+            if self._content.hub_names:
+                transformers_format.write_config_files(self._content.module, self._staged)
         except OSError as error:
-            raise failure("making a directory", error, staged, 0) from error
-        small = _write_small_files(staged, content, layout.index, text)
-        with _Files(staged, planned, progress) as files, outside_user_modes():
-            files.write_weights(content.weights, weight_files)
-            content.state.write(files.writer)
-            files.write_tensors(tensors, extra_files)
-            sums = files.finish()
-        records: dict[str, Mapping[str, TensorRecord]] = {file.name: file.records() for file in planned}
-        origin = written_by()
-        manifest = Manifest(content.step, time.time_ns(), origin, {**sums, **small}, records)
-        write_small_file(os.path.join(staged, MANIFEST_NAME), manifest_text(manifest))
-        path = publish_tag(staged, directory, tag, update_latest=update_latest)
-    progress.done()
-    return path
+            raise failure("making a directory", error, error.filename or self._staged, 0) from error
+
+    def _write_small_files(self) -> dict[str, FileRecord]:
+        """Index and ``training.json``; these and the configuration with their checksums."""
+        large = {file.name for file in self._planned}
+        if self._index is not None:
+            write_small_file(os.path.join(self._staged, INDEX_NAME), self._index.encode())
+        write_small_file(os.path.join(self._staged, TRAINING_NAME), self._training)
+        try:
+            names = sorted(name for name in os.listdir(self._staged) if name not in large)
+        except OSError as error:
+            raise failure("writing", error, self._staged, 0) from error
+        return {name: _recorded(os.path.join(self._staged, name)) for name in names}
 
 
 def written_by() -> str:
@@ -118,82 +207,13 @@ def written_by() -> str:
     return f"deepoffload {package.__version__}"
 
 
-def _write_small_files(staged: str, content: Content, index: str | None, training: bytes) -> dict[str, FileRecord]:
-    """Configuration, index and ``training.json``; all of them, with their checksums."""
+def _recorded(path: str) -> FileRecord:
+    """Put a file on the disk, and take its checksums."""
     try:
-        if content.hub_names:
-            transformers_format.write_config_files(content.module, staged)
+        sync_file(path)
+        with open(path, "rb") as file:
+            data = file.read()
     except OSError as error:
-        raise failure("writing", error, error.filename or staged, 0) from error
-    if index is not None:
-        write_small_file(os.path.join(staged, INDEX_NAME), index.encode())
-    write_small_file(os.path.join(staged, TRAINING_NAME), training)
-    try:
-        names = sorted(os.listdir(staged))
-    except OSError as error:
-        raise failure("writing", error, staged, 0) from error
-    records = {}
-    for name in names:
-        path = os.path.join(staged, name)
-        try:
-            sync_file(path)
-            with open(path, "rb") as file:
-                data = file.read()
-        except OSError as error:
-            raise failure("writing", error, path, 0) from error
-        sums = tuple(crc32c_of(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES))
-        records[name] = FileRecord(len(data), sums)
-    return records
-
-
-class _Files:
-    """The large files of one save, each opened when something is first written to it."""
-
-    def __init__(self, staged: str, planned: Sequence[PlannedFile], progress: Progress) -> None:
-        self._staged = staged
-        self._planned = {file.name: file for file in planned}
-        self._progress = progress
-        self._writers: dict[str, BlockWriter] = {}
-        self._pool = BlockPool()
-        self._io = IoEngine(block_bytes=BLOCK_BYTES)
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for writer in self._writers.values():
-            writer.abandon()
-        self._io.close()
-        self._pool.close()
-
-    def writer(self, name: str) -> BlockWriter:
-        if name not in self._writers:
-            path, nbytes = os.path.join(self._staged, name), self._planned[name].nbytes
-            self._writers[name] = BlockWriter(self._io, self._pool, path, nbytes, self._progress.advance)
-        return self._writers[name]
-
-    def write_weights(self, plan: WeightPlan, files: Sequence[PlannedFile]) -> None:
-        entries = {entry.name: entry for entry in plan.entries}
-        for file in files:
-            self.writer(file.name).put_bytes(0, file.header)
-            for name, (_, begin) in file.places().items():
-                self._stream(file.name, begin, entries[name].pieces())
-
-    def write_tensors(self, tensors: Mapping[str, Tensor], files: Sequence[PlannedFile]) -> None:
-        for file in files:
-            self.writer(file.name).put_bytes(0, file.header)
-            for name, (_, begin) in file.places().items():
-                self._stream(file.name, begin, iter([tensors[name].cpu().contiguous().view(-1)]))
-
-    def _stream(self, file: str, offset: int, pieces: Iterator[Tensor]) -> None:
-        for piece in pieces:
-            self.writer(file).put(offset, piece.data_ptr(), piece.nbytes)
-            offset += piece.nbytes
-
-    def finish(self) -> dict[str, FileRecord]:
-        """All of it is on the disk; the checksums."""
-        records = {}
-        for name, file in self._planned.items():
-            self.writer(name).finish()
-            records[name] = FileRecord(file.nbytes, self.writer(name).sums)
-        return records
+        raise failure("writing", error, path, 0) from error
+    sums = tuple(crc32c_of(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES))
+    return FileRecord(len(data), sums)

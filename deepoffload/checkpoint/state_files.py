@@ -1,4 +1,4 @@
-"""The files ``optimizer-*.safetensors``: arrays of optimizer state as they are, streamed from their pieces.
+"""The files ``optimizer-*.safetensors``: arrays of optimizer state as they are in their pieces.
 
 An array is called ``<parameter>.<key>``, with the optimizer's key: ``exp_avg``, ``momentum_buffer``. What completes a
 16-bit weight to its fp32 master is ``<parameter>.remainder`` (bf16) or ``<parameter>.master`` (fp16). 8-bit codes have
@@ -7,23 +7,23 @@ their scales next to them under ``<key>_absmax``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepoffload.checkpoint.block_writer import BlockWriter
+from deepoffload.checkpoint.cut import BlockSpan, CutContent
 from deepoffload.checkpoint.file_layout import OPTIMIZER_FILE, PlannedFile, PlannedTensor
 from deepoffload.checkpoint.safetensors_file import check_dtype
 from deepoffload.errors import UnsupportedError
 from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType
 from deepoffload.optim.eight_bit import num_blocks, torch_dtype
 from deepoffload.optim.optimizer_parts import OptimizerParts
-from deepoffload.optim.paged_state import iterate_state
 from deepoffload.optim.rule import SCALE_SUFFIX
-from deepoffload.optim.state import MASTER_PART_KEYS
+from deepoffload.optim.state import MASTER_PART_KEYS, array_offset, lead_bytes, lead_offset
+from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle, StatePiece
 
@@ -54,8 +54,8 @@ class StatePlan:
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
 
-    def write(self, writer_of: Callable[[str], BlockWriter]) -> None:
-        """Stream everything to the files; each piece is read once."""
+    def add_to(self, content: CutContent) -> None:
+        """Say which bytes go where."""
         places = {
             name: _ArrayPlace(
                 file.name, begin, tensor.dtype.itemsize, STATE_BLOCK if name.endswith(SCALE_SUFFIX) else 1
@@ -63,25 +63,35 @@ class StatePlan:
             for file in self.files
             for name, (tensor, begin) in file.places().items()
         }
-        for file in self.files:
-            writer_of(file.name).put_bytes(0, file.header)
         for pager in self._pagers:
-            mine = {handle: arrays for handle, arrays in self._held.items() if handle.pager is pager}
-            leads = {handle for handle in self._leads if handle.pager is pager}
-            for run in iterate_state(pager, mine, leads):
-                for key, values in run.arrays.items():
-                    place = places[f"{self._names[run.handle]}.{key}"]
-                    offset = place.begin + run.start // place.numel_per_item * place.itemsize
-                    writer_of(place.file).put(offset, values.data_ptr(), values.nbytes)
+            for unit in list(pager.units):
+                for piece in unit.pieces:
+                    for part in piece.layout.segments:
+                        name = self._names.get(piece.handles[part.tensor], "")
+                        for key, offset, nbytes in self._runs(piece, part):
+                            place = places[f"{name}.{key}"]
+                            position = place.begin + part.start // place.numel_per_item * place.itemsize
+                            content.add_span(piece.block, BlockSpan(offset, nbytes, place.file, position))
         for name, tensor in self._in_memory.items():
-            values = tensor.detach().cpu().contiguous()
-            writer_of(places[name].file).put(places[name].begin, values.data_ptr(), values.nbytes)
+            content.add_tensor(places[name].file, places[name].begin, tensor.detach())
+
+    def _runs(self, piece: StatePiece, part: PieceSegment) -> Iterator[tuple[str, int, int]]:
+        """What is stored of a run of a parameter: keys, and where in the piece's block their bytes lie."""
+        handle, dtype = piece.handles[part.tensor], piece.format.dtype
+        if handle in self._leads:
+            yield MASTER_PART_KEYS[piece.kind], lead_offset(piece, part), part.numel * lead_bytes(piece.kind)
+        for key, array in self._held.get(handle, {}).items():
+            if array in piece.format.fields:
+                yield key, array_offset(piece, array, part), part.numel * torch_dtype(dtype, array).itemsize
+                if dtype is StateDType.EIGHT_BIT:
+                    scales = array_offset(piece, array + SCALE_SUFFIX, part)
+                    yield key + SCALE_SUFFIX, scales, num_blocks(part.numel) * 4
 
 
 def plan_state(
     names: Mapping[int, str], pagers: Sequence[Pager], parts: OptimizerParts | None, shard_bytes: int
 ) -> StatePlan:
-    """Find out what is there. Moves no bytes.
+    """Find out what is there. Moves no bytes. Inside :func:`~deepoffload.checkpoint.cut.held_still`.
 
     Args:
         names: of parameters, by ``id``.
@@ -114,10 +124,8 @@ def is_array(value: object) -> bool:
 
 
 def _by_handle(pager: Pager) -> Iterator[tuple[ParamHandle, list[StatePiece]]]:
-    """Parameters in the order in which their state is read."""
+    """Parameters in the order of their units."""
     for unit in list(pager.units):
-        if unit.owner.changed():  # a weight that the program wrote has another master
-            pager.memory.will_change(unit.weights)
         pieces: dict[ParamHandle, list[StatePiece]] = {}
         for piece in unit.pieces:
             for part in piece.layout.segments:

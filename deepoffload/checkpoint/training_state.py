@@ -8,19 +8,21 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import nn
 
+from deepoffload.checkpoint.background import SaveHandle, finish, start
+from deepoffload.checkpoint.cut import held_still
 from deepoffload.checkpoint.guards import GradientWatch, HalfLoaded, refuse_during_calls, refuse_in_forward
 from deepoffload.checkpoint.loading import Wanted, match
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.random_states import checked_random_states, random_states, restore_random_states
-from deepoffload.checkpoint.saving import SHARD_BYTES, Content, choose_weight_plan, write_checkpoint
+from deepoffload.checkpoint.saving import SHARD_BYTES, Content, Save, choose_weight_plan
 from deepoffload.checkpoint.source import TrainingSource, open_checkpoint
 from deepoffload.checkpoint.state_files import is_array, plan_state
-from deepoffload.checkpoint.tags import checked_directory, checked_tag, folder_to_load, prune
+from deepoffload.checkpoint.tags import checked_directory, checked_tag, folder_to_load
 from deepoffload.checkpoint.weights_loading import listed
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim.optimizer_parts import OptimizerParts, pagers_of, take_apart
@@ -81,6 +83,7 @@ class TrainingState:
         self._watch = GradientWatch(self._module, optimizer)
         self._half_loaded = HalfLoaded(self._module, optimizer)
         self._busy = threading.Lock()
+        self._running: SaveHandle | None = None
         self._steps_before = _steps_of(optimizer)
         self._own_engines()
 
@@ -89,7 +92,29 @@ class TrainingState:
         """Optimizer steps so far; those before this object was made as far as the optimizer counts them."""
         return self._steps_before + self._watch.steps
 
-    def save(self, directory: str | os.PathLike[str], tag: str | None = None, keep_last: int | None = None) -> str:
+    @overload
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        keep_last: int | None = None,
+        *,
+        wait: Literal[True] = True,
+    ) -> str: ...
+
+    @overload
+    def save(
+        self, directory: str | os.PathLike[str], tag: str | None = None, keep_last: int | None = None, *, wait: bool
+    ) -> str | SaveHandle: ...
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        keep_last: int | None = None,
+        *,
+        wait: bool = True,
+    ) -> str | SaveHandle:
         """Write everything to the folder ``directory/tag``, which appears when it is complete.
 
         Changes nothing in the run: its bits are those of a run without a save.
@@ -98,16 +123,21 @@ class TrainingState:
             directory: made when it does not exist. Its file ``latest`` names the newest tag.
             tag: ``global_step<n>`` when not said. One of the same tag is replaced when the new one is complete.
             keep_last: how many complete checkpoints to keep, with this one; older ones are removed after it is written.
+            wait: False: return at once; what is saved are the bytes of this moment, however the program continues. One
+                save at a time: if another is under way, the call first waits for it.
 
         Returns:
-            The folder. ``from_pretrained`` can read it, when the model is one of transformers.
+            The folder. ``from_pretrained`` can read it, when the model is one of transformers. Without ``wait`` a
+            handle, whose ``wait()`` returns the folder.
 
         Raises:
             UsageError: gradients wait for a step, or the call comes from inside a forward, or the directory cannot be
             used. UnsupportedError: a state that a checkpoint does not hold; the message names its key.
             IoFailure: no room on the disk, or a transfer failed. Earlier checkpoints are as they were in all of these.
+            Also what the save before failed with, if it was one without ``wait`` and its handle has not raised it.
         """
-        return self.save_as(directory, tag, keep_last=keep_last)
+        handle = self.save_as(directory, tag, keep_last=keep_last, wait=wait)
+        return handle.folder if wait else handle
 
     def load(
         self,
@@ -153,7 +183,8 @@ class TrainingState:
         update_latest: bool = True,
         leave_out_frozen: bool = False,
         step: int | None = None,
-    ) -> str:
+        wait: bool = True,
+    ) -> SaveHandle:
         """:meth:`save` with the other arguments of ``engine.save_checkpoint``."""
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise UsageError(f"keep_last has to be a whole number of at least 1, not {keep_last!r}")
@@ -161,6 +192,7 @@ class TrainingState:
         name = checked_tag(f"global_step{step}" if tag is None else tag)
         target = checked_directory(directory)
         with self._alone("save"), torch.no_grad():
+            self._end_running()
             pagers = self._ready("save")
             waiting = self._watch.waiting()
             if waiting is not None:
@@ -168,22 +200,45 @@ class TrainingState:
                     f"save between backward and step: the gradient of {waiting} waits for a step, and gradients are "
                     "not saved; save after optimizer.step(), or call optimizer.zero_grad() first"
                 )
-            for pager in pagers:
-                pager.catch_up_all()
-            content = self._content(pagers, client_state, step, leave_out_frozen=leave_out_frozen)
-            path = write_checkpoint(target, name, content, update_latest=update_latest)
-            if keep_last is not None:
-                prune(target, keep_last, name)
-        return path
+            parts = None if self._optimizer is None else take_apart(self._optimizer)
+            save: Save | None = None
+            try:
+                with held_still(pagers):
+                    content = self._content(pagers, parts, client_state, step, leave_out_frozen=leave_out_frozen)
+                    share = min((_share_of(pager) for pager in pagers), default=1.0)
+                    save = Save(target, name, content, update_latest=update_latest, keep_last=keep_last, share=share)
+                    save.freeze(pagers, trains_on=not wait)
+                handle = finish(save) if wait else start(save)
+            except BaseException:
+                if save is not None:
+                    save.abandon()
+                raise
+            self._running = handle
+        return handle
 
-    def _content(self, pagers: list[Pager], client_state: Any, step: int, *, leave_out_frozen: bool) -> Content:
-        parts = None if self._optimizer is None else take_apart(self._optimizer)
+    def _end_running(self) -> None:
+        """One save at a time. Raises what the one before failed with, if nobody was told."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.end_before()
+        for pager in pagers_of(list(self._module.parameters())):
+            pager.tiers.guards.finish()  # of a TrainingState that is given up, while its save is not
+
+    def _content(
+        self,
+        pagers: list[Pager],
+        parts: OptimizerParts | None,
+        client_state: Any,
+        step: int,
+        *,
+        leave_out_frozen: bool,
+    ) -> Content:
         names = {id(param): name for name, param in self._module.named_parameters()}
         frozen = [
             name for name, param in self._module.named_parameters(remove_duplicate=False) if not param.requires_grad
         ]
         left_out = frozenset(frozen if leave_out_frozen else ())
-        weights, hub_names = choose_weight_plan(self._module, left_out)
+        weights, opener, hub_names = choose_weight_plan(self._module, left_out)
         state = plan_state(names, pagers, parts, SHARD_BYTES)
         training = {
             "weights": {"hub_names": hub_names, "left_out": sorted(left_out)},
@@ -192,7 +247,7 @@ class TrainingState:
             "random": random_states(self._devices(pagers)),
             "client_state": client_state,
         }
-        return Content(self._module, weights, hub_names, state, training, step)
+        return Content(self._module, weights, opener, hub_names, state, training, step)
 
     # -- loading ---------------------------------------------------------------------------------------------------
 
@@ -200,6 +255,7 @@ class TrainingState:
         """:meth:`load`, or None where no tag is said and there is no ``latest``."""
         target = checked_directory(directory)
         with self._alone("load"):
+            self._end_running()
             pagers = self._ready("load", also_half_loaded=True)
             folder = folder_to_load(target, tag)
             if folder is None:
@@ -213,6 +269,7 @@ class TrainingState:
     def load_source(self, source: TrainingSource, wanted: Wanted) -> LoadedCheckpoint:
         """:meth:`load` of what is open already: a checkpoint of another library."""
         with self._alone("load"):
+            self._end_running()
             return self._take_over(source, self._ready("load", also_half_loaded=True), wanted)
 
     def _take_over(self, source: TrainingSource, pagers: list[Pager], wanted: Wanted) -> LoadedCheckpoint:
@@ -354,6 +411,12 @@ def _random_states(source: TrainingSource) -> dict[str, Any] | None:
     """Those of the checkpoint; None where it was converted from a format that has none."""
     states = source.training.get("random")
     return None if states is None and source.converted_from is not None else checked_random_states(states)
+
+
+def _share_of(pager: Pager) -> float:
+    """Of the disk, for a save that goes on while the program trains."""
+    engine = pager.engine
+    return engine.config.checkpoint.share if isinstance(engine, Engine) else 1.0
 
 
 def _steps_of(optimizer: torch.optim.Optimizer | None) -> int:

@@ -7,6 +7,7 @@ from deepoffload.config.schema import (
     AioBackend,
     AioConfig,
     Buffers,
+    CheckpointConfig,
     Config,
     DebugConfig,
     Fp16Config,
@@ -20,6 +21,7 @@ from deepoffload.schedule.cost_model import StepOverlap
 __all__ = [
     "AioBackend",
     "AioConfig",
+    "CheckpointConfig",
     "Buffers",
     "Config",
     "DebugConfig",

@@ -11,6 +11,7 @@ from deepoffload.config.keys import (
     choice,
     integer,
     names_or_classes,
+    number,
     paths,
     size,
 )
@@ -126,6 +127,13 @@ OWN_KEYS = (
         boolean(),
         "Keep checksums of what is written to disk and compare them with what is read; else damaged bytes train on.",
         False,
+    ),
+    _own(
+        "checkpoint.share",
+        number(0.01, 1.0),
+        "The share of the disk that a save with `wait=False` takes while the program itself has transfers; all of the "
+        "rest, too, while it has none.",
+        0.25,
     ),
     _own("debug.poison", boolean(), "Fill every buffer with NaN when it is taken back.", False),
     _own("debug.evict_always", boolean(), "Evict everything as soon as it may be evicted.", False),

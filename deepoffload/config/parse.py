@@ -14,6 +14,7 @@ from deepoffload.config.lr_schedules import SCHEDULES
 from deepoffload.config.optimizers import OPTIMIZERS
 from deepoffload.config.schema import (
     AioConfig,
+    CheckpointConfig,
     Config,
     DebugConfig,
     Fp16Config,
@@ -112,6 +113,7 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str) -> Config
         scheduler=_scheduler(fields, where),
         fp16=fp16,
         aio=AioConfig(**_below("aio", fields)),
+        checkpoint=CheckpointConfig(**_below("checkpoint", fields)),
         debug=DebugConfig(**_below("debug", fields)),
         notes=notes,
     )

@@ -69,6 +69,14 @@ class AioConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints that are written while the program trains on."""
+
+    share: float = 0.25
+    """Of the disk, while the program itself has transfers."""
+
+
+@dataclass(frozen=True)
 class DebugConfig:
     """Switches that make mistakes visible, at a price."""
 
@@ -162,6 +170,7 @@ class Config:
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = field(default_factory=Fp16Config)
     aio: AioConfig = field(default_factory=AioConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     notes: tuple[str, ...] = ()
     """One line per key that was mapped or does not apply, to be logged once."""

@@ -109,6 +109,8 @@ class CopyMemory:
 
     def will_change(self, block: Block) -> None:
         with self.tiers.lock:
+            if self.tiers.guards and self.keeps(block):
+                self.tiers.guards.before_device_change(block)
             self._movement.will_change(self._residency.copies[block.id])
 
     def all_stay(self) -> bool:

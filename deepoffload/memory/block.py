@@ -24,11 +24,14 @@ class BlockOwner(Protocol):
     """What shows the bytes of a block to the program (the tensors of a unit).
 
     ``on_host``: it shows the arena's bytes. Else it shows a device's copy, and the arena may do as it likes with its
-    own.
+    own. ``installed``: tensors show them now.
     """
 
     @property
     def on_host(self) -> bool: ...
+
+    @property
+    def installed(self) -> bool: ...
 
     def can_release(self) -> bool:
         """True when nobody outside refers to the memory any more. Called for every candidate of an eviction: cheap."""
@@ -154,6 +157,12 @@ class DeviceCopies(Protocol):
 
     def shows(self, block: Block) -> bool:
         """Whether there is a copy of a block."""
+
+    def keeps(self, block: Block) -> bool:
+        """Whether a block of optimizer state lives on the device."""
+
+    def keep(self, block: Block) -> None:
+        """From now on it does. What the host has of it goes there."""
 
     def bring_home(self, block: Block) -> None:
         """Where the device's copy of a block that is kept there alone is right: make the host's bytes right."""

@@ -22,6 +22,7 @@ from deepoffload.memory.block import Alias, Block, BlockOwner, Census, DeviceCop
 from deepoffload.memory.compaction import Compactor
 from deepoffload.memory.eviction import SLIDE_WORTH, EvictionPolicy, RoomMaker, UnknownOrder
 from deepoffload.memory.form import Form
+from deepoffload.memory.guards import Guards
 from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.no_room import BudgetFor
 from deepoffload.memory.transfers import TierCounters, Transfers
@@ -75,7 +76,8 @@ class TierManager:
         self.is_empty = self._census[BlockState.EMPTY].__contains__
         self._resident: dict[int, Block] = {}
         self.static: set[int] = set()
-        self.transfers = Transfers(space, self.counters, self._free_memory, timeline)
+        self.guards = Guards()
+        self.transfers = Transfers(space, self.counters, self._free_memory, timeline, self.guards)
         self._compactor = Compactor(arena, self._resident, self._note_changes, self.counters, poison)
         self._ids = 0
         self.copies = copies
@@ -229,6 +231,8 @@ class TierManager:
             block.leased_by = thread if block.leases == 0 or block.leased_by == thread else 0
             block.leases += 1
             try:
+                if not load and self.guards:
+                    self.guards.before_change(block)
                 if not block.resident:
                     self._bring(block, load)
                     if block.id in self.static and block.extent is not None:
@@ -251,8 +255,12 @@ class TierManager:
                 self.copies.end_copies(block)
             if self.copies is not None and not by_device:
                 self.copies.outdated(block)
-            if block.state is BlockState.WRITING:
-                self.transfers.settle(block)
+            try:
+                if block.state is BlockState.WRITING:
+                    self.transfers.settle(block)
+            finally:
+                if self.guards and not (by_device and self.copies is not None and self.copies.keeps(block)):
+                    self.guards.before_change(block)
             if block.state is BlockState.CLEAN:
                 block.to(BlockState.DIRTY)
 
@@ -302,6 +310,8 @@ class TierManager:
     def discard(self, block: Block) -> None:
         """Forget a block's bytes on every tier; its extent stays reserved for it."""
         with self.lock:
+            if self.guards:
+                self.guards.before_loss(block)
             if self.copies is not None:
                 self.copies.forget(block)
             if block.state in (BlockState.WRITING, BlockState.READING):

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from deepoffload.errors import IoFailure
+from deepoffload.errors import BudgetError, IoFailure
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.block import Block
+from deepoffload.memory.guards import Guards
 from deepoffload.memory.lock import SHIELD
 from deepoffload.schedule.block_state import BlockState
 from deepoffload.timeline import Lane, Timeline
@@ -46,6 +47,7 @@ class Transfers:
 
     Args:
         free_memory: takes the memory of a block away whose read has failed.
+        guards: who may hold extents that blocks would be written to.
 
     Attributes:
         settled: how many have ended so far.
@@ -57,7 +59,9 @@ class Transfers:
         counters: TierCounters,
         free_memory: Callable[[Block], None],
         timeline: Timeline | None,
+        guards: Guards,
     ) -> None:
+        self._guards = guards
         self._space = space
         self._counters = counters
         self._free_memory = free_memory
@@ -92,6 +96,11 @@ class Transfers:
                         break
         return found
 
+    def is_busy(self) -> bool:
+        """Whether the disk has something to do for the program. Also without the lock."""
+        tickets = [block.ticket for block in (*self._writing.values(), *self._reading.values())]
+        return any(ticket is not None and not ticket.done() for ticket in tickets)
+
     def start_read(self, block: Block, address: int, *, urgent: bool) -> None:
         """Begin to fill ``block.nbytes`` bytes at ``address`` from its extent."""
         if self._space is None or block.extent is None:
@@ -106,11 +115,23 @@ class Transfers:
         self._reading[block.id] = block
 
     def start_write(self, block: Block, address: int) -> None:
-        """Begin to write the bytes at ``address`` to its extent."""
+        """Begin to write the bytes at ``address`` to its extent, or to a fresh one where that is frozen or missing.
+
+        Raises:
+            BudgetError: there is no disk space for a fresh one.
+        """
         if self._space is None:
             raise RuntimeError("there is no swap space")
-        if block.extent is None:
-            block.extent = self._space.allocate(block.nbytes)
+        while block.extent is None or self._space.is_frozen(block.extent):
+            try:
+                fresh = self._space.allocate(block.nbytes)
+            except BudgetError:
+                if not self._guards.make_room(block):
+                    raise
+                continue
+            if block.extent is not None:
+                self._space.free(block.extent)
+            block.extent = fresh
         block.to(BlockState.WRITING)
         try:
             block.ticket = self._space.write(block.extent, address)

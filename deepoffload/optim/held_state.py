@@ -103,7 +103,9 @@ class HeldState:
 
     def move_into_pieces(self, optimizer: StatefulOptimizer) -> None:
         """Arrays that ``optimizer.state`` has for paged parameters (loaded, or kept from before they were paged) go
-        where they belong."""
+        where they belong. Where there are none, nothing is moved or updated."""
+        if not any(self._has_arrays(optimizer, param, group) for param, group in optimizer._each()):
+            return
         for pager in optimizer._pagers():
             pager.catch_up_all()
         given: dict[ParamHandle, dict[str, Tensor]] = {}
@@ -130,6 +132,13 @@ class HeldState:
                 self.take(handle)
             if not found.keys() <= arrays[handle].keys():
                 self._loaded_masters.add(handle)
+
+    def _has_arrays(self, optimizer: StatefulOptimizer, param: Tensor, group: Group) -> bool:
+        """Whether ``optimizer.state`` has what belongs into the pieces of a parameter."""
+        handle, state = handle_of(param), optimizer.state.get(param)
+        if handle is None or not state or handle.pager.gradients is None:
+            return False
+        return any(key in state for key in (*optimizer._arrays(group), *MASTER_PART_KEYS.values()))
 
     def warn_of_lost_masters(self) -> None:
         """Say so, at the first step, when weights were written after their masters were loaded."""

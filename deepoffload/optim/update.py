@@ -25,8 +25,11 @@ from deepoffload.optim.threads import num_threads
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import get_grad
-from deepoffload.params.unit import ParamHandle, StatePiece, Unit
+from deepoffload.params.unit import ParamHandle, StateFormat, StatePiece, Unit
 from deepoffload.timeline import Lane
+
+_BARE = StateLayout.FP32
+"""Nothing completes the weights of such a piece."""
 
 
 class HostUpdate:
@@ -100,6 +103,28 @@ class HostUpdate:
         """Whether the gradient of ``handle`` is still to be used."""
         return handle in self.jobs
 
+    def blocks_to_change(self, unit: Unit) -> list[Block] | None:
+        """What is left of a unit's update will change these blocks, and nothing else of what the unit consists of. None
+        when it will do more: a first update makes state, one after an edit makes masters."""
+        mine = {handle: self.jobs[handle] for handle in unit.handles if handle in self.jobs}
+        if any(handle.master_stale or (job.first and job.arrays) for handle, job in mine.items()):
+            return None
+        left = self._left.get(unit.index)
+        blocks = [unit.weights]
+        for number, piece in enumerate(unit.pieces):
+            jobs = self._jobs_of(piece)
+            if not jobs or not self._is_stateful(piece) or (left is not None and number not in left):
+                continue
+            wanted = {StateFormat(job.fields, job.state_dtype) for job in jobs if job.arrays or piece.kind is not _BARE}
+            if wanted - {piece.format} or not self.tiers.has_bytes(piece.block):
+                return None
+            blocks.append(piece.block)
+        return blocks
+
+    def _is_stateful(self, piece: StatePiece) -> bool:
+        """SGD without momentum on fp32 weights has no state: its pieces stay where they are."""
+        return piece.kind is not _BARE or any(job.arrays for job in self._jobs_of(piece))
+
     def _is_watched(self, unit: Unit) -> bool:
         mine = (handle for handle in unit.handles if handle in self.jobs)
         return not unit.owner.can_release() or self.gradients.is_watched(mine)
@@ -123,6 +148,9 @@ class HostUpdate:
             if handle in self.jobs:
                 handle.updated()
                 self.gradients.used(handle)
+        if self.tiers.guards:
+            self.memory.settle(unit.weights)
+            self.tiers.guards.updated(unit.weights)
 
     def _state_is_shown(self, unit: Unit, left: list[int]) -> bool:
         """Whether the state of a unit lives in the memory that tensors show, a device's, and is updated there. State of
@@ -157,6 +185,7 @@ class HostUpdate:
                     memory.release(piece.block)
                 memory.let_host_go(piece.block)
                 del left[0]
+                self.tiers.guards.updated(piece.block)
 
     def _apply_on_host(self, unit: Unit, left: list[int]) -> None:
         with ExitStack() as leases:
@@ -165,9 +194,7 @@ class HostUpdate:
             try:
                 while left:
                     piece = unit.pieces[left[0]]
-                    # SGD without momentum on fp32 weights has no state: its pieces stay where they are.
-                    stateful = piece.kind is not StateLayout.FP32 or any(job.arrays for job in self._jobs_of(piece))
-                    needed = [piece.block] if stateful else []
+                    needed = [piece.block] if self._is_stateful(piece) else []
                     self.pager.use_update(unit, left[0], tuple(b.id for b in (*blocks, *needed)))
                     if not started:
                         for block in blocks:
@@ -181,6 +208,8 @@ class HostUpdate:
                             self.tiers.will_change(block)
                         self._run_piece(unit, piece, PieceView(self.tiers, piece) if needed else None)
                         del left[0]
+                    for block in needed:
+                        self.tiers.guards.updated(block)
             except BaseException:
                 if started:
                     for handle in unit.handles:

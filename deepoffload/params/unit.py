@@ -40,6 +40,9 @@ class PendingUpdate(Protocol):
     def needs(self, handle: ParamHandle) -> bool:
         """Whether it will use the gradient of ``handle``."""
 
+    def blocks_to_change(self, unit: Unit) -> list[Block] | None:
+        """The blocks of the unit that it will change; None where it will also make or lay out state."""
+
 
 class ParamHandle(TensorSlot):
     """Everything deepoffload knows of one parameter.
@@ -232,6 +235,10 @@ class BlockView:
         """Show the bytes through every tensor object of the block; through none of them when one of them fails."""
         if self.installed:
             return
+        guards = self.pager.tiers.guards
+        if guards and self.on_host:
+            for block in {slot.block for slot in self.slots if slot.block is not None}:
+                guards.before_showing(block)
         self.installed = True
         try:
             with outside_user_modes():

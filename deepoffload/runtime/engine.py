@@ -377,9 +377,11 @@ class Engine:
 
     def close(self, because: str = "engine.close() was called") -> None:
         """Give everything back: hooks, memory, swap files, threads. Idempotent. Parameters then raise
-        ``ClosedError``."""
+        ``ClosedError``. A save that is under way is finished first, as far as it needs the engine."""
         if self.pager.life.closed_because is not None:
             return
+        if not self.pager.lock.is_mine():
+            self.pager.tiers.guards.finish()
         with self.pager.lock:
             self.pager.close(because)
             self._building = None

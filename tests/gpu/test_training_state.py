@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import deepoffload
+from tests.checkpoint.background import Throttle
 from tests.checkpoint.training import adamw, snapshot
 from tests.gpu.test_state_on_device import loss_of, paged
 from tests.support.gpu import on_cpu
@@ -26,17 +27,21 @@ def steps(model: Any, optimizer: Any, first: int, device: str) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "in_the_background"])
 @pytest.mark.parametrize("tier", ["nvme", "device"])
-def test_into_the_host_and_back(simulated_gpu: str, tier: str, tmp_path: Path) -> None:
+def test_into_the_host_and_back(simulated_gpu: str, tier: str, wait: bool, tmp_path: Path) -> None:
     on_device = {"precision": "bf16", "device_budget": 1 << 21, "offload_optimizer": tier}
     swap = tmp_path / "swap"
     swap.mkdir()
     model, engine = paged(simulated_gpu, swap, **on_device)
     optimizer = adamw(model)
     steps(model, optimizer, 0, simulated_gpu)
-    saved = on_cpu(snapshot(model, optimizer))
-    deepoffload.TrainingState(model, optimizer).save(tmp_path / "first")
-    expected = [steps(model, optimizer, 2, simulated_gpu), on_cpu(snapshot(model, optimizer))]
+    with Throttle().in_force():
+        handle = deepoffload.TrainingState(model, optimizer).save(tmp_path / "first", wait=wait)
+        saved = on_cpu(snapshot(model, optimizer))
+        expected = [steps(model, optimizer, 2, simulated_gpu), on_cpu(snapshot(model, optimizer))]
+        if not isinstance(handle, str):
+            handle.wait()
     assert (engine.stats()["host_state_bytes"] == 0) == (tier == "device")
     engine.close()
 

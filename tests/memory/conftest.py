@@ -38,12 +38,14 @@ class Owner:
         references: how many parts of the program still look at the memory.
         wrote: the program wrote without saying so; :meth:`changed` reports it once.
         offset: where it was told the bytes are now; None when it never had to be told.
+        installed: tensors show the bytes.
     """
 
     def __init__(self) -> None:
         self.references = 0
         self.wrote = False
         self.offset: int | None = None
+        self.installed = False
 
     on_host = True
 
@@ -62,6 +64,7 @@ class Owner:
 
     def release(self) -> None:
         self.offset = None
+        self.installed = False
 
     def relocate(self, offset: int) -> None:
         self.offset = offset
@@ -70,9 +73,17 @@ class Owner:
 class Rig:
     """A tier manager with everything below it. ``faults`` is a script of the engine's injecting backend."""
 
-    def __init__(self, path: Path, capacity_bytes: int, *, poison: bool = True, faults: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        capacity_bytes: int,
+        *,
+        poison: bool = True,
+        faults: str | None = None,
+        nvme_bytes: int | None = None,
+    ) -> None:
         self.io = IoEngine(queue_depth=4, fault_script=faults)
-        self.space = SwapSpace(self.io, [path])
+        self.space = SwapSpace(self.io, [path], budget_bytes=nvme_bytes)
         self.order = GivenOrder()
         self.tiers = TierManager(Arena(capacity_bytes), self.space, self.order, poison=poison)
 

@@ -75,6 +75,7 @@ class TierManagerMachine(RuleBasedStateMachine):
     """``faults`` and ``seen`` are set by the subclass of each test."""
 
     faults: str | None = None
+    nvme_bytes: int | None = None
     seen: Seen
 
     @initialize(
@@ -84,7 +85,9 @@ class TierManagerMachine(RuleBasedStateMachine):
     )
     def start(self, poison: bool, order: list[int], blocks: list[tuple[int, BlockKind, bool]]) -> None:
         self.directory = tempfile.TemporaryDirectory()
-        self.rig = Rig(Path(self.directory.name), CAPACITY_BYTES, poison=poison, faults=self.faults)
+        self.rig = Rig(
+            Path(self.directory.name), CAPACITY_BYTES, poison=poison, faults=self.faults, nvme_bytes=self.nvme_bytes
+        )
         self.tiers = self.rig.tiers
         self.rig.order.say = lambda block_id: order[block_id % len(order)]
         self.expected: list[Expected] = []
@@ -173,12 +176,19 @@ class TierManagerMachine(RuleBasedStateMachine):
             if failure is not None:  # an older write failed: the block is dirty again, which is what was wanted
                 assert entry.block.state is BlockState.DIRTY
         else:
+            self.show(entry)
             entry.owner.wrote = True
         entry.content = self.fresh(entry.block.nbytes)
         self.memory(entry.block)[:] = entry.content
         for look in self.looks:
             if look.owner is entry.owner and look.offset == entry.block.offset:
                 look.content = entry.content
+
+    def show(self, entry: Expected) -> None:
+        """From here on the program may write without saying so."""
+        if entry.owner is not None and not entry.owner.installed:
+            self.tiers.guards.before_showing(entry.block)
+            entry.owner.installed = True
 
     @rule(which=PICKS)
     def release(self, which: int) -> None:
@@ -192,6 +202,7 @@ class TierManagerMachine(RuleBasedStateMachine):
         """The program takes a view of leased memory and keeps it after the lease."""
         entry = self.pick(which, leased=True)
         if entry is not None and entry.owner is not None and entry.block.offset is not None:
+            self.show(entry)
             entry.owner.references += 1
             assert entry.content is not None
             self.looks.append(Look(entry.owner, entry.block.offset, entry.content))

@@ -1,0 +1,122 @@
+"""A save in a separate thread, and what the program has of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+
+from deepoffload.checkpoint.copying import Copying
+from deepoffload.checkpoint.saving import Save
+from deepoffload.errors import ClosedError, IoTimeout
+
+log = logging.getLogger("deepoffload")
+
+THREAD_NAME = "deepoffload-save"
+
+EXIT_LIMIT_S = 10.0
+"""How long a process that cannot wait for a save waits for what it leaves behind to be removed."""
+
+_SLICE_S = 0.2
+
+
+class SaveHandle:
+    """A save that goes on while the program does: what ``TrainingState.save(..., wait=False)`` returns.
+
+    Attributes:
+        folder: of the checkpoint, which is there when the save is done.
+        step: optimizer steps that it stands after.
+        error: what the save failed with; None while it has not.
+    """
+
+    def __init__(self, save: Save) -> None:
+        self.folder = save.folder
+        self.step = save.step
+        self.error: Exception | None = None
+        self._copying = save.copying
+        self._told = False
+        self._ended = threading.Event()
+        self._process = os.getpid()
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or badly."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Return the folder when the checkpoint is on the disk. The save takes all of the disk meanwhile.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+
+        Raises:
+            IoTimeout: it has not ended by then, and continues. Else what the save failed with, each time.
+        """
+        if os.getpid() != self._process:
+            raise ClosedError(f"saving {self.folder} is the parent process's work: a forked child cannot wait for it")
+        self._copying.hurry()
+        until_s = None if timeout is None else time.monotonic() + timeout
+        while not self._ended.wait(
+            _SLICE_S if until_s is None else max(0.0, min(_SLICE_S, until_s - time.monotonic()))
+        ):
+            if until_s is not None and time.monotonic() >= until_s:
+                raise IoTimeout(f"saving {self.folder} has not ended after {timeout:g} s; it continues")
+        if self._copying.thread is not None:
+            self._copying.thread.join()
+        if self.error is not None:
+            self._told = True
+            raise self.error
+        return self.folder
+
+    def end_before(self) -> None:
+        """Wait because another save or a load is to come. Raises what this one failed with, if nobody was told yet."""
+        if os.getpid() != self._process or (self._ended.is_set() and (self.error is None or self._told)):
+            return
+        told = self._told
+        try:
+            self.wait()
+        except Exception:
+            if not told:
+                raise
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "done" if self.error is None else f"failed: {self.error}"
+        return f"<SaveHandle {self.folder}, {state}>"
+
+
+def start(save: Save) -> SaveHandle:
+    """Run a save whose blocks are frozen in a thread. The process does not end before it, unless it is interrupted."""
+    handle = SaveHandle(save)
+    thread = threading.Thread(target=_run, args=(save, handle), name=THREAD_NAME, daemon=False)
+    weakref.finalize(handle, _give_up, save.copying, handle._ended, os.getpid())
+    save.copying.thread = thread
+    thread.start()
+    return handle
+
+
+def finish(save: Save) -> SaveHandle:
+    """Run a save whose blocks are frozen here and now. Raises what it fails with."""
+    handle = SaveHandle(save)
+    save.copying.hurry()
+    save.run()
+    handle._ended.set()
+    return handle
+
+
+def _run(save: Save, handle: SaveHandle) -> None:
+    try:
+        save.run()
+    except Exception as error:
+        handle.error = error
+        text = "saving %s in the background failed; training goes on, and earlier checkpoints are intact: %s"
+        log.error(text, save.folder, error)
+    finally:
+        handle._ended.set()
+
+
+def _give_up(copying: Copying, ended: threading.Event, process: int) -> None:
+    """At the end of a process that did not wait for its threads (Ctrl-C at its end): nothing is left behind."""
+    if os.getpid() == process and not ended.is_set():
+        copying.failed(ClosedError("the process ended before the checkpoint was complete"))
+        ended.wait(EXIT_LIMIT_S)

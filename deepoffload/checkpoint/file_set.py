@@ -1,0 +1,89 @@
+"""The large files of one save, each made when something is first written to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool
+from deepoffload.checkpoint.block_writer import BlockWriter
+from deepoffload.checkpoint.file_layout import PlannedFile
+from deepoffload.checkpoint.manifest import FileRecord
+from deepoffload.io.engine import IoEngine
+
+
+class FileSet:
+    """Files in the folder ``staged``. One thread at a time.
+
+    Args:
+        open_io: makes the engine that writes them.
+        progress: told the bytes of each block when it is handed to the disk.
+    """
+
+    def __init__(
+        self,
+        staged: str,
+        planned: Sequence[PlannedFile],
+        progress: Callable[[int], None],
+        open_io: Callable[..., IoEngine],
+    ) -> None:
+        self.put_bytes = 0
+        self._staged = staged
+        self._planned = {file.name: file for file in planned}
+        self._progress = progress
+        self._open_io = open_io
+        self._io: IoEngine | None = None
+        self._pool = BlockPool()
+        self._writers: dict[str, BlockWriter] = {}
+        self._closed = False
+
+    def put(self, file: str, position: int, address: int, nbytes: int) -> None:
+        """Write bytes of memory to a position; they may change when this returns. Raises IoFailure."""
+        self._writer(file).put(position, address, nbytes)
+        self.put_bytes += nbytes
+
+    def put_tensor(self, file: str, position: int, values: Tensor) -> None:
+        """The same of a contiguous tensor on the CPU."""
+        if values.nbytes:
+            self.put(file, position, values.data_ptr(), values.nbytes)
+
+    def put_headers(self) -> None:
+        for file in self._planned.values():
+            self._writer(file.name).put_bytes(0, file.header)
+
+    def wait_for_room(self) -> None:
+        """Return when a block can be handed to the disk without waiting for it. Raises IoFailure."""
+        for writer in self._writers.values():
+            writer.wait_for_room()
+
+    def finish(self) -> dict[str, FileRecord]:
+        """All of it is on the disk; the checksums. Raises IoFailure."""
+        records = {}
+        for name, file in self._planned.items():
+            writer = self._writer(name)
+            writer.finish()
+            records[name] = FileRecord(file.nbytes, writer.sums)
+        return records
+
+    def close(self) -> None:
+        """Wait for what is on its way, and give everything back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for writer in self._writers.values():
+            writer.abandon()
+        if self._io is not None:
+            self._io.close()
+        self._pool.close()
+
+    def _writer(self, name: str) -> BlockWriter:
+        if self._closed:
+            raise RuntimeError("the files of this save are closed")
+        if name not in self._writers:
+            if self._io is None:
+                self._io = self._open_io(block_bytes=BLOCK_BYTES)
+            path, nbytes = os.path.join(self._staged, name), self._planned[name].nbytes
+            self._writers[name] = BlockWriter(self._io, self._pool, path, nbytes, self._progress)
+        return self._writers[name]
