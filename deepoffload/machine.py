@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+
 _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 writes a limit near 2**63 where there is none."""
 
@@ -80,6 +82,28 @@ def disk_space(path: str) -> DiskSpace:
     """Free bytes for an ordinary user in a directory. Raises ``OSError`` where there is none (``io.swap_files`` checks
     what users name)."""
     return DiskSpace(path, shutil.disk_usage(path).free, os.stat(path).st_dev)
+
+
+def mount_of(path: str) -> tuple[str, str]:
+    """Type and options of the mount that holds ``path``: the longest mount point above it, the last of equals."""
+    best, kind, options = "", "unknown", ""
+    path = os.path.realpath(path)
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return kind, options
+    for line in lines:
+        _, point, point_kind, point_options, *_ = line.split(" ")
+        point = point.replace("\\040", " ")
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind, options = point, point_kind, point_options
+    return kind, options
+
+
+def in_memory(directory: str) -> bool:
+    """Whether files there are memory and no disk is involved."""
+    return mount_of(directory)[0] in MEMORY_FILE_SYSTEMS
 
 
 def usable_cores(root: Path = Path("/")) -> int:

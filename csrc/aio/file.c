@@ -138,9 +138,10 @@ static int prepare(int fd, bool named, uint32_t flags, uint32_t direct, doff_fil
         return -errno;
     if (fstat(fd, &status))
         return -errno;
-    /* Somebody who clears away files of dead runs was between our creating and our locking it. */
-    if ((flags & DOFF_OPEN_CREATE) && named && !status.st_nlink)
-        return -EAGAIN;
+    /* Somebody who clears away files of dead runs, or the run that it was of, was between our opening and our locking
+     * it. */
+    if ((flags & DOFF_OPEN_LOCK) && named && !status.st_nlink)
+        return flags & DOFF_OPEN_CREATE ? -EAGAIN : -ENOENT;
     if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode))
         return S_ISDIR(status.st_mode) ? -EISDIR : -EINVAL;
     *info = (doff_file_info){.memory_align = 1, .offset_align = 1, .device = status.st_dev};

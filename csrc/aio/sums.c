@@ -46,6 +46,14 @@ void doff_sums_release(doff_sums* sums) {
         free(sums);
 }
 
+uint64_t doff_sums_copy(const doff_sums* sums, uint32_t* pairs, uint64_t room) {
+    for (uint64_t i = 0; i < sums->count && i < room; i++) {
+        pairs[2 * i] = sums->blocks[i].crc;
+        pairs[2 * i + 1] = sums->blocks[i].nbytes;
+    }
+    return sums->count;
+}
+
 bool doff_sums_attach(const doff_engine* engine, struct doff_request* request, doff_sums* sums) {
     uint64_t base = 0;
     for (unsigned i = 0; i < request->seg_count; i++) {

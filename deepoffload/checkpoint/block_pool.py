@@ -1,8 +1,8 @@
-"""Memory for transfers of checkpoints: blocks of 1 MiB, and the checksums of what is in them."""
+"""Memory for transfers of checkpoints: blocks of 1 MiB."""
 
 from __future__ import annotations
 
-from deepoffload.native.aio import HostMapping, ffi, lib
+from deepoffload.native.aio import HostMapping
 
 BLOCK_BYTES = 1 << 20
 """A file is written, read and checksummed in blocks of this size, so that transfers are aligned for O_DIRECT."""
@@ -40,19 +40,6 @@ class BlockPool:
         for mapping in self._mappings:
             mapping.close()
         self._mappings.clear()
-
-
-def crc32c(address: int, nbytes: int) -> int:
-    """CRC-32C (Castagnoli) of bytes in memory."""
-    found = ffi.new("uint32_t[1]")
-    if nbytes:
-        lib.doff_crc32c_blocks(address, nbytes, nbytes, found)
-    return int(found[0])
-
-
-def crc32c_of(data: bytes) -> int:
-    """CRC-32C of ``data``."""
-    return crc32c(int(ffi.cast("uintptr_t", ffi.from_buffer(data))), len(data))
 
 
 def num_blocks_of(nbytes: int) -> int:

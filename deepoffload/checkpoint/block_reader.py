@@ -10,9 +10,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
-from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool, crc32c
+from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool
 from deepoffload.checkpoint.manifest import Manifest, open_plain
 from deepoffload.errors import IoFailure, UsageError
+from deepoffload.io.checksums import crc32c
 from deepoffload.io.engine import IoEngine, IoFile
 from deepoffload.io.ticket import Ticket
 

@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool, crc32c, num_blocks_of
+from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool, num_blocks_of
 from deepoffload.checkpoint.safetensors_file import failure
 from deepoffload.errors import IoFailure
+from deepoffload.io.checksums import crc32c
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.ticket import Ticket
 

@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepoffload.checkpoint.block_pool import crc32c_of, num_blocks_of
+from deepoffload.checkpoint.block_pool import num_blocks_of
 from deepoffload.checkpoint.safetensors_file import DTYPE_NAMES
 from deepoffload.checkpoint.values import parse_json
 from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.io.checksums import crc32c_of
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_NAME = "deepoffload checkpoint"

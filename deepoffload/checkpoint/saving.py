@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.checkpoint import transformers_format
-from deepoffload.checkpoint.block_pool import BLOCK_BYTES, crc32c_of
+from deepoffload.checkpoint.block_pool import BLOCK_BYTES
 from deepoffload.checkpoint.block_writer import write_small_file
 from deepoffload.checkpoint.copying import Copying
 from deepoffload.checkpoint.cut import CutContent, add_weights
@@ -37,6 +37,7 @@ from deepoffload.checkpoint.values import encode
 from deepoffload.checkpoint.weights import WeightOpener, WeightPlan, plan_weights
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import UnsupportedError
+from deepoffload.io.checksums import crc32c_of
 from deepoffload.io.engine import IoEngine
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -109,6 +109,21 @@ class FreeList:
             pieces.append(piece)
             nbytes -= piece[1]
         return pieces
+
+    def take_at(self, offset: int, nbytes: int) -> bool:
+        """Take exactly these bytes (whole pages); False, with nothing taken, when some of them are not free."""
+        at = bisect_right(self._offsets, offset) - 1
+        if at < 0 or offset < 0 or nbytes <= 0 or (offset | nbytes) % PAGE_BYTES:
+            return False
+        begin, size = self._offsets[at], self._sizes[at]
+        if offset + nbytes > begin + size:
+            return False
+        self._offsets[at : at + 1], self._sizes[at : at + 1] = [], []
+        self.free_bytes -= size
+        for hole, length in ((begin, offset - begin), (offset + nbytes, begin + size - offset - nbytes)):
+            if length:
+                self.give(hole, length)
+        return True
 
     def give(self, offset: int, nbytes: int) -> None:
         """Returns a piece.

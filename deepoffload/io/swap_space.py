@@ -15,6 +15,8 @@ from deepoffload.errors import BudgetError, ClosedError, ConfigError, IoFailure,
 from deepoffload.io.checksums import SUM_BYTES, ChecksumTable
 from deepoffload.io.engine import PADDED, READ, URGENT, WRITE, IoEngine, IoFile
 from deepoffload.io.extents import Extent, ExtentPart, ExtentRange, FreeList, cut_ranges, split_by_weight
+from deepoffload.io.header_pages import HEADER_BYTES
+from deepoffload.io.named_files import open_named_files
 from deepoffload.io.swap_files import check_paths, create_swap_file, free_bytes, reclaim_stale
 from deepoffload.io.ticket import Ticket
 from deepoffload.native.aio import PAGE_BYTES, ffi, round_up
@@ -42,6 +44,8 @@ class SwapSpace:
     in it. Each gives it back with :meth:`free`; the disk space is free when the last one has. While there are several,
     the extent is *frozen*: nobody may write to it. Holding and freeing are safe from any thread.
 
+    It has many methods, because nothing else knows where an extent lies: each is one question or one transfer.
+
     Args:
         engine: Does the transfers; it must outlive the swap space.
         paths: Directories. All are checked before anything is created.
@@ -50,9 +54,12 @@ class SwapSpace:
         label: Part of the files' names.
         weights: Relative bandwidths of the paths; equal when not given.
         verify: Keep a CRC-32C of every block written and compare when it is read (key ``aio.verify``).
+        named: The files have names and outlive the process (``io.named_files``); what they hold is
+            :class:`~deepoffload.io.durable_store.DurableStore`'s to say. Checksums are always kept then.
 
     Raises:
         ConfigError: A path is missing, not a directory, not writable, or cannot do what ``direct`` asks.
+        UsageError: Another process uses a named file.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class SwapSpace:
         label: str = "swap",
         weights: Sequence[float] | None = None,
         verify: bool = False,
+        named: bool = False,
     ) -> None:
         self.paths = check_paths(paths)
         self.budget_bytes = budget_bytes
@@ -76,7 +84,7 @@ class SwapSpace:
         self.bytes_read = 0
         self.bytes_written = 0
         self._engine = engine
-        self._sums = ChecksumTable(engine) if verify else None
+        self._sums = ChecksumTable(engine) if verify or named else None
         self._more_holders: dict[Extent, int] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -87,7 +95,11 @@ class SwapSpace:
         try:
             for path in self.paths:
                 reclaim_stale(path)
-                self._open.append(create_swap_file(engine, path, label, direct))
+                if not named:
+                    self._open.append(create_swap_file(engine, path, label, direct))
+            if named:
+                self._open += open_named_files(engine, self.paths, direct)
+                self._take_over()
             self._files = tuple(self._open)
         except BaseException:
             self.close()
@@ -100,6 +112,15 @@ class SwapSpace:
     def direct(self) -> tuple[bool, ...]:
         """Per path: whether transfers bypass the page cache."""
         return tuple(file.direct for file in self._files)
+
+    @property
+    def files(self) -> tuple[IoFile, ...]:
+        """The file of each path; for this package's modules."""
+        return self._files
+
+    @property
+    def engine(self) -> IoEngine:
+        return self._engine
 
     @property
     def capacity_bytes(self) -> int:
@@ -171,6 +192,36 @@ class SwapSpace:
             if self._sums is not None:
                 self._sums.forget(extent)
 
+    def claim(self, extent: Extent) -> bool:
+        """Allocate exactly this extent, which a named file has held since an earlier run; False when some of it is not
+        free, or is none of these files'."""
+        with self._lock:
+            self._check_open()
+            taken: list[ExtentPart] = []
+            for part in extent.pieces:
+                if part.path_index >= len(self._free) or not self._free[part.path_index].take_at(
+                    part.offset, part.nbytes
+                ):
+                    for other in taken:
+                        self._free[other.path_index].give(other.offset, other.nbytes)
+                    return False
+                taken.append(part)
+            return True
+
+    def sums_of(self, extent: Extent) -> bytes:
+        """The checksums of what was written to an extent (see ``ChecksumTable.of``), where they are kept."""
+        return b"" if self._sums is None else self._sums.of(extent)
+
+    def sync(self) -> None:
+        """Wait until all that was written is on the disks.
+
+        Raises:
+            IoFailure: a disk did not take something; nobody knows what.
+        """
+        self._check_open()
+        for file in self._files:
+            file.sync()
+
     def read(self, extent: Extent, address: int, *, nbytes: int | None = None, urgent: bool = False) -> Ticket:
         """Reads the first ``nbytes`` (default: all) of an extent to ``address``. See the contract above.
 
@@ -227,6 +278,12 @@ class SwapSpace:
         self._closed = True
         _close_files(self._open, timeout_s)
         self._finalizer.detach()
+
+    def _take_over(self) -> None:
+        """The named files keep their lengths; the pages in front are no extents."""
+        for free, file in zip(self._free, self._open, strict=True):
+            free.extend(max(file.size_at_open // PAGE_BYTES * PAGE_BYTES, HEADER_BYTES))
+            free.take_at(0, HEADER_BYTES)
 
     def _check_open(self) -> None:
         if self._closed:

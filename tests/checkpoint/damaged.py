@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool, crc32c_of
+from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool
 from deepoffload.checkpoint.block_reader import BlockReader
 from deepoffload.checkpoint.manifest import read_manifest
 from deepoffload.checkpoint.source import CheckpointSource
+from deepoffload.io.checksums import crc32c_of
 from deepoffload.io.engine import IoEngine
 from tests.checkpoint.training import adamw
 from tests.support.models import mlp, rows

@@ -313,7 +313,7 @@ def test_other_objects_have_to_be_the_same(paging: Paging, run: Run, tmp_path: P
 
 
 def test_a_newer_format_says_so(run: Run, tmp_path: Path) -> None:
-    from deepoffload.checkpoint.block_pool import crc32c_of
+    from deepoffload.io.checksums import crc32c_of
 
     folder = Path(run.state.save(tmp_path))
     first, rest = (folder / "manifest.json").read_bytes().split(b"\n", 1)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import deepoffload
-from deepoffload.checkpoint.block_pool import crc32c_of
 from deepoffload.checkpoint.source import open_checkpoint
 from deepoffload.errors import DeepOffloadError, UsageError
+from deepoffload.io.checksums import crc32c_of
 from tests.checkpoint.damaged import BYTES_MAX, CPU_SECONDS_MAX, Opener, Watched, built, deep, nodes, recorded, sealed
 from tests.checkpoint.training import ALL
 from tests.support.file_watch import FileWatch

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool, crc32c_of
+from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool
 from deepoffload.checkpoint.block_writer import BlockWriter, write_small_file
 from deepoffload.checkpoint.convert.output import SMALL_FILES_BYTES
 from deepoffload.checkpoint.convert.tensors import Held, Values, nbytes_of, pieces_of
@@ -25,6 +25,7 @@ from deepoffload.checkpoint.shards import INDEX_NAME, split
 from deepoffload.checkpoint.state_files import in_shards
 from deepoffload.checkpoint.tags import check_place, checked_tag, publish_tag
 from deepoffload.checkpoint.values import encode
+from deepoffload.io.checksums import crc32c_of
 from deepoffload.io.engine import IoEngine
 
 _METADATA = {"format": "pt"}

@@ -13,9 +13,8 @@ from typing import Any
 import psutil
 
 from deepoffload import __version__
-from deepoffload.machine import usable_cores
+from deepoffload.machine import mount_of, usable_cores
 
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 QUEUE_FILES = ("scheduler", "max_sectors_kb", "max_segments", "nr_requests", "rotational", "logical_block_size")
 
 
@@ -41,7 +40,7 @@ def describe_machine(directories: list[str]) -> dict[str, Any]:
 
 def describe_path(directory: str) -> dict[str, Any]:
     """File system, mount options and block device of a directory."""
-    kind, options = _mount(directory)
+    kind, options = mount_of(directory)
     status = os.statvfs(directory)
     device = os.stat(directory).st_dev
     found: dict[str, Any] = {
@@ -59,28 +58,6 @@ def describe_path(directory: str) -> dict[str, Any]:
         found["model"] = _line(disk / "device/model") or _line(disk / "device/serial")
         found["queue"] = {name: _line(disk / "queue" / name) for name in QUEUE_FILES}
     return found
-
-
-def in_memory(directory: str) -> bool:
-    """Whether files there are memory and no disk is involved."""
-    return _mount(directory)[0] in MEMORY_FILE_SYSTEMS
-
-
-def _mount(directory: str) -> tuple[str, str]:
-    """Type and options of the mount that holds ``directory``: the longest mount point above it, the last of equals."""
-    best, kind, options = "", "unknown", ""
-    path = os.path.realpath(directory)
-    try:
-        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return kind, options
-    for line in lines:
-        _, point, point_kind, point_options, *_ = line.split(" ")
-        point = point.replace("\\040", " ")
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind, options = point, point_kind, point_options
-    return kind, options
 
 
 def _processor() -> str:

@@ -23,7 +23,7 @@ from deepoffload.cli.nvme.compare import Comparison, compare_with_fio
 from deepoffload.cli.nvme.files import room_by_path
 from deepoffload.cli.nvme.fio import find_fio
 from deepoffload.cli.nvme.job import Effort
-from deepoffload.cli.nvme.machine import describe_machine, in_memory
+from deepoffload.cli.nvme.machine import describe_machine
 from deepoffload.cli.nvme.plan import Plan, make_plan
 from deepoffload.cli.nvme.plot import check_plot, plot
 from deepoffload.cli.nvme.progress import JobProgress
@@ -35,6 +35,7 @@ from deepoffload.errors import DeepOffloadError, IoFailure, IoTimeout, Unsupport
 from deepoffload.io.engine import BACKENDS, BackendReport, IoEngine, choose_backend, probe_backend
 from deepoffload.io.probe import Bandwidth, probe_path, store_bandwidth
 from deepoffload.io.swap_files import check_paths, reclaim_stale
+from deepoffload.machine import in_memory
 
 EXIT_OK, EXIT_FAULT, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 COMPARE_SHARE, ALONE_SHARE = 0.4, 0.1

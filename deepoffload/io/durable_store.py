@@ -1,0 +1,260 @@
+"""What a swap space with named files keeps when the process dies: the last durable step.
+
+A step is durable when its extents are written, every file is synced, and a *record* that names them is written and
+synced, too, in one of two places in turn. Extents of the last durable step are held, so that nothing of it is ever
+overwritten; they become free when a newer step is durable. This is LMDB's way with two meta pages
+(http://www.lmdb.tech/doc/, "Crash consistency"): at every moment at least one place names a step that is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepoffload.errors import BudgetError, IoFailure, UsageError
+from deepoffload.io.checksums import crc32c_of
+from deepoffload.io.engine import IoEngine, IoFile
+from deepoffload.io.extents import Extent
+from deepoffload.io.header_pages import MARK_PAGE, SLOT_PAGES, Mark, read_at, write_at
+from deepoffload.io.step_record import PARTS_MAX, Slot, StoredExtent, body_of, check_extent, parse_body
+from deepoffload.io.swap_space import SwapSpace
+from deepoffload.native.aio import PAGE_BYTES
+
+BODY_BYTES_MAX = 1 << 32
+"""A slot that names a longer body is damaged."""
+
+
+@dataclass(frozen=True)
+class DurableStep:
+    """What a record says.
+
+    Attributes:
+        step: optimizer steps before it.
+        extents: that it consists of.
+        content: what :meth:`DurableStore.publish` was given.
+        chunk_bytes: checksums begin again after so many bytes of each part.
+    """
+
+    step: int
+    extents: Sequence[StoredExtent]
+    content: bytes
+    chunk_bytes: int
+
+
+def newest_slot(engine: IoEngine, file: IoFile) -> tuple[list[Slot | None], Slot | None]:
+    """Both places of the record in the first path's file, and the newer one of those that are whole.
+
+    Raises:
+        UsageError: both are damaged, or a newer version wrote them.
+    """
+    pages = [read_at(engine, file, number * PAGE_BYTES, PAGE_BYTES) for number in SLOT_PAGES]
+    slots = [Slot.of(page) for page in pages]
+    newest = max((slot for slot in slots if slot is not None), key=lambda slot: slot.sequence, default=None)
+    if newest is None and all(any(page) for page in pages):
+        raise UsageError(
+            f"{file.path}: both records of the durable state are damaged. Resume from a checkpoint; remove the file to "
+            "give this state up"
+        )
+    return slots, newest
+
+
+def read_body(engine: IoEngine, files: Sequence[IoFile], slot: Slot) -> DurableStep:
+    """The record that a slot names.
+
+    Raises:
+        UsageError: it is damaged.
+    """
+    path = files[0].path
+    try:
+        check_extent(slot.body)
+        inside = all(
+            part.path_index < len(files) and part.offset + part.nbytes <= files[part.path_index].size_at_open
+            for part in slot.body.pieces
+        )
+        if slot.body.nbytes > BODY_BYTES_MAX or not inside:
+            raise ValueError("it lies outside of the files")
+    except ValueError as error:
+        raise UsageError(f"{path}: the record of step {slot.step} is damaged: {error}") from None
+    parts = [read_at(engine, files[part.path_index], part.offset, part.nbytes) for part in slot.body.pieces]
+    body = b"".join(parts)[: slot.body.nbytes]
+    if crc32c_of(body) != slot.body_sum:
+        raise UsageError(
+            f"{path}: the record of step {slot.step} is damaged (its checksum is wrong), and what the one before it "
+            "names may be overwritten. Resume from a checkpoint; remove the file to give this state up"
+        )
+    extents, content, chunk_bytes = parse_body(body)
+    return DurableStep(slot.step, extents, content, chunk_bytes)
+
+
+class DurableStore:
+    """The records of a swap space with named files.
+
+    Attributes:
+        found: the step that an earlier run has left, until a newer one is durable; None where there is none.
+        step: the last one that is durable; None where there is none.
+
+    Raises:
+        UsageError: the files do not belong together, or both records are damaged.
+        IoFailure: a file cannot be read.
+    """
+
+    def __init__(self, space: SwapSpace) -> None:
+        self._space = space
+        self._held: list[Extent] = []
+        self._undecided: list[Extent] = []
+        self._failed: IoFailure | None = None
+        self._marked = False
+        self._slot: int | None = None
+        self._sequence = self._step = 0
+        self.found: DurableStep | None = None
+        slots, newest = newest_slot(space.engine, space.files[0])
+        marks = [Mark.of(read_at(space.engine, file, MARK_PAGE * PAGE_BYTES, PAGE_BYTES)) for file in space.files]
+        self._check_together(newest, marks)
+        # What was begun and never became durable is continued: so all files agree at every moment.
+        self._store = marks[0].store if marks[0] is not None else secrets.token_bytes(16)
+        if newest is not None:
+            self._recover(newest, slots.index(newest))
+
+    @property
+    def step(self) -> int | None:
+        return self._step if self._slot is not None else None
+
+    @property
+    def held_bytes(self) -> int:
+        """Disk space of what is durable."""
+        return sum(part.nbytes for extent in self._held for part in extent.pieces)
+
+    # -- opening ---------------------------------------------------------------------------------------------------
+
+    def _check_together(self, newest: Slot | None, marks: Sequence[Mark | None]) -> None:
+        """Raise UsageError where the files are not those that made the state together, in the same order."""
+        for index, mark in enumerate(marks):
+            first = marks[0].store if marks[0] is not None else None
+            if mark is None and newest is None:
+                continue  # nothing was ever durable there
+            expected = first if newest is None else newest.store
+            if mark is not None and mark.store == expected and mark.index == index and len(mark.paths) == len(marks):
+                continue
+            known = mark if mark is not None else marks[0]
+            raise UsageError(
+                f"durability: {self._space.files[index].path} does not belong to the durable state of the other paths"
+                f" (it was made with {', '.join(known.paths) if known is not None else 'other paths'}); name the same "
+                "paths in the same order, or remove the files to give that state up"
+            )
+
+    def _recover(self, slot: Slot, place: int) -> None:
+        self.found = read_body(self._space.engine, self._space.files, slot)
+        self._held = [slot.body, *(stored.extent for stored in self.found.extents)]
+        if not all(map(self._space.claim, self._held)):
+            raise UsageError(f"{self._space.files[0].path}: the record of step {slot.step} is damaged: extents overlap")
+        self._sequence, self._slot, self._step, self._marked = slot.sequence, place, slot.step, True
+
+    # -- making a step durable ---------------------------------------------------------------------------------------
+
+    def publish(self, step: int, extents: Sequence[Extent], content: bytes) -> None:
+        """Make a step durable: when this returns it survives a death of the process and a power failure.
+
+        Args:
+            extents: all that it consists of, written and not to be written again. Each is held until a newer step
+                is durable.
+
+        Raises:
+            IoFailure: the disk failed. The step before is durable as ever, and perhaps this one. After a failed sync
+                nobody knows what the disk has, and every later call raises, too. BudgetError: no room for the record.
+        """
+        if self._failed is not None:
+            raise IoFailure.about("no step has been made durable since an earlier failure", self._failed)
+        space = self._space
+        packed = [StoredExtent(extent, space.sums_of(extent)).packed() for extent in extents]
+        body = body_of(packed, content, space.engine.block_bytes)
+        place = 0 if self._slot is None else 1 - self._slot
+        held: list[Extent] = []
+        decided = False
+        try:
+            held.append(self._write_body(body))
+            for extent in extents:
+                space.hold(extent)
+                held.append(extent)
+            self._sync()
+            if not self._marked:
+                self._write_marks()
+            slot = Slot(self._store, self._sequence + 1, step, len(space.files), held[0], crc32c_of(body))
+            decided = True
+            write_at(space.engine, space.files[0], SLOT_PAGES[place] * PAGE_BYTES, slot.page())
+            self._sync(first_only=True)
+        except BaseException:
+            if decided:
+                self._undecided += held  # the place may name this step, or the next record may overwrite it
+            else:
+                self._free(held)
+            raise
+        self._sequence, self._slot, self._step = slot.sequence, place, step
+        self.found = None
+        old, self._held, self._undecided = [*self._held, *self._undecided], held, []
+        self._free(old)
+
+    def _write_body(self, body: bytes) -> Extent:
+        extent = self._space.allocate(len(body))
+        try:
+            if len(extent.pieces) > PARTS_MAX:
+                raise BudgetError(
+                    f"durability: {len(body)} free bytes of the swap files are in {len(extent.pieces)} parts, and a "
+                    f"record lies in {PARTS_MAX} at most; raise nvme_budget"
+                )
+            at = 0
+            for part in extent.pieces:
+                data = body[at : at + part.nbytes]
+                write_at(self._space.engine, self._space.files[part.path_index], part.offset, data)
+                at += part.nbytes
+        except BaseException:
+            self._space.free(extent)
+            raise
+        return extent
+
+    def _sync(self, *, first_only: bool = False) -> None:
+        try:
+            if first_only:
+                self._space.files[0].sync()
+            else:
+                self._space.sync()
+        except IoFailure as failure:
+            self._failed = failure
+            raise
+
+    def _write_marks(self) -> None:
+        """The first file's is there before any other's: one that stands alone belongs to other paths."""
+        paths = tuple(self._space.paths)
+        for index, file in enumerate(self._space.files):
+            write_at(self._space.engine, file, MARK_PAGE * PAGE_BYTES, Mark(self._store, index, paths).page())
+            self._sync()
+        self._marked = True
+
+    def _free(self, extents: Sequence[Extent]) -> None:
+        for extent in extents:
+            self._space.free(extent)
+
+    # -- giving it up ------------------------------------------------------------------------------------------------
+
+    def discard(self) -> None:
+        """Forget every durable step. Idempotent.
+
+        Raises:
+            IoFailure: the disk failed; a step may still be there.
+        """
+        newest = 0 if self._slot is None else self._slot
+        for place in (1 - newest, newest):  # while there is one, it is the newest
+            write_at(self._space.engine, self._space.files[0], SLOT_PAGES[place] * PAGE_BYTES, bytes(PAGE_BYTES))
+            self._sync(first_only=True)
+        self._slot, self.found = None, None
+        old, self._held, self._undecided = [*self._held, *self._undecided], [], []
+        self._free(old)
+
+    def remove_if_empty(self) -> None:
+        """Remove the files that hold no step. To be called before they are closed, and nothing after it."""
+        if self._slot is None and not self._undecided:
+            for file in self._space.files:
+                with contextlib.suppress(OSError):
+                    os.unlink(file.path)

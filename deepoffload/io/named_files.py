@@ -1,0 +1,128 @@
+"""Swap files that outlive their process: one per path, under a name, locked by the run that uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Sequence
+
+from deepoffload.errors import ConfigError, IoFailure, UsageError
+from deepoffload.io.engine import IoEngine, IoFile
+from deepoffload.io.header_pages import HEADER_BYTES, OWNER_PAGE, owner_of, owner_page, pid_on_this_host, write_at
+from deepoffload.machine import in_memory
+from deepoffload.native.aio import PAGE_BYTES
+
+NAME = "deepoffload-rank{}.durable"
+"""Nothing that clears away swap files of dead runs looks for it (``swap_files.reclaim_stale``)."""
+
+_OPEN_ATTEMPTS = 8
+_CHILDREN_END_S = 10.0
+_CHILD_POLL_S = 0.05
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def durable_path(directory: str) -> str:
+    """The file of this rank in a directory."""
+    return os.path.join(directory, NAME.format(os.environ.get("RANK", "0")))
+
+
+def open_named_files(engine: IoEngine, paths: Sequence[str], direct: str) -> list[IoFile]:
+    """Open the file of each path, locked; one that is not there is made, with nothing but its header.
+
+    Raises:
+        UsageError: another process uses one of them; says which.
+        ConfigError: a path is in memory, its file system has no locks, or nothing can be created there.
+    """
+    for path in paths:
+        if in_memory(path):
+            raise ConfigError(
+                f"durability: {path} is in memory (tmpfs), where nothing survives a power failure; name a directory on "
+                "a disk with durability.path or nvme_path"
+            )
+    files: list[IoFile] = []
+    try:
+        for path in paths:
+            files.append(_open(engine, path, direct))
+            if files[-1].size_at_open < HEADER_BYTES:
+                files[-1].grow(HEADER_BYTES)
+                sync_directory(path)
+            write_at(engine, files[-1], OWNER_PAGE * PAGE_BYTES, owner_page())
+    except BaseException:
+        for file in files:
+            with contextlib.suppress(OSError):
+                file.close()
+        raise
+    return files
+
+
+def _open(engine: IoEngine, directory: str, direct: str) -> IoFile:
+    path = durable_path(directory)
+    until, attempt = time.monotonic() + _CHILDREN_END_S, 0
+    while attempt < _OPEN_ATTEMPTS:
+        create = attempt % 2 == 1
+        try:
+            return engine.open_file(path, create=create, lock=True, direct=direct)
+        except IoFailure as failure:
+            if failure.errno == errno.EWOULDBLOCK:
+                if _is_gone(path) and time.monotonic() < until:
+                    time.sleep(_CHILD_POLL_S)
+                    continue
+                raise UsageError(
+                    f"durability: {path} is used by {_owner(path)}; end that run, or name another directory with "
+                    "durability.path"
+                ) from failure
+            if failure.errno == (errno.EEXIST if create else errno.ENOENT):
+                attempt += 1  # somebody made or removed it meanwhile, or it is not there yet
+                continue
+            if failure.errno in _NO_LOCKS:
+                raise ConfigError(
+                    f"durability: {directory} is on a file system without locks ({failure.strerror}), so two runs "
+                    "could write to one state; name a directory on a local disk with durability.path"
+                ) from failure
+            raise ConfigError(f"durability: {path} cannot be opened: {failure.strerror}") from failure
+    raise ConfigError(f"durability: {path}: other processes keep making and removing it")
+
+
+def _owner(path: str) -> str:
+    return owner_of(_owner_page(path))
+
+
+def _is_gone(path: str) -> bool:
+    """Whether the process that locked a file is dead: what it forked (workers of a loader) keeps the lock for the
+    moment that it takes to notice."""
+    pid = pid_on_this_host(_owner_page(path))
+    if pid is None:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def _owner_page(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(PAGE_BYTES)
+    except OSError:
+        return b""
+
+
+def sync_directory(directory: str) -> None:
+    """Put the names in a directory on the disk.
+
+    Raises:
+        IoFailure: it cannot be opened or written.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise IoFailure("sync", error.errno or 0, directory, 0, 0) from error
