@@ -110,8 +110,8 @@ doff_sums* doff_sums_new(const doff_engine* engine, const int64_t* nbytes, uint3
 /* How many checksums nbytes from the beginning of a piece on have. */
 uint64_t doff_sums_count(const doff_engine* engine, int64_t nbytes);
 void doff_sums_release(doff_sums* sums);
-/* How many blocks there are. Of the first room of them: the checksum, and of how many bytes of the block it is (0: never
- * written), in turn. No write of these pieces may be in flight. */
+/* How many blocks there are. Of the first room of them: the checksum, and of how many bytes of the block it is (0:
+ * never written), in turn. No write of these pieces may be in flight. */
 uint64_t doff_sums_copy(const doff_sums* sums, uint32_t* pairs, uint64_t room);
 
 /* One request over any number of segments. Waits up to timeout_ms for room in the queue: -ETIMEDOUT, nothing submitted.

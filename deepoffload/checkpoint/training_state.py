@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol, overload
 
@@ -15,13 +15,14 @@ from torch import nn
 
 from deepoffload.checkpoint.background import SaveHandle, finish, start
 from deepoffload.checkpoint.cut import held_still
+from deepoffload.checkpoint.durable_run import DurableRun
 from deepoffload.checkpoint.guards import GradientWatch, HalfLoaded, refuse_during_calls, refuse_in_forward
 from deepoffload.checkpoint.loading import Wanted, match
 from deepoffload.checkpoint.progress import Progress
-from deepoffload.checkpoint.random_states import checked_random_states, random_states, restore_random_states
+from deepoffload.checkpoint.random_states import checked_random_states, restore_random_states
 from deepoffload.checkpoint.saving import SHARD_BYTES, Content, Save, choose_weight_plan
 from deepoffload.checkpoint.source import TrainingSource, open_checkpoint
-from deepoffload.checkpoint.state_files import is_array, plan_state
+from deepoffload.checkpoint.state_files import plan_state
 from deepoffload.checkpoint.tags import checked_directory, checked_tag, folder_to_load
 from deepoffload.checkpoint.weights_loading import listed
 from deepoffload.errors import UnsupportedError, UsageError
@@ -52,12 +53,15 @@ class LoadedCheckpoint(NamedTuple):
     client_state: Any
 
 
-class TrainingState:
+class TrainingState(DurableRun):
     """A model, its optimizer, and other objects that have a state. All is saved and loaded piece by piece, within the
     budget.
 
     Saved are: weights with their exact fp32 masters, all optimizer state as it is stored, settings of the groups, the
     states of ``others``, and of all random number generators. Gradients are not.
+
+    Attributes:
+        client_state: what the last commit before a resume was given.
 
     Args:
         model: an ``nn.Module``, paged in whole, in part or not at all. For what ``initialize`` returns use
@@ -85,6 +89,8 @@ class TrainingState:
         self._busy = threading.Lock()
         self._running: SaveHandle | None = None
         self._steps_before = _steps_of(optimizer)
+        self._commits = None
+        self.client_state = None
         self._own_engines()
 
     @property
@@ -194,12 +200,7 @@ class TrainingState:
         with self._alone("save"), torch.no_grad():
             self._end_running()
             pagers = self._ready("save")
-            waiting = self._watch.waiting()
-            if waiting is not None:
-                raise UsageError(
-                    f"save between backward and step: the gradient of {waiting} waits for a step, and gradients are "
-                    "not saved; save after optimizer.step(), or call optimizer.zero_grad() first"
-                )
+            self._refuse_waiting("save")
             parts = None if self._optimizer is None else take_apart(self._optimizer)
             save: Save | None = None
             try:
@@ -240,13 +241,8 @@ class TrainingState:
         left_out = frozenset(frozen if leave_out_frozen else ())
         weights, opener, hub_names = choose_weight_plan(self._module, left_out)
         state = plan_state(names, pagers, parts, SHARD_BYTES)
-        training = {
-            "weights": {"hub_names": hub_names, "left_out": sorted(left_out)},
-            "optimizer": None if parts is None else _described(parts, names),
-            "others": {name: other.state_dict() for name, other in self._others.items()},
-            "random": random_states(self._devices(pagers)),
-            "client_state": client_state,
-        }
+        training = self._values(parts, names, pagers, client_state)
+        training["weights"] = {"hub_names": hub_names, "left_out": sorted(left_out)}
         return Content(self._module, weights, opener, hub_names, state, training, step)
 
     # -- loading ---------------------------------------------------------------------------------------------------
@@ -379,20 +375,6 @@ class TrainingState:
     def _devices(pagers: list[Pager]) -> list[torch.device]:
         found = {str(pager.memory.device): pager.memory.device for pager in pagers}
         return [device for device in found.values() if device.type != "cpu"]
-
-
-def _described(parts: OptimizerParts, names: Mapping[int, str]) -> dict[str, Any]:
-    states = {}
-    for param, state in parts.in_memory.items():
-        small = {key: value for key, value in state.items() if not is_array(value)}
-        if small:
-            states[names[id(param)]] = small
-    return {
-        "kind": parts.kind,
-        "groups": parts.groups,
-        "params": [[names[id(param)] for param in group] for group in parts.params],
-        "states": states,
-    }
 
 
 def _load_other(name: str, other: HasState, saved: Any, source: TrainingSource) -> None:

@@ -86,8 +86,7 @@ def plan_weights(
     metadata = {"format": "pt"}
     expressions = Expressions()
     ignored = {*left_out, *(transformers_format.ignored_names(module) if hub_names else ())}
-    state = {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in ignored}
-    _check(state, shapes_only=shapes_only)
+    state = _checked_state(module, ignored, shapes_only=shapes_only)
     for names in names_of_shared(state):
         if hub_names:
             dropped = transformers_format.droppable_names(module, names)
@@ -106,7 +105,22 @@ def plan_weights(
     return WeightPlan(expressions, stored, entries, metadata, sum(param.numel() for param in module.parameters()))
 
 
-def _check(state: Mapping[str, object], *, shapes_only: bool) -> None:
+def named_values(module: nn.Module) -> dict[str, Tensor]:
+    """Every tensor of the state dict under one name: that under which :func:`plan_weights` has it without
+    ``hub_names``.
+
+    Raises:
+        As :func:`plan_weights`.
+    """
+    state = _checked_state(module, frozenset(), shapes_only=False)
+    for names in names_of_shared(state):
+        for name in names[1:]:
+            del state[name]
+    return state
+
+
+def _checked_state(module: nn.Module, ignored: Set[str], *, shapes_only: bool) -> dict[str, Tensor]:
+    state = {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in ignored}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise UnsupportedError(
@@ -118,6 +132,7 @@ def _check(state: Mapping[str, object], *, shapes_only: bool) -> None:
         handle = handle_of(value)
         if handle is not None and handle.pager.life.closed_because is not None:
             handle.pager.life.refuse_closed(handle.name)
+    return state
 
 
 def names_of_shared(state: Mapping[str, Tensor]) -> list[list[str]]:

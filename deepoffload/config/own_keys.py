@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from deepoffload.config.keys import (
+    AUTO,
     Key,
     Mismatch,
     Treatment,
@@ -15,7 +19,7 @@ from deepoffload.config.keys import (
     paths,
     size,
 )
-from deepoffload.config.schema import AioBackend, Buffers, GradientDtype, Precision
+from deepoffload.config.schema import AioBackend, Buffers, DurabilityConfig, GradientDtype, Precision
 from deepoffload.device import Device, Tier
 from deepoffload.errors import ConfigError
 from deepoffload.native.aio import PAGE_BYTES, REQUEST_BYTES_MAX
@@ -39,6 +43,32 @@ def device() -> ValueKind:
             raise Mismatch(str(error)) from None
 
     return ValueKind('a device, such as "cuda:0" or "cpu"', normalise)
+
+
+def durability() -> ValueKind:
+    """A switch, or its settings: :class:`DurabilityConfig`, or False."""
+    kinds = {"every": integer(1), "path": paths()}
+
+    def normalise(value: object) -> object:
+        if isinstance(value, DurabilityConfig):
+            return value
+        if isinstance(value, bool):
+            return DurabilityConfig() if value else False
+        if not isinstance(value, Mapping):
+            raise Mismatch
+        found: dict[str, Any] = {}
+        for name, each in value.items():
+            if name not in kinds:
+                raise Mismatch(f"unknown key {name!r}; expected {' and '.join(kinds)}")
+            if each is None or each == AUTO:
+                continue
+            try:
+                found[name] = kinds[name].normalise(each)
+            except Mismatch as mismatch:
+                raise Mismatch(f"{name}: {str(mismatch) or 'expected ' + kinds[name].expected}") from None
+        return DurabilityConfig(**found)
+
+    return ValueKind('true, false, or an object, such as {"every": 1, "path": "/mnt/nvme/run"}', normalise)
 
 
 def _own(path: str, kind: ValueKind, text: str, default: object = None) -> Key:
@@ -72,8 +102,11 @@ OWN_KEYS = (
     _own("prefetch", boolean(), "Fetch units before they are used. `false` is the serial reference.", True),
     _own(
         "durability",
-        boolean(),
-        "Resume from the swap file. Not in this version: `true` is an error.",
+        durability(),
+        "State on disk that survives a death of the process and a power failure: `state.commit()`, `state.resume()`, "
+        "see [checkpoints](checkpoints.md). `every`: how many steps may be lost; not said: chosen so that it costs at "
+        "most 5 %. `path`: where the swap files are then, in place of `nvme_path`. Takes disk space for weights and "
+        "optimizer state twice.",
         False,
     ),
     _own("timeline", boolean(), "Record what happened when: `engine.export_trace(path)`, `engine.summary()`.", False),

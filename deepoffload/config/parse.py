@@ -89,7 +89,6 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str) -> Config
         "offload_optimizer",
         "step_overlap",
         "prefetch",
-        "durability",
         "timeline",
         "precision",
         "buffers",
@@ -105,10 +104,12 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str) -> Config
     fp16 = Fp16Config(**_below("fp16", fields))
     if fields.get("precision") is not Precision.FP16 and fp16 != Fp16Config():
         notes = tuple(dict.fromkeys((*notes, "fp16: inapplicable: loss scaling belongs to fp16, which is off")))
+    durability = fields.get("durability") or None  # False is what switches it off above a file
     config = Config(
         **{name: fields[name] for name in simple if name in fields},
         **_batch_triple(fields, where),
-        nvme_path=_nvme_path(fields),
+        nvme_path=(durability.path if durability is not None else ()) or _nvme_path(fields),
+        durability=durability,
         optimizer=_optimizer(fields, where),
         scheduler=_scheduler(fields, where),
         fp16=fp16,
@@ -225,11 +226,13 @@ def _scheduler(fields: dict[str, Any], where: str) -> SchedulerConfig | None:
 
 def _check_together(config: Config, fields: dict[str, Any], where: str) -> None:
     """What no single key can be blamed for."""
-    if config.durability:
+    if config.durability is not None and not config.nvme_path:
         raise ConfigError(
-            f"{where}durability = true: not in this version; leave it out and save "
-            "with deepoffload.TrainingState, or engine.save_checkpoint"
+            f"{where}durability without nvme_path: say in which directory the state lies, with nvme_path or "
+            'durability = {"path": ...}'
         )
+    if config.durability is not None and config.nvme_budget == 0:
+        raise ConfigError(f"{where}durability with nvme_budget = 0: it needs disk space; leave nvme_budget out")
     if config.precision is Precision.FP16 and config.step_overlap is StepOverlap.IN_BACKWARD:
         raise ConfigError(
             f'{where}precision is fp16, and step_overlap = "in_backward" uses each gradient before it is known whether '

@@ -111,7 +111,7 @@ def _nvme(config: Config, machine: Machine) -> tuple[int, str]:
         return 0, "nvme: none, nvme_path is not set"
     if config.nvme_budget == 0:
         return 0, "nvme: none, nvme_budget is 0"
-    if not may_use_nvme(config):
+    if config.durability is None and not may_use_nvme(config):
         return 0, "nvme: none, offload_param and offload_optimizer keep everything nearer"
     measured = {disk.path: disk for disk in machine.disks}
     missing = [path for path in config.nvme_path if path not in measured]

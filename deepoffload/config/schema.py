@@ -133,6 +133,16 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class DurabilityConfig:
+    """State on disk that survives a death of the process."""
+
+    every: int | None = None
+    """Steps from one durable one to the next; ``None``: chosen by measured rates."""
+    path: tuple[str, ...] = ()
+    """Where it lies, in place of ``nvme_path``; empty: there."""
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything the user said. ``None`` means "not said": ``config.resolve`` or the caller decides.
 
@@ -149,7 +159,8 @@ class Config:
     offload_optimizer: Tier | None = None
     step_overlap: StepOverlap = StepOverlap.DEFERRED
     prefetch: bool = True
-    durability: bool = False
+    durability: DurabilityConfig | None = None
+    """``None``: nothing survives the process."""
     timeline: bool = False
     precision: Precision = Precision.KEEP
     buffers: Buffers = Buffers.KEEP

@@ -68,6 +68,14 @@ class EngineCheckpoints:
             step=self._loop.updates,
         )
 
+    def commit(self) -> None:
+        """See :meth:`TrainingEngine.step`."""
+        self._state.commit_as(self._loop.updates)
+
+    def resume(self) -> int:
+        """See :meth:`TrainingEngine.resume`."""
+        return self._state.resume()
+
     def load(self, directory: str | os.PathLike[str], tag: object, wanted: Wanted) -> tuple[str | None, Any]:
         """See :meth:`TrainingEngine.load_checkpoint`."""
         if self._load_universal:

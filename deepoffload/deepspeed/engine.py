@@ -106,7 +106,9 @@ class TrainingEngine:
     def step(self) -> None:
         """End a micro-step. At an accumulation boundary: clip, update, clear the gradients, advance the schedule.
 
-        Gradients with an infinity or NaN update nothing: they are dropped and counted in ``skipped_steps``.
+        Gradients with an infinity or NaN update nothing: they are dropped and counted in ``skipped_steps``. With the
+        key ``durability`` an update ends with a commit (docs/checkpoints.md), which raises what
+        :meth:`TrainingState.commit` raises, after the update.
 
         Raises:
             UsageError: the engine has no optimizer; or fp16, and no :meth:`backward` has scaled the loss.
@@ -115,6 +117,8 @@ class TrainingEngine:
         with self._timed("step"):
             updated = self.loop.step()
         if updated:
+            if self.core.durability is not None:
+                self._checkpoints().commit()
             self._report()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -321,6 +325,17 @@ class TrainingEngine:
             custom_load=custom_load_fn,
         )
         return self._checkpoints().load(load_dir, tag, wanted)
+
+    def resume(self) -> int:
+        """With the key ``durability``: take over the last durable step that an earlier run has left.
+
+        Returns:
+            How many updates it stands after (:attr:`global_steps`); 0 where there is none.
+
+        Raises:
+            UsageError: it is of another model or optimizer, or damaged. IoFailure: it cannot be read.
+        """
+        return self._checkpoints().resume()
 
     def save_16bit_model(
         self,

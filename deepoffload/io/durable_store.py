@@ -122,11 +122,6 @@ class DurableStore:
     def step(self) -> int | None:
         return self._step if self._slot is not None else None
 
-    @property
-    def held_bytes(self) -> int:
-        """Disk space of what is durable."""
-        return sum(part.nbytes for extent in self._held for part in extent.pieces)
-
     # -- opening ---------------------------------------------------------------------------------------------------
 
     def _check_together(self, newest: Slot | None, marks: Sequence[Mark | None]) -> None:

@@ -42,6 +42,9 @@ class BlockOwner(Protocol):
     def changed(self) -> bool:
         """True when the program wrote to the memory since the last call; the block is then dirty."""
 
+    def edits(self) -> int:
+        """How often ``changed`` has been True so far."""
+
     def aliases(self) -> list[Alias]:
         """One question for each part of the memory that somebody refers to now, still to be asked after release()."""
 

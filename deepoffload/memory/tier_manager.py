@@ -78,7 +78,7 @@ class TierManager:
         self.static: set[int] = set()
         self.guards = Guards()
         self.transfers = Transfers(space, self.counters, self._free_memory, timeline, self.guards)
-        self._compactor = Compactor(arena, self._resident, self._note_changes, self.counters, poison)
+        self._compactor = Compactor(arena, self._resident, self.note_changes, self.counters, poison)
         self._ids = 0
         self.copies = copies
         self._room = RoomMaker(
@@ -292,7 +292,7 @@ class TierManager:
         with self.lock:
             if not self._may_go(block):
                 return False
-            self._note_changes(block)
+            self.note_changes(block)
             if block.state is BlockState.DIRTY:
                 if self.space is None:
                     return False
@@ -341,10 +341,10 @@ class TierManager:
         """True when a prefetch may take this block's memory without waiting for anything."""
         if block.state is not BlockState.CLEAN or not self._may_go(block):
             return False
-        self._note_changes(block)
+        self.note_changes(block)
         return block.state is BlockState.CLEAN
 
-    def _note_changes(self, block: Block) -> None:
+    def note_changes(self, block: Block) -> None:
         owner = host_view_owner(block)
         if owner is not None and block.offset is not None and owner.changed():
             self.will_change(block)
@@ -402,7 +402,7 @@ class TierManager:
         with self.lock:
             if block.state is not BlockState.DIRTY or self.space is None or not self._may_go(block):
                 return False
-            self._note_changes(block)  # later ones are told from the bytes that are written now
+            self.note_changes(block)  # later ones are told from the bytes that are written now
             self.transfers.start_write(block, self.address(block))
             return True
 

@@ -248,6 +248,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """
         updates = []
         for pager in pagers:
+            if pager.commits is not None:
+                pager.commits.finish()
+        for pager in pagers:
             mine = {handle: job for handle, (_, job) in work.paged.items() if handle.pager is pager}
             updates.append(HostUpdate(pager, gradients_of(pager), self.rule, mine, grad_factor))
             updates[-1].take_edits()

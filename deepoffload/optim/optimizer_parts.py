@@ -52,7 +52,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def take_apart(optimizer: torch.optim.Optimizer) -> OptimizerParts:
-    """The parts. Units with an update to come make it first.
+    """The parts.
 
     Raises:
         UsageError: another optimizer has taken over a paged parameter. UnsupportedError: state of something that is no

@@ -37,7 +37,7 @@ from deepoffload.params.hook_stack import HookStack
 from deepoffload.params.lifetime import Lifetime
 from deepoffload.params.mapped import MappedCopies
 from deepoffload.params.open_graphs import OpenGraphs
-from deepoffload.params.ports import GradientDoor, PagerOwner
+from deepoffload.params.ports import CommitPort, GradientDoor, PagerOwner
 from deepoffload.params.prefetcher import Prefetcher
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.unit import BlockView, ParamHandle, Unit
@@ -66,6 +66,7 @@ class Pager:
         hooks: what runs now on each thread.
         casts: what autocast's cache may hold.
         life: what is alive, and whether all is over.
+        commits: what makes steps durable; None where nothing does.
         mapped_copies: of weights, for values of state dicts that were asked for an address.
     """
 
@@ -98,6 +99,7 @@ class Pager:
         self.casts = CastCache()
         self.hooks = HookStack(self, self.memory, tiers.lock, graphs)
         self.prefetcher = Prefetcher(tiers, order.trace, order.next_use, self.units)
+        self.commits: CommitPort | None = None
         self.mapped_copies = MappedCopies(None if tiers.space is None else str(tiers.space.paths[0]))
         self.held = HeldUntilStep(self.memory_of)
 
@@ -284,4 +286,6 @@ class Pager:
         if not self.prefetch or (self.memory.all_stay() and not tiers.transfers.in_flight()):
             return  # the serial reference; or everything stays in memory
         self.prefetcher.pump(in_use)
+        if self.commits is not None:
+            self.commits.pump()
         self.memory.pump(self.order.trace.upcoming(), in_use)

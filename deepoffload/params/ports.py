@@ -56,6 +56,20 @@ class PagerOwner(Protocol):
         """The last parameter is gone."""
 
 
+class CommitPort(Protocol):
+    """What makes steps durable (implemented by :class:`deepoffload.runtime.durability.Durability`)."""
+
+    def pump(self) -> None:
+        """Write what stays in memory, as the pager writes the rest."""
+
+    def finish(self) -> None:
+        """The next step is about to change something: make the last one durable first.
+
+        Raises:
+            IoFailure: the disk failed. BudgetError: there is no room. Nothing has been changed.
+        """
+
+
 class PagerPort(Protocol):
     """The pager as its slots see it (implemented by :class:`deepoffload.params.pager.Pager`)."""
 

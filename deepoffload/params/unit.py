@@ -49,6 +49,7 @@ class ParamHandle(TensorSlot):
 
     Attributes:
         master_stale: the program changed the weight; its 16-bit remainder no longer belongs to it and counts as zero.
+        edits: how often a change by the program was noticed after it had been made.
         mapped_copy: a copy with an address, while a value of a state dict has been asked for one.
         windows: of which modules' calls it is part.
         version: torch's in-place counter when deepoffload last looked.
@@ -59,6 +60,7 @@ class ParamHandle(TensorSlot):
         "unit",
         "state_owner",
         "master_stale",
+        "edits",
         "version",
         "escape_crc",
         "mapped_copy",
@@ -73,6 +75,7 @@ class ParamHandle(TensorSlot):
         self.unit: Unit | None = None
         self.state_owner: object | None = None
         self.master_stale = False
+        self.edits = 0
         self.version = 0
         self.escape_crc: int | None = None
         self.windows: set[int] = set()
@@ -112,6 +115,7 @@ class ParamHandle(TensorSlot):
             changed |= crc != self.escape_crc
             self.escape_crc = crc if self.aliased() else None
         self.master_stale |= changed
+        self.edits += changed
         return changed
 
     def take_back_if_set(self, tensor: Tensor) -> None:
@@ -203,6 +207,9 @@ class BlockView:
     def changed(self) -> bool:
         return False
 
+    def edits(self) -> int:
+        return 0
+
     def looked_at(self) -> bool:
         """True while the program has views of tensors that are shown no more."""
         self.retired = [alias for alias in self.retired if alias()]
@@ -261,6 +268,9 @@ class WeightView(BlockView):
             return False
         changed = [slot.changed() for slot in self.slots if isinstance(slot, ParamHandle)]  # each has to look
         return any(changed)
+
+    def edits(self) -> int:
+        return sum(slot.edits for slot in self.slots if isinstance(slot, ParamHandle))
 
     def can_release(self) -> bool:
         return super().can_release() and not any(

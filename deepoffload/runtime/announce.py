@@ -51,16 +51,20 @@ def silently() -> Iterator[None]:
         start_log.setLevel(level)
 
 
-def summary(placement: Placement, num_parameters: int, paths: Sequence[str], device: torch.device) -> str:
-    """What lies on which tier, and how much memory is used, in one line."""
+def summary(
+    placement: Placement, num_parameters: int, paths: Sequence[str], device: torch.device, durable_every: int | None
+) -> str:
+    """What lies on which tier, how much memory is used, and which steps are durable, in one line."""
     kept = [f"{row.name} {format_bytes(row.host_bytes)}" for row in placement.rows if row.resident_blocks]
     paged = [f"{row.name} {format_bytes(row.nvme_bytes)}" for row in placement.rows if row.nvme_bytes]
     used = format_bytes(sum(row.host_bytes for row in placement.rows))
+    said = {None: "", 1: "; every step is durable"}
+    durable = said.get(durable_every, f"; every {durable_every} steps one is durable")
     computing = "" if device.type == "cpu" else f"; computing on {device}"
     return (
         f"{num_parameters / 1e6:.1f} M parameters; kept in memory: {', '.join(kept) or 'nothing'}; on NVMe"
         f"{' (' + ', '.join(paths) + ')' if paged else ''}: {', '.join(paged) or 'nothing'}; memory used: {used} of "
-        f"{format_bytes(placement.capacity_bytes)}{computing}"
+        f"{format_bytes(placement.capacity_bytes)}{computing}{durable}"
     )
 
 

@@ -16,6 +16,7 @@ from deepoffload.native.aio import round_up
 from deepoffload.runtime.cuts import Cut, Cutter
 from deepoffload.runtime.sizes import UnitSizes
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, Workload
+from deepoffload.schedule.durable import with_durable_steps
 from deepoffload.schedule.placement import KIND_NUMBERS, BlockColumns, BlockSpec, Placement, place_columns
 
 
@@ -135,6 +136,8 @@ def _placed(cutter: Cutter, cut: Cut, config: Config, room: Room) -> ChosenCut:
         keep=frozenset(placed.ids[np.isin(placed.kinds, kept_kinds)].tolist()),
         set_up_bytes=_set_up_bytes(cut, sizes, can_leave=room.nvme_bytes is not None),
     )
+    if config.durability is not None:
+        placement = with_durable_steps(placement, columns, room.nvme_bytes)
     return ChosenCut(cut, sizes, placement, np.flatnonzero(away).tolist())
 
 

@@ -19,10 +19,7 @@ from deepoffload.config import Config, StepOverlap
 from deepoffload.config.resolve import Budgets, resolve_budgets
 from deepoffload.device import Device
 from deepoffload.errors import DevicePlacementError, PlacementError, UsageError
-from deepoffload.io.engine import IoEngine
-from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
-from deepoffload.io.swap_files import check_paths, warn_of_shared
-from deepoffload.io.swap_space import SwapSpace
+from deepoffload.io.swap_files import check_paths
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.lock import SHIELD
 from deepoffload.optim.device_landing import DeviceLandings
@@ -41,17 +38,15 @@ from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adoptable
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
 from deepoffload.runtime.device import find_accelerator, open_memory, take_device_memory, with_ring
+from deepoffload.runtime.disk import EngineDisk, measure_machine
+from deepoffload.runtime.durability import Durability
 from deepoffload.runtime.kept_views import budget_for_kept
-from deepoffload.runtime.plan import (
-    NO_DISK,
-    ModelPlan,
-    plan_model,
-    refusal_of,
-)
+from deepoffload.runtime.plan import ModelPlan, plan_model, refusal_of
 from deepoffload.runtime.ranks import refuse_several_ranks
 from deepoffload.runtime.registration import ConstructionHooks, ShortageError, refuse_meta, take
 from deepoffload.runtime.unit_finder import find_units
-from deepoffload.schedule.cost_model import Bandwidths, BlockKind
+from deepoffload.schedule.cost_model import BlockKind
+from deepoffload.schedule.durable import every_of, written_for_durability
 from deepoffload.schedule.placement import Placement
 from deepoffload.timeline import Summary, Timeline
 
@@ -76,7 +71,9 @@ class Engine:
         device = Device.parse("cpu" if accelerator is None else str(accelerator.device))
         free_bytes = 0 if accelerator is None else accelerator.free_bytes()
         measured = replace(config, nvme_path=tuple(paths))  # relative paths and links have become what they lead to
-        self.budgets: Budgets = resolve_budgets(measured, machine.measure(paths), device, free_bytes)
+        self.budgets: Budgets = resolve_budgets(
+            measured, measure_machine(paths, durable=config.durability is not None), device, free_bytes
+        )
         self.placement: Placement | None = None
         self.training_state: weakref.ref[Any] | None = None
         self._windows: list[Window] = []
@@ -84,19 +81,18 @@ class Engine:
         self._watches: list[RootWatch] = []
         self._outside: OutsideWatch | None = None
         self._building: ConstructionHooks | None = None
-        self._io: IoEngine | None = None
-        self._space: SwapSpace | None = None
-        self._bandwidths = NO_DISK
+        self._disk = EngineDisk()
+        self.durability: Durability | None = None
         self._grain_bytes = self.budgets.host_bytes
         try:
-            self._open_disk(paths)
+            self._disk.open(config, paths, self.budgets.nvme_bytes)
             arena = Arena(self.budgets.host_bytes, lends=accelerator is None)
             self.timeline = Timeline() if config.timeline else None
             graphs = OpenGraphs()
             order = UseOrder(graphs, prefetch=config.prefetch)
             tiers, memory = open_memory(
                 arena,
-                self._space,
+                self._disk.space,
                 order,
                 accelerator,
                 self.budgets.device_bytes,
@@ -105,7 +101,7 @@ class Engine:
             )
             landings = None if memory is None else DeviceLandings(memory)
         except BaseException:
-            self._close_disk()
+            self._disk.close()
             raise
         self.pager = Pager(
             tiers,
@@ -120,7 +116,7 @@ class Engine:
         in_backward = config.step_overlap is StepOverlap.IN_BACKWARD
         early = EarlyUpdates(on_device=accelerator is not None) if in_backward else None
         self.gradients = Gradients(self.pager, early=early, from_device=landings)
-        self._exit = weakref.finalize(self, _close_at_exit, weakref.ref(self.pager), self._io, self._space, os.getpid())
+        self._exit = weakref.finalize(self, _close_at_exit, weakref.ref(self.pager), self._disk, os.getpid())
         SHIELD.engage()
         os.register_at_fork(after_in_child=partial(_forked, weakref.ref(self)))
         for note in config.notes:
@@ -129,23 +125,6 @@ class Engine:
             log.warning(warning)
 
     # -- set-up ----------------------------------------------------------------------------------------------------
-
-    def _open_disk(self, paths: list[str]) -> None:
-        if not paths or not self.budgets.nvme_bytes:
-            return
-        aio = self.config.aio
-        warn_of_shared(paths)
-        self._io = IoEngine(backend=aio.backend.value, queue_depth=aio.queue_depth, block_bytes=aio.block_bytes)
-        rates = [measure_bandwidth(path, self._io) for path in paths]
-        self._bandwidths = _together(rates)
-        self._space = SwapSpace(
-            self._io,
-            paths,
-            budget_bytes=self.budgets.nvme_bytes,
-            label="swap",
-            weights=stripe_weights(rates),
-            verify=aio.verify,
-        )
 
     def _capacity_bytes(self) -> int:
         """Of the arena, for blocks."""
@@ -195,8 +174,18 @@ class Engine:
         machine.return_free_memory()  # what construction used and freed
         log.info("placement\n%s", plan.placement.table())
         num_parameters = sum(handle.numel for unit in self.pager.units for handle in unit.handles)
-        announce(summary(plan.placement, num_parameters, self.config.nvme_path, memory.device))
+        self.durability = self._durability(plan.placement)
+        every = None if self.durability is None else self.durability.every
+        announce(summary(plan.placement, num_parameters, self.config.nvme_path, memory.device, every))
         self._outside = OutsideWatch(self.budgets.host_bytes)
+
+    def _durability(self, placement: Placement) -> Durability | None:
+        said, disk = self.config.durability, self._disk
+        if said is None or disk.space is None or disk.store is None:
+            return None
+        every = every_of(placement, disk.bandwidths) if said.every is None else said.every
+        extra_s = written_for_durability(placement) / disk.bandwidths.write_bytes_per_s if said.every is None else 0.0
+        return Durability(self.pager, disk.space, disk.store, every, extra_s)
 
     def _refusal(self, roots: Sequence[nn.Module], shortage: ShortageError, built_bytes: int) -> PlacementError:
         """The error for models, paged and on the meta device, of which one parameter did not fit: with a budget for all
@@ -206,7 +195,7 @@ class Engine:
             roots,
             capacity_bytes=self._capacity_bytes(),
             nvme_bytes=self._nvme_bytes(),
-            bandwidths=self._bandwidths,
+            bandwidths=self._disk.bandwidths,
             device_bytes=self.pager.memory.capacity_bytes,
         )
         try:
@@ -230,7 +219,7 @@ class Engine:
         )
 
     def _nvme_bytes(self) -> int | None:
-        return self.budgets.nvme_bytes if self._space is not None else None
+        return self.budgets.nvme_bytes if self._disk.space is not None else None
 
     def _plan(self, roots: Sequence[nn.Module], handles: list[ParamHandle], capacity_bytes: int) -> ModelPlan:
         memory = self.pager.memory
@@ -242,7 +231,7 @@ class Engine:
             handles,
             capacity_bytes=capacity_bytes,
             nvme_bytes=self._nvme_bytes(),
-            bandwidths=self._bandwidths,
+            bandwidths=self._disk.bandwidths,
             device_bytes=memory.capacity_bytes,
         )
 
@@ -258,9 +247,9 @@ class Engine:
 
     def _reserve(self, placement: Placement, roots: Sequence[nn.Module]) -> None:
         self.placement = placement
-        if self._space is not None and placement.nvme_bytes:
-            self._space.reserve(placement.nvme_bytes)  # what is there now goes while the units are filled
-        room = Room(placement.capacity_bytes, self._nvme_bytes(), self._bandwidths)
+        if self._disk.space is not None and placement.nvme_bytes:
+            self._disk.space.reserve(placement.nvme_bytes)  # what is there now goes while the units are filled
+        room = Room(placement.capacity_bytes, self._nvme_bytes(), self._disk.bandwidths)
         self.pager.placed(placement, budget_for_kept(self.pager, self.config, roots, room))
 
     def _pin_residents(self, placement: Placement) -> None:
@@ -324,7 +313,7 @@ class Engine:
         """Numbers of the run so far: bytes per tier and their peaks, disk bytes, faults, waits. All flat, all
         numeric."""
         tiers = self.pager.tiers
-        space = self._space
+        space = self._disk.space
         trace = self.pager.order.trace.stats()
         counters = tiers.counters
         return {
@@ -377,11 +366,22 @@ class Engine:
 
     def close(self, because: str = "engine.close() was called") -> None:
         """Give everything back: hooks, memory, swap files, threads. Idempotent. Parameters then raise
-        ``ClosedError``. A save that is under way is finished first, as far as it needs the engine."""
+        ``ClosedError``. A save that is under way is finished first, as far as it needs the engine, and so is the step
+        that was committed last.
+
+        Raises:
+            IoFailure, BudgetError: it could not be made durable; everything is closed all the same.
+        """
         if self.pager.life.closed_because is not None:
             return
         if not self.pager.lock.is_mine():
             self.pager.tiers.guards.finish()
+        with ExitStack() as last:
+            last.callback(self._close, because)
+            if self.durability is not None:
+                self.durability.finish()
+
+    def _close(self, because: str) -> None:
         with self.pager.lock:
             self.pager.close(because)
             self._building = None
@@ -397,31 +397,21 @@ class Engine:
             with ExitStack() as last:  # each runs, even if the one before raised
                 last.callback(SHIELD.disengage)
                 last.callback(self._exit.detach)
-                last.callback(self._close_disk)
+                last.callback(self._disk.close)
                 last.callback(self.pager.tiers.close)
                 self.pager.memory.close()
-
-    def _close_disk(self) -> None:
-        with ExitStack() as last:
-            if self._io is not None:
-                last.callback(self._io.close)
-            if self._space is not None:
-                self._space.close()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Engine:
         return self
 
 
-def _close_at_exit(reference: weakref.ref[Pager], io: IoEngine | None, space: SwapSpace | None, pid: int) -> None:
+def _close_at_exit(reference: weakref.ref[Pager], disk: EngineDisk, pid: int) -> None:
     pager = reference()
     if pager is not None:
         pager.life.ignore_deaths()
     if os.getpid() != pid:
         return  # a forked child: the files and threads are the parent's
-    if space is not None:
-        space.close()
-    if io is not None:
-        io.close()
+    disk.close()
     SHIELD.disengage()
 
 
@@ -430,13 +420,3 @@ def _forked(reference: weakref.ref[Engine]) -> None:
     engine = reference()
     if engine is not None and engine.pager.life.closed_because is None:
         engine.pager.life.close("it is the parent process's; a forked child cannot use it (start it with spawn)")
-
-
-def _together(rates: Sequence[Bandwidth]) -> Bandwidths:
-    """What the paths give when extents are striped over all of them."""
-    return Bandwidths(
-        sum(rate.read_bytes_per_s for rate in rates),
-        sum(rate.write_bytes_per_s for rate in rates),
-        sum(rate.mixed_bytes_per_s for rate in rates),
-        NO_DISK.memory_bytes_per_s,
-    )

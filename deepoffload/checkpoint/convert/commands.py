@@ -18,6 +18,7 @@ from deepoffload.checkpoint.convert.own_writer import write_own
 from deepoffload.checkpoint.convert.training_run import TrainingRun
 from deepoffload.checkpoint.convert.universal import read_universal, write_universal
 from deepoffload.checkpoint.convert.zero import read_zero
+from deepoffload.checkpoint.durable_list import durable_states
 from deepoffload.checkpoint.file_layout import OPTIMIZER_PREFIX
 from deepoffload.checkpoint.manifest import Manifest, read_manifest
 from deepoffload.checkpoint.progress import Progress
@@ -102,8 +103,11 @@ def _show(parsed: argparse.Namespace) -> None:
         raise UsageError(f"{directory} is no directory")
     newest = latest_tag(directory)
     tags = known_tags(directory) if parsed.tag is None else [os.path.basename(own_folder(directory, parsed.tag))]
-    if not tags:
-        raise UsageError(f"{directory} has no checkpoints (folders with a manifest.json)")
+    durable = durable_states(directory) if parsed.tag is None else []
+    if not tags and not durable:
+        raise UsageError(f"{directory} has no checkpoints (folders with a manifest.json) and no durable state")
+    for line in durable:
+        _say(line)
     for tag in tags:
         try:
             text = _described(read_manifest(os.path.join(directory, tag)))

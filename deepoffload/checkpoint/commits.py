@@ -1,0 +1,115 @@
+"""The durable steps of one training state: when a commit is right, what it takes, and what a new process finds."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepoffload.checkpoint.durable_content import DurableContent
+from deepoffload.checkpoint.durable_source import DurableSource, open_durable
+from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.optim.base import HostOptimizer
+from deepoffload.optim.optimizer_parts import OptimizerParts
+from deepoffload.params.pager import Pager
+from deepoffload.runtime.durability import Durability
+from deepoffload.runtime.engine import Engine
+
+
+class Commits:
+    """Commits of one training state to the durable files of its engine.
+
+    Args:
+        what: the call that wants it, for errors.
+
+    Raises:
+        UsageError: the engine has no durable state. UnsupportedError: the model has several engines.
+    """
+
+    def __init__(self, pagers: Sequence[Pager], optimizer: torch.optim.Optimizer | None, what: str) -> None:
+        engines: list[Engine] = []
+        for pager in pagers:
+            if isinstance(pager.engine, Engine):
+                engines.append(pager.engine)
+        if len(engines) > 1:
+            raise UnsupportedError(f"{what}: the model's parameters have several engines; build it in one context")
+        durability: Durability | None = next((engine.durability for engine in engines), None)
+        if durability is None:
+            raise UsageError(
+                f"{what}: this model has no durable state; build it with durability=True and an nvme_path, or use "
+                "state.save and state.load"
+            )
+        self._durability = durability
+        self._committed: int | None = None
+        self._may_replace = durability.store.found is None
+        if optimizer is not None and not isinstance(optimizer, HostOptimizer):  # ours tell the pager themselves
+            finish = weakref.WeakMethod(durability.finish)
+            hook = optimizer.register_step_pre_hook(lambda *_: _call(finish))
+            weakref.finalize(self, hook.remove).atexit = False
+
+    def commit(
+        self,
+        step: int,
+        module: nn.Module,
+        take: Callable[[], tuple[OptimizerParts | None, Mapping[str, Any]]],
+        *,
+        wait: bool,
+    ) -> None:
+        """See :meth:`TrainingState.commit`. ``take``: gives what lies in no block, when it is wanted."""
+        durability = self._durability
+        if not self._may_replace:
+            raise UsageError(
+                f"commit: {', '.join(durability.space.paths)} has the durable state of an earlier run (step "
+                f"{durability.store.step}), which this would replace; call state.resume() first, or state.discard()"
+            )
+        if step < 1 or step == self._committed:
+            if wait and self._committed is not None:
+                durability.finish()
+            if not wait or self._committed is None:
+                raise UsageError(
+                    f"commit without a step: call optimizer.step() first (step {step} is "
+                    f"{'committed already' if self._committed is not None else 'where this run began'})"
+                )
+            if durability.store.step == step:
+                return
+        if durability.is_due(step, wait=wait):
+            durability.commit(step, DurableContent(durability.space, module, *take()), wait=wait)
+        self._committed = step
+
+    @contextmanager
+    def opened(self) -> Iterator[DurableSource | None]:
+        """The step that an earlier run has left; None where there is none.
+
+        Raises:
+            UsageError: this run has replaced it.
+        """
+        found = self._durability.store.found
+        if found is None and self._durability.store.step is not None:
+            raise UsageError(
+                f"resume: this run itself has made step {self._durability.store.step} durable, which only a new "
+                "process can resume from"
+            )
+        if found is None:
+            yield None
+            return
+        with open_durable(self._durability.space, found) as source:
+            yield source
+
+    def resumed(self, step: int) -> None:
+        """The run stands after this step now: what there is may be replaced by newer ones."""
+        self._committed, self._may_replace = step, True
+
+    def discard(self) -> None:
+        """See :meth:`TrainingState.discard`."""
+        self._durability.discard()
+        self._may_replace = True
+
+
+def _call(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
+    method = reference()
+    if method is not None:
+        method()

@@ -1,0 +1,98 @@
+"""The disks of one engine: the I/O engine, the swap space, and what is durable in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from deepoffload import machine
+from deepoffload.config import Config
+from deepoffload.errors import UsageError
+from deepoffload.io.durable_store import DurableStore
+from deepoffload.io.engine import IoEngine
+from deepoffload.io.named_files import durable_path
+from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
+from deepoffload.io.swap_files import warn_of_shared
+from deepoffload.io.swap_space import SwapSpace
+from deepoffload.runtime.plan import NO_DISK
+from deepoffload.schedule.cost_model import Bandwidths
+
+
+def measure_machine(paths: Sequence[str], *, durable: bool) -> machine.Machine:
+    """The machine, with what durable files in ``paths`` have already taken of the disks counted as free: it is ours."""
+    measured = machine.measure(paths)
+    if not durable:
+        return measured
+    ours: dict[int, int] = {}
+    for disk in measured.disks:
+        with contextlib.suppress(OSError):
+            nbytes = os.stat(durable_path(disk.path)).st_blocks * 512
+            ours[disk.filesystem_id] = ours.get(disk.filesystem_id, 0) + nbytes
+    disks = [replace(disk, free_bytes=disk.free_bytes + ours.get(disk.filesystem_id, 0)) for disk in measured.disks]
+    return replace(measured, disks=tuple(disks))
+
+
+class EngineDisk:
+    """What an engine holds of its disks. All is None where it has none.
+
+    Attributes:
+        store: the durable steps in ``space``, with the key ``durability``.
+        bandwidths: measured.
+    """
+
+    def __init__(self) -> None:
+        self.io: IoEngine | None = None
+        self.space: SwapSpace | None = None
+        self.store: DurableStore | None = None
+        self.bandwidths = NO_DISK
+
+    def open(self, config: Config, paths: list[str], nvme_bytes: int) -> None:
+        """Measure the disks, and make the swap files.
+
+        Raises:
+            ConfigError: a path cannot be used. UsageError: the durable state there is another run's, or damaged, or
+            there is no disk space for one.
+        """
+        if not paths or not nvme_bytes:
+            if config.durability is not None:
+                raise UsageError("durability needs disk space, and nvme_budget is 0; leave nvme_budget out or raise it")
+            return
+        aio = config.aio
+        warn_of_shared(paths)
+        self.io = IoEngine(backend=aio.backend.value, queue_depth=aio.queue_depth, block_bytes=aio.block_bytes)
+        rates = [measure_bandwidth(path, self.io) for path in paths]
+        self.bandwidths = _together(rates)
+        self.space = SwapSpace(
+            self.io,
+            paths,
+            budget_bytes=nvme_bytes,
+            label="swap",
+            weights=stripe_weights(rates),
+            verify=aio.verify,
+            named=config.durability is not None,
+        )
+        if config.durability is not None:
+            self.store = DurableStore(self.space)
+
+    def close(self) -> None:
+        """Give files and threads back; durable files without a durable step are removed. Idempotent."""
+        with ExitStack() as last:  # each runs, even if the one before raised
+            if self.io is not None:
+                last.callback(self.io.close)
+            if self.space is not None:
+                last.callback(self.space.close)
+            if self.store is not None:
+                self.store.remove_if_empty()
+
+
+def _together(rates: Sequence[Bandwidth]) -> Bandwidths:
+    """What the paths give when extents are striped over all of them."""
+    return Bandwidths(
+        sum(rate.read_bytes_per_s for rate in rates),
+        sum(rate.write_bytes_per_s for rate in rates),
+        sum(rate.mixed_bytes_per_s for rate in rates),
+        NO_DISK.memory_bytes_per_s,
+    )

@@ -1,0 +1,335 @@
+"""Durable steps in use: resuming under other settings, engines, what is refused, and disks that fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepoffload
+from deepoffload.checkpoint.durable_list import durable_states
+from deepoffload.errors import ConfigError, IoFailure, PlacementError, UnsupportedError, UsageError
+from deepoffload.io.engine import IoEngine
+from deepoffload.io.named_files import durable_path
+from deepoffload.runtime import disk
+from tests.checkpoint.test_durable import PLACES, Run, image
+from tests.checkpoint.training import ALL
+from tests.support.loops import assert_same_bits
+from tests.support.models import TinyGPT, batch, next_token_loss
+from tests.support.paging import TIGHT, Paging
+
+Make = Callable[..., Run]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes runs whose durable state lies in ``tmp_path / "swap"``, and closes them."""
+    (tmp_path / "swap").mkdir()
+    runs: list[Run] = []
+
+    def build(place: str = "half", **said: Any) -> Run:
+        durability = {"every": 1, "path": str(tmp_path / "swap")}
+        runs.append(Run(**{**PLACES[place], "step_overlap": "deferred", "durability": durability, **said}))
+        return runs[-1]
+
+    yield build
+    for run in runs:
+        run.close()
+
+
+def trained(make: Make, **said: Any) -> dict[str, Any]:
+    """Two steps that are durable, of a run that is over; what it was."""
+    run = make(**said)
+    for _ in range(2):
+        run.step()
+        run.state.commit()
+    expected = run.everything()
+    run.close()
+    return expected
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_another_budget_takes_it_over(place: str, make: Make) -> None:
+    expected = trained(make, precision="bf16")
+    run = make(place, precision="bf16", step_overlap="none")
+    assert run.state.resume() == 2
+    assert_same_bits(expected, run.everything())
+    run.step()
+    run.state.commit(wait=True)
+
+
+@pytest.mark.parametrize("optimizer", [{"state_dtype": "8bit"}, {"state_dtype": "bf16"}, {"amsgrad": True}])
+def test_other_formats_of_state(optimizer: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    ends = []
+    for resumes in (False, True):
+        if resumes:
+            shutil.rmtree(tmp_path / "swap")
+            (tmp_path / "swap").mkdir()
+        run = None
+        for step in range(6):
+            if run is None or (resumes and step == 3):
+                if run is not None:
+                    run.close()
+                torch.manual_seed(0)
+                run = Settings(tmp_path / "swap", optimizer)
+                assert run.state.resume() == (step if resumes else 0)
+            run.step()
+            run.state.commit()
+        ends.append(run.everything())
+        run.state.discard()
+        run.close()
+        assert os.listdir(tmp_path / "swap") == []
+    assert_same_bits(*ends)
+
+
+class Settings(Run):
+    """A run whose optimizer has other settings."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        super().__init__(**PLACES["half"], precision="bf16", durability={"every": 1, "path": str(path)})
+        self.optimizer = deepoffload.CPUAdamW(self.model.parameters(), lr=1e-2, **settings)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        del self.state
+        self.state = deepoffload.TrainingState(self.model, self.optimizer, schedule=self.schedule)
+        torch.manual_seed(1)
+
+
+def test_an_optimizer_of_torchs_own(tmp_path: Path) -> None:
+    """It changes weights through the doors, and keeps its state in memory."""
+    losses = []
+    for path, kill in ((tmp_path / "one", None), (tmp_path / "two", 3)):
+        path.mkdir()
+        mine: list[float] = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            said = {"every": 1, "path": str(path)}
+            with deepoffload.offload_context(host_budget="400KiB", durability=said) as context:
+                model = TinyGPT(width=32, depth=3)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            state = deepoffload.TrainingState(model, optimizer)
+            torch.manual_seed(1)
+            for step in range(state.resume(), 6 if mine or kill is None else kill):
+                loss = next_token_loss(model, batch(step))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                mine.append(float(loss.detach()))
+                state.commit()
+            context.engine.close()
+            del state
+        losses.append(mine)
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+def test_an_engine_commits_each_update_and_resumes(tmp_path: Path) -> None:
+    config = {
+        "host_budget": "400KiB",
+        "durability": {"every": 1, "path": str(tmp_path)},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "fp16": {"enabled": True, "initial_scale_power": 4},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+    }
+
+    def run(last: int) -> list[float]:
+        torch.manual_seed(0)
+        engine, *_ = deepoffload.initialize(model=TinyGPT(width=32, depth=3), config=config)
+        torch.manual_seed(1)
+        losses = []
+        assert engine.resume() == engine.global_steps
+        for micro in range(engine.micro_steps, last):
+            loss = next_token_loss(engine, batch(micro))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        engine.close()
+        return losses
+
+    losses = [*run(6), *run(12)]
+    assert len(losses) == 12
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    assert losses == run(12)
+
+
+def test_client_state_and_the_list_of_states(make: Make, tmp_path: Path) -> None:
+    swap = tmp_path / "swap"
+    assert durable_states(swap) == []
+    run = make()
+    run.step()
+    run.state.commit(wait=True, client_state={"epoch": 3, "seen": torch.arange(5)})
+    (line,) = durable_states(swap)
+    assert "durable step 1, " in line and f"in use by process {os.getpid()}" in line
+    with pytest.raises(UsageError, match=f"is used by process {os.getpid()}"):
+        make()
+    run.close()
+    assert "last used by process" in durable_states(swap)[0]
+    run = make()
+    assert run.state.resume() == 1
+    assert run.state.client_state["epoch"] == 3 and torch.equal(run.state.client_state["seen"], torch.arange(5))
+    run.state.discard()
+    assert durable_states(swap) == [durable_states(swap)[0]] and "no durable step" in durable_states(swap)[0]
+    run.close()
+    assert durable_states(swap) == [] == os.listdir(swap)
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def test_commits_that_are_refused(make: Make, paging: Paging) -> None:
+    run = make()
+    with pytest.raises(UsageError, match="commit without a step: call optimizer.step"):
+        run.state.commit()
+    run.model(torch.randn(4, 96)).sum().backward()
+    with pytest.raises(UsageError, match="commit between backward and step"):
+        run.state.commit()
+    run.optimizer.step()
+    with pytest.raises(UnsupportedError, match=r"commit\['client_state'\] is of type object"):
+        run.state.commit(client_state=object())
+    run.state.commit()
+    with pytest.raises(UsageError, match="commit without a step"):
+        run.state.commit()
+    run.state.commit(wait=True)
+    run.state.commit(wait=True)
+    with pytest.raises(UsageError, match="resume: this run itself has made step 1 durable"):
+        run.state.resume()
+    model = paging.build(lambda: TinyGPT(width=32, depth=1), TIGHT)
+    optimizer = deepoffload.CPUAdamW(model.parameters())
+    state = deepoffload.TrainingState(model, optimizer)
+    for call in (state.commit, state.resume, state.discard):
+        with pytest.raises(UsageError, match="this model has no durable state; build it with durability=True"):
+            call()
+
+
+def test_an_earlier_runs_state_is_not_replaced_unasked(make: Make) -> None:
+    trained(make)
+    run = make()
+    run.step()
+    with pytest.raises(UsageError, match=r"the durable state of an earlier run \(step 2\).*state.resume\(\) first"):
+        run.state.commit()
+    run.close()
+    run = make()
+    assert run.state.resume() == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "message"),
+    [
+        (lambda: nn.Linear(4, 4), deepoffload.CPUAdamW, "of another model: it lacks"),
+        (lambda: TinyGPT(width=32, depth=3), deepoffload.CPUAdamW, "of another model"),
+        (None, deepoffload.CPULion, "the state of another optimizer: adam, and this is CPULion"),
+        (None, lambda params: deepoffload.CPUAdamW([{"params": [p]} for p in params]), "1 parameter groups"),
+    ],
+)
+def test_another_model_or_optimizer(model: Any, optimizer: Any, message: str, tmp_path: Path) -> None:
+    said = {"host_budget": "1MiB", "durability": {"every": 1, "path": str(tmp_path)}}
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return TinyGPT(width=32, depth=2)
+
+    with deepoffload.offload_context(**said) as context:
+        first = build()
+    mine = deepoffload.CPUAdamW(first.parameters())
+    next_token_loss(first, batch(0)).backward()
+    mine.step()
+    state = deepoffload.TrainingState(first, mine)
+    next_token_loss(first, batch(0)).backward()
+    mine.step()
+    state.commit(wait=True)
+    context.engine.close()
+    with deepoffload.offload_context(**said) as context:
+        other = (model or build)()
+    theirs = optimizer(other.parameters())
+    before = {name: value.detach().clone() for name, value in other.named_parameters()}
+    with pytest.raises(UsageError, match=message):
+        deepoffload.TrainingState(other, theirs).resume()
+    assert_same_bits(before, {name: value.detach().clone() for name, value in other.named_parameters()})
+    context.engine.close()
+
+
+def test_places_that_cannot_hold_it(tmp_path: Path) -> None:
+    build = partial(TinyGPT, width=64, depth=3)
+    with (
+        pytest.raises(ConfigError, match="does not exist"),
+        deepoffload.offload_context(durability={"path": str(tmp_path / "missing")}),
+    ):
+        build()
+    with pytest.raises(ConfigError, match="is in memory"), deepoffload.offload_context(durability={"path": "/dev/shm"}):
+        build()
+    with pytest.raises(PlacementError, match="With durability NVMe must hold"):
+        with deepoffload.offload_context(durability={"path": str(tmp_path)}, nvme_budget="4MiB"):
+            model = build()
+            assert isinstance(model, nn.Module)
+    assert os.listdir(tmp_path) == []
+
+
+# -- failing disks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nth", range(1, 40) if ALL else (1, 4, 9, 20))
+@pytest.mark.parametrize("kind", ["errno=5", "errno=28", "errno=122", "short=0"] if ALL else ["errno=28", "short=0"])
+def test_a_write_that_fails_while_committing(kind: str, nth: int, make: Make, tmp_path: Path) -> None:
+    """One that fails at any moment is told, what was durable stays so, and the run and its commits go on."""
+    expected = trained(make, place="host")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "IoEngine", partial(IoEngine, fault_script=f"op=write after=1 nth={nth} {kind}"))
+        run = make("host")
+    assert run.state.resume() == 2
+    assert_same_bits(expected, run.everything())
+    failures = 0
+    for _ in range(3):
+        for attempt in (run.step, run.state.commit):
+            try:
+                attempt()
+            except IoFailure as failure:
+                failures += 1
+                assert failure.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT) and "swap" in str(failure)
+                image(tmp_path / "swap", tmp_path / "left")
+                left = Run(**PLACES["host"], durability={"every": 1, "path": str(tmp_path / "left")})
+                assert left.state.resume() >= 2
+                left.close()
+                if attempt == run.step:
+                    run.optimizer.step()
+                    run.schedule.step()
+                    run.optimizer.zero_grad()
+    run.state.commit(wait=True)
+    now, step = run.everything(), run.state.step
+    run.close()
+    run = make("host")
+    assert run.state.resume() == step
+    assert_same_bits(now, run.everything())
+    assert failures <= 1
+
+
+def test_a_damaged_extent_is_named(make: Make, tmp_path: Path) -> None:
+    trained(make)
+    path = Path(durable_path(str(tmp_path / "swap")))
+    data = path.read_bytes()
+    run = make()
+    (store,) = [run.engine.durability.store]
+    extents = [stored.extent for stored in store.found.extents]
+    run.close()
+    for extent in extents:
+        part = extent.pieces[0]
+        with open(path, "r+b") as file:
+            file.seek(part.offset + 5)
+            file.write(bytes([data[part.offset + 5] ^ 1]))
+        run = make()
+        with pytest.raises(UsageError, match=rf"{path} is damaged between offset \d+ and \d+, in .* of durable step 2"):
+            run.state.resume()
+        if extent is not extents[-1]:  # what lies in no block is read before anything is changed
+            with pytest.raises(UsageError, match="half loaded"):
+                run.step()
+        run.close()
+        path.write_bytes(data)
