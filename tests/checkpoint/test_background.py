@@ -206,6 +206,7 @@ def test_random_programs(case: Any, paging: Paging, tmp_path_factory: pytest.Tem
         kind = "adamw"  # it overflows
     program = [("step", 0), *program, ("save", 0), ("step", 0)]
     if setting is IN_BACKWARD:
+        precision = "bf16" if precision == "fp16" else precision  # which overflows only after the update
         program = [op for op in program if op[0] not in ("replace_head", "freeze")]
     run_twice(paging, setting, precision, kind, program, tmp_path_factory.mktemp("saves"))
 
