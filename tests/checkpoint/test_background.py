@@ -121,6 +121,8 @@ class Run:
     def replace_head(self, _: int) -> None:
         if isinstance(self.optimizer, deepoffload.CPUAdamW):
             torch.manual_seed(self.number)
+            for param in self.model[-1].parameters():
+                self.optimizer.state.pop(param, None)  # state_dict() has no name for it
             dtype = self.model[-1].weight.dtype
             old = list(self.model[-1].parameters())
             self.model[-1] = nn.Linear(32, 40, dtype=dtype)
