@@ -15,11 +15,11 @@ WINDOW_BYTES = 10 * MIB
 """What saving may take beside the budget: a copy window, and Python's own objects."""
 
 PROGRAM = """
-import gc, json, sys
+import json, sys
 import torch, transformers
 from torch import nn
 import deepoffload
-from tests.support.memory_watch import MemoryWatch, populate, resident_bytes
+from tests.support.memory_watch import MemoryWatch, give_back, populate, resident_bytes
 
 kind, directory, swap, budget = sys.argv[1:]
 
@@ -40,7 +40,7 @@ deepoffload.save_pretrained(tiny, directory + "/warm")
 deepoffload.save_pretrained(warm, directory + "/warm")
 small.engine.close()
 del small, tiny, warm
-gc.collect()
+give_back()
 start = resident_bytes()
 with deepoffload.offload_context(host_budget=int(budget), nvme_path=swap, step_overlap="none") as context:
     model = build()
@@ -71,7 +71,7 @@ def test_memory_while_saving_stays_within_the_budget_and_a_window(
         pytest.skip("the kernel cannot populate a mapping, so what saving takes cannot be told from the budget")
     assert seen["model"] > 2 * budget_bytes
     assert seen["largest"] > 1.5 * WINDOW_BYTES, "a copy of a parameter would show"
-    assert seen["before"] >= seen["start"] + budget_bytes
+    assert seen["before"] >= seen["start"] + 0.9 * budget_bytes, "the budget is counted before anything is saved"
     assert seen["peak"] <= seen["before"] + WINDOW_BYTES
     saved = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
     assert saved >= seen["model"]
