@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,6 +56,20 @@ class Wanted:
     schedule: bool = True
     weights_only: bool = False
     custom_load: CustomLoad | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UsageError: ``custom_load`` cannot be called as it will be."""
+        if self.custom_load is None:
+            return
+        try:
+            inspect.signature(self.custom_load).bind(src={}, dst=None)
+        except TypeError as error:
+            raise UsageError(
+                f"custom_load_fn is called as custom_load_fn(src=state_dict, dst=module), and {self.custom_load!r} "
+                f"cannot be: {error}"
+            ) from None
+        except ValueError:
+            pass  # a function in C, of which Python does not know the arguments
 
     @property
     def with_optimizer(self) -> bool:

@@ -24,6 +24,9 @@ from deepoffload.errors import UnsupportedError, UsageError
 DEPTH_MAX = 64
 """Containers inside containers."""
 
+INT_BITS_MAX = 8192
+"""Python reads no integers of more than 4300 digits from text."""
+
 _MAPPINGS: Mapping[type, str] = {dict: "dict", OrderedDict: "ordered dict", Counter: "counter"}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -44,8 +47,12 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 def _encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind is bool:
         return value
+    if kind is int:
+        return _checked_int(value, where)
+    if kind is str:
+        return _checked_text(value, where)
     if kind is float:
         return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
     if kind is bytes:
@@ -59,7 +66,12 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int) -> A
         return items if kind is list else {"$": "tuple", "items": items}
     if kind in _MAPPINGS:
         if kind is dict and all(type(key) is str for key in value) and "$" not in value:
-            return {key: _encode(item, f"{where}[{key!r}]", tensors, depth + 1) for key, item in value.items()}
+            return {
+                _checked_text(key, f"the key {key!r} of {where}"): _encode(
+                    item, f"{where}[{key!r}]", tensors, depth + 1
+                )
+                for key, item in value.items()
+            }
         pairs = []
         for key, item in value.items():
             if type(key) not in (str, int, float, bool, bytes, tuple, type(None)):
@@ -68,6 +80,26 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int) -> A
             pairs.append([encoded, _encode(item, f"{where}[{key!r}]", tensors, depth + 1)])
         return {"$": _MAPPINGS[kind], "items": pairs}
     raise _unsupported(where, value)
+
+
+def _checked_int(value: int, where: str) -> int:
+    if value.bit_length() > INT_BITS_MAX:
+        raise UnsupportedError(
+            f"{where} is an integer of {value.bit_length()} bits; a checkpoint holds {INT_BITS_MAX} at most: write "
+            "hex(x), or leave it out"
+        )
+    return value
+
+
+def _checked_text(value: str, where: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedError(
+            f"{where} holds {value[error.start]!r}, which is no character (a file name in another encoding?): write "
+            "os.fsencode(x), or leave it out"
+        ) from None
+    return value
 
 
 def _unsupported(where: str, value: Any) -> UnsupportedError:

@@ -4,6 +4,7 @@ Parameters on another device are copied there and back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -245,6 +246,8 @@ def import_state(
             continue  # torch's SGD writes a momentum buffer that does not exist yet as None
         if key == "step":
             state[key] = step_count(value)
+            if not 0 <= state[key].item() < math.inf:
+                raise ValueError(f"step is {state[key].item()}: it counts the steps that were made")
             continue
         known = key in arrays or key in MASTER_PART_KEYS.values() or key == "max_exp_avg_sq"
         if known and isinstance(value, Tensor):

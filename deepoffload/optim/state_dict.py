@@ -58,6 +58,9 @@ def load_into(
     for hook in optimizer_hooks(optimizer, "load_state_dict_pre"):
         changed = hook(optimizer, loaded)
         loaded = loaded if changed is None else changed
+    for key in ("param_groups", "state"):
+        if key not in loaded:
+            raise ValueError(f"the loaded state has no {key!r}: it is no state_dict() of an optimizer")
     groups = match_groups(optimizer.param_groups, loaded["param_groups"], import_group)
     for group in groups:
         check_group(group)

@@ -120,6 +120,11 @@ def test_a_function_that_puts_the_weights_in(nvme_path: Path, tmp_path: Path) ->
         assert_same_bits(saved["state"][number]["exp_avg"], state["exp_avg"])
     train(second, 2, 1)
 
+    for wrong in (3, lambda a, b: None):
+        with pytest.raises(UsageError, match=r"custom_load_fn\(src=state_dict, dst=module\)"):
+            second.load_checkpoint(str(tmp_path), custom_load_fn=wrong)  # type: ignore[arg-type]
+    train(second, 3, 1)  # and nothing has changed
+
     def fails(src: dict[str, Tensor], dst: torch.nn.Module) -> None:
         raise KeyError("mine")
 

@@ -183,9 +183,12 @@ def _bad_lr(state: dict[str, Any]) -> None:
         (_fewer_groups, "0 groups, the optimizer 1"),
         (_fewer_parameters, "2 parameters, the optimizer 3"),
         (_bad_lr, "lr must not be negative"),
+        (lambda state: state.pop("param_groups"), "no 'param_groups'"),
+        (lambda state: state["state"][1].update(step=torch.tensor(float("nan"))), r"state\[1\]: step is nan"),
+        (lambda state: state["state"][1].update(step=-3), r"state\[1\]: step is -3"),
     ],
 )
-def test_a_state_that_does_not_fit_changes_nothing(spoil: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_a_state_that_does_not_fit_changes_nothing(spoil: Callable[[dict[str, Any]], object], message: str) -> None:
     params = parameters()
     optimizer = deepoffload.CPUAdamW(params)
     run(optimizer, params, range(2))

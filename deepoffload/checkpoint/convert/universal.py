@@ -107,6 +107,7 @@ def read_universal(directory: str, tag: str | None = None) -> TrainingRun:
         step = common_step if step is None else step
         if held and step is not None:
             small[name] = {STEP: step}
+    _check_complete(arrays, os.path.join(folder, ZERO_FOLDER))
     aliases = aliases_of(model, folder)
     for name, values in _rest(files, model, known, ranked).items():
         if name not in aliases:
@@ -135,6 +136,18 @@ def _checked_name(name: str, where: str) -> str:
     if not name or name in (".", "..") or "/" in name or "\0" in name or len(name) > 250:
         raise UsageError(f"{where}: {name[:80]!r} cannot be a parameter of a universal checkpoint: it names a folder")
     return name
+
+
+def _check_complete(arrays: Mapping[str, Mapping[str, Values]], folder: str) -> None:
+    """DeepSpeed writes the same arrays for every parameter, so one without them has lost its files."""
+    expected = {key for held in arrays.values() for key in held}
+    for name, held in arrays.items():
+        lacking = ", ".join(f"{key}.pt" for key in sorted(expected - held.keys()))
+        if lacking:
+            raise UsageError(
+                f"{os.path.join(folder, name)} has no {lacking}, which other parameters have: the checkpoint is not "
+                "complete; copy it again"
+            )
 
 
 def _groups(optimizer: Mapping[Any, Any], by_part: list[dict[str, tuple[int, ...]]], where: str) -> list[GroupOfParams]:

@@ -103,6 +103,16 @@ def test_what_we_write_as_universal_reads_back(name: str, fixtures: Path, tmp_pa
     assert torch.equal(held["param"].view(-1), expected_of(fixtures / name)["up.weight"]["exp_avg"].view(-1))
 
 
+@pytest.mark.parametrize("lost", [("exp_avg",), ("exp_avg", "exp_avg_sq")], ids=str)
+def test_a_universal_checkpoint_that_has_lost_files(lost: tuple[str, ...], fixtures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    tag = write_universal(read_zero(str(fixtures / UNIVERSAL[0])), str(out), None, lambda nbytes: None)
+    for key in lost:
+        (out / tag / "zero" / "up.weight" / f"{key}.pt").unlink()
+    with pytest.raises(UsageError, match=rf"up.weight has no {', '.join(f'{key}.pt' for key in lost)}, which other"):
+        read_universal(str(out))
+
+
 def losses_of(model: nn.Module, optimizer: Any, first: int) -> list[float]:
     found = []
     for step in range(first, first + STEPS):
