@@ -15,7 +15,7 @@ from torch import nn
 import deepoffload
 from deepoffload.errors import IoFailure
 from deepoffload.io.engine import IoEngine
-from deepoffload.runtime import engine as engine_module
+from deepoffload.runtime import disk as disk_module
 from deepoffload.runtime.context import engine_of
 from tests.optim.deferred import ADAMW, Start, backward, finish, sorted_state, units_pending
 from tests.support.loops import assert_same_bits, relative_difference, weights_of
@@ -122,7 +122,7 @@ def test_dropped_gradients_give_their_memory_back(paging: Paging, setting: Setti
 
 
 def chunks_of(model: nn.Module) -> int:
-    io = engine_of(model)._io
+    io = engine_of(model)._disk.io
     assert io is not None
     return io.stats()["chunks_done"]
 
@@ -162,7 +162,7 @@ def test_disk_error_while_catching_up(
     for place in range(3):
         chunk = chunks[(1 + place) * (len(chunks) - 1) // 4]
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "IoEngine", partial(IoEngine, fault_script=f"nth={chunk} errno={errno.EIO}"))
+            patch.setattr(disk_module, "IoEngine", partial(IoEngine, fault_script=f"nth={chunk} errno={errno.EIO}"))
             got, _, failed = train()
         failures += failed
         assert_same_bits(expected, got)
@@ -197,7 +197,7 @@ def test_disk_error_in_the_middle_of_a_unit_that_the_program_has_a_view_of(
     failures = 0
     for chunk in chunks:
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "IoEngine", partial(IoEngine, fault_script=f"nth={chunk} errno={errno.EIO}"))
+            patch.setattr(disk_module, "IoEngine", partial(IoEngine, fault_script=f"nth={chunk} errno={errno.EIO}"))
             got, _, failed = train()
         failures += failed
         assert_same_bits(expected, got)

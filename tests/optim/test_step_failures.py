@@ -20,7 +20,7 @@ from torch import nn
 import deepoffload
 from deepoffload.errors import IoFailure
 from deepoffload.io.engine import IoEngine
-from deepoffload.runtime import engine as engine_module
+from deepoffload.runtime import disk as disk_module
 from deepoffload.runtime.context import engine_of
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
@@ -31,7 +31,7 @@ TRIED = 5
 
 
 def chunks_of(model: nn.Module) -> int:
-    io = engine_of(model)._io
+    io = engine_of(model)._disk.io
     assert io is not None
     return io.stats()["chunks_done"]
 
@@ -66,7 +66,7 @@ def train(paging: Paging, overlap: str, retries: int = 0) -> tuple[Any, range, i
         repeated += failed
         optimizer.zero_grad()
     updates = range(seen[5] + 1, seen[6]) if overlap == "none" else range(seen[6] + 1, seen[7])
-    io = engine_of(model)._io
+    io = engine_of(model)._disk.io
     assert io is not None and io.stats()["requests_failed"] == retries, "nothing has failed: this tested nothing"
     return (weights_of(model), optimizer.state_dict()["state"]), updates, repeated
 
@@ -78,7 +78,7 @@ def test_again_after_a_disk_error(paging: Paging, monkeypatch: pytest.MonkeyPatc
     raised = 0
     for place in range(TRIED):
         chunk = chunks[place * (len(chunks) - 1) // (TRIED - 1)]
-        monkeypatch.setattr(engine_module, "IoEngine", partial(IoEngine, fault_script=f"nth={chunk} errno={errno.EIO}"))
+        monkeypatch.setattr(disk_module, "IoEngine", partial(IoEngine, fault_script=f"nth={chunk} errno={errno.EIO}"))
         got, _, repeated = train(paging, overlap, retries=1)
         raised += repeated
         assert_same_bits(expected, got)
@@ -116,7 +116,7 @@ def train_two(
     script = {} if fail_at is None else {"fault_script": f"nth={fail_at} errno={errno.EIO}"}
     config = replace(SERIAL, step_overlap=overlap)
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "IoEngine", partial(IoEngine, **script))
+        patch.setattr(disk_module, "IoEngine", partial(IoEngine, **script))
         first = paging.build(mlp, config, key="mlp")
     second = paging.build(mlp, config, key="mlp")
     optimizer = deepoffload.CPUAdamW([*first.parameters(), *second.parameters()], lr=1e-2)
@@ -282,7 +282,7 @@ def test_what_happens_before_the_step_is_tried_again(
     raised = 0
     for chunk in chunks[1::7]:
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "IoEngine", partial(IoEngine, fault_script=f"nth={chunk} errno={errno.EIO}"))
+            patch.setattr(disk_module, "IoEngine", partial(IoEngine, fault_script=f"nth={chunk} errno={errno.EIO}"))
             halves = Halves(paging.build(mlp, config, key="mlp"))
         halves.begin()
         try:

@@ -18,7 +18,7 @@ from deepoffload.errors import IoFailure
 from deepoffload.io.engine import IoEngine
 from deepoffload.optim.gradients import LIGHT_BYTES, LIGHT_NUMEL
 from deepoffload.params.parameter import OffloadedGradient
-from deepoffload.runtime import engine as engine_module
+from deepoffload.runtime import disk as disk_module
 from deepoffload.runtime.context import engine_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
@@ -124,7 +124,7 @@ def own_gradients(paging: Paging) -> tuple[Any, range, bool]:
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
     for index, param in enumerate(model.parameters()):
         param.grad = torch.full(param.shape, 0.1 * (index + 1))
-    io = engine_of(model)._io
+    io = engine_of(model)._disk.io
     assert io is not None
     start = io.stats()["chunks_done"]
     failed = False
@@ -143,7 +143,7 @@ def test_a_failed_step_keeps_the_gradients_that_it_needs(paging: Paging, monkeyp
     expected, chunks, _ = own_gradients(paging)
     failures = 0
     for place in chunks[:: len(chunks) // 5]:
-        monkeypatch.setattr(engine_module, "IoEngine", partial(IoEngine, fault_script=f"nth={place} errno={errno.EIO}"))
+        monkeypatch.setattr(disk_module, "IoEngine", partial(IoEngine, fault_script=f"nth={place} errno={errno.EIO}"))
         got, _, failed = own_gradients(paging)
         failures += failed
         assert_same_bits(expected, got)
