@@ -1,43 +1,36 @@
-"""Saving and loading of a whole training state, next to what the disk gives and to torch.save and DeepSpeed.
+"""Saving and loading of a whole training state, next to what the disk gives and to torch.save and DeepSpeed; what a
+save in the background and durable steps cost the steps of a run.
 
     python -m benchmarks.checkpoint --path /mnt/nvme --quick
     python -m benchmarks.checkpoint --path /mnt/nvme --deepspeed-python /opt/dsvenv/bin/python
 
-Every round runs every case once, in a process of its own: it trains a step, then saves and loads. Right before a save
-or load of ours, the disk's rate is measured as `ds_nvme_bench` measures it: of reads and writes at once, or of the one
-that the case needs. A load reads from the disk: what a save left in the page cache is dropped before it. A ratio is the
-median over the rounds. DeepSpeed's own environment: benchmarks/end_to_end/requirements-deepspeed.txt.
+Every round runs every row once, each case in a process of its own: it trains a step, then saves and loads. Right before
+a save or load of ours, the disk's rate is measured as `ds_nvme_bench` measures it: of reads and writes at once, or of
+the one that the case needs. A load reads from the disk: what a save left in the page cache is dropped before it. A
+ratio is the median over the rounds. Steps during a save in the background are compared with steps of the same process
+before and after it, durable steps with those of a process that takes turns with theirs. DeepSpeed's own environment:
+benchmarks/end_to_end/requirements-deepspeed.txt.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checkpoint.process import CaseProcess
 from benchmarks.checkpoint.report import lines_of, to_reach
+from benchmarks.checkpoint.rows import ROWS, Row, chosen_rows
 from benchmarks.common.gpt import SHAPES
-from benchmarks.end_to_end.cases import Case, Side, Work, deepspeed, ours
+from benchmarks.end_to_end.cases import Side, Work
 from benchmarks.end_to_end.disk import DiskRate
-from benchmarks.end_to_end.meter import MemoryWatch
-from benchmarks.end_to_end.runner import RESULTS, ROOT, CaseFailedError, end_with_children, environment, python_of
+from benchmarks.end_to_end.runner import RESULTS, CaseFailedError, end_with_children, python_of
 from deepoffload.cli.nvme.machine import describe_machine
-from deepoffload.cli.nvme.types import Pattern
 from deepoffload.io.swap_files import check_paths
-
-ACTIONS: dict[str, dict[str, Pattern | None]] = {
-    "all": {"save": Pattern.MIXED, "load": Pattern.MIXED, "torch_save": None, "torch_load": None},
-    "host": {"save": Pattern.WRITE, "load": Pattern.READ},
-    "deepspeed-cpu": {"save": None, "load": None},
-}
-"""What is done in each case, and which rate of the disk says how fast it can be."""
-
-ERROR_CHARACTERS = 2000
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -45,6 +38,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--path", required=True, help="directory on the disk")
     parser.add_argument("--size", choices=sorted(SHAPES), default="319m")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW", help=f"of {', '.join(ROWS)}; not said: all")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seq", type=int, default=128, help="tokens of the sequence of the one step")
     parser.add_argument("--deepspeed-python", metavar="FILE", help="python of an environment with DeepSpeed")
@@ -54,6 +48,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     said = parser.parse_args(arguments)
     if said.quick:
         said.size, said.rounds, said.deepspeed_python = "125m", 1, None
+    if said.rows and "deepspeed-cpu" in said.rows and not said.deepspeed_python:
+        parser.error("the row deepspeed-cpu needs --deepspeed-python, without --quick")
+    said.rows = said.rows or [row for row in ROWS if said.deepspeed_python or row != "deepspeed-cpu"]
     if said.file_mib < 128 or said.file_mib % 128:
         parser.error("--file-mib is a multiple of 128")
     if min(said.rounds, said.threads, said.seq) < 1:
@@ -61,84 +58,53 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return said
 
 
-def chosen_cases(work: Work, *, peers: bool) -> list[Case]:
-    found = [*ours(work, "none"), *(deepspeed(work) if peers else ())]
-    return [case for case in found if name_of(case) in ACTIONS]
-
-
-def name_of(case: Case) -> str:
-    return case.name.removesuffix("-none")
-
-
-def run(case: Case, work: Work, disk: DiskRate, path: str, python: str) -> dict[str, Any]:
-    """All actions of a case: what each cost, with the rates right before it.
+def run(row: Row, work: Work, disk: DiskRate, said: argparse.Namespace) -> dict[str, Any]:
+    """All actions of a row: what each cost, with the rates right before it.
 
     Raises:
-        CaseFailedError: the process ended with an error.
+        CaseFailedError: a process ended with an error.
     """
     found: dict[str, Any] = {}
-    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryDirectory(dir=path) as folder:
-        child = subprocess.Popen(
-            [python, "-m", "benchmarks.checkpoint.child", json.dumps(case.spec(work, folder))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environment(work.threads),
-            cwd=ROOT,
-        )
-        assert child.stdin is not None and child.stdout is not None
-        try:
-            with MemoryWatch(child.pid) as memory:
-                answer = child.stdout.readline()
-                for action, pattern in ACTIONS[name_of(case)].items() if answer else ():
-                    rate = None if pattern is None else max(disk.measure(pattern).values())
-                    before = memory.take_peak()
-                    print(action, file=child.stdin, flush=True)
-                    answer = child.stdout.readline()
-                    if not answer:
-                        break
-                    peak = memory.take_peak()
-                    found[action] = {
-                        **json.loads(answer),
-                        "disk_bytes_per_s": rate,
-                        "more_bytes": max(0, peak - before),
-                    }
-            child.stdin.close()
-            if child.wait(60) or not answer:
-                errors.seek(0)
-                raise CaseFailedError(f"{case.name} failed:\n{errors.read()[-ERROR_CHARACTERS:]}")
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-            child.stdout.close()
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(CaseProcess(case, work, said.path, python_of(case, said.deepspeed_python)))
+            for case in row.cases
+        ]
+        for action in row.actions:
+            rate = None if action.rate is None else max(disk.measure(action.rate).values())
+            found[action.label] = {**processes[action.case].ask(action.what), "disk_bytes_per_s": rate}
+        for process in processes:
+            process.end()
     return found
 
 
-def measure(said: argparse.Namespace, work: Work, cases: list[Case], out: Path, machine: dict[str, Any]) -> None:
+def measure(said: argparse.Namespace, work: Work, rows: list[Row], out: Path, machine: dict[str, Any]) -> None:
     rounds: list[dict[str, Any]] = []
-    left = list(cases)
+    left = list(rows)
     with DiskRate(said.path, fio=False, file_bytes=said.file_mib << 20) as disk:
         for number in range(said.rounds):
             rounds.append({})
-            for case in list(left):
+            for row in list(left):
                 try:
-                    found = run(case, work, disk, said.path, python_of(case, said.deepspeed_python))
+                    found = run(row, work, disk, said)
                 except CaseFailedError as error:
-                    if case.side is not Side.DEEPSPEED:
+                    if row.cases[0].side is not Side.DEEPSPEED:
                         raise
                     print(f"left out: {error}", file=sys.stderr)
-                    left.remove(case)
+                    left.remove(row)
                     continue
-                rounds[-1][name_of(case)] = found
+                rounds[-1][row.name] = found
                 for action, cost in found.items():
-                    print(f"round {number + 1} {case.text}: {action} {cost['seconds']:.2f} s", file=sys.stderr)
+                    print(f"round {number + 1} {row.name}: {action} {cost['seconds']:.2f} s", file=sys.stderr)
                 report = {
                     "question": "saving and loading a training state, next to the disk's rates and other ways",
                     "machine": machine,
                     "work": {**asdict(work), "parameters": work.num_parameters},
-                    "cases": [{"case": name_of(case), "text": case.text, "settings": case.settings} for case in cases],
+                    "cases": [
+                        {"case": row.name, "text": case.text, "settings": case.settings}
+                        for row in rows
+                        for case in row.cases
+                    ],
                     "rounds": rounds,
                     "to_reach": to_reach(rounds),
                 }
@@ -154,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = said.json or RESULTS / f"checkpoint_{said.size}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        measure(said, work, chosen_cases(work, peers=bool(said.deepspeed_python)), out, describe_machine([directory]))
+        measure(said, work, chosen_rows(work, said.rows), out, describe_machine([directory]))
     except CaseFailedError as error:
         print(f"benchmarks.checkpoint: error: {error}", file=sys.stderr)
         return 1

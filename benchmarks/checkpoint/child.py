@@ -9,11 +9,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.checkpoint.training import Training
 from benchmarks.common.gpt import SHAPES
 from benchmarks.end_to_end.child import MODULES, one_step
 from benchmarks.end_to_end.meter import read_counters
@@ -35,8 +37,18 @@ def uncached(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def actions_of(trainer: Any, side: str, folder: Path) -> dict[str, Callable[[], object]]:
-    """What can be asked for, by name."""
+def of_deepspeed(trainer: Any, folder: Path) -> dict[str, Callable[[], object]]:
+    """Saving and loading, by name."""
+
+    def save() -> None:
+        trainer.engine.save_checkpoint(str(folder), "one")
+        synced(folder)
+
+    return {"save": save, "load": lambda: trainer.engine.load_checkpoint(str(folder), "one")}
+
+
+def of_ours(trainer: Any, training_state: Any, folder: Path) -> dict[str, Callable[[], object]]:
+    """Saving and loading, by name; also with torch."""
     torch_file = folder / "state.pt"
 
     def torch_save() -> None:
@@ -48,16 +60,6 @@ def actions_of(trainer: Any, side: str, folder: Path) -> dict[str, Callable[[], 
         trainer.model.load_state_dict(states["model"])
         trainer.optimizer.load_state_dict(states["optimizer"])
 
-    def deepspeed_save() -> None:
-        trainer.engine.save_checkpoint(str(folder), "one")
-        synced(folder)
-
-    if side == "deepspeed":
-        return {
-            "save": deepspeed_save,
-            "load": lambda: trainer.engine.load_checkpoint(str(folder), "one"),
-        }
-    training_state = importlib.import_module("deepoffload").TrainingState(trainer.model, trainer.optimizer)
     return {
         "save": lambda: training_state.save(folder, "one"),
         "load": lambda: training_state.load(folder, "one"),
@@ -95,12 +97,26 @@ def main() -> None:
     one_step(trainer, work, 0)  # optimizer state exists from here on
     trainer.finish()
     folder.mkdir()
-    actions = actions_of(trainer, spec["side"], folder)
+    training: Training | None = None
+    if spec["side"] == "deepspeed":
+        actions = of_deepspeed(trainer, folder)
+    else:
+        state = importlib.import_module("deepoffload").TrainingState(trainer.model, trainer.optimizer)
+        actions = of_ours(trainer, state, folder)
+        training = Training(trainer, work, state)
     print(json.dumps({"ready": True}), file=lines)
     try:
         for line in sys.stdin:
-            answer = measured(actions[line.strip()], folder)
-            print(json.dumps({**answer, "loss": one_step(trainer, work, 1)["loss"]}), file=lines)
+            name = line.strip()
+            if training is not None and name == "steps":
+                answer = training.steps()
+            elif training is not None and name == "background":
+                training.step()  # the call meets updates that are still to come
+                answer = measured(partial(training.background, folder), folder) | training.saved
+            else:
+                answer = measured(actions[name], folder)
+                answer["loss"] = one_step(trainer, work, 1)["loss"]
+            print(json.dumps(answer), file=lines)
     finally:
         trainer.close()
         shutil.rmtree(folder, ignore_errors=True)

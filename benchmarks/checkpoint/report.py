@@ -28,6 +28,52 @@ def seconds_of(action: str, other: str) -> Callable[[Round], float]:
     return lambda round: float(round["all"][action]["seconds"]) / float(round["all"][other]["seconds"])
 
 
+def call_of(case: str) -> Callable[[Round], float]:
+    return lambda round: float(round[case]["background"]["call_s"])
+
+
+def extra_s(found: dict[str, Any]) -> float:
+    """What the steps during a save took longer than those before and after it, all together."""
+    during = found["background"]["steps_s"]
+    return float(sum(during)) - len(during) * step_s(found, "steps")
+
+
+def step_s(found: dict[str, Any], label: str) -> float:
+    """The median step of all groups with this label."""
+    return statistics.median(step for name in (label, f"{label} again") for step in found[name]["steps_s"])
+
+
+def extra_of(case: str) -> Callable[[Round], float]:
+    """As a multiple of what writing the state alone would take."""
+
+    def value(round: Round) -> float:
+        cost = round[case]["background"]
+        return extra_s(round[case]) / (float(cost["state_bytes"]) / float(cost["disk_bytes_per_s"]))
+
+    return value
+
+
+def every_20th(case: str) -> Callable[[Round], float]:
+    """A save at every 20th step, as a share of the steps."""
+    return lambda round: (call_of(case)(round) + extra_s(round[case])) / (20 * step_s(round[case], "steps"))
+
+
+def durable_step(round: Round) -> float:
+    return step_s(round["durable"], "with") / step_s(round["durable"], "without")
+
+
+def longest_sync(round: Round) -> float:
+    return max(seconds for name in ("with", "with again") for seconds in round["durable"][name]["syncs_s"])
+
+
+def background_rows(case: str, where: str) -> tuple[tuple[str, str, float, Callable[[Round], float]], ...]:
+    return (
+        (f"save(wait=False), {where}: s of the call", "at most", 0.05, call_of(case)),
+        (f"... what steps take longer / (state / write rate), {where}", "at most", 1.25, extra_of(case)),
+        (f"... at every 20th step: share of the steps, {where}", "at most", 0.05, every_20th(case)),
+    )
+
+
 ROWS: tuple[tuple[str, str, float, Callable[[Round], float]], ...] = (
     ("save, everything on NVMe: rate / mixed rate", "at least", 0.9, of_rate("all", "save")),
     ("load, everything on NVMe: rate / mixed rate", "at least", 0.9, of_rate("all", "load")),
@@ -35,6 +81,10 @@ ROWS: tuple[tuple[str, str, float, Callable[[Round], float]], ...] = (
     ("load to host memory: rate / read rate", "at least", 0.9, of_rate("host", "load")),
     ("save / state_dict(), torch.save, sync", "at most", 0.5, seconds_of("save", "torch_save")),
     ("load / torch.load, load_state_dict", "at most", 0.5, seconds_of("load", "torch_load")),
+    *background_rows("background", "all on NVMe"),
+    *background_rows("background-host", "all in memory"),
+    ("durable step / step, all on NVMe", "at most", 1.05, durable_step),
+    ("longest fdatasync of a durable step: s", "at most", 0.02, longest_sync),
 )
 
 
@@ -68,7 +118,11 @@ def lines_of(rounds: Sequence[Round], num_parameters: int) -> list[str]:
     for case, action in names:
         costs = [round[case][action] for round in rounds if action in round.get(case, {})]
         times = [cost["seconds"] for cost in costs]
-        middle = {key: statistics.median(cost[key] for cost in costs) for key in costs[0] if costs[0][key] is not None}
+        middle = {
+            key: statistics.median(cost[key] for cost in costs)
+            for key in costs[0]
+            if isinstance(costs[0][key], int | float)
+        }
         rate = f"{middle['disk_bytes_per_s'] / 1e9:.2f}" if "disk_bytes_per_s" in middle else ""
         lines.append(
             f"{case + ' ' + action:26} {min(times):7.2f} {middle['seconds']:7.2f} {max(times):7.2f} "
@@ -78,5 +132,5 @@ def lines_of(rounds: Sequence[Round], num_parameters: int) -> list[str]:
         )
     for row in to_reach(rounds):
         met = "met" if row["met"] else "not met"
-        lines.append(f"{row['name']:62} {row['median']:6.2f}  {row['sense']} {row['target']:.2f}: {met}")
+        lines.append(f"{row['name']:62} {row['median']:7.3f}  {row['sense']} {row['target']:.2f}: {met}")
     return lines

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,6 +96,7 @@ class DurableStore:
     Attributes:
         found: the step that an earlier run has left, until a newer one is durable; None where there is none.
         step: the last one that is durable; None where there is none.
+        sync_s: seconds that the longest sync for the last step took.
 
     Raises:
         UsageError: the files do not belong together, or both records are damaged.
@@ -109,6 +111,7 @@ class DurableStore:
         self._marked = False
         self._slot: int | None = None
         self._sequence = self._step = 0
+        self.sync_s = 0.0
         self.found: DurableStep | None = None
         slots, newest = newest_slot(space.engine, space.files[0])
         marks = [Mark.of(read_at(space.engine, file, MARK_PAGE * PAGE_BYTES, PAGE_BYTES)) for file in space.files]
@@ -162,6 +165,7 @@ class DurableStore:
         """
         if self._failed is not None:
             raise IoFailure.about("no step has been made durable since an earlier failure", self._failed)
+        self.sync_s = 0.0
         space = self._space
         packed = [StoredExtent(extent, space.sums_of(extent)).packed() for extent in extents]
         body = body_of(packed, content, space.engine.block_bytes)
@@ -210,6 +214,7 @@ class DurableStore:
         return extent
 
     def _sync(self, *, first_only: bool = False) -> None:
+        started = time.perf_counter()
         try:
             if first_only:
                 self._space.files[0].sync()
@@ -218,6 +223,7 @@ class DurableStore:
         except IoFailure as failure:
             self._failed = failure
             raise
+        self.sync_s = max(self.sync_s, time.perf_counter() - started)
 
     def _write_marks(self) -> None:
         """The first file's is there before any other's: one that stands alone belongs to other paths."""
