@@ -52,7 +52,7 @@ def one_by_one(**rates: Pattern | None) -> tuple[Action, ...]:
 
 
 def chosen_rows(work: Work, names: list[str]) -> list[Row]:
-    """Waiting saves and loads with ``step_overlap = "none"``, what happens beside training with the default."""
+    """Waiting saves and loads with ``step_overlap = "none"``, what happens during training with the default."""
     waiting = {case.name.removesuffix("-none"): case for case in ours(work, "none")}
     training = {case.name.removesuffix("-deferred"): case for case in ours(work, "deferred")}
     peers = {case.name: case for case in deepspeed(work)}
