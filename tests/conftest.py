@@ -5,44 +5,27 @@ from __future__ import annotations
 import gc
 import os
 import random
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
 
-from tests.support import cuda
+from tests.support import cuda, session
 from tests.support.paging import STRICT, Paging, Same
 from tests.support.simulated_gpu.isolation import CHILD
 
 if CHILD not in os.environ:
     cuda.hide()
 
-# The same examples in every run, however slow the machine is; ``--hypothesis-profile=search`` looks for others.
-for name, derandomize in (("search", False), ("repeatable", True)):
-    hypothesis.settings.register_profile(
-        name,
-        derandomize=derandomize,
-        database=None,
-        deadline=None,
-        suppress_health_check=[hypothesis.HealthCheck.too_slow],
-    )
-hypothesis.settings.load_profile("repeatable")
-
 
 def pytest_configure() -> None:
     """Small models are fastest on one thread, and several of these sessions may run side by side. On two, each waits
-    for threads that the other keeps from running, and takes five times as long.
-
-    A shell starts background jobs with SIGINT ignored, and children inherit that: the Ctrl-C tests need it heard.
-    """
+    for threads that the other keeps from running, and takes five times as long."""
+    session.pytest_configure()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

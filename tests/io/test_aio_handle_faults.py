@@ -1,7 +1,7 @@
 """What DeepSpeed's ``aio_handle`` gets wrong: it reports success for half a transfer, or ends the process.
 
 Here each is right or a clear error. A write that a file size limit cuts short is in test_engine_real_faults.py, memory
-that cannot be locked in tests/native/test_aio_memory.py.
+that cannot be locked in tests/io/test_native_memory.py.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ ubsan=$("$cc" -print-file-name=libubsan.so)
 # The interpreter itself leaks by design; children of the tests inherit all this. What is left out: the sanitizer refuses
 # impossible mappings itself, makes mlock do nothing, and touches memory of its own.
 LD_PRELOAD="$asan $ubsan" ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH="$work/tree" \
-    "$python" -m pytest -q -p no:cacheprovider --confcutdir tests/io --durations=3 tests/io tests/native/test_aio_memory.py \
-    --deselect tests/native/test_aio_memory.py::test_impossible_mapping_is_refused_with_the_size \
-    --deselect tests/native/test_aio_memory.py::test_mapping_is_aligned_lazy_and_stays_out_of_children \
-    --deselect tests/native/test_aio_memory.py::test_locking_beyond_the_limit_is_reported_and_harmless
+    "$python" -m pytest -q -p no:cacheprovider -p tests.support.session --confcutdir tests/io --durations=3 tests/io \
+    --deselect tests/io/test_native_memory.py::test_impossible_mapping_is_refused_with_the_size \
+    --deselect tests/io/test_native_memory.py::test_mapping_is_aligned_lazy_and_stays_out_of_children \
+    --deselect tests/io/test_native_memory.py::test_locking_beyond_the_limit_is_reported_and_harmless
