@@ -45,7 +45,7 @@ def test_one_round_of_a_tiny_model(nvme_path: Path, tmp_path: Path) -> None:
         assert all(
             case[way + "load"]["loss"] == case[way + "save"]["loss"] for way in ("", "torch_") if way + "load" in case
         )
-    assert found["host"]["save"]["read_bytes"] == 0
+    assert found["host"]["save"]["read_bytes"] < parameters, "nothing of the state; the kernel may read a page of code"
     assert found["all"]["load"]["loss"] == found["host"]["load"]["loss"]
     save = found["background"]["background"]
     assert save["written_bytes"] >= save["state_bytes"] == 12 * parameters
