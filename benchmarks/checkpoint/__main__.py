@@ -4,7 +4,7 @@ save in the background and durable steps cost the steps of a run.
     python -m benchmarks.checkpoint --path /mnt/nvme --quick
     python -m benchmarks.checkpoint --path /mnt/nvme --deepspeed-python /opt/dsvenv/bin/python
 
-Every round runs every row once, each case in a process of its own: it trains a step, then saves and loads. Right before
+Every round runs every row once, each case in a separate process: it trains a step, then saves and loads. Right before
 a save or load of ours, the disk's rate is measured as `ds_nvme_bench` measures it: of reads and writes at once, or of
 the one that the case needs. A load reads from the disk: what a save left in the page cache is dropped before it. A
 ratio is the median over the rounds. Steps during a save in the background are compared with steps of the same process

@@ -1,4 +1,4 @@
-"""One trained model in a process of its own: does what each line of its input says, and answers with what it cost."""
+"""One trained model in a separate process: does what each line of its input says, and answers with what it cost."""
 
 from __future__ import annotations
 

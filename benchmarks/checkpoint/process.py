@@ -1,4 +1,4 @@
-"""A case in a process of its own that is told what to do."""
+"""A case in a separate process that is told what to do."""
 
 from __future__ import annotations
 

@@ -32,12 +32,10 @@ class BlockPlan:
     placement: Placement
     modules: tuple[nn.Module, ...]
     unit_of: dict[int, int]
-    unit_names: dict[int, str]
     content_bytes: dict[int, int]
     registered_bytes: int
     largest_bytes: int
     num_parameters: int
-    trained_parameters: int
     trained_by_unit: dict[int, int]
 
     def extent_bytes(self, block: BlockSpec) -> int:
@@ -134,11 +132,9 @@ def _block_plan(choice: ChosenCut) -> BlockPlan:
         placement=choice.placement,
         modules=tuple(module for _, module in choice.cut.division.windows),
         unit_of={id(handle.tensor): draft.index for draft in drafts for handle in draft.handles},
-        unit_names={draft.index: draft.name for draft in drafts},
         content_bytes=dict(enumerate(choice.content_bytes())),
         registered_bytes=sum(round_up(handle.nbytes) for handle in handles),
         largest_bytes=max(handle.nbytes for handle in handles),
         num_parameters=sum(handle.numel for handle in handles),
-        trained_parameters=sum(handle.numel for draft in drafts for handle, _ in draft.trained),
         trained_by_unit={draft.index: len(draft.trained) for draft in drafts},
     )

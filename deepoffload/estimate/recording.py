@@ -72,7 +72,6 @@ class DryRun:
     saved_bytes: int
     head_bytes: int
     peak_bytes: int
-    forward_peak_bytes: int
     largest_chunk_bytes: int
     recomputes: bool
     calls: Mapping[Op, tuple[Any, tuple[Any, ...], dict[str, Any]]]
@@ -115,10 +114,10 @@ class Recording:
     calls: Mapping[Op, tuple[Any, tuple[Any, ...], dict[str, Any]]]
 
     def summary(self) -> DryRun:
-        live = peak = saved = forward_peak = 0
+        live = peak = saved = 0
         for span in self.spans:
             if not span.after_forward:
-                saved, forward_peak = live + span.net_bytes, max(peak, live + span.over_bytes)
+                saved = live + span.net_bytes
             peak = max(peak, live + span.over_bytes)
             live += span.net_bytes
         return DryRun(
@@ -126,7 +125,6 @@ class Recording:
             saved_bytes=saved,
             head_bytes=self.head_bytes,
             peak_bytes=peak,
-            forward_peak_bytes=forward_peak,
             largest_chunk_bytes=self.largest_chunk_bytes,
             recomputes=self.recomputes,
             calls=self.calls,

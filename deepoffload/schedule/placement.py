@@ -20,7 +20,7 @@ from deepoffload.schedule.cost_model import (
 )
 from deepoffload.schedule.table import Row, Totals, human_bytes, render
 
-__all__ = ["BlockColumns", "BlockSpec", "BlockKind", "Placement", "WorkingSet", "place_columns", "plan_placement"]
+__all__ = ["BlockColumns", "BlockSpec", "BlockKind", "Placement", "WorkingSet", "place_columns"]
 
 Mask = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.int64]
@@ -121,48 +121,6 @@ class Placement:
         )
 
 
-def plan_placement(
-    blocks: Iterable[BlockSpec],
-    *,
-    capacity_bytes: int,
-    nvme_capacity_bytes: int | None,
-    event_weight_bytes: int,
-    bandwidths: Bandwidths,
-    workload: Workload,
-    num_parameters: int | None = None,
-    ring_pieces: int = 16,
-    keep: frozenset[int] = frozenset(),
-    set_up_bytes: int = 0,
-) -> Placement:
-    """Place ``blocks`` in ``capacity_bytes`` of memory and ``nvme_capacity_bytes`` of NVMe (None: there is no path).
-
-    event_weight_bytes: the largest set of weights that one event uses at once.
-    ring_pieces: state pieces that should be in memory at a time; 2 are the least. (16 pieces of some 20 MiB are where
-        more stopped helping on the disk the defaults were tuned on.)
-    keep: blocks that have to stay in memory, because the configuration says so.
-    set_up_bytes: what must be in memory at once before the first step; no capacity below that is accepted.
-
-    If everything fits, everything is resident and nothing is ever written. Otherwise the window is reserved first, as
-    large as there is room for, and what is left goes to the blocks that save most seconds per byte. Equal worth:
-    weights before gradients before state, then spread evenly over the order given. Raises ``PlacementError``, with the
-    table, when the least window does not fit or NVMe is missing or too small.
-    """
-    specs = tuple(blocks)
-    return place_columns(
-        BlockColumns.of(specs),
-        lambda: specs,
-        capacity_bytes=capacity_bytes,
-        nvme_capacity_bytes=nvme_capacity_bytes,
-        event_weight_bytes=event_weight_bytes,
-        bandwidths=bandwidths,
-        workload=workload,
-        num_parameters=num_parameters,
-        ring_pieces=ring_pieces,
-        keep=keep,
-        set_up_bytes=set_up_bytes,
-    )
-
-
 def place_columns(
     columns: BlockColumns,
     specs: Callable[[], tuple[BlockSpec, ...]],
@@ -177,7 +135,20 @@ def place_columns(
     keep: frozenset[int] = frozenset(),
     set_up_bytes: int = 0,
 ) -> Placement:
-    """As :func:`plan_placement`, of blocks whose ``specs`` are made only where they are placed and not refused."""
+    """Place blocks in ``capacity_bytes`` of memory and ``nvme_capacity_bytes`` of NVMe (None: there is no path).
+
+    specs: the blocks of ``columns``, made only where they are placed and not refused.
+    event_weight_bytes: the largest set of weights that one event uses at once.
+    ring_pieces: state pieces that should be in memory at a time; 2 are the least. (16 pieces of some 20 MiB are where
+        more stopped helping on the disk the defaults were tuned on.)
+    keep: blocks that have to stay in memory, because the configuration says so.
+    set_up_bytes: what must be in memory at once before the first step; no capacity below that is accepted.
+
+    If everything fits, everything is resident and nothing is ever written. Otherwise the window is reserved first, as
+    large as there is room for, and what is left goes to the blocks that save most seconds per byte. Equal worth:
+    weights before gradients before state, then spread evenly over the order given. Raises ``PlacementError``, with the
+    table, when the least window does not fit or NVMe is missing or too small.
+    """
     problem = _Problem(columns, event_weight_bytes, bandwidths, workload, num_parameters, keep, set_up_bytes)
     total_bytes = max(problem.total_bytes, set_up_bytes)
     if total_bytes <= capacity_bytes:

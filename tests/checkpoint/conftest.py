@@ -89,7 +89,7 @@ def paged(nvme_path: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(autouse=True)
 def no_staging_is_left(tmp_path: Path) -> Iterator[None]:
-    """Whatever happens in a test, no half-written file stays behind."""
+    """No test leaves a half-written file."""
     yield
     assert not list(tmp_path.rglob(".deepoffload-save-*"))
 

@@ -91,7 +91,7 @@ class Watched:
     """CPU seconds and memory of a piece of this program."""
 
     def __enter__(self) -> Watched:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, see proc(5)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again, see proc(5)
         self._before, self._started = memory("VmRSS"), time.process_time()
         return self
 

@@ -1,4 +1,4 @@
-"""What a save without waiting writes are the bytes of its call, whatever the program does meanwhile."""
+"""A save without waiting writes the bytes of its call. The program may do anything meanwhile."""
 
 from __future__ import annotations
 

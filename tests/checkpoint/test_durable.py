@@ -1,4 +1,4 @@
-"""Durable steps: what a new process finds, whatever the program does between commits; deaths; what is refused."""
+"""Durable steps: what a new process finds after everything that a program may do between commits; what is refused."""
 
 from __future__ import annotations
 

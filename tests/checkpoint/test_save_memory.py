@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 WINDOW_BYTES = 10 * MIB
-"""What saving may take beside the budget: a copy window, and Python's own objects."""
+"""What saving may take in addition to the budget: a copy window, and Python's own objects."""
 
 PROGRAM = """
 import json, sys

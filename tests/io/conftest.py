@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +52,12 @@ def make_engine(gate: Gate) -> Iterator[Callable[..., IoEngine]]:
 def memory() -> Iterator[HostMapping]:
     with HostMapping(16 << 20) as mapping:
         yield mapping
+
+
+@pytest.fixture
+def directories(tmp_path: Path) -> list[Path]:
+    """Three paths, as of three disks."""
+    paths = [tmp_path / name for name in ("one", "two", "three")]
+    for path in paths:
+        path.mkdir()
+    return paths

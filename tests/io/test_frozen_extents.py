@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 
 import pytest
@@ -15,23 +14,10 @@ from deepoffload.io.extents import Extent, ExtentPart, cut_ranges
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.native.aio import HostMapping, round_up
 from tests.io.test_checksums import flip_on_disk
+from tests.io.test_swap_space import fill
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096
-
-
-@pytest.fixture
-def directories(tmp_path):
-    paths = [tmp_path / name for name in ("one", "two", "three")]
-    for path in paths:
-        path.mkdir()
-    return paths
-
-
-def fill(memory: HostMapping, nbytes: int) -> bytes:
-    data = os.urandom(nbytes)
-    memory.buffer[:nbytes] = data
-    return data
 
 
 def copied_out(swap: SwapSpace, extent: Extent, memory: HostMapping, limit_bytes: int) -> bytes:
@@ -78,7 +64,7 @@ def test_ranges_that_hold_no_checksum_are_refused():
     ),
 )
 def test_against_counts(make_engine, memory, directories, paths, verify, block_kib, steps):
-    """Whatever is held keeps its bytes and its place, is not written to, and is free when the last holder has gone."""
+    """An extent that is held keeps its bytes and its place. Nothing writes to it. The last holder makes it free."""
     engine = make_engine(block_bytes=block_kib * KIB)
     with SwapSpace(engine, directories[:paths], budget_bytes=8 * MIB, verify=verify) as swap:
         holders: dict[Extent, int] = {}

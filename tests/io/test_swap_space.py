@@ -29,14 +29,6 @@ def engine(make_engine):
     return make_engine(block_bytes=64 << 10)
 
 
-@pytest.fixture
-def directories(tmp_path):
-    paths = [tmp_path / name for name in ("one", "two", "three")]
-    for path in paths:
-        path.mkdir()
-    return paths
-
-
 def fill(memory: HostMapping, nbytes: int) -> bytes:
     data = os.urandom(nbytes)
     memory.buffer[:nbytes] = data

@@ -1,5 +1,5 @@
-"""Snapshots against the model of the tier manager: whatever the program does after the cut, what is copied out are the
-bytes of the cut."""
+"""Snapshots against the model of the tier manager: the bytes of the cut are copied out. The program may do anything
+after the cut."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_what_is_copied_is_of_the_cut(faults: str) -> None:
 
 
 def walk(machine: SnapshotMachine, seed: int, steps: int, *, in_thread: bool) -> None:
-    """The walk of the model, with cuts, copies and updates in between; the copies also in a thread of their own."""
+    """The walk of the model, with cuts, copies and updates in between; the copies also in a separate thread."""
     dice = random.Random(seed)
     blocks = [(model.DRAWN["nbytes"](dice), model.DRAWN["kind"](dice), model.DRAWN["owned"](dice)) for _ in range(8)]
     machine.start(poison=dice.random() < 0.5, order=dice.sample(range(8), 8), blocks=blocks)

@@ -32,7 +32,7 @@ DEEPOFFLOAD_SANITIZE=address,undefined "$python" csrc/aio/build_aio.py
 asan=$("$cc" -print-file-name=libasan.so)
 ubsan=$("$cc" -print-file-name=libubsan.so)
 # The interpreter itself leaks by design; children of the tests inherit all this. What is left out: the sanitizer refuses
-# impossible mappings itself, makes mlock do nothing, and touches memory of its own.
+# impossible mappings itself, makes mlock do nothing, and touches other memory itself.
 LD_PRELOAD="$asan $ubsan" ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH="$work/tree" \
     "$python" -m pytest -q -p no:cacheprovider -p tests.support.session --confcutdir tests/io --durations=3 tests/io \
     --deselect tests/io/test_native_memory.py::test_impossible_mapping_is_refused_with_the_size \

@@ -273,7 +273,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_any_type_and_stride_is_loaded(paging: Paging, form: str) -> None:
-    """What ``torch.load`` gives has the type and the strides of whoever saved it."""
+    """What ``torch.load`` gives has the type and the strides of what was saved."""
     model = build(paging, "keep", make=Convolutions)
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
     model(torch.randn(2, 24, 6, 6)).square().mean().backward()
@@ -406,7 +406,7 @@ context.engine.close()
 
 @pytest.mark.slow
 def test_memory(tmp_path: Path, nvme_path: Path) -> None:
-    """Saving and loading mapped take 64 MiB beside training, at 125 million parameters, too (``CHECKPOINTS=all``)."""
+    """Saving and loading mapped take 64 MiB in addition to training at most (125 M parameters: ``CHECKPOINTS=all``)."""
     width, depth, budget = (2048, 30, 64 << 20) if ALL else (1024, 14, 16 << 20)
     for doing in ("save", "load"):
         arguments = [str(tmp_path / "optimizer.pt"), str(nvme_path), doing, *map(str, (width, depth, budget))]

@@ -25,7 +25,8 @@ from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET, grain_
 from deepoffload.runtime.plan import dry_pager, state_format
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import BlockKind, Workload
-from deepoffload.schedule.placement import BlockSpec, Placement, plan_placement
+from deepoffload.schedule.placement import BlockSpec, Placement
+from tests.support.placing import plan_placement
 
 
 class Cutting:

@@ -1,4 +1,4 @@
-"""Notices every access to the files of a directory (inotify(7)), whichever way it is made."""
+"""Notices every access to the files of a directory (inotify(7)), made in any way."""
 
 from __future__ import annotations
 

@@ -37,19 +37,7 @@ def plan_placement(
     keep: frozenset[int] = frozenset(),
     set_up_bytes: int = 0,
 ) -> Placement:
-    """Place ``blocks`` in ``capacity_bytes`` of memory and ``nvme_capacity_bytes`` of NVMe (None: there is no path).
-
-    event_weight_bytes: the largest set of weights that one event uses at once.
-    ring_pieces: state pieces that should be in memory at a time; 2 are the least. (16 pieces of some 20 MiB are where
-        more stopped helping on the disk the defaults were tuned on.)
-    keep: blocks that have to stay in memory, because the configuration says so.
-    set_up_bytes: what must be in memory at once before the first step; no capacity below that is accepted.
-
-    If everything fits, everything is resident and nothing is ever written. Otherwise the window is reserved first, as
-    large as there is room for, and what is left goes to the blocks that save most seconds per byte. Equal worth:
-    weights before gradients before state, then spread evenly over the order given. Raises ``PlacementError``, with the
-    table, when the least window does not fit or NVMe is missing or too small.
-    """
+    """The same as ``place_columns`` of :mod:`deepoffload.schedule.placement`."""
     problem = _Problem(blocks, event_weight_bytes, bandwidths, workload, num_parameters, keep, set_up_bytes)
     total_bytes = max(sum(block.nbytes for block in problem.blocks), set_up_bytes)
     if total_bytes <= capacity_bytes:

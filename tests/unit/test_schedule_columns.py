@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepoffload.errors import PlacementError
-from deepoffload.schedule import placement
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Workload
-from tests.support import placement_reference
+from deepoffload.schedule.placement import BlockSpec
+from tests.support import placement_reference, placing
 
 
 @st.composite
@@ -43,7 +43,7 @@ def problems(draw: st.DrawFn) -> tuple[list[tuple[BlockKind, int, int]], dict[st
 
 def answer(module: ModuleType, blocks: list[tuple[BlockKind, int, int]], said: dict[str, Any]) -> object:
     specs = [
-        placement.BlockSpec(number, f"{number}", kind, nbytes, unit)
+        BlockSpec(number, f"{number}", kind, nbytes, unit)
         for number, (kind, nbytes, unit) in enumerate(blocks, start=1)
     ]
     try:
@@ -57,4 +57,4 @@ def answer(module: ModuleType, blocks: list[tuple[BlockKind, int, int]], said: d
 @given(problems())
 def test_by_the_column_is_block_by_block(problem: tuple[list[tuple[BlockKind, int, int]], dict[str, Any]]) -> None:
     blocks, said = problem
-    assert answer(placement, blocks, said) == answer(placement_reference, blocks, said)
+    assert answer(placing, blocks, said) == answer(placement_reference, blocks, said)

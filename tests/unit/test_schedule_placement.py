@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from deepoffload.errors import PlacementError
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Workload
-from deepoffload.schedule.placement import BlockSpec, Placement, plan_placement
+from deepoffload.schedule.placement import BlockSpec, Placement
+from tests.support.placing import plan_placement
 
 MIB = 1 << 20
 DISK = Bandwidths(2.1e9, 2.5e9, 2.7e9, 5e10)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from deepoffload.errors import BudgetError
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Workload
-from deepoffload.schedule.placement import BlockSpec, plan_placement
+from deepoffload.schedule.placement import BlockSpec
 from deepoffload.schedule.trace import Event, Phase
 from deepoffload.schedule.uses import Use, seen_until_zero_grad, step_uses, unit_blocks
+from tests.support.placing import plan_placement
 from tests.support.played import ChainVisit, Simulation, chain_uses
 
 DISK = Bandwidths(2.1e9, 2.5e9, 2.7e9, 5e10)

@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import shutil
-import tarfile
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,18 +23,9 @@ from deepoffload.checkpoint.convert.training_run import TrainingRun
 from deepoffload.checkpoint.convert.universal import read_universal
 from deepoffload.checkpoint.convert.zero import read_zero
 from deepoffload.errors import DeepOffloadError
-from tests.checkpoint.convert.test_from_deepspeed import ARCHIVE
 from tests.checkpoint.damaged import BYTES_MAX, CPU_SECONDS_MAX, Watched, nodes
 from tests.checkpoint.training import ALL
 from tests.support.deepspeed_peer import STEPS
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("damaged")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(place, filter="data")
-    return place
 
 
 def read_all(run: TrainingRun) -> None:
@@ -67,10 +57,10 @@ CASES: dict[str, tuple[str, Callable[[str], TrainingRun]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_changed_bytes(name: str, checkpoints: Path, tmp_path: Path) -> None:
+def test_changed_bytes(name: str, fixtures: Path, tmp_path: Path) -> None:
     tag, read = CASES[name]
     folder = tmp_path / "copy"
-    shutil.copytree(checkpoints / name.split()[0] / tag, folder)
+    shutil.copytree(fixtures / name.split()[0] / tag, folder)
     files = sorted(folder.rglob("*.pt"))
     draw = random.Random(name)
     refused = 0
@@ -191,19 +181,19 @@ def doubling(depth: int) -> Any:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_descriptions_that_somebody_made(name: str, checkpoints: Path, tmp_path: Path) -> None:
+def test_descriptions_that_somebody_made(name: str, fixtures: Path, tmp_path: Path) -> None:
     kind, change = CHANGES[name]
     folder = tmp_path / "copy"
-    shutil.copytree(checkpoints / "zero3" / f"global_step{STEPS}", folder)
+    shutil.copytree(fixtures / "zero3" / f"global_step{STEPS}", folder)
     for file in sorted(folder.glob(f"*{kind}_states.pt")):
         resaved(file, change)
     assert read_or_refuse(read_zero, folder), name
 
 
-def test_a_description_that_is_changed_and_changed_back_reads(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_description_that_is_changed_and_changed_back_reads(fixtures: Path, tmp_path: Path) -> None:
     """The changes above are what is refused, not the way in which the files are written again."""
     folder = tmp_path / "copy"
-    shutil.copytree(checkpoints / "zero3" / f"global_step{STEPS}", folder)
+    shutil.copytree(fixtures / "zero3" / f"global_step{STEPS}", folder)
     for file in sorted(folder.glob("*_model_states.pt")):
         resaved(file, lambda value: value.update(extra=OrderedDict(a=1)))
     assert not read_or_refuse(read_zero, folder)
@@ -244,10 +234,10 @@ def spoil(value: Any, dice: random.Random) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_anything_in_the_place_of_anything(name: str, checkpoints: Path, tmp_path: Path) -> None:
+def test_anything_in_the_place_of_anything(name: str, fixtures: Path, tmp_path: Path) -> None:
     tag, read = CASES[name]
     folder = tmp_path / "copy"
-    shutil.copytree(checkpoints / name.split()[0] / tag, folder)
+    shutil.copytree(fixtures / name.split()[0] / tag, folder)
     files = [*folder.glob("*_states.pt"), *folder.glob("zero/*.pt"), *folder.glob("zero/up.weight/*.pt")]
     dice = random.Random(name)
     refused = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,10 @@ from deepoffload.checkpoint.convert.zero import read_zero
 from deepoffload.errors import UnsupportedError, UsageError
 from tests.support.deepspeed_peer import ARRAYS, FIXTURES, STEPS, PeerModel, configuration, param_groups, tokens_of
 
-ARCHIVE = Path(__file__).parents[1] / "data" / "deepspeed_0.19.8.tar.xz"
 UNIVERSAL = [name for name, (*_, universal) in FIXTURES.items() if universal]
 LOSS_TOLERANCES = {"bf16": 2e-3, "fp32": 1e-5}
 """Relative: activations are rounded, and ranks each take the mean of their part of the batch."""
 LOSS_TOLERANCE = LOSS_TOLERANCES["bf16"]
-
-
-@pytest.fixture(scope="module")
-def fixtures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("deepspeed")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(place, filter="data")
-    return place
 
 
 def whole(values: Values) -> Tensor:
