@@ -58,7 +58,7 @@ ffibuilder.set_source(
     "deepoffload.native._aio",
     '#include "doff_aio.h"',
     sources=[source_path(name) for name in SOURCES],
-    depends=[source_path(name) for name in ("doff_aio.h", "backend.h", "internal.h")],
+    depends=[source_path(name) for name in ("doff_aio.h", "backend.h", "crc32c_fold.h", "internal.h")],
     include_dirs=[str(HERE)],
     libraries=["dl", "pthread"],
     extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra", *sanitizer_flags()],

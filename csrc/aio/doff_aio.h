@@ -150,9 +150,10 @@ int doff_forget(uint64_t address, uint64_t nbytes);
 
 /* CRC-32C (Castagnoli) of each block of block_bytes; the last may be short. sums: ceil(nbytes / block_bytes) values. */
 void doff_crc32c_blocks(uint64_t address, uint64_t nbytes, uint64_t block_bytes, uint32_t* sums);
-const char* doff_crc32c_kind(void);
-/* The same through the table, on every CPU (for tests). */
-void doff_crc32c_blocks_table(uint64_t address, uint64_t nbytes, uint64_t block_bytes, uint32_t* sums);
+/* The ways in which this CPU can do it, the one that is used first; NULL behind the last. */
+const char* doff_crc32c_kind(uint32_t index);
+/* The same in one of these ways (for tests). Returns 0 or -ENOTSUP. */
+int doff_crc32c_blocks_by(const char* kind, uint64_t address, uint64_t nbytes, uint64_t block_bytes, uint32_t* sums);
 /* cdef-end */
 
 #endif

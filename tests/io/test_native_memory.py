@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -95,11 +98,19 @@ def test_closing_in_a_forked_child_unmaps_nothing_of_it():
     mapping.close()
 
 
-def crc_of(data: bytes, block_bytes: int, function=None) -> list[int]:
+def crc_kinds() -> list[str]:
+    names = (lib.doff_crc32c_kind(index) for index in itertools.count())
+    return [ffi.string(name).decode() for name in itertools.takewhile(lambda name: name != ffi.NULL, names)]
+
+
+def crc_of(data: bytes, block_bytes: int, kind: str | None = None) -> list[int]:
     buffer = ffi.from_buffer("char[]", data) if data else ffi.new("char[1]")
-    count = -(-len(data) // block_bytes)
+    address, count = int(ffi.cast("uintptr_t", buffer)), -(-len(data) // block_bytes)
     sums = ffi.new("uint32_t[]", count + 1)
-    (function or lib.doff_crc32c_blocks)(int(ffi.cast("uintptr_t", buffer)), len(data), block_bytes, sums)
+    if kind is None:
+        lib.doff_crc32c_blocks(address, len(data), block_bytes, sums)
+    else:
+        assert lib.doff_crc32c_blocks_by(kind.encode(), address, len(data), block_bytes, sums) == 0
     return list(sums)[:count]
 
 
@@ -122,10 +133,23 @@ def test_crc_known_values():
 
 
 @given(data=st.binary(max_size=3000), block_bytes=st.integers(1, 700))
-def test_crc_of_blocks_by_instruction_table_and_definition(data, block_bytes):
+def test_crc_of_blocks_by_every_kind_and_definition(data, block_bytes):
     expected = [crc_reference(data[start : start + block_bytes]) for start in range(0, len(data), block_bytes)]
     assert crc_of(data, block_bytes) == expected
-    assert crc_of(data, block_bytes, lib.doff_crc32c_blocks_table) == expected
+    for kind in crc_kinds():
+        assert crc_of(data, block_bytes, kind) == expected, kind
+
+
+def test_crc_of_long_blocks_is_that_of_the_table():
+    data = random.Random(0).randbytes((1 << 20) + 77)
+    for block_bytes in (len(data), 1 << 18, 4096 + 256, 640):
+        expected = crc_of(data, block_bytes, "table")
+        for kind in crc_kinds():
+            assert crc_of(data, block_bytes, kind) == expected, (kind, block_bytes)
+
+
+def test_crc_kind_that_this_cpu_lacks():
+    assert lib.doff_crc32c_blocks_by(b"abacus", 0, 0, 1, ffi.NULL) == -errno.ENOTSUP
 
 
 def test_round_up():
