@@ -24,6 +24,7 @@ SOURCES = (
     "engine.c",
     "file.c",
     "memory.c",
+    "neighbour.c",
     "pump.c",
     "reaper.c",
     "request.c",

@@ -21,6 +21,8 @@
 #define DOFF_PAGE 4096
 #define DOFF_QUEUE_DEPTH_MAX 1024
 #define DOFF_SUM_BYTES 262144 /* what one checksum stands for, at most */
+#define DOFF_TOKEN_BYTES 16
+#define DOFF_BOARD_SLOTS 64
 
 #define DOFF_READ 0
 #define DOFF_WRITE 1
@@ -154,6 +156,46 @@ void doff_crc32c_blocks(uint64_t address, uint64_t nbytes, uint64_t block_bytes,
 const char* doff_crc32c_kind(uint32_t index);
 /* The same in one of these ways (for tests). Returns 0 or -ENOTSUP. */
 int doff_crc32c_blocks_by(const char* kind, uint64_t address, uint64_t nbytes, uint64_t block_bytes, uint32_t* sums);
+
+/* neighbour.c: the memory of other processes of this host, read with process_vm_readv.
+ *
+ * A process shows its board to others. They must know its address and its token, 16 random bytes. The board lives as
+ * long as somebody may read it, begins as zeros but for the token, and is written by the functions below alone. */
+typedef struct {
+    uint64_t number, address, nbytes;
+} doff_offer;
+
+typedef struct {
+    uint8_t token[DOFF_TOKEN_BYTES];
+    uint64_t closed; /* not 0: nothing more will be taken, and what was offered is withdrawn */
+    doff_offer offers[DOFF_BOARD_SLOTS];
+    uint64_t taken[DOFF_BOARD_SLOTS];
+} doff_board;
+
+typedef struct {
+    int64_t pid;
+    uint64_t board; /* its address in that process */
+    uint8_t token[DOFF_TOKEN_BYTES];
+} doff_neighbour;
+
+/* Where yama restricts reading (ptrace_scope 1): lets every process of this user read this one's memory, or ends that.
+ * -EINVAL: no yama here. */
+int doff_neighbours_allow(int allow);
+
+/* All of these: 0, or -EPERM: not allowed to read that process; -ESRCH: it is gone; -ESTALE: another process has its
+ * number now, or another program runs in it; -EFAULT: this memory is not there; -ENOSYS: the kernel cannot do it;
+ * -ESHUTDOWN: its board is closed. After an error, what target holds is undefined. */
+int doff_neighbour_read(const doff_neighbour* from, uint64_t source, uint64_t target, uint64_t nbytes);
+/* Waits for the offer of this number. -ETIMEDOUT: not offered yet; -EPROTO: the slot has a later offer already. */
+int doff_neighbour_offer(const doff_neighbour* from, uint64_t number, int64_t timeout_ms, doff_offer* out);
+/* Waits until that process has taken the transfer of this number, before its board was closed or not. -ETIMEDOUT as
+ * above; -ESHUTDOWN: it never will. */
+int doff_neighbour_taken(const doff_neighbour* by, uint64_t number, int64_t timeout_ms);
+
+/* Numbers count from 1. One is used again after DOFF_BOARD_SLOTS others, when everybody has taken it. */
+void doff_board_offer(doff_board* board, uint64_t number, uint64_t address, uint64_t nbytes);
+void doff_board_taken(doff_board* board, uint64_t number);
+void doff_board_close(doff_board* board);
 /* cdef-end */
 
 #endif

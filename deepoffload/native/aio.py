@@ -1,7 +1,7 @@
 """The compiled I/O module (``csrc/aio``) and memory made for it.
 
-``ffi`` and ``lib`` are cffi's; ``deepoffload.io`` is their only other user. The engine's limits are here, where
-both it and the configuration, which lies below ``io``, see them.
+``ffi`` and ``lib`` are cffi's; ``deepoffload.io`` and ``native/neighbour.py`` are their only other users. The engine's
+limits are here, where both it and the configuration, which lies below ``io``, see them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The native I/O engine under the thread, address and undefined-behaviour sanitizers.
 #   tests/native/run_sanitizers.sh [DIRECTORY]   (files go to DIRECTORY, by default a temporary one)
-# First a C program without the interpreter under each of them; then, with PYTHON set or python3 having pytest, the Python
+# First two C programs without the interpreter under each of them; then, with PYTHON set or python3 having pytest, the Python
 # tests of memory, engine and swap space over a module built with the address sanitizer, in a copy of the package.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -12,12 +12,15 @@ python=${PYTHON:-python3}
 
 for sanitizer in thread address,undefined; do
     echo "== $sanitizer"
-    "$cc" -g -O1 -std=gnu11 -Wall -Wextra -fno-omit-frame-pointer "-fsanitize=$sanitizer" -fno-sanitize-recover=all \
-        -I "$root/csrc/aio" "$root"/csrc/aio/*.c "$root/tests/native/aio_stress.c" -o "$work/stress" -pthread -ldl
     # Kernels with much address-space randomization need it off for the thread sanitizer.
     run=
     if command -v setarch >/dev/null && setarch "$(uname -m)" -R true 2>/dev/null; then run="setarch $(uname -m) -R"; fi
-    TSAN_OPTIONS=halt_on_error=1:exitcode=66 ASAN_OPTIONS=detect_leaks=1 $run "$work/stress" "$work"
+    for program in neighbour_stress aio_stress; do
+        "$cc" -g -O1 -std=gnu11 -Wall -Wextra -fno-omit-frame-pointer "-fsanitize=$sanitizer" \
+            -fno-sanitize-recover=all -I "$root/csrc/aio" "$root"/csrc/aio/*.c "$root/tests/native/$program.c" \
+            -o "$work/$program" -pthread -ldl
+        TSAN_OPTIONS=halt_on_error=1:exitcode=66 ASAN_OPTIONS=detect_leaks=1 $run "$work/$program" "$work"
+    done
 done
 
 if ! "$python" -c "import pytest, hypothesis, cffi" 2>/dev/null; then
