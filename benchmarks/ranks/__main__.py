@@ -1,0 +1,79 @@
+"""What ranks cost each other: `python -m benchmarks.ranks collectives`.
+
+`collectives`: to gather a unit's shards and to reduce its contributions in order, by either transport, next to gloo's
+own collectives. All contenders take turns in every round; reported are medians of seconds and of a round's ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def launch(module: str, ranks: int, arguments: list[str], limit_s: float) -> str:
+    """Run a module on every rank, each with one thread, and return what rank 0 prints."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", module, *arguments]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
+    try:
+        printed = [process.communicate(timeout=limit_s)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    failed = [rank for rank, process in enumerate(processes) if process.returncode]
+    if failed:
+        raise SystemExit(f"ranks {failed} of {module} have failed")
+    return printed[0]
+
+
+def table(report: dict[str, object]) -> str:
+    rows: dict[str, dict[str, float]] = report["rows"]  # type: ignore[assignment]
+    lines = [f"{'':44}{'ms':>9}{'CPU ms':>9}"]
+    lines += [f"{name:44}{row['ms']:9.2f}{row['cpu_ms']:9.2f}" for name, row in rows.items()]
+    ratios: dict[str, dict[str, float]] = report["ratios"]  # type: ignore[assignment]
+    lines += ["", f"{'ratio of a round':68}{'median':>8}{'lowest':>8}{'highest':>8}"]
+    lines += [
+        f"{name:68}{ratio['median']:8.3f}{ratio['lowest']:8.3f}{ratio['highest']:8.3f}"
+        for name, ratio in ratios.items()
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", choices=["collectives"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--mb", type=float, default=25.0, help="size of the unit in bf16, 10^6 bytes")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--json", help="also write the report to this file")
+    said = parser.parse_args()
+    arguments = ["--mb", str(said.mb), "--rounds", str(said.rounds)]
+    report = json.loads(launch("benchmarks.ranks.collectives", said.ranks, arguments, limit_s=600))
+    print(table(report))
+    print(json.dumps({key: value for key, value in report.items() if key not in ("rows", "ratios")}, indent=2))
+    if said.json:
+        Path(said.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
