@@ -56,6 +56,10 @@ class UnsupportedError(DeepOffloadError, RuntimeError):
     ...)."""
 
 
+class RankError(DeepOffloadError, RuntimeError):
+    """Another rank has failed, has gone, or does something else. The message names it, and what this rank was at."""
+
+
 class IoFailure(DeepOffloadError, OSError):
     """A transfer failed. ``errno``, ``filename``, ``offset`` (bytes) and ``nbytes`` say where."""
 

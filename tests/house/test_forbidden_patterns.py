@@ -22,7 +22,7 @@ FILE_LINES_MAX = 450
 FUNCTION_LINES_MAX = 80
 METHODS_MAX = 25
 ATTRIBUTES_MAX = 20
-NATIVE_CALLERS = ("memory", "copies", "optim", "checkpoint")
+NATIVE_CALLERS = ("memory", "copies", "optim", "checkpoint", "ranks")
 """Parts of the package that give native code the addresses of their own tensors."""
 PRINTING_PARTS = ("cli", "estimate")
 """Parts of the package whose job is to print."""

@@ -1,0 +1,1 @@
+"""Several processes that train one model: who they are, and how their bytes get from one to the other."""

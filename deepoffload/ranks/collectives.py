@@ -1,0 +1,119 @@
+"""``torch.distributed`` as this package uses it: names that differ between versions of torch, and waits that end.
+
+Payload travels as bytes (uint8): gloo refuses int16, and no collective here adds anything up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepoffload.errors import RankError
+
+WAIT_SLICE_S = 1.0
+"""A wait returns to Python this often, so that Ctrl-C is heard."""
+
+NEVER_TAKEN = 1
+"""The tag of messages that nobody receives; nobody sends any with the next one."""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor with one dimension, as uint8."""
+    return tensor.view(torch.uint8)
+
+
+def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """``whole`` gets every rank's ``part``, in rank order; ``part`` may lie in it. Bytes."""
+    # torch 2.13 has a new name for it and warns about the old one, which 2.12 only has.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work = gather(whole, part, group=group, async_op=True)
+    return work
+
+
+def start_gather(parts: list[Tensor] | None, part: Tensor, taker: int, group: dist.ProcessGroup) -> dist.Work:
+    """The rank ``taker`` gets every rank's ``part``, in rank order; ``parts`` is None on the others. Bytes."""
+    work: dist.Work = dist.gather(part, parts, group=group, async_op=True, group_dst=taker)
+    return work
+
+
+def start_all_to_all(
+    received: Tensor, sent: Tensor, received_bytes: Sequence[int], sent_bytes: Sequence[int], group: dist.ProcessGroup
+) -> dist.Work:
+    """Each rank gets its part of what each rank sends. Lengths per rank, in rank order."""
+    work: dist.Work = dist.all_to_all_single(
+        received, sent, list(received_bytes), list(sent_bytes), group=group, async_op=True
+    )
+    return work
+
+
+def finish(work: dist.Work, group: dist.ProcessGroup, timeout_s: float, waiting: str) -> None:
+    """Wait for a collective of gloo, in C++ and without the GIL.
+
+    Args:
+        waiting: who waits for what, for the error.
+
+    Raises:
+        RankError: it failed, because another rank has gone for example, or has not ended within ``timeout_s``.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        ended = work.is_completed()
+        left_s = max(0.001, min(WAIT_SLICE_S, until - time.monotonic()))
+        try:
+            work.wait(timedelta(seconds=left_s))
+            return
+        except RuntimeError as error:
+            if ended:
+                raise RankError(f"{waiting}: another rank has gone or failed ({first_line(error)})") from error
+            if work.is_completed():
+                continue
+            for rank in (gone for gone in range(dist.get_world_size(group)) if _has_gone(gone, group)):
+                raise RankError(f"{waiting}: rank {rank} has gone, its connection is closed") from error
+            if time.monotonic() >= until:
+                raise RankError(f"{waiting}: not every rank has come to it within {timeout_s:g} s") from error
+
+
+def _has_gone(rank: int, group: dist.ProcessGroup) -> bool:
+    """Whether the connection to another rank is closed.
+
+    gloo itself does not tell a collective that was in the middle of a message from a rank when that died (seen in one
+    of three deaths, torch 2.13): it would wait until its own limit. But to start a message to that rank fails at once.
+    One that nobody receives costs a few bytes.
+    """
+    if rank == dist.get_rank(group):
+        return False
+    try:
+        dist.isend(torch.empty(1, dtype=torch.uint8), group=group, group_dst=rank, tag=NEVER_TAKEN)
+    except RuntimeError:
+        return True
+    return False
+
+
+def break_connections(group: dist.ProcessGroup) -> None:
+    """End what is under way in a private group of gloo, here and on the ranks that wait for this one.
+
+    gloo has no call for it, but when one receive takes longer than its limit, it closes all connections of the group
+    (``UnboundBuffer::waitRecv``) and so ends all that uses memory there. Nobody sends with this tag.
+    """
+    own = dist.get_rank(group)
+    for rank in range(dist.get_world_size(group)):
+        if rank != own:
+            with contextlib.suppress(RuntimeError):  # that one is closed already
+                nothing = dist.irecv(
+                    torch.empty(1, dtype=torch.uint8), group=group, group_src=rank, tag=NEVER_TAKEN + 1
+                )
+                if nothing is not None:
+                    nothing.wait(timedelta(milliseconds=1))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of torch says, without the C++ stack that follows."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

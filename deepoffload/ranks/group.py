@@ -1,0 +1,231 @@
+"""The ranks that train one model: found, or started as the environment says, with process groups that only we use.
+
+Two collectives in one group meet each other, also when one is a barrier of the program and the other a transfer of
+ours. So each of our purposes has a private group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepoffload.errors import ConfigError, RankError, UnsupportedError, UsageError
+from deepoffload.ranks.collectives import first_line
+from deepoffload.ranks.places import Launch, RankMap, read_launch, tell_hosts_apart, this_place
+
+DEVICE_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""With which backends the default group is started for a device."""
+
+
+class RankGroup:
+    """This process among its ranks. Ranks count from 0 in the order that they have in the default group.
+
+    Opening one, making private groups and ``gather_objects`` are collective: every rank calls them, in the same order.
+
+    Attributes:
+        ranks: who is where.
+        device: where the payload's tensors lie.
+        timeout_s: the limit of every wait in the groups.
+    """
+
+    def __init__(
+        self, parent: dist.ProcessGroup, device: torch.device, launch: Launch | None, timeout_s: float
+    ) -> None:
+        self.device = device
+        self.timeout_s = timeout_s
+        self._members = sorted(dist.get_process_group_ranks(parent))
+        self._private: list[dist.ProcessGroup] = []
+        self._device_backend = _backends(parent)[device.type]
+        self._control = self.new_private_group("control")
+        rank = dist.get_rank(self._control)
+        self.ranks = RankMap(rank, tuple(range(len(self._members))))
+        places = self.gather_objects(this_place(launch), "telling hosts apart")
+        self.ranks = RankMap(rank, tell_hosts_apart(places))
+
+    def new_private_group(
+        self, purpose: str, *, on_device: bool = False, timeout_s: float | None = None
+    ) -> dist.ProcessGroup:
+        """A group of the same ranks that only its maker uses: of gloo, or ``on_device`` of what moves bytes there.
+
+        Args:
+            timeout_s: torch's limit for its collectives; that of all groups when not given.
+
+        Raises:
+            RankError: not every rank has come to it within ``timeout_s``.
+        """
+        backend = self._device_backend if on_device and self.device.type != "cpu" else "gloo"
+        try:
+            group: dist.ProcessGroup = dist.new_group(
+                self._members,
+                timeout=timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s),
+                backend=backend,
+                # ranks of other groups do not come here
+                use_local_synchronization=len(self._members) < dist.get_world_size(),
+                group_desc=f"deepoffload {purpose}",
+            )
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {dist.get_rank()} at making the group for {purpose} with ranks {self._members}: not every rank "
+                f"has come to it within {self.timeout_s:g} s, or one has gone ({first_line(error)})"
+            ) from error
+        self._private.append(group)
+        return group
+
+    def gather_objects(self, mine: Any, what: str) -> list[Any]:
+        """What every rank gives, in rank order. For a few objects at the start: they are pickled.
+
+        Raises:
+            RankError: a rank has gone, or has not come to it within ``timeout_s``.
+        """
+        given: list[Any] = [None] * self.ranks.world_size
+        try:
+            dist.all_gather_object(given, mine, group=self._control)
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.ranks.rank} at {what}: another rank has gone, or has not come to it within "
+                f"{self.timeout_s:g} s ({first_line(error)})"
+            ) from error
+        return given
+
+    def close(self) -> None:
+        """End the private groups. The default group stays for the program, also when we have started it: it ends with
+        the process then. Idempotent."""
+        while self._private:
+            with contextlib.suppress(ValueError, AssertionError):  # the program has ended all groups already
+                dist.destroy_process_group(self._private.pop())
+
+
+def open_group(
+    device: torch.device,
+    *,
+    group: dist.ProcessGroup | None = None,
+    mesh: Any = None,
+    timeout_s: float = 600.0,
+) -> RankGroup | None:
+    """The ranks that this process trains with; None when it trains alone.
+
+    They are those of ``group`` or of a ``mesh`` with one dimension, else those of the default group. If there is none
+    and the environment says that this process is one of several, the default group is started: gloo for a CPU, NCCL
+    for CUDA.
+
+    Args:
+        device: where the payload's tensors lie.
+        timeout_s: the limit of every wait in our groups.
+
+    Raises:
+        ConfigError: variables of the environment contradict each other or the default group, ``mesh`` has several
+            dimensions, or the group's backend does not know the device. Nothing has been started then.
+        UsageError: this rank is not in the group or mesh that was given.
+        UnsupportedError: this torch has no distributed package.
+        RankError: the other ranks do not come.
+    """
+    launch = read_launch(os.environ)
+    if not dist.is_available():
+        if launch is not None or group is not None or mesh is not None:
+            raise UnsupportedError("this build of torch has no torch.distributed: install one that has, or train alone")
+        return None
+    if group is not None and mesh is not None:
+        raise ConfigError("group= and mesh= both say which ranks train this model: give one of them")
+    if mesh is not None:
+        group = _group_of(mesh)
+    if group is not None:
+        _check_membership(group)
+    elif dist.is_initialized():
+        _check_launch(launch)
+        group = dist.group.WORLD
+    elif launch is not None:
+        _start_default_group(device, launch)
+        group = dist.group.WORLD
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    _check_backend(group, device)
+    return RankGroup(group, device, launch, timeout_s)
+
+
+def _group_of(mesh: Any) -> dist.ProcessGroup:
+    if not isinstance(mesh, dist.DeviceMesh):
+        raise ConfigError(f"mesh= takes a torch.distributed DeviceMesh, not {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        one = f"mesh[{names[0]!r}]" if names else "one that was made with mesh_dim_names, by a name"
+        raise ConfigError(
+            f"mesh= has {mesh.ndim} dimensions{f' {names}' if names else ''}; a model is partitioned over one. Give "
+            f"the dimension of its data-parallel ranks, for example {one}"
+        )
+    if mesh.get_coordinate() is None:
+        raise UsageError(
+            f"rank {dist.get_rank()} is not in the mesh that was given (ranks {mesh.mesh.flatten().tolist()}): only "
+            "the ranks of a mesh build the model that is partitioned over it"
+        )
+    group: dist.ProcessGroup = mesh.get_group()
+    return group
+
+
+def _check_membership(group: Any) -> None:
+    if not dist.is_initialized():
+        raise UsageError("group= or mesh= was given, but torch.distributed has not been started, or has been ended")
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError(
+            f"rank {dist.get_rank()} is not in the group that was given: only the ranks of a group build the model "
+            "that is partitioned over it"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(f"group= takes a torch.distributed process group, not {type(group).__name__}")
+
+
+def _check_launch(launch: Launch | None) -> None:
+    """The default group that the program has started is the one that its launcher means."""
+    found = dist.get_rank(), dist.get_world_size()
+    if launch is not None and (launch.rank, launch.world_size) != found:
+        raise ConfigError(
+            f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} in the environment, but the default process group "
+            f"has this process as rank {found[0]} of {found[1]}. Give group=torch.distributed.group.WORLD where that "
+            "is meant, or let init_process_group read the environment (init_method='env://')"
+        )
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend of each type of device."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(",") if pair)
+    return {device: backend for device, _, backend in pairs}
+
+
+def _check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
+    backends = _backends(group)
+    if device.type not in backends:
+        known = ", ".join(f"{backend} for {kind}" for kind, backend in backends.items())
+        wanted = DEVICE_BACKENDS.get(device.type, device.type)
+        raise ConfigError(
+            f"the process group has no backend for tensors on {device.type} (it has {known}), where this model "
+            f"computes. Start it with init_process_group({wanted!r}), or let deepoffload start it"
+        )
+
+
+def _start_default_group(device: torch.device, launch: Launch) -> None:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={launch.world_size} in the environment, but no {' and no '.join(missing)}: where do the ranks "
+            "meet? Start them with torchrun, or call torch.distributed.init_process_group before"
+        )
+    backend = DEVICE_BACKENDS.get(device.type) or dist.get_default_backend_for_device(device)
+    where = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size)
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {launch.rank} has not met the {launch.world_size - 1} other ranks at {where}: {first_line(error)}"
+        ) from error
+    atexit.register(_end_default_group)
+
+
+def _end_default_group() -> None:
+    """At the end of a process whose default group we have started: torch warns about groups that are left."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
