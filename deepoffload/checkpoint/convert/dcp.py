@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepoffload.checkpoint.convert.archive import ByteSource
 from deepoffload.checkpoint.convert.deepspeed_files import STEP, kind_of_arrays, listing, number, tensor
 from deepoffload.checkpoint.convert.pickle_reader import Record, read_pickle
 from deepoffload.checkpoint.convert.plain import PlainValues
 from deepoffload.checkpoint.convert.tensors import Values, in_fp32
-from deepoffload.checkpoint.convert.torch_reader import NAMED_DTYPES, PICKLE_BYTES_MAX, ByteSource, TorchFile
+from deepoffload.checkpoint.convert.torch_reader import NAMED_DTYPES, PICKLE_BYTES_MAX, TorchFile
 from deepoffload.checkpoint.convert.training_run import GroupOfParams, TrainingRun
 from deepoffload.errors import UnsupportedError, UsageError
 
@@ -181,7 +182,7 @@ class _Items:
             raise UsageError(f"{self.directory}: {shown} cannot be a file of it")
         if type(offset) is not int or type(length) is not int:
             raise UsageError(f"{self.directory}: {METADATA} does not say where {name[:80]} lies")
-        return TorchFile(ByteSource(os.path.join(self.directory, path)).part(offset, length))
+        return TorchFile(ByteSource(os.path.join(self.directory, path)).part(offset, length), name)
 
 
 def _dims(value: Any, name: str) -> tuple[int, ...]:
@@ -224,7 +225,7 @@ def read_dcp(directories: Sequence[str]) -> TrainingRun:
         else:
             value = tensors[name].read(0, 1).item() if name in tensors else values[name]()
             small.setdefault(param, {})[key] = notes.of(value, name)
-    groups = _groups(values, notes, [*weights])
+    groups = _groups(values, notes, [*weights], directories[0])
     _check_names(groups, weights, arrays, directories[0])
     steps = [int(number(state[STEP], "step")) for state in small.values() if STEP in state]
     others = {name: notes.of(values[name](), name) for name in values if not name.startswith((_MODEL, _OPTIMIZER))}
@@ -245,7 +246,16 @@ def _reader(storage: _Items, name: str) -> Callable[[], Any]:
     return lambda: storage.value(name)
 
 
-def _groups(values: Mapping[str, Callable[[], Any]], notes: PlainValues, weights: Sequence[str]) -> list[GroupOfParams]:
+_NUMBERED = (
+    "{} has the optimizer's state by numbers of parameters, as optimizer.state_dict() gives it, and not by their "
+    "names: save it again with what torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) gives, "
+    "or get_optimizer_state_dict(model, optimizer) for the optimizer alone"
+)
+
+
+def _groups(
+    values: Mapping[str, Callable[[], Any]], notes: PlainValues, weights: Sequence[str], where: str
+) -> list[GroupOfParams]:
     by_key: dict[str, dict[str, Any]] = {}
     for name in values:
         if name.startswith(_GROUPS):
@@ -256,6 +266,8 @@ def _groups(values: Mapping[str, Callable[[], Any]], notes: PlainValues, weights
         for owner in sorted(by_key, key=int):
             settings = by_key[owner]
             names = listing(settings.pop("params", []), f"the parameters of group {owner}")
+            if any(type(name) is int for name in names):
+                raise UsageError(_NUMBERED.format(where))
             groups.append(GroupOfParams(settings, [name for name in names if isinstance(name, str)]))
         return groups
     alike: dict[str, GroupOfParams] = {}  # settings by parameter, as get_state_dict flattens them
@@ -270,5 +282,7 @@ def _check_names(
 ) -> None:
     named = {name for group in groups for name in group.names}
     strange = sorted((named | arrays.keys()) - weights.keys()) or sorted(arrays.keys() - named)
+    if strange and all(name.isdecimal() for name in strange):
+        raise UsageError(_NUMBERED.format(where))
     if strange:
         raise UsageError(f"{where} has optimizer state of {', '.join(strange[:5])}, which is no parameter of a group")

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deepoffload.checkpoint.convert.archive import ByteSource
 from deepoffload.checkpoint.convert.pickle_reader import Record
 from deepoffload.checkpoint.convert.plain import PlainValues
 from deepoffload.checkpoint.convert.tensors import Values
-from deepoffload.checkpoint.convert.torch_reader import ByteSource, TorchFile, TorchTensor
+from deepoffload.checkpoint.convert.torch_reader import TorchFile, TorchTensor
 from deepoffload.errors import UnsupportedError, UsageError
 
 LATEST = "latest"

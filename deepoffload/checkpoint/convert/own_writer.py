@@ -58,8 +58,8 @@ def write_own(run: TrainingRun, directory: str, tag: str | None, progress: Calla
     extra = [PlannedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     values_of_training: dict[str, Values] = {name: Held(tensor) for name, tensor in tensors.items()}
     planned = [*weight_files, *in_shards(arrays, SHARD_BYTES)]
-    prepare(target, sum(file.nbytes for file in planned) + len(text) + SMALL_FILES_BYTES, "converting")
-    with staging(target) as holder:
+    made = prepare(target, sum(file.nbytes for file in planned) + len(text) + SMALL_FILES_BYTES, "converting")
+    with staging(target, made) as holder:
         staged = os.path.join(holder, "new")
         try:
             os.mkdir(staged)

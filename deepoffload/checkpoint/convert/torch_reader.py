@@ -1,40 +1,26 @@
 """Reads what ``torch.save`` has written, tensor by tensor, with :mod:`pickle_reader`: nothing in the file is run.
 
-The file is a ZIP archive without compression: ``data.pkl`` describes the value, and each storage is a record. The
-places of the records are taken from the archive's directory, and every length is compared with the file's before
-anything is allocated.
+The file is a ZIP archive without compression: ``data.pkl`` describes the value, and each storage is a record.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-import os
-import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepoffload.checkpoint.convert.archive import Archive, ByteSource, Record, damaged, is_intact
 from deepoffload.checkpoint.convert.pickle_reader import Name, read_pickle
 from deepoffload.checkpoint.convert.tensors import bytes_of
 from deepoffload.checkpoint.expressions import slabs
-from deepoffload.checkpoint.manifest import open_plain
-from deepoffload.errors import IoFailure, UsageError
+from deepoffload.errors import UsageError
 
 PICKLE_BYTES_MAX = 32 << 20
-_DIRECTORY_BYTES_MAX = 24 << 20
-_RECORDS_MAX = 200_000
 _DIMS_MAX = 64
-_TAIL_BYTES = (1 << 16) + 22
-_END = b"PK\x05\x06"
-_END_64 = b"PK\x06\x06"
-_LOCAL = b"PK\x03\x04"
-_ENTRY = b"PK\x01\x02"
-_FULL = 0xFFFFFFFF
 
 STORAGE_DTYPES: Mapping[str, torch.dtype] = {
     "DoubleStorage": torch.float64,
@@ -58,84 +44,36 @@ NAMED_DTYPES: Mapping[tuple[str, str], torch.dtype] = {
 }
 
 
-class ByteSource:
-    """A file, or a part of one. It is open only while it is read: there may be thousands of them.
+class StoredStorage:
+    """The record of a storage.
 
-    Raises:
-        UsageError: it is missing, a link, or no ordinary file.
+    Args:
+        entry: its name in the archive. begin: where its bytes begin. of: what the archive is of.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.begin = 0
-        with self._opened() as descriptor:
-            self._identity = _identity(descriptor)
-        self.nbytes = self._identity[2]
+    __slots__ = ("source", "entry", "record", "begin", "dtype", "numel", "_of", "_intact")
 
-    def part(self, begin: int, nbytes: int) -> ByteSource:
-        """A part of it.
-
-        Raises:
-            UsageError: it does not lie in the file.
-        """
-        if begin < 0 or nbytes < 0 or begin + nbytes > self.nbytes:
-            raise UsageError(f"{self.path} has {self.nbytes} bytes; bytes {begin} to {begin + nbytes} are not there")
-        made = copy.copy(self)
-        made.begin, made.nbytes = self.begin + begin, nbytes
-        return made
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes that are there.
-
-        Raises:
-            UsageError: the file ends before. IoFailure: it cannot be read.
-        """
-        if offset < 0 or offset + nbytes > self.nbytes:  # before memory is taken for them
-            raise UsageError(f"{self.path} is damaged: it refers to bytes behind its end")
-        target = bytearray(nbytes)
-        self.read_into(memoryview(target), offset)
-        return bytes(target)
+    def __init__(self, source: ByteSource, entry: str, record: Record, begin: int, dtype: torch.dtype, of: str) -> None:
+        self.source = source
+        self.entry = entry
+        self.record = record
+        self.begin = begin
+        self.dtype = dtype
+        self.numel = record.nbytes // dtype.itemsize
+        self._of = of
+        self._intact = False
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill memory with the bytes from ``offset`` on; raises as :meth:`read`."""
-        if offset < 0 or offset + len(target) > self.nbytes:
-            raise UsageError(f"{self.path} is damaged: it refers to bytes behind its end")
-        at = self.begin + offset
-        with self._opened() as descriptor:
-            if _identity(descriptor) != self._identity:
-                raise UsageError(f"{self.path} was changed while it was read; start again")
-            while target:
-                try:
-                    count = os.preadv(descriptor, [target], at)
-                except OSError as error:
-                    remedy = "Copy the file to another disk if it can be read there"
-                    raise IoFailure("reading", error.errno or 0, self.path, at, len(target), remedy) from error
-                if not count:
-                    raise UsageError(f"{self.path} became shorter while it was read")
-                target, at = target[count:], at + count
+        """Fill memory with the bytes from ``offset`` on. The first call compares the checksum of all of them.
 
-    @contextmanager
-    def _opened(self) -> Iterator[int]:
-        descriptor = open_plain(self.path)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-
-def _identity(descriptor: int) -> tuple[int, int, int, int]:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-@dataclass(frozen=True)
-class StoredStorage:
-    """The record of a storage."""
-
-    source: ByteSource
-    begin: int
-    dtype: torch.dtype
-    numel: int
+        Raises:
+            UsageError: the checksum is wrong, or the file has changed. IoFailure: it cannot be read.
+        """
+        if not self._intact:
+            if not is_intact(self.source, self.begin, self.record):
+                raise damaged(self.source, self.entry, self._of + _tensor_in(self.source, self.entry))
+            self._intact = True
+        self.source.read_into(target, self.begin + offset)
 
 
 @dataclass(frozen=True)
@@ -166,12 +104,15 @@ class TorchTensor:
     def _flat(self, start: int, numel: int) -> Tensor:
         values = torch.empty(numel, dtype=self.dtype, device="cpu")
         if numel:
-            self.storage.source.read_into(bytes_of(values), self.storage.begin + start * self.dtype.itemsize)
+            self.storage.read_into(bytes_of(values), start * self.dtype.itemsize)
         return values
 
 
 class TorchFile:
     """An open file of ``torch.save``.
+
+    Args:
+        of: what the file is of, where its value is a part of something; for errors.
 
     Attributes:
         value: what was saved, with a :class:`TorchTensor` for each tensor and a record for every unknown object.
@@ -180,19 +121,19 @@ class TorchFile:
         UsageError: it is no such file, is damaged, or is too large in what is no tensor.
     """
 
-    def __init__(self, source: ByteSource) -> None:
+    def __init__(self, source: ByteSource, of: str = "") -> None:
         self.source = source
-        records = _records(source)
-        pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
+        self._of = of
+        self._archive = Archive(source)
+        pickles = [name for name in self._archive.records if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise UsageError(f"{source.path} has no data.pkl: it is no file of torch.save")
         self._root = pickles[0].removesuffix("data.pkl")
-        self._records = records
-        self._places: dict[str, int] = {}
-        order = self._small("byteorder", 16) if f"{self._root}byteorder" in records else b"little"
+        order_name = f"{self._root}byteorder"
+        order = self._archive.read(order_name, 16) if order_name in self._archive.records else b"little"
         if order != b"little":
             raise UsageError(f"{source.path} was written on a machine with another byte order; save it again there")
-        data = self._small("data.pkl", PICKLE_BYTES_MAX)
+        data = self._archive.read(pickles[0], PICKLE_BYTES_MAX)
         self._storages: dict[str, StoredStorage] = {}
         builders = {
             ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
@@ -205,20 +146,6 @@ class TorchFile:
         }
         self.value = read_pickle(data, source.path, builders, dict(NAMED_DTYPES), self._storage)
 
-    def _small(self, name: str, limit_bytes: int) -> bytes:
-        begin, nbytes = self._records[self._root + name]
-        if nbytes > limit_bytes:
-            raise UsageError(f"{self.source.path}: {name} has {nbytes} bytes; at most {limit_bytes} are read")
-        return self.source.read(self._data_begin(begin), nbytes)
-
-    def _data_begin(self, header: int) -> int:
-        """Where the bytes of a record begin: behind its header, whose length the header says."""
-        data = self.source.read(header, 30)
-        if data[:4] != _LOCAL:
-            raise UsageError(f"{self.source.path} is damaged: a record of it has no header")
-        name_bytes, extra_bytes = struct.unpack_from("<HH", data, 26)
-        return int(header + 30 + name_bytes + extra_bytes)
-
     def _storage(self, identity: Any) -> StoredStorage:
         kind, storage_type, key, _, numel = identity
         if kind != "storage" or type(storage_type) is not Name or storage_type.name not in STORAGE_DTYPES:
@@ -227,13 +154,14 @@ class TorchFile:
             raise ValueError("a storage without a key")
         dtype = STORAGE_DTYPES[storage_type.name]
         if key not in self._storages:
-            begin, nbytes = self._records[f"{self._root}data/{key}"]
-            if nbytes < numel * dtype.itemsize:
-                raise ValueError(f"a storage of {numel} elements in {nbytes} bytes")
-            place = self._data_begin(begin)
-            if place + nbytes > self.source.nbytes:
+            entry = f"{self._root}data/{key}"
+            record = self._archive.records[entry]
+            if record.nbytes < numel * dtype.itemsize:
+                raise ValueError(f"a storage of {numel} elements in {record.nbytes} bytes")
+            begin = self._archive.begin(entry)
+            if begin + record.nbytes > self.source.nbytes:
                 raise ValueError("a storage behind the end of the file")
-            self._storages[key] = StoredStorage(self.source, place, dtype, nbytes // dtype.itemsize)
+            self._storages[key] = StoredStorage(self.source, entry, record, begin, dtype, self._of)
         return self._storages[key]
 
     def _tensor(self, args: Any) -> TorchTensor:
@@ -266,72 +194,22 @@ def _checked_tensor(storage: Any, dtype: Any, offset: Any, shape: Any, stride: A
     return TorchTensor(storage, dtype, shape, stride, offset)
 
 
-# -- the archive -----------------------------------------------------------------------------------------------------
+def _tensor_in(source: ByteSource, entry: str) -> str:
+    """The keys that lead to the first tensor of an entry, from the value of the file; "" where it is the value."""
+    todo: list[tuple[Any, str]] = [(TorchFile(source).value, "")]
+    seen: set[int] = set()
+    while todo:
+        value, name = todo.pop()
+        if id(value) in seen:
+            continue
+        if isinstance(value, TorchTensor) and value.storage.entry == entry:
+            return name
+        if isinstance(value, (dict, list, tuple)):
+            seen.add(id(value))
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            below = [(item, f"{name}[{key!r}]"[:1000]) for key, item in items if isinstance(item, _HOLDERS)]
+            todo += reversed(below)
+    return ""
 
 
-def _records(source: ByteSource) -> dict[str, tuple[int, int]]:
-    """Where the header of each record begins, and how many bytes the record has."""
-    begin, nbytes, count = _directory(source)
-    if nbytes > _DIRECTORY_BYTES_MAX or count > _RECORDS_MAX:
-        raise UsageError(f"{source.path} has {count} records; at most {_RECORDS_MAX} are read")
-    data = source.read(begin, nbytes)
-    found: dict[str, tuple[int, int]] = {}
-    at = 0
-    try:
-        for _ in range(count):
-            if data[at : at + 4] != _ENTRY:
-                raise ValueError("an entry of its directory is none")
-            method, packed, size, name_bytes, extra_bytes, comment_bytes, header = struct.unpack_from(
-                "<10xH8xIIHHH8xI", data, at
-            )
-            name = data[at + 46 : at + 46 + name_bytes].decode()
-            extra = data[at + 46 + name_bytes : at + 46 + name_bytes + extra_bytes]
-            size, packed, header = _wide(extra, size, packed, header)
-            if method != 0 or packed != size:
-                raise ValueError("a record is compressed")
-            if name in found or header + size > source.nbytes:
-                raise ValueError(f"the record {name[:80]!r} is there twice, or ends behind the file")
-            found[name] = (header, size)
-            at += 46 + name_bytes + extra_bytes + comment_bytes
-    except (struct.error, ValueError) as error:
-        raise UsageError(f"{source.path} is damaged, or no file of torch.save ({error})") from None
-    return found
-
-
-def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """The numbers that do not fit into 32 bits."""
-    at = 0
-    while at + 4 <= len(extra):
-        tag, length = struct.unpack_from("<HH", extra, at)
-        if tag == 1:
-            wide = at + 4
-            if size == _FULL:
-                (size,), wide = struct.unpack_from("<Q", extra, wide), wide + 8
-            if packed == _FULL:
-                (packed,), wide = struct.unpack_from("<Q", extra, wide), wide + 8
-            if header == _FULL:
-                (header,) = struct.unpack_from("<Q", extra, wide)
-            break
-        at += 4 + length
-    return size, packed, header
-
-
-def _directory(source: ByteSource) -> tuple[int, int, int]:
-    """Where the archive's directory begins, its bytes, and how many entries it has."""
-    tail_bytes = min(source.nbytes, _TAIL_BYTES)
-    tail = source.read(source.nbytes - tail_bytes, tail_bytes)
-    at = tail.rfind(_END)
-    if at < 0 or len(tail) - at < 22:
-        old = source.nbytes > 2 and source.read(0, 2) == b"\x80\x02"
-        hint = ": it has torch's format from before version 1.6; load it there and save it again" if old else ""
-        raise UsageError(f"{source.path} is no file of torch.save{hint or ', or was cut off'}")
-    count, nbytes, begin = struct.unpack_from("<HII", tail, at + 10)
-    if count == 0xFFFF or nbytes == _FULL or begin == _FULL:
-        if at < 20:
-            raise UsageError(f"{source.path} is damaged: its directory is missing")
-        (end_64,) = struct.unpack_from("<Q", tail, at - 20 + 8)
-        data = source.read(end_64, 56)
-        if data[:4] != _END_64:
-            raise UsageError(f"{source.path} is damaged: its directory is missing")
-        count, nbytes, begin = struct.unpack_from("<QQQ", data, 32)
-    return begin, nbytes, count
+_HOLDERS = (dict, list, tuple, TorchTensor)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from deepoffload.checkpoint.block_writer import write_small_file
+from deepoffload.checkpoint.convert.archive import ByteSource
 from deepoffload.checkpoint.convert.deepspeed_files import (
     LATEST_UNIVERSAL,
     OWN_KEYS,
@@ -40,7 +41,7 @@ from deepoffload.checkpoint.convert.deepspeed_files import (
 from deepoffload.checkpoint.convert.group_settings import for_deepspeed
 from deepoffload.checkpoint.convert.output import new_folder
 from deepoffload.checkpoint.convert.tensors import Computed, Reshaped, Values, in_fp32, nbytes_of
-from deepoffload.checkpoint.convert.torch_reader import ByteSource, TorchFile
+from deepoffload.checkpoint.convert.torch_reader import TorchFile
 from deepoffload.checkpoint.convert.torch_writer import Streamed, write_torch_file
 from deepoffload.checkpoint.convert.training_run import ADAM, GroupOfParams, TrainingRun
 from deepoffload.checkpoint.convert.zero import frozen_parts

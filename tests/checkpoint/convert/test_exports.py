@@ -284,6 +284,38 @@ def test_show_and_verify(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "no checkpoints" in capsys.readouterr().err
 
 
+def numbered(model: nn.Module, optimizer: Any) -> Any:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def numbered_alone(model: nn.Module, optimizer: Any) -> Any:
+    """Without the settings of the groups."""
+    return {"model": model.state_dict(), "optimizer": {"state": optimizer.state_dict()["state"]}}
+
+
+@pytest.mark.parametrize("make", [numbered, numbered_alone])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_distributed_checkpoints_with_numbers_of_parameters(
+    kind: Any, make: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = gpt()
+    optimizer = kind(model.parameters(), lr=0.1)
+    steps(model, optimizer, 0)
+    state = make(model, optimizer)
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    arguments = ["from-dcp", str(tmp_path / "theirs"), str(tmp_path / "out")]
+    if make is numbered_alone and kind is torch.optim.SGD:
+        assert command(arguments) == 0  # without a momentum it has no state
+        return
+    assert command(arguments) == 1
+    said = capsys.readouterr().err
+    assert "by numbers of parameters" in said and "get_state_dict(model, optimizer)" in said
+    assert "get_optimizer_state_dict" in said and not (tmp_path / "out").exists()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / "named")
+    assert command(["from-dcp", str(tmp_path / "named"), str(tmp_path / "out")]) == 0
+
+
 def test_an_optimizer_that_the_format_does_not_have(
     paged: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
