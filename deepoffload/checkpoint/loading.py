@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from deepoffload.checkpoint.arguments import check_switches
+from deepoffload.checkpoint.optimizer_matching import MatchedOptimizer, match_optimizer
 from deepoffload.checkpoint.source import StoredTensor, TrainingSource
 from deepoffload.checkpoint.state_files import memory_order
 from deepoffload.checkpoint.state_loading import PieceLoader, split_master
 from deepoffload.checkpoint.stored_param import LEADS, StoredParam
-from deepoffload.checkpoint.values import clipped
 from deepoffload.checkpoint.weights import Target, handle_of
 from deepoffload.checkpoint.weights_loading import (
     CustomLoad,
@@ -25,18 +26,15 @@ from deepoffload.checkpoint.weights_loading import (
     listed,
     match_weights,
 )
-from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.errors import UsageError
 from deepoffload.optim.base import HostOptimizer
-from deepoffload.optim.optimizer_parts import kind_of, needs_of_pieces, restore, restored_groups
+from deepoffload.optim.optimizer_parts import needs_of_pieces, restore
 from deepoffload.optim.ordinary import layout_of
 from deepoffload.optim.rule import SCALE_SUFFIX
 from deepoffload.optim.state import MASTER_PART_KEYS
-from deepoffload.optim.state_dict import Group
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import ParamHandle
-
-WITHOUT_OPTIMIZER = "load_optimizer_states=False loads the weights alone and leaves the optimizer as it is"
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,13 @@ class Wanted:
     custom_load: CustomLoad | None = None
 
     def __post_init__(self) -> None:
-        """Raises UsageError: ``custom_load`` cannot be called as it will be."""
+        """Raises UsageError: a switch is neither True nor False, or ``custom_load`` cannot be called as it will be."""
+        check_switches(
+            load_module_strict=self.strict,
+            load_optimizer_states=self.optimizer,
+            load_lr_scheduler_states=self.schedule,
+            load_module_only=self.weights_only,
+        )
         if self.custom_load is None:
             return
         try:
@@ -82,8 +86,7 @@ class Loading:
 
     Attributes:
         stored: what the checkpoint has of each parameter, by ``id``.
-        groups: the optimizer's with the settings of the checkpoint; None: the optimizer stays as it is.
-        small: the rest of the optimizer's state, by parameter.
+        state: what goes into the optimizer.
     """
 
     source: TrainingSource
@@ -91,8 +94,7 @@ class Loading:
     params: Mapping[str, nn.Parameter]
     stored: Mapping[int, StoredParam]
     optimizer: torch.optim.Optimizer | None
-    groups: list[Group] | None
-    small: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    state: MatchedOptimizer
 
     def apply(self, pagers: Sequence[Pager]) -> None:
         """Put weights, masters and optimizer state in.
@@ -105,11 +107,12 @@ class Loading:
         with outside_user_modes(), torch.no_grad():
             if isinstance(self.weights, WeightLoader):
                 self.weights.load(self.source.reader, self._is_corrected)
-            if self.optimizer is not None and self.groups is not None:
-                restore(self.optimizer, self.groups, self._in_memory())
+            self._correct_ordinary()
+            if self.optimizer is not None and self.state.groups is not None:
+                kept = [self.params[name] for name in self.state.kept]
+                restore(self.optimizer, self.state.groups, self._in_memory(self.optimizer), kept)
             for pager in pagers:
                 self._load_pieces(pager)
-            self._correct_ordinary()
 
     def _is_corrected(self, target: Target) -> bool:
         """Whether a weight becomes what its master gives, so that the stored weight need not be put in first."""
@@ -123,19 +126,20 @@ class Loading:
             handle = handle_of(param)
             if handle is not None and handle.pager is pager and id(param) in self.stored:
                 stored[handle] = self.stored[id(param)]
-        ours = self.optimizer if isinstance(self.optimizer, HostOptimizer) and self.groups is not None else None
+        ours = self.optimizer if isinstance(self.optimizer, HostOptimizer) and self.state.groups is not None else None
         needs = {} if ours is None else needs_of_pieces(ours, ours.param_groups)
         PieceLoader(pager, stored, needs, ours).load(self.source.reader)
 
-    def _in_memory(self) -> dict[Tensor, dict[str, Any]]:
+    def _in_memory(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's state of each parameter, without what goes into pieces."""
-        ours = isinstance(self.optimizer, HostOptimizer)
+        ours = isinstance(optimizer, HostOptimizer)
         names = {id(param): name for name, param in self.params.items()}
         found: dict[Tensor, dict[str, Any]] = {}
-        for group in self.groups or ():
+        for group in self.state.groups or ():
             for param in group["params"]:
                 name = names[id(param)]
-                state = dict(self.small.get(name, {}))
+                kept = optimizer.state.get(param, {}) if name in self.state.kept else {}
+                state = dict(kept or self.state.small.get(name, {}))
                 stored = self.stored.get(id(param))
                 if stored is not None and not (ours and handle_of(param) is not None):
                     state.update(_ordinary_state(param, stored, ours=ours))
@@ -201,11 +205,12 @@ def match(
         keys |= {key for full in source.arrays if (key := full.rpartition(".")[2]) not in LEADS}
     params = dict(module.named_parameters())
     gather = partial(gathered, module, stored=source.weights, hub_names=hub_names, left_out=left_out)
-    by_param = _by_param(source, saved, keys, params, gather, with_optimizer=wanted.with_optimizer)
-    if not wanted.with_optimizer:
-        return Loading(source, weights, params, by_param, optimizer, None)
-    groups, small = _match_optimizer(source, optimizer, params, by_param)
-    return Loading(source, weights, params, by_param, optimizer, groups, small)
+    all_known = wanted.with_optimizer and wanted.strict
+    by_param = _by_param(source, saved, keys, params, gather, all_known=all_known)
+    state = MatchedOptimizer()
+    if wanted.with_optimizer:
+        state = match_optimizer(source, optimizer, params, by_param, strict=wanted.strict)
+    return Loading(source, weights, params, by_param, optimizer, state)
 
 
 def _how_named(source: TrainingSource) -> tuple[bool, frozenset[str]]:
@@ -224,17 +229,23 @@ def _by_param(
     params: Mapping[str, nn.Parameter],
     gather: Callable[[Tensor], Tensor | None],
     *,
-    with_optimizer: bool,
+    all_known: bool,
 ) -> dict[int, StoredParam]:
+    """What the checkpoint has of each parameter.
+
+    Args:
+        all_known: optimizer state of what is no parameter of the model is an error.
+    """
     arrays: dict[str, dict[str, StoredTensor]] = {}
     for full, array in source.arrays.items():
         name, _, key = full.rpartition(".")
         if key in keys:
             arrays.setdefault(name, {})[key] = array
     unknown = sorted(arrays.keys() - params.keys())
-    if unknown and with_optimizer:
+    if unknown and all_known:
         raise UsageError(
-            f"the checkpoint is of another model: {listed('it has optimizer state of', unknown)}{WITHOUT_OPTIMIZER}"
+            f"the checkpoint is of another model: {listed('it has optimizer state of', unknown)}"
+            "load_module_strict=False leaves that out"
         )
     found = {}
     for name, param in params.items():
@@ -267,83 +278,3 @@ def _how_saved(weights: WeightLoader) -> dict[int, _Saved]:
             whole = tensor if len(parts) == 1 and same and part.stop - part.start == base.numel() else None
             found[id(target)] = _Saved(tensor.dtype, whole)
     return found
-
-
-def _match_optimizer(
-    source: TrainingSource,
-    optimizer: torch.optim.Optimizer | None,
-    params: Mapping[str, nn.Parameter],
-    by_param: Mapping[int, StoredParam],
-) -> tuple[list[Group] | None, dict[str, dict[str, Any]]]:
-    saved = source.training.get("optimizer")
-    if saved is None and optimizer is None:
-        return None, {}
-    if saved is None or optimizer is None:
-        which = "the checkpoint has no optimizer" if saved is None else "there is no optimizer to load into"
-        raise UsageError(f"{which}; {WITHOUT_OPTIMIZER}")
-    try:
-        kind, settings, names, small = saved["kind"], saved["groups"], saved["params"], saved["states"]
-        known = {id(param): name for name, param in params.items()}
-        own = [[known.get(id(param), "") for param in group["params"]] for group in optimizer.param_groups]
-        if kind != kind_of(optimizer):
-            raise UsageError(
-                f"the checkpoint has the state of another optimizer: {clipped(str(kind))}, and this is "
-                f"{type(optimizer).__name__} ({kind_of(optimizer)}); {WITHOUT_OPTIMIZER}"
-            )
-        if len(settings) != len(own) or len(names) != len(own):
-            raise UsageError(
-                f"the checkpoint has {len(settings)} parameter groups, the optimizer {len(own)}; {WITHOUT_OPTIMIZER}"
-            )
-        _match_groups(names, own)
-        try:
-            groups = restored_groups(optimizer, settings)
-        except (ValueError, UnsupportedError) as error:
-            raise UsageError(
-                f"the optimizer cannot have the settings of the checkpoint: {clipped(str(error))}"
-            ) from error
-        if isinstance(optimizer, HostOptimizer):
-            _match_arrays(optimizer, groups, small, by_param)
-        states = {name: _checked_state(state) for name, state in small.items()}
-    except UsageError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise UsageError(
-            f"{source.folder} is damaged: it does not describe its optimizer ({clipped(repr(error))})"
-        ) from error
-    return groups, states
-
-
-def _checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    found = {str(key): value for key, value in state.items()}
-    if "step" in found:
-        float(found["step"])
-    return found
-
-
-def _match_groups(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> None:
-    for index, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
-        lacking, more = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
-        if lacking or more:
-            raise UsageError(
-                f"parameter group {index} is another one than the checkpoint's: "
-                f"{listed('the checkpoint lacks', lacking)}{listed('it also has', more)}{WITHOUT_OPTIMIZER}"
-            )
-
-
-def _match_arrays(
-    optimizer: HostOptimizer,
-    groups: list[Group],
-    small: Mapping[str, Mapping[str, Any]],
-    by_param: Mapping[int, StoredParam],
-) -> None:
-    """Parameters that have made steps have every array that the optimizer needs."""
-    lacking = []
-    for handle, (arrays, _) in needs_of_pieces(optimizer, groups).items():
-        stored = by_param.get(id(handle.tensor))
-        if stored is None or not (stored.keys or "step" in small.get(stored.name, {})):
-            continue
-        lacking += [f"{stored.name}.{key}" for key in arrays if key not in stored.arrays]
-    if lacking:
-        raise UsageError(
-            f"the checkpoint has no state of this optimizer: {listed('it lacks', lacking)}{WITHOUT_OPTIMIZER}"
-        )

@@ -422,6 +422,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self._start()
         self.state = defaultdict(dict, self.state)
         self._held.move_into_pieces(self)
+        for param, _ in self._each():
+            if handle_of(param) is None and "remainder" in self.state.get(param, {}):
+                self._ordinary.was_loaded(param)
 
 
 # Dynamo cannot follow these. It cuts a compiled training step at each of them.

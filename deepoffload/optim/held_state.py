@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -12,15 +11,13 @@ from torch import Tensor
 
 from deepoffload.errors import UsageError
 from deepoffload.optim.handles import gradients_of, handle_of
-from deepoffload.optim.ordinary import OrdinaryUpdate, is_stored_otherwise, plain_state
+from deepoffload.optim.ordinary import OrdinaryUpdate, is_stored_otherwise, plain_state, warn_of_lost_masters
 from deepoffload.optim.paged_state import write_state
 from deepoffload.optim.rule import SCALE_SUFFIX, Rule, step_count
 from deepoffload.optim.state import MASTER_PART_KEYS
 from deepoffload.optim.state_values import entry_value, paged_values, ready_value
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
-
-log = logging.getLogger("deepoffload")
 
 Group = dict[str, Any]
 
@@ -56,6 +53,10 @@ class HeldState:
     def __contains__(self, handle: ParamHandle) -> bool:
         """Whether it held the state of this parameter at any time."""
         return handle in self._held
+
+    def holds(self, handle: ParamHandle) -> bool:
+        """Whether the pieces hold its state of this parameter now."""
+        return handle in self._held and handle.state_owner is self._token
 
     def take(self, handle: ParamHandle) -> None:
         """From now on the pieces hold the state of this optimizer."""
@@ -143,15 +144,8 @@ class HeldState:
     def warn_of_lost_masters(self) -> None:
         """Say so, at the first step, when weights were written after their masters were loaded."""
         if self._loaded_masters:
-            lost = [handle.name for handle in self._loaded_masters if handle.master_stale]
+            warn_of_lost_masters([handle.name for handle in self._loaded_masters if handle.master_stale])
             self._loaded_masters.clear()
-            if lost:
-                log.warning(
-                    "the weights of %d parameters (%s, ...) were written after load_state_dict() of their optimizer: "
-                    "their fp32 masters begin at the rounded weights; load the weights first, then the optimizer",
-                    len(lost),
-                    min(lost),
-                )
 
 
 def _shown(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,10 +62,7 @@ def take_apart(optimizer: torch.optim.Optimizer) -> OptimizerParts:
     if isinstance(optimizer, HostOptimizer):
         optimizer._held.move_into_pieces(optimizer)
         _follow_weights(optimizer)
-        groups = [_settings(optimizer._export_group(group)) for group in optimizer.param_groups]
-    else:
-        groups = [_settings(group) for group in optimizer.param_groups]
-    parts = OptimizerParts(kind_of(optimizer), groups, params)
+    parts = OptimizerParts(kind_of(optimizer), own_settings(optimizer), params)
     known = {id(param) for group in params for param in group}
     for key, state in optimizer.state.items():
         if not isinstance(key, Tensor):
@@ -98,6 +95,13 @@ def _arrays_in_pieces(optimizer: HostOptimizer) -> Iterator[tuple[ParamHandle, M
 def now_in_pieces(optimizer: HostOptimizer, handle: ParamHandle) -> None:
     """The pieces hold this optimizer's arrays of a parameter."""
     optimizer._held.take(handle)
+
+
+def own_settings(optimizer: torch.optim.Optimizer) -> list[Group]:
+    """Settings of the groups as ``state_dict()`` shows them, without parameters."""
+    if isinstance(optimizer, HostOptimizer):
+        return [_settings(optimizer._export_group(group)) for group in optimizer.param_groups]
+    return [_settings(group) for group in optimizer.param_groups]
 
 
 def _settings(group: Mapping[str, Any]) -> Group:
@@ -139,11 +143,26 @@ def restored_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Group]) ->
     return groups
 
 
-def restore(optimizer: torch.optim.Optimizer, groups: list[Group], in_memory: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Replace settings and what is in memory; arrays in pieces count as not there until :func:`now_in_pieces`."""
+def restore(
+    optimizer: torch.optim.Optimizer,
+    groups: list[Group],
+    in_memory: Mapping[Tensor, dict[str, Any]],
+    kept: Sequence[Tensor] = (),
+) -> None:
+    """Replace settings and what is in memory; arrays in pieces count as not there until :func:`now_in_pieces`.
+
+    Args:
+        kept: parameters whose arrays in pieces stay as they are.
+    """
     if isinstance(optimizer, HostOptimizer):
+        if kept:
+            _follow_weights(optimizer)
+        slots = [param.__dict__.get("_slot") for param in kept]
+        held = [slot for slot in slots if isinstance(slot, ParamHandle) and optimizer._held.holds(slot)]
         state: defaultdict[Any, Any] = defaultdict(dict, {param: dict(entry) for param, entry in in_memory.items()})
         optimizer.__setstate__({"state": state, "param_groups": groups})
+        for handle in held:
+            now_in_pieces(optimizer, handle)
         return
     numbers: dict[int, int] = {}
     for group in groups:

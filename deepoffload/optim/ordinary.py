@@ -4,6 +4,7 @@ Parameters on another device are copied there and back.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.io.checksums import crc32c
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import Segment, StateDType, StateLayout
 from deepoffload.optim.eight_bit import decode, encode, num_blocks, torch_dtype
@@ -21,6 +23,8 @@ from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.state_dict_values import LazyValue
 from deepoffload.params.torch_private import is_wrapper
+
+log = logging.getLogger("deepoffload")
 
 
 def check_has_bytes(param: Tensor, name: str) -> None:
@@ -74,18 +78,21 @@ class OrdinaryUpdate:
 
     A 16-bit weight has an fp32 master. For bf16 the weight is the master rounded to nearest even, and
     ``state["remainder"]`` (int16) is the difference. For fp16 it is ``state["master"]``. A weight that the program
-    changed becomes its own master again. For bf16, the tensor's version counter shows the change. Writes through
-    ``param.data`` do not move it; the remainder then stays, which is at most half a unit in the last place of the
-    weight.
+    changed becomes its own master again. For bf16, the tensor's version counter shows the change since the last step,
+    and a checksum that since the state was loaded: who loads a model after its optimizer writes every weight, with the
+    same values or with others. Writes through ``param.data`` do not move the counter; after a step the remainder then
+    stays, which is at most half a unit in the last place of the weight.
     """
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self._versions: dict[int, int] = {}
+        self._loaded: dict[int, int] = {}
+        self._lost: list[str] = []
 
-    def forget(self) -> None:
-        """The state was replaced: what it holds belongs to the weights as they are now."""
-        self._versions.clear()
+    def was_loaded(self, param: Tensor) -> None:
+        """The state of a parameter was loaded: its remainder belongs to the weight as it is now."""
+        self._loaded[id(param)] = _crc_of(param)
 
     def run(self, jobs: list[tuple[Tensor, dict[str, Any], UpdateJob]], grad_factor: float) -> None:
         """Update each parameter from its gradient times ``grad_factor``, in one native call per layout."""
@@ -94,15 +101,24 @@ class OrdinaryUpdate:
             layout = layout_of(param, job.master_weights)
             if param.numel():
                 by_layout.setdefault(layout, []).append((param, state, job))
+                self.follow_weight(param, state)
             else:
                 _init_state(param, state, layout, job)  # as torch: loading expects it
+        warn_of_lost_masters(self._lost)
+        self._lost.clear()
         for layout, chosen in by_layout.items():
             self._run_layout(layout, chosen, grad_factor)
 
     def follow_weight(self, param: Tensor, state: dict[str, Any]) -> None:
         """Make the fp32 master the exact value of a weight which the program has set since the last step."""
         if "remainder" in state:
-            if self._versions.get(id(param), param._version) != param._version:
+            if id(param) in self._loaded:
+                crc = _crc_of(param)
+                if crc != self._loaded[id(param)]:
+                    self._loaded[id(param)] = crc
+                    self._lost.append(f"one of shape {tuple(param.shape)}")
+                    state["remainder"].zero_()
+            elif self._versions.get(id(param), param._version) != param._version:
                 state["remainder"].zero_()
         elif "master" in state:
             weight = param.detach().to("cpu")
@@ -120,7 +136,6 @@ class OrdinaryUpdate:
         for param, state, job in jobs:
             if not hypers or hypers[-1] is not job.hyper:
                 hypers.append(job.hyper)
-            self.follow_weight(param, state)
             _init_state(param, state, layout, job)
             weight = param.detach()
             if not weight.is_contiguous() or weight.is_conj() or not weight.is_cpu:
@@ -151,6 +166,29 @@ class OrdinaryUpdate:
         torch.autograd.graph.increment_version(params)  # graphs that saved the old values must not go on
         if params[0].dtype is torch.bfloat16:
             self._versions.update((id(param), param._version) for param in params)
+            for param in params:
+                self._loaded.pop(id(param), None)
+
+
+def warn_of_lost_masters(lost: list[str]) -> None:
+    """Say that weights were written after their masters were loaded.
+
+    Args:
+        lost: which; nothing is said where there are none.
+    """
+    if lost:
+        log.warning(
+            "the weights of %d parameters (%s, ...) were written after load_state_dict() of their optimizer: their "
+            "fp32 masters begin at the rounded weights; load the weights first, then the optimizer",
+            len(lost),
+            min(lost),
+        )
+
+
+def _crc_of(param: Tensor) -> int:
+    """CRC-32C of a parameter's bytes."""
+    values = param.detach().to("cpu").contiguous()
+    return crc32c(values.data_ptr(), values.nbytes)
 
 
 def _init_state(param: Tensor, state: dict[str, Any], layout: StateLayout, job: UpdateJob) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -195,6 +196,53 @@ def test_grad_scaler_skips_and_scales() -> None:
             plain.grad = gradient(plain, step)
             reference.step()
     assert_same_bits(plain.detach(), param.detach())
+
+
+def edit(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.mul_(0.75)
+
+
+def edit_data(param: nn.Parameter) -> None:
+    param.data.mul_(0.75)
+
+
+def edit_nothing(param: nn.Parameter) -> None:
+    """As loading the model after the optimizer does."""
+    with torch.no_grad():
+        param.copy_(param.detach().clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("change", [edit, edit_data, edit_nothing])
+@pytest.mark.parametrize("look", [False, True])
+def test_an_edit_after_loading_is_the_new_master(
+    change: Any, dtype: torch.dtype, look: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = parameter(40, 30, dtype=dtype)
+    first = deepoffload.CPUAdamW([saved], lr=1e-2)
+    run(first, [saved], range(2))
+    state = copy.deepcopy(first.state_dict())
+    param = nn.Parameter(saved.detach().clone())
+    optimizer = deepoffload.CPUAdamW([param], lr=1e-2)
+    optimizer.load_state_dict(state)
+    change(param)
+    lead = "remainder" if dtype is torch.bfloat16 else "master"
+    if look:
+        optimizer.state_dict()
+    run(optimizer, [param], range(2, 4))
+    expected = nn.Parameter(saved.detach().clone())
+    reference = deepoffload.CPUAdamW([expected], lr=1e-2)
+    if change is not edit_nothing:
+        edit(expected)
+        own = expected.detach().float() if lead == "master" else torch.zeros_like(state["state"][0][lead])
+        state["state"][0][lead] = own
+    reference.load_state_dict(state)
+    run(reference, [expected], range(2, 4))
+    assert_same_bits([expected.detach(), reference.state[expected]], [param.detach(), optimizer.state[param]])
+    edited = change is not edit_nothing and lead == "remainder"
+    assert ("were written after load_state_dict()" in caplog.text) is edited
+    assert not edited or "one of shape (40, 30)" in caplog.text
 
 
 def test_clipping_inside_the_update() -> None:
