@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 
+from deepoffload.checkpoint.arguments import checked_timeout
 from deepoffload.checkpoint.copying import Copying
 from deepoffload.checkpoint.saving import Save
 from deepoffload.errors import ClosedError, IoTimeout
@@ -51,17 +52,19 @@ class SaveHandle:
             timeout: seconds; None: as long as it takes.
 
         Raises:
-            IoTimeout: it has not ended by then, and continues. Else what the save failed with, each time.
+            IoTimeout: it has not ended by then, and continues. UsageError: ``timeout`` is no number of seconds. Else
+            what the save failed with, each time.
         """
+        timeout_s = checked_timeout(timeout)
         if os.getpid() != self._process:
             raise ClosedError(f"saving {self.folder} is the parent process's work: a forked child cannot wait for it")
         self._copying.hurry()
-        until_s = None if timeout is None else time.monotonic() + timeout
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._ended.wait(
             _SLICE_S if until_s is None else max(0.0, min(_SLICE_S, until_s - time.monotonic()))
         ):
             if until_s is not None and time.monotonic() >= until_s:
-                raise IoTimeout(f"saving {self.folder} has not ended after {timeout:g} s; it continues")
+                raise IoTimeout(f"saving {self.folder} has not ended after {timeout_s:g} s; it continues")
         if self._copying.thread is not None:
             self._copying.thread.join()
         if self.error is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepoffload.checkpoint.arguments import check_switches
 from deepoffload.checkpoint.commits import Commits
 from deepoffload.checkpoint.guards import GradientWatch
 from deepoffload.checkpoint.loading import Wanted
@@ -85,6 +86,7 @@ class DurableRun:
 
     def commit_as(self, step: int, *, wait: bool = False, client_state: Any = None) -> None:
         """:meth:`commit` of a run that counts its steps itself."""
+        check_switches(wait=wait)
         with self._alone("commit"), torch.no_grad():
             pagers = self._ready("commit")
             commits = self._own_commits(pagers, "commit")

@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from deepoffload.checkpoint.values import clipped
 from deepoffload.errors import UsageError
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import MODULE_CALL, in_backward
@@ -107,20 +109,69 @@ def _called_modules(frame: FrameType | None) -> Iterator[int]:
         frame = frame.f_back
 
 
+class OneAtATime:
+    """Lets one call at a time save or load a state."""
+
+    def __init__(self) -> None:
+        self._free = threading.Lock()
+        self._call: tuple[str, int] = ("", 0)
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Nobody else may save or load while the context lasts.
+
+        Args:
+            what: the call that wants it, for errors.
+
+        Raises:
+            UsageError: another call has not ended.
+        """
+        if not self._free.acquire(blocking=False):
+            other, thread = self._call
+            if thread == threading.get_ident():
+                raise UsageError(
+                    f"{what} inside a {other} of the same state, from {_CALLED_BACK}: call it after that {other}"
+                )
+            raise UsageError(f"{what} while another thread saves or loads the same state: wait for that first")
+        self._call = (what, threading.get_ident())
+        try:
+            yield
+        finally:
+            self._free.release()
+
+
+_CALLED_BACK = "custom_load_fn, or from state_dict() or load_state_dict() of one of its objects"
+"""Code of the program's that a save or a load runs."""
+
+
 class HalfLoaded:
-    """Refuses forwards and steps from the moment that a load has failed on its way until one succeeds."""
+    """Refuses forwards, steps and saves from the moment that a load changes something until one has succeeded."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._module = module
         self._optimizer = optimizer
         self._hooks: list[RemovableHandle] = []
-        self.reason: str | None = None
+        self._folder = ""
+        self._thread: int | None = None
+        self._failure = ""
 
-    def begin(self, folder: str) -> None:
-        """From here on the state is of no step."""
-        self.reason = (
-            f"this model is half loaded: loading {folder} has failed on its way, or it is under way in another thread"
-        )
+    @contextmanager
+    def during(self, folder: str) -> Iterator[None]:
+        """What changes the state. While the context lasts, and when it fails, the state is of no step."""
+        self._folder, self._thread = folder, threading.get_ident()
+        self._refuse_calls()
+        try:
+            yield
+        except BaseException as error:
+            self._failure = clipped(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._thread = None
+        self._failure = ""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _refuse_calls(self) -> None:
         if self._hooks:
             return
         for module in self._module.modules():  # a part of the model may be called by itself
@@ -128,15 +179,20 @@ class HalfLoaded:
         if self._optimizer is not None:
             self._hooks.append(self._optimizer.register_step_pre_hook(self._refuse))
 
-    def end(self) -> None:
-        """The state is whole again."""
-        self.reason = None
-        while self._hooks:
-            self._hooks.pop().remove()
-
     def refuse(self) -> None:
-        if self.reason is not None:
-            raise UsageError(f"{self.reason}; load a checkpoint that is whole, or wait for the end of that load")
+        """Raise UsageError where the state is of no step, and say why."""
+        if self._thread == threading.get_ident():
+            raise UsageError(
+                f"{self._folder} is being loaded, and this call comes from inside of that load, from {_CALLED_BACK}: "
+                "make it when the load has returned"
+            )
+        if self._thread is not None:
+            raise UsageError(f"another thread is loading {self._folder} into this model: wait for the end of that load")
+        if self._failure:
+            raise UsageError(
+                f"this model is half loaded: loading {self._folder} failed on its way ({self._failure}); load a "
+                "checkpoint that is whole"
+            )
 
     def _refuse(self, *_: Any) -> None:
         self.refuse()

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import nn
 
+from deepoffload.checkpoint.arguments import check_keep_last, check_switches
 from deepoffload.checkpoint.background import SaveHandle, finish, start
 from deepoffload.checkpoint.cut import held_still
 from deepoffload.checkpoint.durable_run import DurableRun
-from deepoffload.checkpoint.guards import GradientWatch, HalfLoaded, refuse_during_calls, refuse_in_forward
+from deepoffload.checkpoint.guards import (
+    GradientWatch,
+    HalfLoaded,
+    OneAtATime,
+    refuse_during_calls,
+    refuse_in_forward,
+)
 from deepoffload.checkpoint.loading import Wanted, match
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.random_states import checked_random_states, restore_random_states
@@ -31,6 +35,9 @@ from deepoffload.params.pager import Pager
 from deepoffload.runtime.engine import Engine
 
 log = logging.getLogger("deepoffload")
+
+SCHEDULE = "scheduler"
+"""The name of the object that ``load_lr_scheduler_states`` is about."""
 
 
 class HasState(Protocol):
@@ -86,7 +93,7 @@ class TrainingState(DurableRun):
         self._check_objects()
         self._watch = GradientWatch(self._module, optimizer)
         self._half_loaded = HalfLoaded(self._module, optimizer)
-        self._busy = threading.Lock()
+        self._alone = OneAtATime().during
         self._running: SaveHandle | None = None
         self._steps_before = _steps_of(optimizer)
         self._commits = None
@@ -192,8 +199,8 @@ class TrainingState(DurableRun):
         wait: bool = True,
     ) -> SaveHandle:
         """:meth:`save` with the other arguments of ``engine.save_checkpoint``."""
-        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-            raise UsageError(f"keep_last has to be a whole number of at least 1, not {keep_last!r}")
+        check_switches(wait=wait)
+        check_keep_last(keep_last)
         step = self.step if step is None else step
         name = checked_tag(f"global_step{step}" if tag is None else tag)
         target = checked_directory(directory)
@@ -270,20 +277,19 @@ class TrainingState(DurableRun):
 
     def _take_over(self, source: TrainingSource, pagers: list[Pager], wanted: Wanted) -> LoadedCheckpoint:
         """Check everything, then put it in."""
-        skip = {"scheduler"} if not wanted.schedule else set()
+        skip = {SCHEDULE} if not wanted.schedule else set()
         others = {} if wanted.weights_only else self._matched_others(source, skip)
         loading = match(source, self._module, self._optimizer, wanted)
         random = None if wanted.weights_only else _random_states(source)
         for pager in pagers:
             pager.catch_up_all()
-        self._half_loaded.begin(source.folder)
-        self._drop_gradients()
-        loading.apply(pagers)
-        for other, saved in others.items():
-            _load_other(other, self._others[other], saved, source)
-        if random is not None:
-            restore_random_states(random, self._devices(pagers))
-        self._half_loaded.end()
+        with self._half_loaded.during(source.folder):
+            self._drop_gradients()
+            loading.apply(pagers)
+            for other, saved in others.items():
+                _load_other(other, self._others[other], saved, source)
+            if random is not None:
+                restore_random_states(random, self._devices(pagers))
         if wanted.with_optimizer:
             self._steps_before, self._watch.steps = source.step, 0
         return LoadedCheckpoint(source.folder, source.step, source.training.get("client_state"))
@@ -298,9 +304,15 @@ class TrainingState(DurableRun):
             for name in (*missing, *unknown):
                 log.warning("%s: the state of %r stays as it is: only one side has it", source.folder, name)
         elif missing or unknown:
+            only_schedule = {*missing, *unknown} == {SCHEDULE}
+            allows = (
+                "load_lr_scheduler_states=False, which leaves the schedule as it is"
+                if only_schedule
+                else "load_module_only=True for weights alone"
+            )
             raise UsageError(
                 f"the checkpoint has other objects than this TrainingState: {listed('it lacks', missing)}"
-                f"{listed('it also has', unknown)}pass the same names, or load_module_only=True for weights alone"
+                f"{listed('it also has', unknown)}pass the same names, or {allows}"
             )
         return {name: saved[name] for name in self._others if name in saved and name not in skip}
 
@@ -361,15 +373,6 @@ class TrainingState(DurableRun):
         refuse_during_calls(self._module, what, of_all_threads=also_half_loaded)
         refuse_in_forward(pagers, what)
         return pagers
-
-    @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise UsageError(f"{what} while another thread saves or loads the same state: wait for that first")
-        try:
-            yield
-        finally:
-            self._busy.release()
 
     @staticmethod
     def _devices(pagers: list[Pager]) -> list[torch.device]:

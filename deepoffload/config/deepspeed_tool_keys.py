@@ -76,6 +76,14 @@ DEEPSPEED_TOOL_KEYS = (
         False,
         field="load_universal",
     ),
+    honoured(
+        "checkpoint.writer.decoupled",
+        boolean(),
+        "engine.save_checkpoint returns at once, and the checkpoint is complete at a later step, as with "
+        "`TrainingState.save(wait=False)`.",
+        False,
+        field="decoupled_saves",
+    ),
     *_group("checkpoint", "one process saves, so its tag is everybody's", tag_validation=_TAG_VALIDATION),
     *_group("checkpoint", "the directory that engine.save_checkpoint is given is written", use_node_local_storage=_OFF),
     *_group("checkpoint", _FORMAT, checkpoint_serialization=_ON),
@@ -88,7 +96,6 @@ DEEPSPEED_TOOL_KEYS = (
         io_buffer_double=_ON,
         io_multiplier=(number(0), 1.0),
     ),
-    *_group("checkpoint.writer", "engine.save_checkpoint returns when all is on the disk", decoupled=_OFF),
     *_group("checkpoint.writer", "the log has the rate of every save", show_statistics=_OFF),
     *_group(
         "checkpoint.writer",

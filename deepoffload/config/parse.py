@@ -100,6 +100,7 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str) -> Config
         "wall_clock_breakdown",
         "zero_stage",
         "load_universal",
+        "decoupled_saves",
     )
     fp16 = Fp16Config(**_below("fp16", fields))
     if fields.get("precision") is not Precision.FP16 and fp16 != Fp16Config():

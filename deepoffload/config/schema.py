@@ -177,6 +177,8 @@ class Config:
     zero_stage: int | None = None
     load_universal: bool = False
     """Whether ``engine.load_checkpoint`` reads DeepSpeed's universal checkpoints."""
+    decoupled_saves: bool = False
+    """Whether ``engine.save_checkpoint`` returns before the checkpoint is complete."""
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = field(default_factory=Fp16Config)

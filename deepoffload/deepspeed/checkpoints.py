@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepoffload.checkpoint.arguments import check_switches
 from deepoffload.checkpoint.convert.run_source import source_of
 from deepoffload.checkpoint.convert.universal import read_universal, universal_folder
 from deepoffload.checkpoint.directory import prepare, staging, sync_directory, sync_file
 from deepoffload.checkpoint.loading import Wanted
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.safetensors_file import failure
-from deepoffload.checkpoint.tags import checked_directory
+from deepoffload.checkpoint.tags import checked_directory, checked_tag
 from deepoffload.checkpoint.training_state import TrainingState
+from deepoffload.checkpoint.values import clipped
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.runtime.loop import TrainingLoop
 
@@ -33,6 +35,7 @@ class EngineCheckpoints:
     Args:
         schedule: None where there is none.
         load_universal: load DeepSpeed's universal checkpoints.
+        decoupled: a save returns before the checkpoint is complete.
     """
 
     def __init__(
@@ -43,11 +46,13 @@ class EngineCheckpoints:
         loop: TrainingLoop,
         *,
         load_universal: bool = False,
+        decoupled: bool = False,
     ) -> None:
         others = {"loop": loop} if schedule is None else {"loop": loop, "scheduler": schedule}
         self._state = TrainingState(module, optimizer, **others)
         self._loop = loop
         self._load_universal = load_universal
+        self._decoupled = decoupled
 
     def save(
         self,
@@ -59,6 +64,9 @@ class EngineCheckpoints:
         leave_out_frozen: bool,
     ) -> None:
         """See :meth:`TrainingEngine.save_checkpoint`."""
+        check_switches(save_latest=update_latest, exclude_frozen_parameters=leave_out_frozen)
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise UsageError(f"client_state has to be a dict, or None, not a {type(client_state).__name__}")
         self._state.save_as(
             directory,
             tag,
@@ -66,6 +74,7 @@ class EngineCheckpoints:
             update_latest=update_latest,
             leave_out_frozen=leave_out_frozen,
             step=self._loop.updates,
+            wait=not self._decoupled,
         )
 
     def commit(self) -> None:
@@ -79,7 +88,7 @@ class EngineCheckpoints:
     def load(self, directory: str | os.PathLike[str], tag: object, wanted: Wanted) -> tuple[str | None, Any]:
         """See :meth:`TrainingEngine.load_checkpoint`."""
         if self._load_universal:
-            folder = universal_folder(checked_directory(directory), None if tag is None else str(tag))
+            folder = universal_folder(checked_directory(directory), None if tag is None else checked_tag(tag))
             run = read_universal(folder)
             progress = Progress(run.nbytes, f"loading {folder}", f"loaded {folder}")
             universal = self._state.load_source(source_of(run, folder, progress.advance), wanted)
@@ -98,6 +107,9 @@ def save_weights(module: nn.Module, directory: str | os.PathLike[str], name: str
     Raises:
         UsageError: the directory or the name cannot be used. IoFailure: the disk is full or failed.
     """
+    check_switches(exclude_frozen_parameters=leave_out_frozen)
+    if not isinstance(name, str):
+        raise UsageError(f"save_16bit_model: save_filename has to be the name of a file, not {clipped(repr(name))}")
     if not name or os.path.basename(name) != name or name.startswith("."):
         raise UsageError(f"save_16bit_model: {name!r} is no name of a file in {os.fspath(directory)}")
     if name.endswith(".safetensors"):

@@ -266,7 +266,8 @@ class TrainingEngine:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything that the run consists of to ``save_dir/tag``, within the budget (docs/checkpoints.md).
+        """Write everything that the run consists of to ``save_dir/tag``, within the budget (docs/checkpoints.md). With
+        ``checkpoint.writer.decoupled`` it returns at once, and the files are complete at a later step.
 
         Args:
             tag: ``global_step<n>`` when not said.
@@ -280,7 +281,8 @@ class TrainingEngine:
 
         Raises:
             UsageError: accumulated gradients wait for a step, or the directory cannot be used. UnsupportedError: a
-            value that a checkpoint does not hold. IoFailure: no room on the disk, or a transfer failed.
+            value that a checkpoint does not hold. IoFailure: no room on the disk, or a transfer failed. Also what the
+            save before failed with, if it was a decoupled one.
         """
         self._checkpoints().save(
             save_dir,
@@ -353,9 +355,13 @@ class TrainingEngine:
 
     def _checkpoints(self) -> EngineCheckpoints:
         if self._saved_by is None:
-            universal = self._config.load_universal
             self._saved_by = EngineCheckpoints(
-                self.module, self.optimizer, self.lr_scheduler, self.loop, load_universal=universal
+                self.module,
+                self.optimizer,
+                self.lr_scheduler,
+                self.loop,
+                load_universal=self._config.load_universal,
+                decoupled=self._config.decoupled_saves,
             )
         return self._saved_by
 

@@ -53,6 +53,7 @@ _TRAINING_KEYS = (
     "wall_clock_breakdown",
     "zero_stage",
     "load_universal",
+    "decoupled_saves",
     "optimizer",
     "scheduler",
     "fp16",

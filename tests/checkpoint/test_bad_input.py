@@ -130,6 +130,41 @@ def test_a_save_without_room_leaves_no_folder(run: Run, tmp_path: Path, monkeypa
     run.state.save(tmp_path / "new" / "folder")
 
 
+# -- arguments of the wrong kind ---------------------------------------------------------------------------------------
+
+SWITCHES = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only")
+NO_SWITCHES: list[Any] = ["no", "False", "", 0, 1, None, np.bool_(False), torch.tensor(True)]
+NO_COUNTS: list[Any] = [0, -1, True, "3", 1.0, [1], 2**70 * 1.0]
+
+
+def test_switches_and_counts_that_are_none(run: Run, tmp_path: Path) -> None:
+    """Text such as "no" would count as true."""
+    run.state.save(tmp_path, "one")
+    before = snapshot(run.model, run.optimizer)
+    for value in NO_SWITCHES:
+        with pytest.raises(UsageError, match="wait has to be True or False, not "):
+            run.state.save(tmp_path, "two", wait=value)
+        with pytest.raises(UsageError, match="wait has to be True or False, not "):
+            run.state.commit(wait=value)
+        for name in SWITCHES:
+            with pytest.raises(UsageError, match=f"{name} has to be True or False, not "):
+                run.state.load(tmp_path, "one", **{name: value})
+    for value in NO_COUNTS:
+        with pytest.raises(UsageError, match="keep_last has to be a whole number of at least 1, not "):
+            run.state.save(tmp_path, "two", keep_last=value)
+    assert_same_bits(before, snapshot(run.model, run.optimizer))
+    assert sorted(os.listdir(tmp_path)) == ["latest", "one"]
+
+
+def test_times_to_wait_that_are_none(run: Run, tmp_path: Path) -> None:
+    handle = run.state.save(tmp_path, "one", wait=False)
+    wrong: list[Any] = ["1", -1, float("nan"), True, [1]]
+    for value in wrong:
+        with pytest.raises(UsageError, match="timeout has to be a number of seconds, or None, not "):
+            handle.wait(value)
+    assert handle.wait(60) == handle.wait(60.0) == handle.wait(float("inf")) == str(tmp_path / "one")
+
+
 # -- values ----------------------------------------------------------------------------------------------------------
 
 

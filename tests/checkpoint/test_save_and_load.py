@@ -312,6 +312,28 @@ def test_other_objects_have_to_be_the_same(paging: Paging, run: Run, tmp_path: P
         run.state.load(tmp_path)
 
 
+@pytest.mark.parametrize("saved_with", [True, False])
+def test_the_argument_that_allows_another_schedule_is_named(saved_with: bool, paging: Paging, tmp_path: Path) -> None:
+    with_it, without = Run(paging, scheduler=SCHEDULES["cosine"]), Run(paging, seed=1)
+    saved, loading = (with_it, without) if saved_with else (without, with_it)
+    saved.train()
+    saved.state.save(tmp_path)
+    problem = "it also has scheduler" if saved_with else "it lacks scheduler"
+    with unchanged(loading), pytest.raises(UsageError, match=f"{problem}; .*load_lr_scheduler_states=False"):
+        loading.state.load(tmp_path)
+    loading.state.load(tmp_path, load_lr_scheduler_states=False)
+    assert_same_bits(snapshot(saved.model, saved.optimizer), snapshot(loading.model, loading.optimizer))
+
+
+def test_more_than_another_schedule_names_what_is_enough(paging: Paging, tmp_path: Path) -> None:
+    saved = Run(paging, scheduler=SCHEDULES["cosine"], sampler=lambda optimizer: Sampler())
+    saved.state.save(tmp_path)
+    run = Run(paging, seed=1)
+    with unchanged(run), pytest.raises(UsageError, match="it also has sampler, scheduler; .*load_module_only=True"):
+        run.state.load(tmp_path)
+    run.state.load(tmp_path, load_module_only=True)
+
+
 def test_a_newer_format_says_so(run: Run, tmp_path: Path) -> None:
     from deepoffload.io.checksums import crc32c_of
 
