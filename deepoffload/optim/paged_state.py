@@ -71,34 +71,49 @@ def _runs(
                 yield StateRun(handle, part.start, part.numel, arrays)
 
 
-def copy_array(pager: Pager, handle: ParamHandle, key: str, field: str, target: Tensor) -> None:
-    """Copy one array in fp32, or what completes the weight to its master.
+class ArrayCopy(NamedTuple):
+    """Where an array goes.
 
-    Args:
+    Attributes:
         field: of the pieces; "" for what completes the weight.
         target: has the parameter's shape and stride.
+    """
+
+    field: str
+    target: Tensor
+
+
+def copy_arrays(pager: Pager, handle: ParamHandle, copies: Mapping[str, ArrayCopy]) -> None:
+    """Copy arrays of one parameter in fp32, and what completes the weight to its master, in one pass over the pieces.
+
+    Args:
+        copies: by key.
 
     Raises:
-        UsageError: the optimizer does not keep this array any more.
+        UsageError: the optimizer does not keep one of the arrays any more.
     """
-    held = {handle: {key: field}} if field else {}
-    leads = set() if field else {handle}
-    copied = 0
-    with pager.lock:  # all of it is of one step
-        for run in _runs(pager, pieces_of(pager, {handle}), held, leads):  # they stay: the next array is in them, too
-            values = run.arrays.get(key)
-            if values is None:
-                continue
-            copied += run.numel
-            address = target.data_ptr() + run.start * target.element_size()
-            if field:
-                to_fp32(values, run.arrays.get(key + SCALE_SUFFIX), address)
-            elif not handle.master_stale:
-                cpu_adam.copy(address, values.data_ptr(), values.nbytes, num_threads())
-        if not field and handle.master_stale:
-            _copy_own_master(handle, key, target)
-        elif copied != handle.numel:
-            raise UsageError(f"{key} of {handle.name}: the optimizer does not keep this array any more")
+    held = {handle: {key: copy.field for key, copy in copies.items() if copy.field}}
+    leads = set() if all(copy.field for copy in copies.values()) else {handle}
+    copied = dict.fromkeys(copies, 0)
+    with pager.lock:  # all of them are of one step
+        for run in _runs(pager, pieces_of(pager, {handle}), held, leads):
+            for key, values in run.arrays.items():
+                if key in copies:
+                    copied[key] += run.numel
+                    _copy_run(run, values, key, copies[key])
+        for key, copy in copies.items():
+            if not copy.field and handle.master_stale:
+                _copy_own_master(handle, key, copy.target)
+            elif copied[key] != handle.numel:
+                raise UsageError(f"{key} of {handle.name}: the optimizer does not keep this array any more")
+
+
+def _copy_run(run: StateRun, values: Tensor, key: str, copy: ArrayCopy) -> None:
+    address = copy.target.data_ptr() + run.start * copy.target.element_size()
+    if copy.field:
+        to_fp32(values, run.arrays.get(key + SCALE_SUFFIX), address)
+    elif not run.handle.master_stale:
+        cpu_adam.copy(address, values.data_ptr(), values.nbytes, num_threads())
 
 
 def _copy_own_master(handle: ParamHandle, key: str, target: Tensor) -> None:

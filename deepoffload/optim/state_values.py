@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import abc
 import mmap
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from deepoffload.errors import UsageError
 from deepoffload.optim.handles import gradients_of
 from deepoffload.optim.ordinary import plain_array
-from deepoffload.optim.paged_state import Arrays, copy_array, pieces_of, with_own_master
+from deepoffload.optim.paged_state import ArrayCopy, Arrays, copy_arrays, pieces_of, with_own_master
 from deepoffload.optim.state import MASTER_PART_KEYS
 from deepoffload.params.pager import Pager
 from deepoffload.params.slot import make_stand_in
@@ -87,16 +88,16 @@ class _CopySource(ValueSource):
 
     def _shown(self) -> Tensor:
         with outside_user_modes():
-            if self._copy is None:
-                copy = self._room()
-                self._fill(copy)
-            elif self._written or self._is_fresh():
+            if self._copy is not None and not self._is_stale():
                 return self._copy
-            else:
-                copy = self._copy
-                self._fill(copy)
+            copy = self._room() if self._copy is None else self._copy
+            self._fill(copy)
         self._copy, self._version = copy, version_of(copy)
         return copy
+
+    def _is_stale(self) -> bool:
+        """Whether there is no copy, or one that shows what was."""
+        return self._copy is None or not (self._written or self._is_fresh())
 
 
 class _PagedSource(_CopySource):
@@ -104,11 +105,20 @@ class _PagedSource(_CopySource):
 
     Args:
         field: of the pieces; "" for what completes the weight to its master.
+        together: the sources of this state dict that lie in the same pieces.
     """
 
-    __slots__ = ("_param", "handle", "array", "_owner", "_copies", "_place", "_weight_version")
+    __slots__ = ("_param", "handle", "array", "_owner", "_copies", "_place", "_weight_version", "_together")
 
-    def __init__(self, param: nn.Parameter, handle: ParamHandle, key: str, field: str, copies: _CopyRoom) -> None:
+    def __init__(
+        self,
+        param: nn.Parameter,
+        handle: ParamHandle,
+        key: str,
+        field: str,
+        copies: _CopyRoom,
+        together: weakref.WeakSet[_PagedSource],
+    ) -> None:
         dtype = torch.int16 if key == "remainder" else torch.float32
         super().__init__(f"{key} of {handle.name}", handle.shape, dtype, tuple(handle.stride))
         self._param = param
@@ -118,6 +128,17 @@ class _PagedSource(_CopySource):
         self._copies = copies
         self._place = copies.add(self.numel * dtype.itemsize)
         self._weight_version = -1
+        self._together = together
+        together.add(self)
+
+    def mapped(self) -> Tensor:
+        """The copies of all arrays of the parameter are made in one pass: who asks for one address (``torch.save``,
+        safetensors) asks for the others next, and pieces that do not fit into memory would be read for each again."""
+        if self._is_stale():
+            others = [each for each in self._together if each is not self and each._is_stale()]
+            looked_at = self.handle.escape_crc is not None  # the copies would be made for each again
+            self._fill_all([self] if looked_at else [self, *others])
+        return super().mapped()
 
     def check(self) -> None:
         """Raise where the pieces do not hold what it is of any more.
@@ -152,12 +173,24 @@ class _PagedSource(_CopySource):
         return version_of(self._param) == self._weight_version and self.handle.escape_crc is None
 
     def _fill(self, target: Tensor) -> None:
+        self._weight_version = self._copy_to({self.array: target})
+
+    def _fill_all(self, sources: Sequence[_PagedSource]) -> None:
+        """Make their copies, or bring them up to date, with one look at the pieces."""
+        with outside_user_modes():
+            copies = [each._room() if each._copy is None else each._copy for each in sources]
+            version = self._copy_to({each.array: copy for each, copy in zip(sources, copies, strict=True)})
+        for each, copy in zip(sources, copies, strict=True):
+            each._copy, each._version, each._weight_version = copy, version_of(copy), version
+
+    def _copy_to(self, targets: Mapping[tuple[str, str], Tensor]) -> int:
+        """Copy arrays of the parameter; the version of the weight to which they belong."""
         pager: Any = self.handle.pager
         self.check()
         pager.catch_up(self.handle.unit)
         version = version_of(self._param)
-        copy_array(pager, self.handle, *self.array, target)
-        self._weight_version = version
+        copy_arrays(pager, self.handle, {key: ArrayCopy(field, copy) for (key, field), copy in targets.items()})
+        return version
 
 
 class _InitialSource(_PagedSource):
@@ -166,8 +199,11 @@ class _InitialSource(_PagedSource):
     __slots__ = ("_value",)
 
     def __init__(self, param: nn.Parameter, handle: ParamHandle, key: str, value: float, copies: _CopyRoom) -> None:
-        super().__init__(param, handle, key, "", copies)
+        super().__init__(param, handle, key, "", copies, weakref.WeakSet())
         self._value = value
+
+    def mapped(self) -> Tensor:
+        return _CopySource.mapped(self)
 
     def is_own(self, handle: ParamHandle, key: str, field: str) -> bool:
         return False
@@ -255,15 +291,17 @@ def paged_values(
     for handle in [handle for handle in found if handle not in held]:
         for key, value in initial(params[handle]).items():
             found[handle][key] = lazy_value(_InitialSource(params[handle], handle, key, value, copies))
+    by_param: dict[ParamHandle, weakref.WeakSet[_PagedSource]] = {}
     for piece, parts in pieces_of(pager, found.keys()):
         for handle in dict.fromkeys(piece.handles[part.tensor] for part in parts):
+            together = by_param.setdefault(handle, weakref.WeakSet())
             present = {key: field for key, field in held.get(handle, {}).items() if field in piece.format.fields}
             lead = MASTER_PART_KEYS.get(piece.kind)
             if lead == "remainder" or (lead == "master" and not handle.master_stale):
                 present[lead] = ""
             for key, field in present.items():
                 if key not in found[handle]:
-                    found[handle][key] = lazy_value(_PagedSource(params[handle], handle, key, field, copies))
+                    found[handle][key] = lazy_value(_PagedSource(params[handle], handle, key, field, copies, together))
     return found
 
 

@@ -26,7 +26,7 @@ from tests.checkpoint.training import ALL
 from tests.optim.kinds import KINDS, STORED, Kind
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
-from tests.support.paging import EVICTING, Paging
+from tests.support.paging import EVICTING, SERIAL, Paging
 
 ADAMW_8BIT = next(kind for kind in STORED if "8bit" in kind.name)
 BUDGET_BYTES = 400 << 10
@@ -329,6 +329,33 @@ def test_a_full_disk_is_an_error(paging: Paging, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(IoFailure, match=r"copy of exp_avg of 0\.weight failed with ENOSPC.*optimizer's state"):
             torch.save(state, io.BytesIO())
     torch.save(state, io.BytesIO())
+
+
+@pytest.mark.parametrize("kind", (KINDS[0], ADAMW_8BIT), ids=str)
+def test_saving_reads_every_piece_once(paging: Paging, kind: Kind) -> None:
+    """All arrays of a parameter lie in the same pieces, of which only a few fit into memory."""
+
+    def train_once(seed: int) -> None:
+        model(rows(width=512, seed=seed).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with paging.context(replace(SERIAL, precision="bf16"), 3 << 20):
+        torch.manual_seed(0)
+        model = mlp(width=512, depth=8)
+    optimizer = kind.ours(model.parameters())
+    train_once(0)
+    engine: Any = engine_of(model)
+    stored_bytes = sum(piece.block.nbytes for unit in engine.pager.units for piece in unit.pieces)
+    state, before = optimizer.state_dict(), engine.stats()["disk_bytes_read"]
+    torch.save(state, io.BytesIO())
+    read_bytes = engine.stats()["disk_bytes_read"] - before
+    print(f"read {read_bytes}, stored {stored_bytes}")
+    assert read_bytes < 1.2 * stored_bytes
+    torch.save(state, io.BytesIO())
+    assert engine.stats()["disk_bytes_read"] == before + read_bytes, "the copies are still right"
+    train_once(1)
+    assert_same_bits(values_of(optimizer.state_dict()), values_of(copy_through_a_file(state)))
 
 
 def test_without_nvme(paging: Paging) -> None:
