@@ -20,7 +20,7 @@ def check_switches(**given: object) -> None:
 
 
 def check_keep_last(keep_last: object) -> None:
-    """Check how many checkpoints are to be kept; None: all.
+    """Check a number of checkpoints to keep; None: all of them.
 
     Raises:
         UsageError: it is no whole number of at least 1.

@@ -14,6 +14,7 @@ from deepoffload.checkpoint.commits import Commits
 from deepoffload.checkpoint.guards import GradientWatch
 from deepoffload.checkpoint.loading import Wanted
 from deepoffload.checkpoint.random_states import random_states
+from deepoffload.checkpoint.remedies import OF_RESUME
 from deepoffload.checkpoint.state_files import is_array
 from deepoffload.errors import UsageError
 from deepoffload.optim.optimizer_parts import OptimizerParts, take_apart
@@ -70,7 +71,7 @@ class DurableRun:
             with commits.opened() as source:
                 if source is None:
                     return 0
-                found = self._take_over(source, pagers, Wanted())
+                found = self._take_over(source, pagers, Wanted(remedies=OF_RESUME))
             self.client_state = found.client_state
             commits.resumed(found.step)
             return found.step

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from deepoffload.checkpoint.arguments import check_switches
 from deepoffload.checkpoint.optimizer_matching import MatchedOptimizer, match_optimizer
+from deepoffload.checkpoint.remedies import OF_LOAD, Remedies
 from deepoffload.checkpoint.source import StoredTensor, TrainingSource
 from deepoffload.checkpoint.state_files import memory_order
 from deepoffload.checkpoint.state_loading import PieceLoader, split_master
@@ -47,6 +48,7 @@ class Wanted:
         schedule: the state of the object called ``scheduler``.
         weights_only: nothing but the weights, with their masters.
         custom_load: puts the weights in, which are their own masters then.
+        remedies: what the call has for what does not fit.
     """
 
     strict: bool = True
@@ -54,6 +56,7 @@ class Wanted:
     schedule: bool = True
     weights_only: bool = False
     custom_load: CustomLoad | None = None
+    remedies: Remedies = OF_LOAD
 
     def __post_init__(self) -> None:
         """Raises UsageError: a switch is neither True nor False, or ``custom_load`` cannot be called as it will be."""
@@ -196,7 +199,13 @@ def match(
     hub_names, left_out = _how_named(source)
     weights: WeightLoader | CustomWeights
     if wanted.custom_load is None:
-        weights = match_weights(module, source.weights, hub_names=hub_names, left_out=left_out, strict=wanted.strict)
+        weights = match_weights(
+            module,
+            source.weights,
+            hub_names=hub_names,
+            left_out=left_out,
+            needs_all=wanted.remedies.not_strict if wanted.strict else "",
+        )
         saved, keys = _how_saved(weights), LEADS
     else:
         weights = CustomWeights(wanted.custom_load, source.mapped_weights(), module)
@@ -205,11 +214,12 @@ def match(
         keys |= {key for full in source.arrays if (key := full.rpartition(".")[2]) not in LEADS}
     params = dict(module.named_parameters())
     gather = partial(gathered, module, stored=source.weights, hub_names=hub_names, left_out=left_out)
-    all_known = wanted.with_optimizer and wanted.strict
-    by_param = _by_param(source, saved, keys, params, gather, all_known=all_known)
+    needs_all = wanted.remedies.not_strict if wanted.with_optimizer and wanted.strict else ""
+    by_param = _by_param(source, saved, keys, params, gather, needs_all)
     state = MatchedOptimizer()
     if wanted.with_optimizer:
-        state = match_optimizer(source, optimizer, params, by_param, strict=wanted.strict)
+        allows = wanted.remedies.without_optimizer
+        state = match_optimizer(source, optimizer, params, by_param, strict=wanted.strict, allows=allows)
     return Loading(source, weights, params, by_param, optimizer, state)
 
 
@@ -228,13 +238,12 @@ def _by_param(
     keys: Set[str],
     params: Mapping[str, nn.Parameter],
     gather: Callable[[Tensor], Tensor | None],
-    *,
-    all_known: bool,
+    needs_all: str,
 ) -> dict[int, StoredParam]:
     """What the checkpoint has of each parameter.
 
     Args:
-        all_known: optimizer state of what is no parameter of the model is an error.
+        needs_all: not "": optimizer state of what is no parameter of the model is an error, which ends so.
     """
     arrays: dict[str, dict[str, StoredTensor]] = {}
     for full, array in source.arrays.items():
@@ -242,10 +251,9 @@ def _by_param(
         if key in keys:
             arrays.setdefault(name, {})[key] = array
     unknown = sorted(arrays.keys() - params.keys())
-    if unknown and all_known:
+    if unknown and needs_all:
         raise UsageError(
-            f"the checkpoint is of another model: {listed('it has optimizer state of', unknown)}"
-            "load_module_strict=False leaves that out"
+            f"the checkpoint is of another model: {listed('it has optimizer state of', unknown)}{needs_all}"
         )
     found = {}
     for name, param in params.items():

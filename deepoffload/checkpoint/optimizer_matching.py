@@ -18,8 +18,6 @@ from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.optimizer_parts import kind_of, needs_of_pieces, own_settings, restored_groups
 from deepoffload.optim.state_dict import Group
 
-WITHOUT_OPTIMIZER = "load_optimizer_states=False loads the weights alone and leaves the optimizer as it is"
-
 
 @dataclass(frozen=True)
 class MatchedOptimizer:
@@ -36,6 +34,10 @@ class MatchedOptimizer:
     kept: Set[str] = frozenset()
 
 
+class _MisfitError(Exception):
+    """What does not fit."""
+
+
 class _SavedGroup(NamedTuple):
     settings: Any
     names: list[str]
@@ -48,26 +50,28 @@ def match_optimizer(
     by_param: Mapping[int, StoredParam],
     *,
     strict: bool,
+    allows: str,
 ) -> MatchedOptimizer:
     """What of a checkpoint goes into an optimizer.
 
     Args:
         params: of the model. by_param: what the checkpoint has of each, by ``id``.
         strict: False: the state of parameters that only one side has is left alone.
+        allows: what would allow an optimizer that does not fit: the end of errors.
 
     Raises:
-        UsageError: with the list of what does not fit and the argument that would allow it.
+        UsageError: with the list of what does not fit and what would allow it.
     """
     saved = source.training.get("optimizer")
     if saved is None and optimizer is None:
         return MatchedOptimizer()
     if saved is None or optimizer is None:
         which = "the checkpoint has no optimizer" if saved is None else "there is no optimizer to load into"
-        raise UsageError(f"{which}; {WITHOUT_OPTIMIZER}")
+        raise UsageError(f"{which}; {allows}")
     try:
         return _matched(saved, optimizer, params, by_param, strict=strict)
-    except UsageError:
-        raise
+    except _MisfitError as error:
+        raise UsageError(f"{error}; {allows}") from error.__cause__
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise UsageError(
             f"{source.folder} is damaged: it does not describe its optimizer ({clipped(repr(error))})"
@@ -84,9 +88,9 @@ def _matched(
 ) -> MatchedOptimizer:
     kind, small = saved["kind"], saved["states"]
     if kind != kind_of(optimizer):
-        raise UsageError(
+        raise _MisfitError(
             f"the checkpoint has the state of another optimizer: {clipped(str(kind))}, and this is "
-            f"{type(optimizer).__name__} ({kind_of(optimizer)}); {WITHOUT_OPTIMIZER}"
+            f"{type(optimizer).__name__} ({kind_of(optimizer)})"
         )
     theirs = [_SavedGroup(group, list(names)) for group, names in zip(saved["groups"], saved["params"], strict=True)]
     known = {id(param): name for name, param in params.items()}
@@ -101,7 +105,9 @@ def _matched(
     try:
         groups = restored_groups(optimizer, settings)
     except (ValueError, UnsupportedError) as error:
-        raise UsageError(f"the optimizer cannot have the settings of the checkpoint: {clipped(str(error))}") from error
+        raise _MisfitError(
+            f"the optimizer cannot have the settings of the checkpoint: {clipped(str(error))}"
+        ) from error
     if isinstance(optimizer, HostOptimizer):
         _match_arrays(optimizer, groups, small, by_param)
     states = {name: _checked_state(state) for name, state in small.items()}
@@ -153,16 +159,12 @@ def _match_common(
 
 def _match_groups(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> None:
     if len(saved) != len(own):
-        raise UsageError(
-            f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(own)}; {WITHOUT_OPTIMIZER}"
-        )
+        raise _MisfitError(f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(own)}")
     for index, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
         lacking, more = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
         if lacking or more:
-            raise UsageError(
-                f"parameter group {index} is another one than the checkpoint's: "
-                f"{listed('the checkpoint lacks', lacking)}{listed('it also has', more)}{WITHOUT_OPTIMIZER}"
-            )
+            differs = listed("the checkpoint lacks", lacking) + listed("it also has", more)
+            raise _MisfitError(f"parameter group {index} is another one than the checkpoint's: {differs[:-2]}")
 
 
 def _match_arrays(
@@ -179,6 +181,4 @@ def _match_arrays(
             continue
         lacking += [f"{stored.name}.{key}" for key in arrays if key not in stored.arrays]
     if lacking:
-        raise UsageError(
-            f"the checkpoint has no state of this optimizer: {listed('it lacks', lacking)}{WITHOUT_OPTIMIZER}"
-        )
+        raise _MisfitError(f"the checkpoint has no state of this optimizer: {listed('it lacks', lacking)[:-2]}")

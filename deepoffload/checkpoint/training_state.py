@@ -24,6 +24,7 @@ from deepoffload.checkpoint.guards import (
 from deepoffload.checkpoint.loading import Wanted, match
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.random_states import checked_random_states, restore_random_states
+from deepoffload.checkpoint.remedies import Remedies
 from deepoffload.checkpoint.saving import SHARD_BYTES, Content, Save, choose_weight_plan
 from deepoffload.checkpoint.source import TrainingSource, open_checkpoint
 from deepoffload.checkpoint.state_files import plan_state
@@ -278,7 +279,7 @@ class TrainingState(DurableRun):
     def _take_over(self, source: TrainingSource, pagers: list[Pager], wanted: Wanted) -> LoadedCheckpoint:
         """Check everything, then put it in."""
         skip = {SCHEDULE} if not wanted.schedule else set()
-        others = {} if wanted.weights_only else self._matched_others(source, skip)
+        others = {} if wanted.weights_only else self._matched_others(source, skip, wanted.remedies)
         loading = match(source, self._module, self._optimizer, wanted)
         random = None if wanted.weights_only else _random_states(source)
         for pager in pagers:
@@ -294,7 +295,7 @@ class TrainingState(DurableRun):
             self._steps_before, self._watch.steps = source.step, 0
         return LoadedCheckpoint(source.folder, source.step, source.training.get("client_state"))
 
-    def _matched_others(self, source: TrainingSource, skip: set[str]) -> dict[str, Any]:
+    def _matched_others(self, source: TrainingSource, skip: set[str], remedies: Remedies) -> dict[str, Any]:
         saved = source.training.get("others")
         if not isinstance(saved, dict):
             raise UsageError(f"{source.folder} is damaged: it has no states of other objects")
@@ -305,14 +306,10 @@ class TrainingState(DurableRun):
                 log.warning("%s: the state of %r stays as it is: only one side has it", source.folder, name)
         elif missing or unknown:
             only_schedule = {*missing, *unknown} == {SCHEDULE}
-            allows = (
-                "load_lr_scheduler_states=False, which leaves the schedule as it is"
-                if only_schedule
-                else "load_module_only=True for weights alone"
-            )
             raise UsageError(
                 f"the checkpoint has other objects than this TrainingState: {listed('it lacks', missing)}"
-                f"{listed('it also has', unknown)}pass the same names, or {allows}"
+                f"{listed('it also has', unknown)}"
+                f"{remedies.without_schedule if only_schedule else remedies.weights_only}"
             )
         return {name: saved[name] for name in self._others if name in saved and name not in skip}
 

@@ -109,13 +109,13 @@ def fill(plan: WeightPlan, tensor: StoredTensor) -> None:
 
 
 def match_weights(
-    module: nn.Module, stored: Mapping[str, StoredTensor], *, hub_names: bool, left_out: Set[str], strict: bool
+    module: nn.Module, stored: Mapping[str, StoredTensor], *, hub_names: bool, left_out: Set[str], needs_all: str
 ) -> WeightLoader:
     """Compare names, shapes and types; changes nothing.
 
     Args:
         hub_names: how the weights were saved. left_out: names that were left out on purpose.
-        strict: names that only one side has are an error.
+        needs_all: not "": names that only one side has are an error, which ends so.
 
     Raises:
         UsageError: with the list of what does not fit.
@@ -125,11 +125,9 @@ def match_weights(
     plan = plan_weights(module, hub_names=hub_names, left_out=left_out, opener_of=opener.opener_of)
     missing = sorted(plan.tensors.keys() - stored.keys())
     unknown = sorted(stored.keys() - plan.tensors.keys() - plan.metadata.keys())  # those are further names of tied ones
-    if strict and (missing or unknown):
-        raise UsageError(
-            f"the checkpoint is of another model: {listed('it lacks', missing)}{listed('it also has', unknown)}"
-            "load_module_strict=False loads what both have"
-        )
+    if needs_all and (missing or unknown):
+        differs = listed("it lacks", missing) + listed("it also has", unknown)
+        raise UsageError(f"the checkpoint is of another model: {differs}{needs_all}")
     wrong = []
     for name, tensor in plan.tensors.items():
         if name not in stored:

@@ -252,8 +252,9 @@ def test_another_model_or_optimizer(model: Any, optimizer: Any, message: str, tm
         other = (model or build)()
     theirs = optimizer(other.parameters())
     before = {name: value.detach().clone() for name, value in other.named_parameters()}
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as caught:
         deepoffload.TrainingState(other, theirs).resume()
+    assert "begin in another durability.path" in str(caught.value) and "load_" not in str(caught.value)
     assert_same_bits(before, {name: value.detach().clone() for name, value in other.named_parameters()})
     context.engine.close()
 

@@ -101,7 +101,7 @@ def _identity(descriptor: int) -> tuple[int, int, int, int]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-class Record(NamedTuple):
+class ArchiveRecord(NamedTuple):
     """Where the header of a record begins, how many bytes the record has, and their CRC-32."""
 
     header: int
@@ -147,7 +147,7 @@ class Archive:
         return data
 
 
-def is_intact(source: ByteSource, begin: int, record: Record) -> bool:
+def is_intact(source: ByteSource, begin: int, record: ArchiveRecord) -> bool:
     """Whether the bytes of a record, which begin at ``begin``, have its checksum. Reads them window by window."""
     window = memoryview(bytearray(min(record.nbytes, _WINDOW_BYTES)))
     crc = 0
@@ -175,12 +175,12 @@ def damaged(source: ByteSource, entry: str, tensor: str = "") -> UsageError:
     )
 
 
-def _records(source: ByteSource) -> dict[str, Record]:
+def _records(source: ByteSource) -> dict[str, ArchiveRecord]:
     begin, nbytes, count = _directory(source)
     if nbytes > _DIRECTORY_BYTES_MAX or count > _RECORDS_MAX:
         raise UsageError(f"{source.path} has {count} records; at most {_RECORDS_MAX} are read")
     data = source.read(begin, nbytes)
-    found: dict[str, Record] = {}
+    found: dict[str, ArchiveRecord] = {}
     at = 0
     try:
         for _ in range(count):
@@ -196,7 +196,7 @@ def _records(source: ByteSource) -> dict[str, Record]:
                 raise ValueError("a record is compressed")
             if name in found or header + size > source.nbytes:
                 raise ValueError(f"the record {name[:80]!r} is there twice, or ends behind the file")
-            found[name] = Record(header, size, crc)
+            found[name] = ArchiveRecord(header, size, crc)
             at += 46 + name_bytes + extra_bytes + comment_bytes
         _refuse_overlaps(found)
     except (struct.error, ValueError) as error:
@@ -204,7 +204,7 @@ def _records(source: ByteSource) -> dict[str, Record]:
     return found
 
 
-def _refuse_overlaps(records: Mapping[str, Record]) -> None:
+def _refuse_overlaps(records: Mapping[str, ArchiveRecord]) -> None:
     """Bytes of several records would be read several times."""
     end = 0
     for record in sorted(records.values()):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepoffload.checkpoint.convert.archive import Archive, ByteSource, Record, damaged, is_intact
+from deepoffload.checkpoint.convert.archive import Archive, ArchiveRecord, ByteSource, damaged, is_intact
 from deepoffload.checkpoint.convert.pickle_reader import Name, read_pickle
 from deepoffload.checkpoint.convert.tensors import bytes_of
 from deepoffload.checkpoint.expressions import slabs
@@ -53,7 +53,9 @@ class StoredStorage:
 
     __slots__ = ("source", "entry", "record", "begin", "dtype", "numel", "_of", "_intact")
 
-    def __init__(self, source: ByteSource, entry: str, record: Record, begin: int, dtype: torch.dtype, of: str) -> None:
+    def __init__(
+        self, source: ByteSource, entry: str, record: ArchiveRecord, begin: int, dtype: torch.dtype, of: str
+    ) -> None:
         self.source = source
         self.entry = entry
         self.record = record
