@@ -18,7 +18,8 @@ from deepoffload.memory.tier_manager import TierManager
 from deepoffload.schedule.block_state import BlockState
 
 WRITES_AHEAD = 4
-"""Blocks that stay in memory are written so many at a time, next to the program's own transfers."""
+"""Blocks that stay in memory are written so many at a time, and only while fewer reads than these are under way. Forward,
+which brings the state for its updates, reads more than that; backward leaves the disk idle for most of the time."""
 
 _ON_DISK = (BlockState.CLEAN, BlockState.ON_NVME, BlockState.READING)
 
@@ -104,9 +105,9 @@ class CommittedBlocks:
             self._tiers.space.free(extent)
 
     def pump(self) -> None:
-        """Take what is written, and start to write blocks that stay in memory, some at a time: others are written by
-        those that need their memory."""
-        writing = 0
+        """Take what is written, and start to write blocks that stay in memory while the disk has little to do: others
+        are written by those that need their memory."""
+        writing = self._tiers.transfers.reads_under_way()
         for frozen in list(self._open.values()):
             self._look(frozen)
             state = frozen.block.state

@@ -74,6 +74,9 @@ class Transfers:
         """Blocks on their way; in each direction the oldest first."""
         return [*self._writing.values(), *self._reading.values()]
 
+    def reads_under_way(self) -> int:
+        return len(self._reading)
+
     def are_many(self, count: int) -> bool:
         """Whether at least ``count`` blocks are on their way in each direction."""
         return len(self._reading) >= count and len(self._writing) >= count
