@@ -17,10 +17,10 @@ from deepoffload.io.checksums import crc32c
 from deepoffload.io.engine import IoEngine, IoFile
 from deepoffload.io.ticket import Ticket
 
-AHEAD_BLOCKS = 12
+AHEAD_BLOCKS = 16
 """Blocks that are on their way, or have come and were not asked for yet."""
 
-KEPT_BLOCKS = 24
+KEPT_BLOCKS = 28
 """Blocks in memory, at most: those ahead, and as many of which a part was given out. Parameters have up to five arrays
 in a file, and one array ends in the block in which the next one begins."""
 

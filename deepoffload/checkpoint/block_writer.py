@@ -25,7 +25,7 @@ from deepoffload.io.checksums import crc32c
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.ticket import Ticket
 
-IN_FLIGHT_BLOCKS = 12
+IN_FLIGHT_BLOCKS = 24
 """Blocks on their way to the disk at a time."""
 
 

@@ -14,7 +14,8 @@ from deepoffload.io.ticket import Ticket
 from deepoffload.native.aio import HostMapping
 
 RANGE_BYTES = 1 << 20
-NUM_BUFFERS = 4
+NUM_BUFFERS = 12
+"""With fewer, the disk has nothing to read next to what is written of the last ones."""
 
 
 class ReadRange(NamedTuple):

@@ -55,7 +55,7 @@ class SwapSpace:
         weights: Relative bandwidths of the paths; equal when not given.
         verify: Keep a CRC-32C of every block written and compare when it is read (key ``aio.verify``).
         named: The files have names and outlive the process (``io.named_files``); what they hold is
-            :class:`~deepoffload.io.durable_store.DurableStore`'s to say. Checksums are always kept then.
+            :class:`~deepoffload.io.durable_store.DurableStore`'s to say. Checksums are always kept then, for its records.
 
     Raises:
         ConfigError: A path is missing, not a directory, not writable, or cannot do what ``direct`` asks.
@@ -85,6 +85,7 @@ class SwapSpace:
         self.bytes_written = 0
         self._engine = engine
         self._sums = ChecksumTable(engine) if verify or named else None
+        self._compared = self._sums if verify else None
         self._more_holders: dict[Extent, int] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -230,7 +231,7 @@ class SwapSpace:
             ClosedError: The swap space or its engine is closed.
         """
         nbytes = extent.nbytes if nbytes is None else nbytes
-        sums = ffi.NULL if self._sums is None else self._sums.known(extent)
+        sums = ffi.NULL if self._compared is None else self._compared.known(extent)
         ticket = self._transfer(READ, extent, address, nbytes, urgent, sums)
         self.bytes_read += nbytes
         return ticket
@@ -243,12 +244,12 @@ class SwapSpace:
         """Reads one of :meth:`ranges` to ``address``. As :meth:`read`."""
         self._check_transfer(extent, address, part.nbytes)
         piece = extent.pieces[part.piece]
-        sums = ffi.NULL if self._sums is None else self._sums.known(extent)
+        sums = ffi.NULL if self._compared is None else self._compared.known(extent)
         segment = ffi.new("doff_segment[1]")
         segment[0].address, segment[0].offset = address, piece.offset + part.offset
         segment[0].nbytes, segment[0].file = part.nbytes, self._files[piece.path_index].file_id
-        if self._sums is not None:
-            segment[0].sums_skipped = self._sums.count_before(extent, part)
+        if self._compared is not None:
+            segment[0].sums_skipped = self._compared.count_before(extent, part)
         files = (self._files[piece.path_index],)
         ticket = self._engine.submit(READ, segment, 1, part.nbytes, PADDED, files, sums)
         self.bytes_read += part.nbytes
