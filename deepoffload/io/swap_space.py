@@ -55,7 +55,7 @@ class SwapSpace:
         weights: Relative bandwidths of the paths; equal when not given.
         verify: Keep a CRC-32C of every block written and compare when it is read (key ``aio.verify``).
         named: The files have names and outlive the process (``io.named_files``); what they hold is
-            :class:`~deepoffload.io.durable_store.DurableStore`'s to say. Checksums are always kept then, for its records.
+            :class:`~deepoffload.io.durable_store.DurableStore`'s to say. Checksums are kept then, for its records.
 
     Raises:
         ConfigError: A path is missing, not a directory, not writable, or cannot do what ``direct`` asks.
