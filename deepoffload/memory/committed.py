@@ -19,7 +19,7 @@ from deepoffload.schedule.block_state import BlockState
 
 WRITES_AHEAD = 4
 """Blocks that stay in memory are written so many at a time, and only while fewer reads than these are under way.
-Forward, which brings the state for its updates, reads more than that; backward leaves the disk idle most of the time."""
+Forward, which brings the state for its updates, reads more than that; backward leaves the disk mostly idle."""
 
 _ON_DISK = (BlockState.CLEAN, BlockState.ON_NVME, BlockState.READING)
 
