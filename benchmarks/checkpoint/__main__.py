@@ -6,10 +6,10 @@ save in the background and durable steps cost the steps of a run.
 
 Every round runs every row once, each case in a separate process: it trains a step, then saves and loads. Right before
 a save or load of ours, the disk's rate is measured as `ds_nvme_bench` measures it: of reads and writes at once, or of
-the one that the case needs. A load reads from the disk: what a save left in the page cache is dropped before it. A
-ratio is the median over the rounds. Steps during a save in the background are compared with steps of the same process
-before and after it, durable steps with those of a process that takes turns with theirs. DeepSpeed's own environment:
-benchmarks/end_to_end/requirements-deepspeed.txt.
+the one that the case needs; for a save, also which share of it a new file gets. A load reads from the disk: what a save
+left in the page cache is dropped before it. A ratio is the median over the rounds. Steps during a save in the
+background are compared with steps of the same process before and after it, durable steps with those of a process that
+takes turns with theirs. DeepSpeed's own environment: benchmarks/end_to_end/requirements-deepspeed.txt.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checkpoint.new_file import new_file_share
 from benchmarks.checkpoint.process import CaseProcess
 from benchmarks.checkpoint.report import lines_of, to_reach
 from benchmarks.checkpoint.rows import ROWS, Row, chosen_rows
@@ -72,7 +73,10 @@ def run(row: Row, work: Work, disk: DiskRate, said: argparse.Namespace) -> dict[
         ]
         for action in row.actions:
             rate = None if action.rate is None else max(disk.measure(action.rate).values())
-            found[action.label] = {**processes[action.case].ask(action.what), "disk_bytes_per_s": rate}
+            found[action.label] = {"disk_bytes_per_s": rate}
+            if rate is not None and action.what == "save":
+                found[action.label]["new_file_share"] = new_file_share(Path(said.path), said.file_mib << 20)
+            found[action.label] |= processes[action.case].ask(action.what)
         for process in processes:
             process.end()
     return found

@@ -24,6 +24,22 @@ def of_rate(case: str, action: str) -> Callable[[Round], float]:
     return value
 
 
+def of_new_files(case: str) -> Callable[[Round], float]:
+    """The same as a share of what the disk gives where all that is written goes to new files."""
+
+    def value(round: Round) -> float:
+        cost = round[case]["save"]
+        read, written = float(cost["read_bytes"]), float(cost["written_bytes"])
+        possible = (read + written) / (read + written / float(cost["new_file_share"]))
+        return of_rate(case, "save")(round) / possible
+
+    return value
+
+
+def new_file_share(round: Round) -> float:
+    return float(round["all"]["save"]["new_file_share"])
+
+
 def seconds_of(action: str, other: str) -> Callable[[Round], float]:
     return lambda round: float(round["all"][action]["seconds"]) / float(round["all"][other]["seconds"])
 
@@ -76,6 +92,8 @@ def background_rows(case: str, where: str) -> tuple[tuple[str, str, float, Calla
 
 ROWS: tuple[tuple[str, str, float, Callable[[Round], float]], ...] = (
     ("save, everything on NVMe: rate / mixed rate", "at least", 0.9, of_rate("all", "save")),
+    ("writing a new file / one written before (for information)", "at least", 0.9, new_file_share),
+    ("save, everything on NVMe: rate / what new files allow", "at least", 0.9, of_new_files("all")),
     ("load, everything on NVMe: rate / mixed rate", "at least", 0.9, of_rate("all", "load")),
     ("save from host memory: rate / write rate (for information)", "at least", 0.9, of_rate("host", "save")),
     ("load to host memory: rate / read rate", "at least", 0.9, of_rate("host", "load")),
