@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepoffload.errors import IoFailure
+
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 
 _UNLIMITED_BYTES = 1 << 60
@@ -79,9 +81,15 @@ def measure(paths: Iterable[str] = (), root: str = "/") -> Machine:
 
 
 def disk_space(path: str) -> DiskSpace:
-    """Free bytes for an ordinary user in a directory. Raises ``OSError`` where there is none (``io.swap_files`` checks
-    what users name)."""
-    return DiskSpace(path, shutil.disk_usage(path).free, os.stat(path).st_dev)
+    """Free bytes for an ordinary user in a directory.
+
+    Raises:
+        IoFailure: there is none (``io.swap_files`` checks what users name), or its disk fails.
+    """
+    try:
+        return DiskSpace(path, shutil.disk_usage(path).free, os.stat(path).st_dev)
+    except OSError as error:
+        raise IoFailure("asking for free space", error.errno or 0, path, 0, 0) from error
 
 
 def mount_of(path: str) -> tuple[str, str]:

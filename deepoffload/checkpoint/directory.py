@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
@@ -14,6 +15,9 @@ from deepoffload.checkpoint.safetensors_file import failure
 from deepoffload.checkpoint.shards import INDEX_NAME, WEIGHTS_NAME, is_weight_file
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import IoFailure, UsageError
+from deepoffload.machine import disk_space
+
+log = logging.getLogger("deepoffload")
 
 STAGING_PREFIX = ".deepoffload-save-"
 
@@ -43,14 +47,15 @@ def prepare(directory: str, needed_bytes: int, who: str = "save_pretrained") -> 
     if not os.access(directory, os.W_OK | os.X_OK):
         raise UsageError(f"{who}: {directory!r} is not writable by this user; give another directory")
     _remove_leftovers(directory)
-    _refuse_without_room(directory, needed_bytes)
+    if made is None:
+        _refuse_without_room(directory, needed_bytes)
     return made
 
 
 def _refuse_without_room(directory: str, needed_bytes: int) -> None:
     if not os.path.isdir(directory):
         return
-    free = shutil.disk_usage(directory).free
+    free = disk_space(directory).free_bytes
     if free < needed_bytes:
         remedy = (
             f"{format_bytes(free)} are free; free some space or save to another directory. Nothing has been written"
@@ -70,15 +75,20 @@ def staging(directory: str, made: str | None = None) -> Iterator[str]:
         IoFailure: it cannot be made.
     """
     process = os.getpid()
+    path = lock = None
     try:
         path = tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=directory)
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another process then knows that this save is alive
     except OSError as error:
+        if lock is not None:
+            os.close(lock)
+        if path is not None:
+            _remove_empty(path, path)
         _remove_empty(directory, made)
         raise failure("making a directory", error, directory, 0) from error
     failed = True
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another process then knows that this save is alive
         yield path
         failed = False
     finally:
@@ -103,10 +113,9 @@ def publish(staged: str, directory: str) -> None:
     Raises:
         IoFailure: a file could not be moved.
     """
-    names = sorted(os.listdir(staged))
-    sharded = INDEX_NAME in names
     try:
-        if sharded:
+        names = sorted(os.listdir(staged))
+        if INDEX_NAME in names:
             _unlink(os.path.join(directory, INDEX_NAME))  # an old index must never name new shards
         for name in sorted(names, key=_publishing_order):
             os.replace(os.path.join(staged, name), os.path.join(directory, name))
@@ -154,12 +163,17 @@ def _remove_leftovers(directory: str) -> None:
         path = os.path.join(directory, name)
         if not name.startswith(STAGING_PREFIX) or not os.path.isdir(path):
             continue
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            log.info("%s, which an earlier save has left, stays: %s", path, error)  # or its own process removes it
+            continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
             shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            pass  # of a save that is under way
+        except OSError as error:
+            log.info("%s, which an earlier save has left, stays: %s", path, error)
         finally:
             os.close(descriptor)

@@ -20,7 +20,7 @@ from typing import Any
 from deepoffload.checkpoint.block_pool import num_blocks_of
 from deepoffload.checkpoint.safetensors_file import DTYPE_NAMES
 from deepoffload.checkpoint.values import parse_json
-from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.errors import IoFailure, UnsupportedError, UsageError
 from deepoffload.io.checksums import crc32c_of
 
 MANIFEST_NAME = "manifest.json"
@@ -131,7 +131,7 @@ def read_manifest(directory: str) -> Manifest:
 
     Raises:
         UsageError: there is none, it is damaged, or a file is missing, a link, or of another length.
-        UnsupportedError: a newer version of the format.
+        UnsupportedError: a newer version of the format. IoFailure: its disk fails.
     """
     path = os.path.join(directory, MANIFEST_NAME)
     others_bytes = _bytes_of_others(directory)
@@ -165,7 +165,10 @@ def _content(path: str, limit_bytes: int) -> bytes:
         length = os.fstat(file.fileno()).st_size
         if length > limit_bytes:
             raise UsageError(f"{path} has {length} bytes, too many for a manifest of the files next to it")
-        return file.read(limit_bytes)
+        try:
+            return file.read(limit_bytes)
+        except OSError as error:
+            raise IoFailure("reading", error.errno or 0, path, 0, length) from error
 
 
 def open_plain(path: str) -> int:

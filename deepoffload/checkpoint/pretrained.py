@@ -7,9 +7,10 @@ import os
 from torch import nn
 
 from deepoffload.checkpoint import transformers_format
+from deepoffload.checkpoint.block_writer import write_small_file
 from deepoffload.checkpoint.directory import prepare, publish, staging, sync_file
 from deepoffload.checkpoint.progress import Progress
-from deepoffload.checkpoint.safetensors_file import write_file
+from deepoffload.checkpoint.safetensors_file import failure, write_file
 from deepoffload.checkpoint.shards import INDEX_NAME, shard_bytes, split
 from deepoffload.checkpoint.tags import checked_directory
 from deepoffload.checkpoint.weights import HasModule, plan_weights, unwrapped
@@ -60,13 +61,15 @@ def save_pretrained(
     saved = f"saved {format_bytes(layout.total_bytes)} in {count} to {target}"
     progress = Progress(layout.total_bytes, f"saving to {target}", saved)
     with staging(target, made) as staged:
-        if transformers_format.is_pretrained_model(module):
-            transformers_format.write_config_files(module, staged)
+        try:
+            if transformers_format.is_pretrained_model(module):
+                transformers_format.write_config_files(module, staged)
+            for name in os.listdir(staged):
+                sync_file(os.path.join(staged, name))
+        except OSError as error:
+            raise failure("writing", error, error.filename or staged, 0) from error
         if layout.index is not None:
-            with open(os.path.join(staged, INDEX_NAME), "w", encoding="utf-8") as file:
-                file.write(layout.index)
-        for name in os.listdir(staged):
-            sync_file(os.path.join(staged, name))
+            write_small_file(os.path.join(staged, INDEX_NAME), layout.index.encode())
         with outside_user_modes():
             for name, entries in layout.files.items():
                 write_file(os.path.join(staged, name), entries, plan.metadata, progress.advance)

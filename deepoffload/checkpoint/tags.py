@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import tempfile
+from functools import partial
 
 from deepoffload.checkpoint.block_writer import write_small_file
 from deepoffload.checkpoint.directory import STAGING_PREFIX, sync_directory
@@ -78,7 +79,7 @@ def latest_tag(directory: str) -> str | None:
     """What the file ``latest`` names; None where there is none.
 
     Raises:
-        UsageError: the file is damaged, or cannot be read.
+        UsageError: the file is damaged, or cannot be opened. IoFailure: its disk fails.
     """
     path = os.path.join(directory, LATEST_NAME)
     try:
@@ -91,7 +92,10 @@ def latest_tag(directory: str) -> str | None:
         os.close(descriptor)
         raise UsageError(f"{path} is no file; name the tag to load")
     with open(descriptor, "rb") as file:
-        text = file.read(_LATEST_BYTES_MAX).decode(errors="replace").strip()
+        try:
+            text = file.read(_LATEST_BYTES_MAX).decode(errors="replace").strip()
+        except OSError as error:
+            raise IoFailure("reading", error.errno or 0, path, 0, _LATEST_BYTES_MAX, "Name the tag to load") from error
     try:
         return checked_tag(text)
     except UsageError as error:
@@ -196,9 +200,15 @@ def publish_tag(staged: str, directory: str, tag: str, *, update_latest: bool) -
         sync_directory(staged)
         if os.path.lexists(path):
             _exchange(staged, path, tag)
+            undo = partial(_exchange, staged, path, tag)
         else:
             os.rename(staged, path)
-        sync_directory(directory)
+            undo = partial(os.rename, path, staged)
+        try:
+            sync_directory(directory)
+        except OSError:
+            undo()  # what was there before has been on the disk, and this may never be
+            raise
     except DeepOffloadError:
         raise
     except OSError as error:

@@ -9,6 +9,7 @@ overwritten; they become free when a newer step is durable. This is LMDB's way w
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import time
@@ -113,8 +114,9 @@ class DurableStore:
         self._sequence = self._step = 0
         self.sync_s = 0.0
         self.found: DurableStep | None = None
+        self._named = [_identity(file.path) for file in space.files]
         slots, newest = newest_slot(space.engine, space.files[0])
-        marks = [Mark.of(read_at(space.engine, file, MARK_PAGE * PAGE_BYTES, PAGE_BYTES)) for file in space.files]
+        marks = [self._mark_of(file, newest) for file in space.files]
         self._check_together(newest, marks)
         # What was begun and never became durable is continued: so all files agree at every moment.
         self._store = marks[0].store if marks[0] is not None else secrets.token_bytes(16)
@@ -126,6 +128,16 @@ class DurableStore:
         return self._step if self._slot is not None else None
 
     # -- opening ---------------------------------------------------------------------------------------------------
+
+    def _mark_of(self, file: IoFile, newest: Slot | None) -> Mark | None:
+        page = read_at(self._space.engine, file, MARK_PAGE * PAGE_BYTES, PAGE_BYTES)
+        mark = Mark.of(page)
+        if mark is None and newest is not None and any(page):  # without a step it may be torn
+            raise UsageError(
+                f"{file.path} is damaged at offset {MARK_PAGE * PAGE_BYTES}, where it says which files belong "
+                "together. Resume from a checkpoint; remove the file to give this state up"
+            )
+        return mark
 
     def _check_together(self, newest: Slot | None, marks: Sequence[Mark | None]) -> None:
         """Raise UsageError where the files are not those that made the state together, in the same order."""
@@ -161,10 +173,12 @@ class DurableStore:
 
         Raises:
             IoFailure: the disk failed. The step before is durable as ever, and perhaps this one. After a failed sync
-                nobody knows what the disk has, and every later call raises, too. BudgetError: no room for the record.
+                nobody knows what the disk has, and every later call raises, too. So does one after a file was removed.
+                BudgetError: no room for the record.
         """
         if self._failed is not None:
             raise IoFailure.about("no step has been made durable since an earlier failure", self._failed)
+        self._check_names()
         self.sync_s = 0.0
         space = self._space
         packed = [StoredExtent(extent, space.sums_of(extent)).packed() for extent in extents]
@@ -194,6 +208,20 @@ class DurableStore:
         self.found = None
         old, self._held, self._undecided = [*self._held, *self._undecided], held, []
         self._free(old)
+
+    def _check_names(self) -> None:
+        """What is written to a file that has lost its name is gone with the process."""
+        for file, named in zip(self._space.files, self._named, strict=True):
+            if named is None or _identity(file.path) != named:
+                raise IoFailure(
+                    "making a step durable",
+                    errno.ENOENT,
+                    file.path,
+                    0,
+                    0,
+                    "The file was removed while this run uses it: nothing can be durable there. Save a checkpoint "
+                    "(state.save), and start the run again",
+                )
 
     def _write_body(self, body: bytes) -> Extent:
         extent = self._space.allocate(len(body))
@@ -256,6 +284,16 @@ class DurableStore:
     def remove_if_empty(self) -> None:
         """Remove the files that hold no step. To be called before they are closed, and nothing after it."""
         if self._slot is None and not self._undecided:
-            for file in self._space.files:
+            for file, named in zip(self._space.files, self._named, strict=True):
                 with contextlib.suppress(OSError):
-                    os.unlink(file.path)
+                    if named is not None and _identity(file.path) == named:  # else it is another run's
+                        os.unlink(file.path)
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Which file a name stands for; None where it stands for none."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from deepoffload.errors import ConfigError, IoFailure
 from deepoffload.io.engine import IoEngine, IoFile
+from deepoffload.machine import disk_space
 
 PREFIX, SUFFIX = "deepoffload-", ".swap"
 _CREATE_ATTEMPTS = 8
@@ -88,9 +89,8 @@ def _group_of_one(gid: int) -> bool:
 
 
 def free_bytes(path: str) -> int:
-    """Bytes an ordinary user can still allocate on the file system of ``path``."""
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
+    """Bytes an ordinary user can still allocate on the file system of ``path``. Raises IoFailure."""
+    return disk_space(path).free_bytes
 
 
 def create_swap_file(engine: IoEngine, directory: str, label: str, direct: str) -> IoFile:

@@ -15,6 +15,7 @@ from torch import nn
 import deepoffload
 from deepoffload import offload_context
 from tests.checkpoint.damaged import Opener, trained
+from tests.checkpoint.durable_model import PLACES, Make, Run
 
 transformers = pytest.importorskip("transformers")
 
@@ -113,3 +114,19 @@ def opener() -> Iterator[Opener]:
     yield made
     made.io.close()
     made.pool.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes runs whose durable state lies in ``tmp_path / "swap"``, and closes them."""
+    (tmp_path / "swap").mkdir()
+    runs: list[Run] = []
+
+    def build(place: str = "half", **said: Any) -> Run:
+        durability = {"every": 1, "path": str(tmp_path / "swap")}
+        runs.append(Run(**{**PLACES[place], "step_overlap": "deferred", "durability": durability, **said}))
+        return runs[-1]
+
+    yield build
+    for run in runs:
+        run.close()

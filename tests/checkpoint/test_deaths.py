@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 KILLS = 200 if ALL else 10
 
 PROGRAM = """
-import os, random, signal, sys, time
+import os, random, signal, sys, time, traceback
 from pathlib import Path
 import torch
 from torch import nn
@@ -70,11 +70,14 @@ seen = 0
 for kill in range(kills):
     child = os.fork()
     if not child:
-        save_for_ever(1000 * (kill + 1))
+        try:
+            save_for_ever(1000 * (kill + 1))
+        except BaseException:
+            traceback.print_exc()
         os._exit(1)
     time.sleep(dice.uniform(0.2, 4.0) * round_s)
     os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "a child has failed by itself"
     latest = (directory / "latest").read_text()
     for folder in directory.iterdir():
         if folder.name == "latest" or folder.name.startswith("."):
@@ -99,11 +102,12 @@ print(sorted(path.name for path in directory.iterdir()))
 """
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("how", ["waits", "trains_on"])
 def test_kills_at_random_moments(how: str, tmp_path: Path, nvme_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(nvme_path), str(KILLS), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1400, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     newest, names = done.stdout.splitlines()[-2:]
     assert float(newest.split()[1]) >= 1000, "no save of a child was ever complete"

@@ -3,83 +3,15 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-import deepoffload
-from deepoffload.io.named_files import durable_path
-from tests.checkpoint.training import ALL, snapshot
+from tests.checkpoint.durable_model import PLACES, WIDTH, Run, image
+from tests.checkpoint.training import ALL
 from tests.support.loops import assert_same_bits
-
-ROOT = Path(__file__).parents[2]
-WIDTH = 96
-PLACES = {
-    "host": {"host_budget": "64MiB"},
-    "half": {"host_budget": "600KiB"},
-    "all": {"host_budget": "400KiB"},
-}
-
-
-class Shrinking(nn.Linear):
-    """Changes its weight inside of its call when it is told to, where no door sees it."""
-
-    shrinks = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.shrinks:
-            with torch.no_grad():
-                self.weight.mul_(0.75)
-        return super().forward(x)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Shrinking(WIDTH, WIDTH) for _ in range(4)])
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.head = nn.Linear(WIDTH, 8)
-        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x)) + x
-        return self.head(nn.functional.dropout(self.norm(x @ self.table), 0.1))
-
-
-class Run:
-    """A model that trains, with what belongs to it."""
-
-    def __init__(self, **said: Any) -> None:
-        torch.manual_seed(0)
-        with deepoffload.offload_context(**said) as context:
-            self.model = Model()
-        self.engine = context.engine
-        self.optimizer = deepoffload.CPUAdamW(self.model.parameters(), lr=1e-2, **said.pop("optimizer", {}))
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.state = deepoffload.TrainingState(self.model, self.optimizer, schedule=self.schedule)
-        self.views: list[Tensor] = []
-        torch.manual_seed(1)
-
-    def step(self) -> None:
-        x = torch.randn(16, WIDTH).to(self.model.head.weight.dtype)
-        self.model(x).float().square().mean().backward()
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
-
-    def everything(self) -> dict[str, Any]:
-        found = snapshot(self.model, self.optimizer)
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        return {**found, "buffers": buffers, "schedule": self.schedule.state_dict(), "random": torch.get_rng_state()}
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 def edit_in_place(run: Run) -> None:
@@ -150,13 +82,6 @@ HAZARDS: tuple[Callable[[Run], None], ...] = (
 def program(dice: random.Random, steps: int) -> list[list[Callable[[Run], None]]]:
     """What happens after each step's commit."""
     return [[dice.choice(HAZARDS) for _ in range(dice.choice((0, 1, 2)))] for _ in range(steps)]
-
-
-def image(source: Path, target: Path) -> None:
-    """What a death at this moment leaves: the durable file as it is now."""
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    shutil.copyfile(durable_path(str(source)), durable_path(str(target)))
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -13,37 +13,64 @@ from tests.checkpoint.training import ALL
 
 ROOT = Path(__file__).parents[2]
 
-RUNS = [
-    # placement, overlap, precision, every, kills, paths
-    ("half", "deferred", "bf16", 1, "5", 1),
-    ("all", "in_backward", "keep", 2, "4", 2),
+PLACEMENTS = ("host", "half", "optimizer", "all", "copies")
+OVERLAPS = ("deferred", "none", "in_backward")
+PRECISIONS = ("bf16", "keep", "fp16", "bf16+8bit", "keep+bf16")
+
+TRAINING = [
+    # placement, overlap, precision, every, paths, kills
+    ("half", "deferred", "bf16", 1, 1, 5),
+    ("all", "in_backward", "keep", 2, 2, 4),
 ]
-if ALL:  # 200 kills, over all placements and overlaps
-    RUNS = [
-        (placement, overlap, precision, every, "17", paths)
-        for number, placement in enumerate(("host", "half", "optimizer", "all"))
-        for overlap, precision, every, paths in (
-            ("deferred", ("bf16", "keep", "fp16", "bf16")[number], 1, 1 + number % 2),
-            ("none", ("keep", "bf16", "bf16", "fp16")[number], 1 + number, 1),
-            ("in_backward", ("bf16", "keep")[number % 2], 1, 2 - number % 2),
-        )
+RESUMING = [
+    ("optimizer", "deferred", "bf16+8bit", 1, 2, 7),
+    ("copies", "none", "keep", 1, 1, 4),
+]
+if ALL:  # more than 200 kills of each kind, over all placements, overlaps and precisions
+    EVERY = [(number, shift) for number in range(len(PLACEMENTS)) for shift in range(len(OVERLAPS))]
+    TRAINING = [
+        (PLACEMENTS[n], OVERLAPS[s], PRECISIONS[(n + s) % 5], 1 + (n * s) % 3, 1 + (n + s) % 2, 14) for n, s in EVERY
     ]
-    RUNS.append(("half", "deferred", "bf16", 1, "+50", 1))
+    RESUMING = [
+        (PLACEMENTS[n], OVERLAPS[s], PRECISIONS[(n + s + more) % 5], 1 + s % 2, 1 + (n + more) % 2, 9)
+        for n, s in EVERY
+        for more in (1, 3)
+    ]
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("placement", "overlap", "precision", "every", "kills", "paths"), RUNS)
-def test_kills_at_random_moments(
-    placement: str, overlap: str, precision: str, every: int, kills: str, paths: int, tmp_path: Path
-) -> None:
-    arguments = [str(tmp_path), placement, overlap, precision, str(every), kills, str(paths)]
+def campaign(tmp_path: Path, *arguments: object) -> str:
+    """What ``durable_runs`` says at its end."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.durable_runs", *arguments],
+        [sys.executable, "-m", "tests.checkpoint.durable_runs", str(tmp_path), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=1100,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"killed {kills} times" in done.stdout
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(f"killed {arguments[-1]} times: ")
+    print(*arguments, last)
+    return last
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("run", TRAINING, ids=str)
+def test_kills_at_random_moments(run: tuple[str, str, str, int, int, int], tmp_path: Path) -> None:
+    *how, kills = run
+    campaign(tmp_path, *how, "any", kills)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("run", RESUMING, ids=str)
+def test_kills_while_a_process_resumes(run: tuple[str, str, str, int, int, int], tmp_path: Path) -> None:
+    """While it opens its files, takes the state over, and makes its first steps."""
+    *how, kills = run
+    assert "'resumes'" in campaign(tmp_path, *how, "resuming", kills), "nobody was killed while it took the state over"
+
+
+@pytest.mark.skipif(not ALL, reason="takes a minute: with CHECKPOINTS=all")
+@pytest.mark.timeout(1200)
+def test_fifty_kills_each_after_a_commit(tmp_path: Path) -> None:
+    campaign(tmp_path, "half", "deferred", "bf16", 1, 1, "committed", 50)

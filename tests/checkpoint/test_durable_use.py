@@ -1,11 +1,9 @@
-"""Durable steps in use: resuming under other settings, engines, what is refused, and disks that fail."""
+"""Durable steps in use: resuming under other settings, engines, what is refused."""
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,44 +14,11 @@ from torch import nn
 
 import deepoffload
 from deepoffload.checkpoint.durable_list import durable_states
-from deepoffload.errors import ConfigError, IoFailure, PlacementError, UnsupportedError, UsageError
-from deepoffload.io.engine import IoEngine
-from deepoffload.io.named_files import durable_path
-from deepoffload.runtime import disk
-from tests.checkpoint.test_durable import PLACES, Run, image
-from tests.checkpoint.training import ALL
+from deepoffload.errors import ConfigError, PlacementError, UnsupportedError, UsageError
+from tests.checkpoint.durable_model import PLACES, Make, Run, trained
 from tests.support.loops import assert_same_bits
 from tests.support.models import TinyGPT, batch, next_token_loss
 from tests.support.paging import TIGHT, Paging
-
-Make = Callable[..., Run]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes runs whose durable state lies in ``tmp_path / "swap"``, and closes them."""
-    (tmp_path / "swap").mkdir()
-    runs: list[Run] = []
-
-    def build(place: str = "half", **said: Any) -> Run:
-        durability = {"every": 1, "path": str(tmp_path / "swap")}
-        runs.append(Run(**{**PLACES[place], "step_overlap": "deferred", "durability": durability, **said}))
-        return runs[-1]
-
-    yield build
-    for run in runs:
-        run.close()
-
-
-def trained(make: Make, **said: Any) -> dict[str, Any]:
-    """Two steps that are durable, of a run that is over; what it was."""
-    run = make(**said)
-    for _ in range(2):
-        run.step()
-        run.state.commit()
-    expected = run.everything()
-    run.close()
-    return expected
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -273,64 +238,3 @@ def test_places_that_cannot_hold_it(tmp_path: Path) -> None:
             model = build()
             assert isinstance(model, nn.Module)
     assert os.listdir(tmp_path) == []
-
-
-# -- failing disks --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nth", range(1, 40) if ALL else (1, 4, 9, 20))
-@pytest.mark.parametrize("kind", ["errno=5", "errno=28", "errno=122", "short=0"] if ALL else ["errno=28", "short=0"])
-def test_a_write_that_fails_while_committing(kind: str, nth: int, make: Make, tmp_path: Path) -> None:
-    """One that fails at any moment is told, what was durable stays so, and the run and its commits go on."""
-    expected = trained(make, place="host")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "IoEngine", partial(IoEngine, fault_script=f"op=write after=1 nth={nth} {kind}"))
-        run = make("host")
-    assert run.state.resume() == 2
-    assert_same_bits(expected, run.everything())
-    failures = 0
-    for _ in range(3):
-        for attempt in (run.step, run.state.commit):
-            try:
-                attempt()
-            except IoFailure as failure:
-                failures += 1
-                assert failure.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT) and "swap" in str(failure)
-                image(tmp_path / "swap", tmp_path / "left")
-                left = Run(**PLACES["host"], durability={"every": 1, "path": str(tmp_path / "left")})
-                assert left.state.resume() >= 2
-                left.close()
-                if attempt == run.step:
-                    run.optimizer.step()
-                    run.schedule.step()
-                    run.optimizer.zero_grad()
-    run.state.commit(wait=True)
-    now, step = run.everything(), run.state.step
-    run.close()
-    run = make("host")
-    assert run.state.resume() == step
-    assert_same_bits(now, run.everything())
-    assert failures <= 1
-
-
-def test_a_damaged_extent_is_named(make: Make, tmp_path: Path) -> None:
-    trained(make)
-    path = Path(durable_path(str(tmp_path / "swap")))
-    data = path.read_bytes()
-    run = make()
-    (store,) = [run.engine.durability.store]
-    extents = [stored.extent for stored in store.found.extents]
-    run.close()
-    for extent in extents:
-        part = extent.pieces[0]
-        with open(path, "r+b") as file:
-            file.seek(part.offset + 5)
-            file.write(bytes([data[part.offset + 5] ^ 1]))
-        run = make()
-        with pytest.raises(UsageError, match=rf"{path} is damaged between offset \d+ and \d+, in .* of durable step 2"):
-            run.state.resume()
-        if extent is not extents[-1]:  # what lies in no block is read before anything is changed
-            with pytest.raises(UsageError, match="half loaded"):
-                run.step()
-        run.close()
-        path.write_bytes(data)

@@ -43,16 +43,23 @@ def trained(paging: Paging, build: Callable[[], nn.Module] = gpt) -> tuple[nn.Mo
 
 
 @pytest.mark.parametrize("chunk", (1, 2, 3, 4) if ALL else (1, 3))
-@pytest.mark.parametrize("kind", ["errno=5", "short=0"], ids=["EIO", "nothing_written"])
-def test_a_write_that_fails(chunk: int, kind: str, paging: Paging, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        ("errno=5", errno.EIO),
+        ("short=0", errno.EIO),
+        *([("errno=28", errno.ENOSPC), ("errno=122", errno.EDQUOT)] if ALL else []),
+    ],
+)
+def test_a_write_that_fails(chunk: int, kind: str, code: int, paging: Paging, tmp_path: Path) -> None:
     model, optimizer, state = trained(paging)
     state.save(tmp_path, "one")
     before, expected = contents(tmp_path), snapshot(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "IoEngine", partial(IoEngine, fault_script=f"op=write nth={chunk} {kind}"))
-        with pytest.raises(IoFailure, match="EIO") as caught:
+        with pytest.raises(IoFailure, match=errno.errorcode[code]) as caught:
             state.save(tmp_path, "one")
-    assert caught.value.errno == errno.EIO and ".safetensors" in caught.value.filename
+    assert caught.value.errno == code and ".safetensors" in caught.value.filename
     assert contents(tmp_path) == before
     assert_same_bits(expected, snapshot(model, optimizer))
     steps(model, optimizer, 1, 1)
@@ -63,20 +70,20 @@ def test_a_write_that_fails(chunk: int, kind: str, paging: Paging, tmp_path: Pat
     assert_same_bits(expected, snapshot(model, optimizer))
 
 
-def test_transfers_that_stop_short_are_continued(paging: Paging, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rules", ["permille=700 seed=3 short=5000", "delay_ms=20", "jitter_us=20000 seed=5"])
+def test_disks_that_are_slow_or_stop_short(rules: str, paging: Paging, tmp_path: Path) -> None:
     model, optimizer, state = trained(paging, partial(TinyGPT, width=64, depth=4))
     expected = snapshot(model, optimizer)
-    short = partial(IoEngine, fault_script="permille=700 seed=3 short=5000")
     state.save(tmp_path, "whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "IoEngine", short)
-        patch.setattr(source, "IoEngine", short)
-        state.save(tmp_path, "short")
+        for module in (saving, source):
+            patch.setattr(module, "IoEngine", partial(IoEngine, fault_script=rules))
+        state.save(tmp_path, "other")
         for name, data in contents(tmp_path / "whole").items():
             if name.endswith(".safetensors"):
-                assert data == (tmp_path / "short" / name).read_bytes(), name
+                assert data == (tmp_path / "other" / name).read_bytes(), name
         steps(model, optimizer, 1, 1)
-        state.load(tmp_path, "short")
+        state.load(tmp_path, "other")
     assert_same_bits(expected, snapshot(model, optimizer))
 
 
@@ -147,6 +154,36 @@ def test_a_directory_that_is_removed_during_a_save(after_s: float, paging: Pagin
     steps(model, optimizer, 1, 1)
     state.load(directory)
     assert_same_bits(expected, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("after_s", (0.0, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05) if ALL else (0.0, 0.02))
+def test_a_directory_that_is_removed_during_a_load(after_s: float, paging: Paging, tmp_path: Path) -> None:
+    """Files that are open stay readable, so all of it is loaded, or what is missing is named."""
+    model, optimizer, state = trained(paging, larger)
+    directory = tmp_path / "checkpoints"
+    path, kept = state.save(directory), state.save(tmp_path / "kept")
+    saved = snapshot(model, optimizer)
+    steps(model, optimizer, 1, 1)
+    before = snapshot(model, optimizer)
+    remover = threading.Timer(after_s, shutil.rmtree, [directory])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "IoEngine", partial(IoEngine, fault_script="op=read delay_ms=10"))
+        remover.start()
+        try:
+            state.load(directory)
+            expected = saved
+        except (IoFailure, UsageError) as error:
+            assert path in str(error) or str(directory) in str(error)
+            expected = before
+        finally:
+            remover.join()
+    try:
+        state.save(tmp_path / "after")
+        assert_same_bits(expected, snapshot(model, optimizer))
+    except UsageError as error:
+        assert "half loaded" in str(error) and expected is before
+    state.load(Path(kept).parent)
+    assert_same_bits(saved, snapshot(model, optimizer))
 
 
 def test_a_directory_that_cannot_take_a_staging_folder(paging: Paging, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Memory while a training state is saved and loaded: that of training and a few MiB, however large the state is."""
+"""Memory while a training state is saved, loaded and resumed: that of training and a few MiB, however large it is."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ MIB = 1 << 20
 WINDOW_BYTES = 32 * MIB
 """At most 24 blocks of 1 MiB for each file or four for reading, and a few MiB for what is converted at a time."""
 
-PROGRAM = """
+PRELUDE = """
 import json, sys
 import torch
 from torch import nn
 import deepoffload
 from tests.support.memory_watch import MemoryWatch, populate
 
-directory, swap, saved, loading, budget = sys.argv[1:]  # loading "train": trains on while it saves
-
-def build(precision):
+def build(**said):
     torch.manual_seed(0)
-    with deepoffload.offload_context(host_budget=int(budget), nvme_path=swap, precision=precision) as context:
+    with deepoffload.offload_context(host_budget=int(sys.argv[1]), **said) as context:
         model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(14)])
     return context.engine, model, deepoffload.CPUAdamW(model.parameters(), lr=1e-3)
 
@@ -36,16 +34,28 @@ def step(model, optimizer):
     optimizer.step()
     optimizer.zero_grad()
 
+def train(engine, model, optimizer):
+    "Two steps: whether the budget counts as used now, and the peak."
+    populated = populate(engine.pager.tiers.arena)
+    step(model, optimizer)
+    step(model, optimizer)
+    return {"populated": populated, "training": watch.take_peak()}
+
+def tell(seen, model):
+    numel = sum(p.numel() for p in model.parameters())
+    print(json.dumps({**seen, "peak": watch.take_peak(), "state": numel * 10}))
+
+watch = MemoryWatch()
+"""
+
+SAVING = """
+directory, swap, saved, loading = sys.argv[2:]  # loading "train": trains on while it saves
 tiny = nn.Linear(8, 8)
 state = deepoffload.TrainingState(tiny, deepoffload.CPUAdamW(tiny.parameters()))
 state.save(directory + "/warm")
 state.load(directory + "/warm")
-engine, model, optimizer = build(loading if saved == "no" else saved)
-populated = populate(engine.pager.tiers.arena)
-watch = MemoryWatch()
-step(model, optimizer)
-step(model, optimizer)
-training = watch.take_peak()
+engine, model, optimizer = build(precision=loading if saved == "no" else saved, nvme_path=swap)
+seen = train(engine, model, optimizer)
 state = deepoffload.TrainingState(model, optimizer)
 if saved == "no":
     state.load(directory + "/out")
@@ -56,23 +66,48 @@ else:
         for _ in range(3):
             step(model, optimizer)
         handle.wait()
-numel = sum(p.numel() for p in model.parameters())
-print(json.dumps({"populated": populated, "training": training, "peak": watch.take_peak(), "state": numel * 10}))
+tell(seen, model)
+engine.close()
+"""
+
+RESUMING = """
+swap, precision, begun = sys.argv[2:]
+engine, model, optimizer = build(precision=precision, durability={"every": 1, "path": swap})
+state = deepoffload.TrainingState(model, optimizer)
+seen = train(engine, model, optimizer)
+assert state.resume() == int(begun)
+for _ in range(2):
+    step(model, optimizer)
+    state.commit()
+state.commit(wait=True)
+tell(seen, model)
 engine.close()
 """
 
 
+def check(program: str, *arguments: object) -> None:
+    """What the program takes besides training is a window."""
+    budget = 16 * MIB
+    command = [sys.executable, "-c", PRELUDE + program, str(budget), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    print(*arguments, {key: value / MIB for key, value in seen.items()})
+    if not seen["populated"]:
+        pytest.skip("the kernel cannot populate a mapping, so what saving takes cannot be told from the budget")
+    assert seen["state"] > 8 * budget
+    assert seen["peak"] <= seen["training"] + WINDOW_BYTES
+
+
 @pytest.mark.slow
 def test_memory_while_saving_and_loading(tmp_path: Path, nvme_path: Path) -> None:
-    budget = 16 * MIB
     loads = [("no", "bf16"), ("no", "fp32")] if ALL else [("no", "fp32")]
     for saved, loading in (("bf16", "train"), *([("bf16", "")] if ALL else []), *loads):
-        command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(nvme_path), saved, loading, str(budget)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT)
-        assert done.returncode == 0, done.stderr[-3000:]
-        seen = json.loads(done.stdout.splitlines()[-1])
-        print(saved, loading, {key: value / MIB for key, value in seen.items()})
-        if not seen["populated"]:
-            pytest.skip("the kernel cannot populate a mapping, so what saving takes cannot be told from the budget")
-        assert seen["state"] > 8 * budget
-        assert seen["peak"] <= seen["training"] + WINDOW_BYTES
+        check(SAVING, tmp_path, nvme_path, saved, loading)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"] if ALL else ["bf16"])
+def test_memory_while_steps_are_made_durable_and_resumed(precision: str, tmp_path: Path) -> None:
+    for begun in (0, 4):  # steps, of which the first process has made two before it commits
+        check(RESUMING, tmp_path, precision, begun)

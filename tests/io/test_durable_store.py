@@ -18,7 +18,7 @@ from deepoffload.errors import ConfigError, IoFailure, UsageError
 from deepoffload.io.durable_store import DurableStore
 from deepoffload.io.engine import IoEngine, IoFile
 from deepoffload.io.extents import Extent
-from deepoffload.io.header_pages import HEADER_BYTES, SLOT_PAGES
+from deepoffload.io.header_pages import HEADER_BYTES, MARK_PAGE, OWNER_PAGE, SLOT_PAGES
 from deepoffload.io.named_files import durable_path
 from deepoffload.io.step_record import Slot, parse_body
 from deepoffload.io.swap_files import reclaim_stale
@@ -189,7 +189,7 @@ def test_damaged_records_are_refused(make_engine, two_steps: Path):
     newest = max((slot for slot in slots_of(path) if slot), key=lambda slot: slot.sequence)
     begin = newest.body.pieces[0].offset
     engine = make_engine()
-    for offset in range(0, newest.body.nbytes, 7 if ALL else 31):
+    for offset in range(0, newest.body.nbytes, 1 if ALL else 31):
         flip(path, begin + offset)
         with SwapSpace(engine, [two_steps], named=True) as space:
             with pytest.raises(UsageError, match="the record of step 2 is damaged"):
@@ -200,6 +200,20 @@ def test_damaged_records_are_refused(make_engine, two_steps: Path):
     with SwapSpace(engine, [two_steps], named=True) as space:
         with pytest.raises(UsageError, match="both records of the durable state are damaged"):
             DurableStore(space)
+
+
+def test_every_byte_of_the_other_pages(make_engine, two_steps: Path):
+    """The page that says which files belong together is checked; the one that says who uses them is for people."""
+    path, engine = Path(durable_path(str(two_steps))), make_engine()
+    for offset in range(0, PAGE_BYTES, 1 if ALL else 61):
+        flip(path, MARK_PAGE * PAGE_BYTES + offset)
+        with SwapSpace(engine, [two_steps], named=True) as space:
+            with pytest.raises(UsageError, match=f"{path} is damaged at offset {MARK_PAGE * PAGE_BYTES}"):
+                DurableStore(space)
+        flip(path, MARK_PAGE * PAGE_BYTES + offset)
+        flip(path, OWNER_PAGE * PAGE_BYTES + offset)
+        with SwapSpace(engine, [two_steps], named=True) as space:
+            assert DurableStore(space).step == 2
 
 
 def test_bodies_that_somebody_made(two_steps: Path):
@@ -313,6 +327,29 @@ def test_giving_it_up(make_engine, memory, two_steps: Path):
         store.discard()
         store.remove_if_empty()
     assert os.listdir(two_steps) == []
+
+
+def test_files_that_are_removed(make_engine, memory, two_steps: Path):
+    """Nothing can be durable in a file without a name; one that another run has made in its place stays."""
+    with SwapSpace(make_engine(), [two_steps], named=True) as space:
+        store, blocks = DurableStore(space), Blocks(space, memory)
+        store.discard()
+        shutil.rmtree(two_steps)
+        blocks.write(0, b"e" * 5000)
+        for _ in range(2):
+            with pytest.raises(IoFailure, match="ENOENT.*was removed while this run uses it") as caught:
+                blocks.publish(store, 3)
+            assert caught.value.filename == durable_path(str(two_steps))
+        two_steps.mkdir()
+        with SwapSpace(make_engine(), [two_steps], named=True) as other:
+            newer, others = DurableStore(other), Blocks(other, memory)
+            others.write(0, b"f" * 5000)
+            others.publish(newer, 1)
+        with pytest.raises(IoFailure, match="was removed while this run uses it"):
+            blocks.publish(store, 3)
+        store.remove_if_empty()
+    with SwapSpace(make_engine(), [two_steps], named=True) as space:
+        assert found_content(space, DurableStore(space), memory) == (1, {0: b"f" * 5000})
 
 
 class FailingFile(IoFile):
