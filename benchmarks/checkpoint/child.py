@@ -110,9 +110,10 @@ def main() -> None:
             name = line.strip()
             if training is not None and name == "steps":
                 answer = training.steps()
-            elif training is not None and name == "background":
+            elif training is not None and name in ("background", "torch_async"):
                 training.step()  # the call meets updates that are still to come
-                answer = measured(partial(training.background, folder), folder) | training.saved
+                save = training.background if name == "background" else training.torch_async
+                answer = measured(partial(save, folder), folder) | training.saved
             else:
                 answer = measured(actions[name], folder)
                 answer["loss"] = one_step(trainer, work, 1)["loss"]

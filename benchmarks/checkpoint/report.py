@@ -48,9 +48,18 @@ def call_of(case: str) -> Callable[[Round], float]:
     return lambda round: float(round[case]["background"]["call_s"])
 
 
-def extra_s(found: dict[str, Any]) -> float:
+def cost_s(found: dict[str, Any], save: str) -> float:
+    """What a save costs the run: its call, and what the steps during it take longer."""
+    return float(found[save]["call_s"]) + extra_s(found, save)
+
+
+def cost_of_torch(case: str) -> Callable[[Round], float]:
+    return lambda round: cost_s(round[case], "background") / cost_s(round[case], "torch_async")
+
+
+def extra_s(found: dict[str, Any], save: str = "background") -> float:
     """What the steps during a save took longer than those before and after it, all together."""
-    during = found["background"]["steps_s"]
+    during = found[save]["steps_s"]
     return float(sum(during)) - len(during) * step_s(found, "steps")
 
 
@@ -71,7 +80,7 @@ def extra_of(case: str) -> Callable[[Round], float]:
 
 def every_20th(case: str) -> Callable[[Round], float]:
     """A save at every 20th step, as a share of the steps."""
-    return lambda round: (call_of(case)(round) + extra_s(round[case])) / (20 * step_s(round[case], "steps"))
+    return lambda round: cost_s(round[case], "background") / (20 * step_s(round[case], "steps"))
 
 
 def durable_step(round: Round) -> float:
@@ -87,6 +96,7 @@ def background_rows(case: str, where: str) -> tuple[tuple[str, str, float, Calla
         (f"save(wait=False), {where}: s of the call", "at most", 0.05, call_of(case)),
         (f"... what steps take longer / (state / write rate), {where}", "at most", 1.25, extra_of(case)),
         (f"... at every 20th step: share of the steps, {where}", "at most", 0.05, every_20th(case)),
+        (f"... costs / torch's async_save costs, {where}", "at most", 0.5, cost_of_torch(case)),
     )
 
 

@@ -38,6 +38,7 @@ BACKGROUND = (
     Action("steps", "steps"),
     Action("background", "background", Pattern.WRITE),
     Action("steps again", "steps"),
+    Action("torch_async", "torch_async"),
 )
 DURABLE = (
     Action("without", "steps", case=0),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch.distributed.checkpoint as distributed_checkpoint
 
 from benchmarks.end_to_end.cases import BYTES
 from benchmarks.end_to_end.child import one_step
@@ -60,13 +63,31 @@ class Training:
 
     def background(self, folder: Path) -> None:
         """A save that does not wait, and steps until it is done."""
+
+        def start() -> tuple[Callable[[], bool], Callable[[], object]]:
+            handle = self._state.save(folder, "background", wait=False)
+            return handle.done, handle.wait
+
+        self._save_and_train(start)
+
+    def torch_async(self, folder: Path) -> None:
+        """The same with torch's distributed checkpoint."""
+
+        def start() -> tuple[Callable[[], bool], Callable[[], object]]:
+            states = {"model": self._trainer.model.state_dict(), "optimizer": self._trainer.optimizer.state_dict()}
+            future = distributed_checkpoint.async_save(states, checkpoint_id=str(folder / "torch_async"))
+            return future.done, future.result
+
+        self._save_and_train(start)
+
+    def _save_and_train(self, start: Callable[[], tuple[Callable[[], bool], Callable[[], object]]]) -> None:
         started = time.perf_counter()
-        handle = self._state.save(folder, "background", wait=False)
+        done, wait = start()
         call_s = time.perf_counter() - started
         steps_s: list[float] = []
-        while not handle.done() and len(steps_s) < SAVE_STEPS_MAX:
+        while not done() and len(steps_s) < SAVE_STEPS_MAX:
             steps_s.append(self.step()["seconds"])
-        handle.wait()
+        wait()
         self.saved = {
             "call_s": call_s,
             "steps_s": steps_s,
