@@ -1,0 +1,166 @@
+"""What rounds are carried by: two gloo groups that only we use, one for rounds and one for nudges.
+
+A collective of the program, or one of our payloads, would meet ours in a group that they share. Waits are gloo's, in
+C++ and without the GIL. gloo's own limits are out of reach: a round is under way for as long as a program computes, and
+how long anybody waits for one is the caller's to limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+FOREVER = timedelta(days=365)
+MESSAGE_NUMEL = 4
+"""Of int64: 32 bytes."""
+_ABORT_TAG = 1
+"""Nobody sends messages with it."""
+
+
+class LinkError(RuntimeError):
+    """A connection has ended: another rank has gone, or has cut its links."""
+
+
+def wait_within(work: dist.Work, limit_s: float) -> bool:
+    """Wait for a collective of gloo's for at most ``limit_s``. Returns whether it is over.
+
+    Raises:
+        LinkError: it has failed.
+    """
+    for _ in range(2):
+        try:
+            work.wait(timedelta(seconds=max(limit_s, 0.001)))
+            return True
+        except RuntimeError as error:
+            if work.is_completed():
+                problem = error  # or it ended after the limit and before the question: so ask once more
+            else:
+                return False
+    raise LinkError(first_line(problem)) from problem
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of torch says, without the stack of C++ that follows."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _joined(purpose: str, store: dist.Store, member: int, members: int, timeout_s: float) -> Any:
+    """A group of gloo's, without a place in the registry of ``torch.distributed``: it outlives the program's groups.
+    torch's stubs know none of its methods."""
+    try:
+        return dist.ProcessGroupGloo(dist.PrefixStore(purpose, store), member, members, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise LinkError(f"not every rank has come within {timeout_s:g} s ({first_line(error)})") from error
+
+
+class RoundLink:
+    """Four numbers from every rank to every rank, one exchange at a time.
+
+    Every rank sends to every other rank itself (an all-to-all). gloo's all-gather passes the numbers on in a ring: with
+    four ranks that takes several times as long, in CPU time, too.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._group = _joined("rounds", store, rank, world_size, timeout_s)
+        self._options = dist.AllToAllOptions()
+        self._options.timeout = FOREVER
+        self._sent = torch.zeros(world_size, MESSAGE_NUMEL, dtype=torch.int64)
+        self._received = torch.zeros(world_size, MESSAGE_NUMEL, dtype=torch.int64)
+        self._work: dist.Work | None = None
+
+    def start(self, message: Sequence[int]) -> None:
+        """Send ``message`` to all ranks.
+
+        Raises:
+            LinkError: a connection has ended.
+        """
+        assert self._work is None, "an exchange is under way"
+        if self._group is None:
+            raise LinkError("the links of this rank are cut")
+        self._sent[:] = torch.tensor(message, dtype=torch.int64)
+        try:
+            self._work = self._group.alltoall_base(self._received.view(-1), self._sent.view(-1), [], [], self._options)
+        except RuntimeError as error:
+            raise LinkError(first_line(error)) from error
+
+    @property
+    def work(self) -> dist.Work | None:
+        """The exchange under way, to wait for; None when there is none."""
+        return self._work
+
+    def is_over(self) -> bool:
+        """Whether :meth:`take` does not wait."""
+        return self._work is not None and self._work.is_completed()
+
+    def take(self) -> list[list[int]]:
+        """The messages of all ranks, in rank order.
+
+        Raises:
+            LinkError: a connection has ended.
+        """
+        assert self._work is not None, "no exchange is under way"
+        work, self._work = self._work, None
+        wait_within(work, FOREVER.total_seconds())
+        messages: list[list[int]] = self._received.tolist()
+        return messages
+
+    def cut(self) -> None:
+        """End the connections. All that waits for an exchange with this rank fails, here and on the other ranks."""
+        group, self._group = self._group, None
+        if group is not None and self._work is not None:
+            # gloo ends all connections of a group when a receive runs into its own limit. Without it, the group's
+            # destructor waits until the exchange under way ends.
+            with suppress(RuntimeError):
+                other = (self._rank + 1) % self._world_size
+                group.recv([torch.zeros(1, dtype=torch.int64)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+
+class NudgeLink:
+    """Short messages to ranks whose programs are elsewhere. Each rank is two members of the group: one that listens,
+    and one that sends. So it can send a message to itself, which is how the thread that listens is ended.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+        # Each member waits for all others, so the two must not wait for each other.
+        with ThreadPoolExecutor(1) as other:
+            listening = other.submit(_joined, "nudges", store, 2 * rank, 2 * world_size, timeout_s)
+            sending = _joined("nudges", store, 2 * rank + 1, 2 * world_size, timeout_s)
+            self._groups = [listening.result(), sending]
+        self._received = torch.zeros(MESSAGE_NUMEL, dtype=torch.int64)
+        self._sent: dict[int, tuple[torch.Tensor, dist.Work]] = {}
+
+    def send(self, rank: int, message: Sequence[int]) -> bool:
+        """Send ``message`` to one rank, this one included. Returns False where that rank has gone."""
+        words = torch.tensor(message, dtype=torch.int64)
+        try:
+            work = self._groups[1].send([words], 2 * rank, 0)
+        except RuntimeError:
+            return False
+        self._sent[rank] = words, work  # gloo reads them until they are sent, which it does at once
+        return True
+
+    def receive(self) -> list[int]:
+        """Sleep until a message comes. For one thread alone.
+
+        Raises:
+            LinkError: the link is broken.
+        """
+        try:
+            self._groups[0].recv_anysource([self._received], 0).wait(FOREVER)
+        except RuntimeError as error:
+            raise LinkError(first_line(error)) from error
+        message: list[int] = self._received.tolist()
+        return message
+
+    def close(self) -> None:
+        """End the connections. Nobody may be in :meth:`receive`."""
+        self._sent.clear()
+        self._groups.clear()

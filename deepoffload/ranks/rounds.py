@@ -1,0 +1,257 @@
+"""Rounds: no rank enters a collective before all ranks have said what they need. A pure state machine, without torch.
+
+Each rank has a queue of wants. Round i tells every rank the i-th want of every rank, and then all ranks launch the
+union of these wants, in rank order. So the order of payload collectives is equal on all ranks by construction, also
+where their programs differ. Equal programs have equal queues: their rounds carry one want each, and none is *mixed*.
+
+A reduction is *held* until every rank has announced its part in it, or is at its step and so cannot announce one any
+more. Otherwise the round in which a slow rank answers would decide which parts are added first.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class WantKind(enum.IntEnum):
+    """What a rank says in a round."""
+
+    NOTHING = 0
+    """Its program is elsewhere; said for it by the thread that others have nudged."""
+    GATHER = 1
+    """The whole bytes of a unit."""
+    REDUCE = 2
+    """The sum of a unit's gradients over all ranks; this rank has its part."""
+    WAIT = 3
+    """The program waits until a part that it has announced is reduced, and needs nothing else."""
+    STEP = 4
+    """The program is at its optimizer step; over when all ranks are at it, or have joined."""
+    JOIN = 5
+    """The program has no batches left; over when all ranks have joined. Until then it steps with the others."""
+    CLOSE = 6
+    """The program ends; over when all ranks are at it."""
+    FAILED = 7
+    """The rank had an error and cannot continue."""
+
+
+PAYLOADS = frozenset({WantKind.GATHER, WantKind.REDUCE})
+"""What moves bytes, and is queued."""
+STEPPING = frozenset({WantKind.STEP, WantKind.JOIN})
+"""Where a rank has announced all of a step's parts."""
+RESTS = STEPPING | {WantKind.WAIT, WantKind.CLOSE}
+"""What a rank says again in every round until it is over: it waits, and serves the others meanwhile."""
+
+
+class Want(NamedTuple):
+    """What a rank needs next. ``unit`` is a unit's index, 0 for a kind that is not of a unit."""
+
+    kind: WantKind
+    unit: int = 0
+
+
+class Payload(NamedTuple):
+    """A collective that all ranks launch now.
+
+    ``ranks``: of a gather, those that asked for it in this round; of a reduction, those that have a part in it.
+    """
+
+    kind: WantKind
+    unit: int
+    ranks: tuple[int, ...]
+
+
+NOTHING = Want(WantKind.NOTHING)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round leads to; the same on all ranks.
+
+    Attributes:
+        payloads: the collectives to launch, in this order. None where ``failed`` or ``closed`` name a rank.
+        met: STEP, JOIN or CLOSE where all ranks are there.
+        failed: the ranks that have said so.
+        closed: the ranks that are at their end while others train.
+    """
+
+    payloads: tuple[Payload, ...] = ()
+    met: WantKind | None = None
+    failed: tuple[int, ...] = ()
+    closed: tuple[int, ...] = ()
+
+
+class HeldReductions:
+    """Which parts of which reductions every rank has announced, of those that are not launched yet."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._parts: dict[int, list[int]] = {}  # by unit, how many of each rank; in the order of the first announcement
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def of(self, unit: int, rank: int) -> int:
+        """How many parts of ``rank`` in ``unit`` wait."""
+        parts = self._parts.get(unit)
+        return 0 if parts is None else parts[rank]
+
+    def announce(self, unit: int, rank: int) -> None:
+        """``rank`` has one more part."""
+        self._parts.setdefault(unit, [0] * self._world_size)[rank] += 1
+
+    def release(self, unit: int, over: frozenset[int]) -> Iterator[Payload]:
+        """The reductions of ``unit`` that may start when the ranks ``over`` announce no more parts."""
+        parts = self._parts.get(unit)
+        while parts is not None and all(count or rank in over for rank, count in enumerate(parts)):
+            ranks = tuple(rank for rank, count in enumerate(parts) if count)
+            for rank in ranks:
+                parts[rank] -= 1
+            if not any(parts):
+                del self._parts[unit]
+                parts = None
+            yield Payload(WantKind.REDUCE, unit, ranks)
+
+    def release_all(self, over: frozenset[int]) -> Iterator[Payload]:
+        """The same of all units."""
+        for unit in tuple(self._parts):
+            yield from self.release(unit, over)
+
+
+@dataclass
+class RoundCounts:
+    """``rounds`` that are over, those of them that were ``mixed`` (not all ranks said the same), and ``answers``: how
+    often this rank said that it needs nothing because its program was elsewhere."""
+
+    rounds: int = 0
+    mixed: int = 0
+    answers: int = 0
+
+
+@dataclass
+class Rounds:
+    """One rank's side of the protocol.
+
+    ``exchange`` sends a want to all ranks; :meth:`take` gets what all of them have sent. At most one exchange is under
+    way. The methods may be called by any thread, one at a time.
+
+    Attributes:
+        asked: what this rank says in the round that is under way, or None between rounds.
+        steps: how many steps all ranks have made.
+    """
+
+    rank: int
+    world_size: int
+    exchange: Callable[[Want], None]
+    asked: Want | None = None
+    steps: int = 0
+    counts: RoundCounts = field(default_factory=RoundCounts)
+    _queue: deque[Want] = field(default_factory=deque)
+    _held: HeldReductions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._held = HeldReductions(self.world_size)
+
+    # -- what this rank says ----------------------------------------------------------------------------------------
+    def post(self, want: Want) -> None:
+        """Queue a gather or a reduction. Once for each: a second one would shift all rounds that follow."""
+        assert want.kind in PAYLOADS, want
+        self._queue.append(want)
+
+    @property
+    def upcoming(self) -> Want | None:
+        """What this rank says when it enters the next round; None while one is under way, or if there is nothing."""
+        return self._queue[0] if self.asked is None and self._queue else None
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether wants wait for the rounds after this one."""
+        return bool(self._queue)
+
+    def enter(self) -> None:
+        """Enter the next round with the first want of the queue, if there is one."""
+        if self.asked is None and self._queue:
+            self._say(self._queue.popleft())
+
+    def rest(self, kind: WantKind) -> None:
+        """Enter the next round as one that waits, if this rank has nothing else to say."""
+        assert kind in RESTS, kind
+        if self.asked is None and not self._queue:
+            self._say(Want(kind))
+
+    def answer(self) -> bool:
+        """Enter the next round for a program that is elsewhere. Returns whether there was nothing else to say."""
+        if self.asked is not None or self._queue:
+            return False
+        self.counts.answers += 1
+        self._say(NOTHING)
+        return True
+
+    def fail(self) -> None:
+        """The next want of this rank is its failure, and it has no others."""
+        self._queue.clear()
+        if self.asked is None:
+            self._say(Want(WantKind.FAILED))
+        else:
+            self._queue.append(Want(WantKind.FAILED))
+
+    def _say(self, want: Want) -> None:
+        self.asked = want
+        self.exchange(want)
+
+    # -- what all ranks have said -----------------------------------------------------------------------------------
+    def is_pending(self, want: Want) -> bool:
+        """Whether a want of this rank has still to be launched: queued, said, or held."""
+        if want == self.asked or want in self._queue:
+            return True
+        return want.kind is WantKind.REDUCE and self._held.of(want.unit, self.rank) > 0
+
+    def take(self, wants: Sequence[Want]) -> Outcome:
+        """The round under way is over; ``wants`` has what each rank said, in rank order."""
+        assert self.asked is not None and wants[self.rank] == self.asked, (self.asked, wants)
+        self.asked = None
+        self.counts.rounds += 1
+        self.counts.mixed += len(set(wants)) > 1
+        kinds = {want.kind for want in wants}
+        if WantKind.FAILED in kinds:
+            return Outcome(failed=_those_at(wants, WantKind.FAILED))
+        if WantKind.CLOSE in kinds and kinds & (STEPPING | {WantKind.REDUCE, WantKind.WAIT}):
+            return Outcome(closed=_those_at(wants, WantKind.CLOSE))
+        payloads = tuple(self._launched(wants))
+        return Outcome(payloads, self._meet(kinds))
+
+    def _launched(self, wants: Sequence[Want]) -> Iterator[Payload]:
+        over = frozenset(rank for rank, want in enumerate(wants) if want.kind in STEPPING)
+        for want in dict.fromkeys(wants):
+            asking = tuple(rank for rank, other in enumerate(wants) if other == want)
+            if want.kind is WantKind.GATHER:
+                if want in self._queue:  # another rank needed it first; this rank has reserved its room
+                    self._queue.remove(want)
+                yield Payload(want.kind, want.unit, asking)
+            elif want.kind is WantKind.REDUCE:
+                for rank in asking:
+                    self._held.announce(want.unit, rank)
+                yield from self._held.release(want.unit, over)
+        if self._held and over:
+            released = tuple(self._held.release_all(over))
+            yield from released
+            if released:
+                return  # who waited may announce more
+        if self._held and all(want.kind in STEPPING or want.kind is WantKind.WAIT for want in wants):
+            # Nobody can announce a part before something is reduced: the parts that are there are added.
+            yield from self._held.release_all(frozenset(range(self.world_size)))
+
+    def _meet(self, kinds: set[WantKind]) -> WantKind | None:
+        if kinds <= STEPPING:
+            if WantKind.STEP not in kinds:
+                return WantKind.JOIN
+            self.steps += 1
+            return WantKind.STEP
+        return WantKind.CLOSE if kinds == {WantKind.CLOSE} else None
+
+
+def _those_at(wants: Sequence[Want], kind: WantKind) -> tuple[int, ...]:
+    return tuple(rank for rank, want in enumerate(wants) if want.kind is kind)

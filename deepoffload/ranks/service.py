@@ -1,0 +1,374 @@
+"""Rounds at work: a rank says what it needs, waits for what all have agreed on, and serves the others meanwhile.
+
+`[Note: who serves]` Every call of the program takes rounds that are over and enters the next one. A program that waits
+here does so until it has what it needs. A program that is elsewhere (in a long computation, in its own barrier) calls
+nothing: then a rank that waits longer than is usual *nudges* it, and the thread that sleeps in this rank answers
+for it. If the program stays away, the thread answers the rounds that follow without being nudged again, as long as they
+move bytes. All waits are gloo's, in C++ and without the GIL; they return to Python to nudge, to hear Ctrl-C, and to
+give up.
+
+`[Note: ends]` A rank whose connection closes, for which another has waited ``timeout_s`` in vain, or that says that it
+has failed, is an error on all ranks, with one text. After it every call raises it again. The links are cut, so that
+gloo's own threads end and the other ranks notice.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from deepoffload.errors import RankError
+from deepoffload.ranks.links import LinkError, NudgeLink, RoundLink
+from deepoffload.ranks.roll_call import RollCall, Whereabouts
+from deepoffload.ranks.round_runner import (
+    Launch,
+    LaunchError,
+    PayloadFlight,
+    PeersClosedError,
+    PeersFailedError,
+    RoundRunner,
+    Waitable,
+)
+from deepoffload.ranks.rounds import NOTHING, PAYLOADS, Want, WantKind
+from deepoffload.ranks.sleeper import Message, Sleeper
+from deepoffload.ranks.wait_times import Patience
+
+log = logging.getLogger("deepoffload")
+
+SLICE_S = 1.0
+"""A wait returns to Python this often at least, so that Ctrl-C is heard."""
+SERVE_S = 1.0
+"""How long the thread waits for a round that it has answered without being nudged."""
+HEARD_WITHIN_S = 1.0
+"""How long a rank that has failed waits until the others have heard it."""
+VERDICT_WITHIN_S = 3.0
+"""How long another rank may take to find out what has happened."""
+
+
+@dataclass(frozen=True)
+class RoundStats:
+    """What rounds have cost this rank so far.
+
+    Attributes:
+        mixed_rounds: those in which not all ranks said the same.
+        nudges: messages that this rank has sent because it had waited longer than is usual.
+        answers: rounds in which this rank had nothing to say because its program was elsewhere.
+        waited_s: seconds in which it waited, for rounds and for bytes.
+        waited_for_s: by rank, how much of this was waiting for a rank that is slower. The rest is what all wait for.
+    """
+
+    rounds: int
+    mixed_rounds: int
+    nudges: int
+    answers: int
+    waited_s: float
+    waited_for_s: tuple[float, ...]
+
+
+class RoundService:
+    """One rank's part in the rounds. Any thread may call it.
+
+    Args:
+        store: nobody else uses its keys.
+        launch: starts a payload that all ranks launch now. It is called with the lock held, in the same order on all
+            ranks, by any thread, also for a payload that this rank has not asked for. Returns what to wait for or None.
+        unit_name: for errors.
+        timeout_s: how long a rank waits while nothing happens.
+        lock: held while the state changes and while ``launch`` runs, not while this rank waits. Re-entrant.
+        abandon: ends the payload that is in flight, after an error.
+
+    Raises:
+        RankError: not every rank has come within ``timeout_s``. All methods that post or wait raise it, too: see the
+            module.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        launch: Launch,
+        unit_name: Callable[[int], str],
+        *,
+        timeout_s: float = 600.0,
+        lock: Any = None,
+        abandon: Callable[[], None] | None = None,
+    ) -> None:
+        self.rank, self.timeout_s = rank, timeout_s
+        self._others = [other for other in range(world_size) if other != rank]
+        self._unit_name, self._abandon = unit_name, abandon
+        self._lock = threading.RLock() if lock is None else lock
+        self._failure: str | None = None
+        self._nudges = 0
+        self._inside = 0  # calls of the program that wait
+        self._calls = 0  # of the program: the thread sees by it whether the program is elsewhere
+        self._answered_at = -1  # the number of calls when the thread answered last
+        try:
+            self._link = RoundLink(store, rank, world_size, timeout_s)
+            nudge_link = NudgeLink(store, rank, world_size, timeout_s)
+        except LinkError as error:
+            raise RankError(f"rank {rank} at the start of rounds: {error}") from error
+        self._runner = RoundRunner(self._link, rank, world_size, launch)
+        self._roll_call = RollCall(store, rank, world_size, lambda other: self._sleeper.send(other, Message.ALARM))
+        self._sleeper = Sleeper(nudge_link, rank, self._serve, self._answer_alarm)
+        self._at_exit = _at_exit_of(weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    # -- what the program says --------------------------------------------------------------------------------------
+    def post(self, want: Want) -> None:
+        """This rank needs a gather, or has its part of a reduction. Once for each; does not wait."""
+        with self._judged(want), self._lock:
+            self._calls += 1
+            self._check()
+            self._runner.rounds.post(want)
+            self._runner.advance()
+
+    def pump(self) -> None:
+        """Take what is over and say what comes next, without waiting."""
+        with self._judged(), self._lock:
+            self._calls += 1
+            self._check()
+            self._runner.advance()
+
+    def wait_launched(self, want: Want) -> None:
+        """Return when what this rank has posted has been launched: a reduction is held until all have announced it."""
+        rest = WantKind.WAIT if want.kind is WantKind.REDUCE else None
+        self._until(lambda: not self._runner.rounds.is_pending(want), want, rest)
+
+    def wait_flight(self, flight: PayloadFlight, want: Want) -> None:
+        """Return when a payload is over."""
+        self._until(flight.ready, want, flight=flight)
+        with self._judged(want), self._lock:
+            flight.wait_within(0.0)  # raises if it has failed
+
+    def meet(self, kind: WantKind) -> WantKind:
+        """Wait at STEP, JOIN or CLOSE until all ranks are there, and serve them until then.
+
+        Returns:
+            What has been met. After JOIN that may be STEP: the program makes it with the others, and joins again.
+        """
+        self._until(lambda: self._runner.met is not None, Want(kind), kind)
+        with self._lock:
+            met, self._runner.met = self._runner.met, None
+        assert met is not None
+        return met
+
+    def stats(self) -> RoundStats:
+        """What rounds have cost this rank so far."""
+        with self._lock:
+            counts, times = self._runner.rounds.counts, self._runner.times
+            waited_for_s = tuple(times.for_rank_s)
+            return RoundStats(counts.rounds, counts.mixed, self._nudges, counts.answers, times.waited_s, waited_for_s)
+
+    def fail(self, message: str) -> None:
+        """Tell all ranks that this one cannot continue, and why: all raise it. Returns when they have heard it."""
+        self._give_up(self._tell(f"rank {self.rank} has failed at {self._here().want}: {message}"))
+
+    def close(self) -> None:
+        """Wait until all ranks close, serve them until then, and end. Idempotent.
+
+        Raises:
+            RankError: others train on. It is raised there, too. This rank's part has ended all the same.
+        """
+        if not self._sleeper.is_alive():
+            return
+        try:
+            if self._failure is None:
+                self.meet(WantKind.CLOSE)
+        finally:
+            atexit.unregister(self._at_exit)
+            self._sleeper.end()
+            with self._lock:
+                self._link.cut()
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+    def _until(
+        self,
+        over: Callable[[], bool],
+        want: Want,
+        rest: WantKind | None = None,
+        flight: PayloadFlight | None = None,
+    ) -> None:
+        started = time.monotonic()
+        patience = Patience(self._runner.times.nudge_after_s, started)
+        with self._counted_in(), self._judged(want):
+            while True:
+                with self._lock:
+                    self._check()
+                    self._runner.advance()
+                    if over():
+                        break
+                    if rest is not None:
+                        self._runner.rounds.rest(rest)
+                    waitable = self._runner.waitable(flight)
+                self._wait(waitable, patience, want)
+            self._runner.times.ended(time.monotonic() - started)
+
+    def _wait(self, waitable: Waitable, patience: Patience, want: Want) -> None:
+        """One wait in C++. Nudges the others when it is time to; gives up when nothing has happened for too long."""
+        begun = time.monotonic()
+        give_up_at = max(patience.started, self._runner.heard) + self.timeout_s
+        until = min(begun + SLICE_S, give_up_at, patience.nudge_at if waitable.may_nudge else give_up_at)
+        over = waitable.within(max(until - begun, 0.001))
+        now = time.monotonic()
+        self._runner.times.waited_s += now - begun
+        if over:
+            return
+        if waitable.may_nudge and now >= patience.nudge_at:
+            patience.nudged(now)
+            self._nudge(waitable.round)
+        if now >= max(patience.started, self._runner.heard) + self.timeout_s:
+            cause = f"rank {self.rank} has waited {self.timeout_s:g} s at {self._words(want)} and nothing has happened"
+            raise self._give_up(self._roll_call.inquire(self._here(), cause))
+
+    def _nudge(self, number: int) -> None:
+        with self._lock:
+            self._nudges += len(self._others)
+            for other in self._others:
+                self._sleeper.send(other, Message.NUDGE, number)  # who has gone is found by the round
+
+    @contextmanager
+    def _counted_in(self) -> Iterator[None]:
+        with self._lock:
+            self._inside += 1
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+
+    # -- serving, in the thread -------------------------------------------------------------------------------------
+    def _serve(self, number: int) -> None:
+        """Take round ``number`` for a program that is elsewhere; the next ones too, if it has not called since the last
+        time."""
+        try:
+            with self._judged():
+                stays = self._calls == self._answered_at
+                while (waitable := self._serve_once(number, stays)) is not None:
+                    if not waitable.within(SERVE_S) and self._runner.rounds.counts.rounds > number:
+                        return
+        except RankError:
+            log.debug("rank %d: the thread has ended its service: %s", self.rank, self._failure)
+
+    def _serve_once(self, number: int, stays: bool) -> Waitable | None:
+        with self._lock:
+            if self._inside or self._failure is not None:
+                return None
+            self._runner.advance()
+            rounds = self._runner.rounds
+            if rounds.counts.rounds > number and not (
+                stays and self._calls == self._answered_at and self._runner.bytes_wanted
+            ):
+                return None
+            if rounds.answer():
+                self._answered_at = self._calls
+            return self._runner.waitable()
+
+    def _answer_alarm(self) -> None:
+        self._roll_call.answer(self._here())
+        verdict = self._roll_call.verdict(VERDICT_WITHIN_S)
+        if verdict is not None:
+            self._give_up(verdict)
+
+    # -- when something is wrong ------------------------------------------------------------------------------------
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RankError(self._failure)
+
+    @contextmanager
+    def _judged(self, want: Want = NOTHING) -> Iterator[None]:
+        """Errors of the links and of payloads become the one that all ranks raise."""
+        try:
+            yield
+        except PeersFailedError as error:
+            ranks = " and ".join(map(str, error.ranks))
+            said = self._roll_call.verdict(VERDICT_WITHIN_S)
+            raise self._give_up(said or f"rank {ranks} has failed; its output says why") from None
+        except PeersClosedError as error:
+            raise self._give_up(self._closed_text(error)) from None
+        except LaunchError as error:
+            cause = error.__cause__
+            assert cause is not None
+            what = self._words(Want(error.payload.kind, error.payload.unit))
+            self._give_up(self._tell(f"rank {self.rank} has failed at {what}: {type(cause).__name__}: {cause}"))
+            raise cause from None
+        except (LinkError, RankError) as error:
+            if self._failure is None:
+                cause_text = f"rank {self.rank} has lost a connection at {self._words(want)} ({error})"
+                self._give_up(self._roll_call.inquire(self._here(), cause_text))
+            raise RankError(self._failure) from error
+
+    def _give_up(self, text: str) -> RankError:
+        """All calls raise ``text`` from now on. Returns the error."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = text
+                self._link.cut()
+                if self._abandon is not None:
+                    self._abandon()
+        return RankError(self._failure)
+
+    def _tell(self, text: str) -> str:
+        """Say ``text`` to all ranks as this rank's failure. Returns what all raise: another may have failed first."""
+        text = self._roll_call.judge(text)
+        until = time.monotonic() + HEARD_WITHIN_S
+        try:
+            with self._lock:
+                rounds = self._runner.rounds
+                number = rounds.counts.rounds + (rounds.asked is not None)
+                rounds.fail()
+            self._nudge(number)
+            while self._failure is None and (left_s := until - time.monotonic()) > 0:
+                with self._lock:
+                    self._runner.advance()
+                    waitable = self._runner.waitable()
+                waitable.within(left_s)
+        except RuntimeError as error:
+            log.debug("rank %d has told the others that it has failed: %s", self.rank, error)
+        return text
+
+    def _closed_text(self, error: PeersClosedError) -> str:
+        closed = ", ".join(f"rank {rank} has closed its engine after {error.steps[rank]} steps" for rank in error.ranks)
+        others = ", ".join(
+            f"rank {rank} was at {self._words(want)} (step {error.steps[rank]})"
+            for rank, want in enumerate(error.wants)
+            if rank not in error.ranks
+        )
+        return (
+            f"{closed}, but others train on: {others}. All ranks make the same number of steps: close the engine when "
+            "every rank has made its last one"
+        )
+
+    def _words(self, want: Want) -> str:
+        words = want.kind.name.lower()
+        return f"{words} of {self._unit_name(want.unit)}" if want.kind in PAYLOADS else words
+
+    def _here(self) -> Whereabouts:
+        waits = self._inside > 0 or not self._sleeper.is_current()
+        return Whereabouts(self._words(self._runner.said), self._runner.rounds.steps, waits)
+
+
+def _at_exit_of(reference: weakref.ref[RoundService]) -> Callable[[], None]:
+    """What the end of the process does: the others are told why, or are served until they end, too."""
+
+    def leave() -> None:
+        service = reference()
+        if service is None:
+            return
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is not None:
+            service.fail(f"its program ended with {type(error).__name__}: {error}")
+        service.close()
+
+    return leave

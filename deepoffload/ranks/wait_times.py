@@ -1,0 +1,63 @@
+"""How long this rank waits for others: what is usual, for whom, and when it is long enough to nudge them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NUDGE_AFTER_S = 0.1
+"""Nobody is nudged before. A nudge costs an extra round if its rank is only slow."""
+NUDGE_AFTER_USUAL = 4.0
+"""Nobody is nudged before so many times the usual wait."""
+NUDGE_AFTER_S_MAX = 5.0
+NOT_A_WAIT_S = 0.001
+"""What takes less does not count for what is usual."""
+_NEW_SHARE = 0.2
+"""How much the newest wait counts for what is usual."""
+
+
+class WaitTimes:
+    """The waits of one rank.
+
+    Attributes:
+        usual_s: a moving average of what a wait takes.
+        waited_s: seconds in which this rank has waited, for rounds and for bytes.
+        for_rank_s: by rank, how much longer than that rank this one has waited while that rank waited least of all. So
+            it is the time that is lost because ranks are not equally fast; what all wait for, transfers, is not in it.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.usual_s = 0.0
+        self.waited_s = 0.0
+        self.for_rank_s = [0.0] * world_size
+        self._known_us = [0] * world_size
+
+    @property
+    def nudge_after_s(self) -> float:
+        """How long a wait takes before the others are nudged."""
+        return min(max(NUDGE_AFTER_S, NUDGE_AFTER_USUAL * self.usual_s), NUDGE_AFTER_S_MAX)
+
+    def ended(self, seconds: float) -> None:
+        """A wait is over and took so long."""
+        if seconds >= NOT_A_WAIT_S:
+            self.usual_s += _NEW_SHARE * (seconds - self.usual_s)
+
+    def round_over(self, rank: int, waited_us: Sequence[int]) -> None:
+        """A round is over. ``rank`` is this one; ``waited_us``: how long each rank had waited, by then, in all."""
+        newly = [now - known for now, known in zip(waited_us, self._known_us, strict=True)]
+        least = min(newly)
+        self.for_rank_s[newly.index(least)] += (newly[rank] - least) * 1e-6
+        self._known_us = list(waited_us)
+
+
+class Patience:
+    """One wait: when to nudge, each time after twice as long. ``now`` is the caller's clock in seconds."""
+
+    def __init__(self, nudge_after_s: float, now: float) -> None:
+        self.started = now
+        self._gap_s = nudge_after_s
+        self.nudge_at = now + nudge_after_s
+
+    def nudged(self, now: float) -> None:
+        """The others have been nudged."""
+        self._gap_s = min(2 * self._gap_s, NUDGE_AFTER_S_MAX)
+        self.nudge_at = now + self._gap_s

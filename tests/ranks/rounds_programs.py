@@ -1,0 +1,257 @@
+"""What ranks do in the tests of rounds: each has shards of units, gathers them and adds up parts of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepoffload.errors import RankError
+from deepoffload.ranks.links import wait_within
+from deepoffload.ranks.rounds import Payload, Want, WantKind
+from deepoffload.ranks.service import RoundService
+
+NUMEL = 64
+LIMIT = timedelta(seconds=60)
+UNITS = 4
+
+
+class Flight:
+    """A collective of gloo's, with what is done when it is over."""
+
+    def __init__(self, work: Any, then: Callable[[], None] | None) -> None:
+        self._work, self._then = work, then
+        self._lock = threading.Lock()
+
+    def ready(self) -> bool:
+        return self._work.is_completed()
+
+    def wait_within(self, limit_s: float) -> bool:
+        over = wait_within(self._work, limit_s)
+        with self._lock:
+            if over and self._then is not None:
+                self._then()
+                self._then = None
+        return over
+
+
+class Side:
+    """One rank: its shards, its whole copies and its sums."""
+
+    def __init__(self, path: str, timeout_s: float = 30.0) -> None:
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(path, self.world_size)
+        self.payload: Any = dist.ProcessGroupGloo(dist.PrefixStore("payload", store), self.rank, self.world_size, LIMIT)
+        self.launched: list[tuple[str, int, tuple[int, ...]]] = []
+        self.flights: dict[int, Flight] = {}
+        self.reductions: list[Flight] = []
+        self.whole: dict[int, Tensor] = {}
+        self.sums = {unit: torch.zeros(NUMEL) for unit in range(UNITS)}
+        self.parts: dict[int, list[Tensor]] = {unit: [] for unit in range(UNITS)}
+        self.asked: set[int] = set()
+        self.steps = 0
+        self.fault: Exception | None = None
+        self.service = RoundService(
+            dist.PrefixStore("ours", store),
+            self.rank,
+            self.world_size,
+            self.launch,
+            lambda unit: f"blocks.{unit}",
+            timeout_s=timeout_s,
+        )
+
+    # -- payload ----------------------------------------------------------------------------------------------------
+    def launch(self, payload: Payload) -> Flight:
+        if self.fault is not None:
+            raise self.fault
+        self.launched.append((payload.kind.name, payload.unit, payload.ranks))
+        given = torch.full((NUMEL,), float(self.rank + 10 * payload.unit))
+        if payload.kind is WantKind.REDUCE and self.rank in payload.ranks:
+            given = self.parts[payload.unit].pop(0)
+        got = [torch.empty(NUMEL) for _ in range(self.world_size)]
+        flight = Flight(self.payload.allgather(got, given), lambda: self.arrived(payload, got))
+        if payload.kind is WantKind.GATHER:
+            self.flights[payload.unit] = flight
+            self.asked.discard(payload.unit)
+        else:
+            self.reductions.append(flight)
+        return flight
+
+    def arrived(self, payload: Payload, got: list[Tensor]) -> None:
+        if payload.kind is WantKind.GATHER:
+            self.whole[payload.unit] = torch.cat(got)
+        else:
+            for rank in payload.ranks:
+                self.sums[payload.unit] += got[rank]
+
+    # -- what a program does ----------------------------------------------------------------------------------------
+    def prefetch(self, unit: int) -> None:
+        if unit not in self.whole and unit not in self.flights and unit not in self.asked:
+            self.asked.add(unit)
+            self.service.post(Want(WantKind.GATHER, unit))
+
+    def need(self, unit: int) -> Tensor:
+        self.prefetch(unit)
+        want = Want(WantKind.GATHER, unit)
+        self.service.wait_launched(want)
+        if unit not in self.whole:
+            self.service.wait_flight(self.flights[unit], want)
+        self.flights.pop(unit, None)
+        expected = torch.cat([torch.full((NUMEL,), float(rank + 10 * unit)) for rank in range(self.world_size)])
+        assert torch.equal(self.whole[unit], expected)
+        return self.whole[unit]
+
+    def drop(self, unit: int) -> None:
+        if unit not in self.flights:
+            self.whole.pop(unit, None)
+
+    def reduce(self, unit: int) -> None:
+        self.parts[unit].append(torch.randn(NUMEL, generator=torch.Generator().manual_seed(self.rank + 7 * self.steps)))
+        self.service.post(Want(WantKind.REDUCE, unit))
+
+    def forward_and_backward(self, skipped: tuple[int, ...] = (), pause_s: float = 0.0) -> None:
+        order = [unit for unit in range(UNITS) if unit not in skipped]
+        for backward in (False, True):
+            phase = order[::-1] if backward else order
+            for place, unit in enumerate(phase):
+                self.need(unit)
+                if place + 1 < len(phase):
+                    self.prefetch(phase[place + 1])
+                time.sleep(pause_s)
+                self.drop(unit)
+                if backward:
+                    self.reduce(unit)
+
+    def step(self, kind: WantKind = WantKind.STEP) -> WantKind:
+        met = self.service.meet(kind)
+        while self.reductions:
+            self.service.wait_flight(self.reductions.pop(0), Want(kind))
+        self.steps += met is WantKind.STEP
+        return met
+
+    def evaluate(self) -> None:
+        for unit in range(UNITS):
+            self.need(unit)
+            self.drop(unit)
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "launched": self.launched,
+            "sums": [self.sums[unit].tolist() for unit in range(UNITS)],
+            "steps": self.steps,
+            "stats": self.service.stats(),
+            "threads": [thread.name for thread in threading.enumerate() if thread.name.startswith("deepoffload")],
+        }
+
+
+def own_group(path: str) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}.own",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=LIMIT,
+    )
+
+
+# -- programs -------------------------------------------------------------------------------------------------------
+def equal_steps(path: str, steps: int) -> dict[str, Any]:
+    side = Side(path)
+    for _ in range(steps):
+        side.forward_and_backward()
+        side.step()
+    side.service.close()
+    return side.result()
+
+
+def unequal_everything(path: str) -> dict[str, Any]:
+    """Skipped units, an evaluation on rank 0 while the others are in their own barrier, and uneven batches."""
+    side = Side(path)
+    own_group(path)
+    for step in range(3 + 2 * side.rank):
+        side.forward_and_backward(skipped=(1,) if (step + side.rank) % 2 else ())
+        side.step()
+        if step == 1:
+            if side.rank == 0:
+                for _ in range(3):
+                    side.evaluate()
+            dist.barrier()
+    while side.step(WantKind.JOIN) is WantKind.STEP:
+        pass
+    side.service.close()
+    dist.destroy_process_group()
+    return side.result()
+
+
+def slow_rank(path: str, steps: int, pauses_s: tuple[float, ...]) -> dict[str, Any]:
+    """Equal programs of unequal speed."""
+    side = Side(path)
+    for _ in range(steps):
+        side.forward_and_backward(pause_s=pauses_s[side.rank])
+        side.step()
+    side.service.close()
+    return side.result()
+
+
+def evaluate_last(path: str) -> dict[str, Any]:
+    """Rank 0 evaluates when the others have nothing left to do but to close."""
+    side = Side(path)
+    side.forward_and_backward()
+    side.step()
+    if side.rank == 0:
+        side.evaluate()
+    side.service.close()
+    return side.result()
+
+
+def trouble(path: str, what: str, timeout_s: float) -> dict[str, Any]:
+    """Rank 1 does ``what`` in its second step; the others train. Returns what the others have met, and when."""
+    side = Side(path, timeout_s)
+    side.forward_and_backward()
+    side.step()
+    if side.rank == 1:
+        side.evaluate()
+    begin = time.monotonic()
+    try:
+        if side.rank == 1:
+            cause_trouble(side, path, what)
+        for _ in range(3):
+            side.forward_and_backward()
+            side.step()
+    except (RankError, OSError) as error:
+        text = str(error)
+        seconds = time.monotonic() - begin
+        again = None
+        if what == "SIGSTOP" and side.rank == 0:
+            with open(f"{path}.pid", encoding="ascii") as file:
+                os.kill(int(file.read()), signal.SIGCONT)
+        try:
+            side.service.pump()
+        except RankError as error_again:
+            again = str(error_again)
+        side.service.close()
+        return side.result() | {"error": text, "again": again, "seconds": seconds, "class": type(error).__name__}
+    return {"error": None}
+
+
+def cause_trouble(side: Side, path: str, what: str) -> None:
+    if what in ("SIGKILL", "SIGSTOP"):
+        with open(f"{path}.pid", "w", encoding="ascii") as file:
+            file.write(str(os.getpid()))
+        os.kill(os.getpid(), getattr(signal, what))
+    if what == "raise":
+        side.service.fail("ValueError: the batch is empty")
+    if what == "launch":
+        side.fault = OSError(28, "No space left on device")
+    if what == "busy":
+        time.sleep(4.0)
+    if what == "close":
+        side.service.close()

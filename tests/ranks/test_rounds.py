@@ -1,0 +1,190 @@
+"""The protocol of rounds, with random programs: nothing hangs, payloads have one order, and timing changes no sum."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepoffload.ranks.rounds import NOTHING, Outcome, Payload, Rounds, Want, WantKind
+from tests.support.rounds_world import Op, Program, World
+
+GATHER, REDUCE = WantKind.GATHER, WantKind.REDUCE
+STEP, JOIN, CLOSE, FAILED, WAIT = (
+    Want(kind) for kind in (WantKind.STEP, WantKind.JOIN, WantKind.CLOSE, WantKind.FAILED, WantKind.WAIT)
+)
+
+
+def one_step(step: int, units: int, dice: random.Random, own: random.Random, barrier: bool) -> list[Op]:
+    """A step of one rank: ``dice`` are thrown alike on all ranks, ``own`` are the rank's."""
+    order = list(range(units))
+    if own.random() < 0.3:
+        own.shuffle(order)
+    order = [unit for unit in order if own.random() < 0.8]
+    ops: list[Op] = []
+    if own.random() < 0.3:  # an evaluation of this rank alone
+        ops += [op for unit in range(units) for op in (("need", unit), ("drop", unit))]
+    if barrier and dice.random() < 0.7:
+        ops.append(("barrier", step))
+    for backward in (False, True):
+        phase = order[::-1] if backward else order
+        for place, unit in enumerate(phase):
+            ops.append(("need", unit))
+            ops += [("prefetch", later) for later in phase[place + 1 : place + 2 + own.randrange(2)]]
+            ops.append(("drop", unit))
+            if backward:
+                ops += [("reduce", unit)] * own.choice((1, 1, 1, 2))
+                if own.random() < 0.3:  # no room for the next part
+                    ops.append(("settle", unit))
+    return [*ops, ("step", 0)]
+
+
+def programs(seed: int, ranks: int, units: int, steps: list[int], *, equal: bool) -> list[Program]:
+    """One for each rank; rank r makes ``steps[r]`` steps and then joins."""
+    found = []
+    for rank in range(ranks):
+        dice, own = random.Random(seed), random.Random(seed if equal else hash((seed, rank)))
+        ops = []
+        for step in range(steps[rank]):
+            ops += one_step(step, units, dice, own, barrier=step < min(steps))
+        found.append([*ops, ("join", 0)])
+    return found
+
+
+SEEDS = st.integers(0, 2**32)
+SIZES = st.integers(2, 4).flatmap(
+    lambda ranks: st.tuples(
+        st.just(ranks), st.integers(1, 6), st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks)
+    )
+)
+
+
+@settings(max_examples=150)
+@given(SEEDS, SIZES, st.sampled_from((0.0, 0.05, 0.5)))
+def test_programs_that_differ_all_finish_and_launch_in_one_order(seed, sizes, impatience):
+    ranks, units, steps = sizes
+    world = World(programs(seed, ranks, units, steps, equal=False), seed, impatience)
+    assert world.run()
+    assert all(rank.launched == world.ranks[0].launched for rank in world.ranks)
+    assert all(rank.rounds.steps == max(steps) for rank in world.ranks)
+    assert all(rank.rounds.asked in (None, NOTHING) for rank in world.ranks)
+
+
+@settings(max_examples=100)
+@given(SEEDS, SIZES, SEEDS, SEEDS)
+def test_neither_speed_nor_nudges_change_a_sum(seed, sizes, first, second):
+    ranks, units, steps = sizes
+    sums = []
+    for schedule, impatience in ((first, 0.0), (second, 0.5)):
+        world = World(programs(seed, ranks, units, steps, equal=False), schedule, impatience)
+        assert world.run()
+        sums.append(world.sums())
+    assert sums[0] == sums[1]
+
+
+@settings(max_examples=100)
+@given(SEEDS, SIZES, SEEDS)
+def test_equal_programs_make_no_mixed_round(seed, sizes, schedule):
+    ranks, units, steps = sizes
+    world = World(programs(seed, ranks, units, steps[:1] * ranks, equal=True), schedule)
+    assert world.run()
+    for rank in world.ranks:
+        assert rank.rounds.counts.mixed == 0
+        assert rank.rounds.counts.answers == 0
+
+
+@given(SEEDS)
+def test_an_evaluation_on_one_rank_needs_nudges(schedule):
+    alone = [("need", 0), ("drop", 0), ("need", 1), ("drop", 1), ("barrier", 0), ("step", 0)]
+    waiting = [("barrier", 0), ("step", 0)]
+    assert World([alone, waiting], schedule).run()
+    assert not World([alone, waiting], schedule, nudging=False).run()
+
+
+def ready(rank: int, want: Want, world_size: int = 2) -> Rounds:
+    """A rank that says ``want``."""
+    rounds = Rounds(rank, world_size, lambda _: None)
+    if want.kind in (GATHER, REDUCE):
+        rounds.post(want)
+        rounds.enter()
+    elif want.kind is WantKind.FAILED:
+        rounds.fail()
+    elif want == NOTHING:
+        rounds.answer()
+    else:
+        rounds.rest(want.kind)
+    return rounds
+
+
+@pytest.mark.parametrize(
+    ("wants", "outcome"),
+    [
+        ([Want(GATHER, 3)] * 2, Outcome((Payload(GATHER, 3, (0, 1)),))),
+        ([Want(GATHER, 3), Want(GATHER, 1)], Outcome((Payload(GATHER, 3, (0,)), Payload(GATHER, 1, (1,))))),
+        ([NOTHING, Want(GATHER, 1)], Outcome((Payload(GATHER, 1, (1,)),))),
+        ([Want(REDUCE, 0)] * 2, Outcome((Payload(REDUCE, 0, (0, 1)),))),
+        ([Want(REDUCE, 0), NOTHING], Outcome()),
+        ([Want(REDUCE, 0), STEP], Outcome((Payload(REDUCE, 0, (0,)),))),
+        ([Want(REDUCE, 0), JOIN], Outcome((Payload(REDUCE, 0, (0,)),))),
+        ([STEP, STEP], Outcome(met=WantKind.STEP)),
+        ([JOIN, STEP], Outcome(met=WantKind.STEP)),
+        ([JOIN, JOIN], Outcome(met=WantKind.JOIN)),
+        ([STEP, NOTHING], Outcome()),
+        ([CLOSE, CLOSE], Outcome(met=WantKind.CLOSE)),
+        ([CLOSE, NOTHING], Outcome()),
+        ([CLOSE, Want(GATHER, 2)], Outcome((Payload(GATHER, 2, (1,)),))),
+        ([CLOSE, STEP], Outcome(closed=(0,))),
+        ([JOIN, CLOSE], Outcome(closed=(1,))),
+        ([Want(REDUCE, 0), CLOSE], Outcome(closed=(1,))),
+        ([WAIT, CLOSE], Outcome(closed=(1,))),
+        ([Want(GATHER, 0), FAILED], Outcome(failed=(1,))),
+        ([FAILED, CLOSE], Outcome(failed=(0,))),
+    ],
+)
+def test_what_a_round_leads_to(wants, outcome):
+    for rank, want in enumerate(wants):
+        rounds = ready(rank, want)
+        assert rounds.asked == want
+        assert rounds.take(wants) == outcome
+        assert rounds.asked is None
+        assert rounds.counts.rounds == 1
+        assert rounds.counts.mixed == (wants[0] != wants[1])
+
+
+def test_parts_wait_for_the_slow_rank():
+    rounds = ready(0, Want(REDUCE, 5))
+    assert rounds.take([Want(REDUCE, 5), NOTHING]) == Outcome()
+    assert rounds.is_pending(Want(REDUCE, 5))
+    rounds.rest(WantKind.WAIT)
+    assert rounds.take([WAIT, Want(REDUCE, 5)]) == Outcome((Payload(REDUCE, 5, (0, 1)),))
+    assert not rounds.is_pending(Want(REDUCE, 5))
+
+
+def test_parts_that_all_wait_for_each_other_are_added_as_they_are():
+    rounds = ready(0, Want(REDUCE, 1), world_size=3)
+    rounds.take([Want(REDUCE, 1), Want(REDUCE, 2), Want(REDUCE, 1)])
+    rounds.rest(WantKind.WAIT)
+    assert rounds.take([WAIT, NOTHING, WAIT]) == Outcome()
+    rounds.rest(WantKind.WAIT)
+    assert rounds.take([WAIT, WAIT, STEP]) == Outcome((Payload(REDUCE, 1, (0, 2)), Payload(REDUCE, 2, (1,))))
+
+
+def test_what_another_rank_gathered_first_is_not_asked_for_again():
+    rounds = ready(0, Want(GATHER, 1))
+    rounds.post(Want(GATHER, 2))
+    rounds.take([Want(GATHER, 1), Want(GATHER, 2)])
+    assert rounds.upcoming is None
+
+
+def test_a_failure_comes_before_everything_else():
+    said = []
+    rounds = Rounds(0, 2, said.append)
+    rounds.post(Want(GATHER, 1))
+    rounds.enter()
+    rounds.post(Want(GATHER, 2))
+    rounds.fail()
+    rounds.take([Want(GATHER, 1), Want(GATHER, 1)])
+    rounds.enter()
+    assert said == [Want(GATHER, 1), FAILED]

@@ -1,0 +1,163 @@
+"""Rounds between real processes on gloo: all programs end, with the same sums; what goes wrong is an error on all."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import rounds_programs as programs
+from tests.support.rank_processes import launcher_environment, run_ranks, values_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(program: Callable[..., Any], world_size: int, tmp_path: Path, *arguments: Any) -> list[dict[str, Any]]:
+    """What the ranks return, when they agree about what was launched, and their threads have ended."""
+    results = values_of(program, world_size, str(tmp_path / "store"), *arguments, limit_s=60.0)
+    assert all(result["launched"] == results[0]["launched"] for result in results)
+    assert all(result["sums"] == results[0]["sums"] for result in results)
+    assert all(result["threads"] == [] for result in results)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_equal_programs_make_one_round_for_each_want(world_size: int, tmp_path: Path) -> None:
+    steps = 3
+    for result in run(programs.equal_steps, world_size, tmp_path, steps):
+        stats = result["stats"]
+        assert result["steps"] == steps
+        if stats.answers == 0:  # nobody was so slow that another rank answered for it
+            assert stats.mixed_rounds == 0
+            assert stats.rounds == steps * (3 * programs.UNITS + 1) + 1
+
+
+def test_a_slow_rank_is_named_by_who_waits_for_it(tmp_path: Path) -> None:
+    quick, _ = run(programs.slow_rank, 2, tmp_path, 2, (0.0, 0.03))
+    stats = quick["stats"]
+    assert 0.2 < stats.waited_for_s[1] <= stats.waited_s
+    assert stats.waited_for_s[0] == 0.0
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_programs_that_differ_end_with_the_same_sums(world_size: int, tmp_path: Path) -> None:
+    results = run(programs.unequal_everything, world_size, tmp_path)
+    assert {result["steps"] for result in results} == {3 + 2 * (world_size - 1)}
+    assert sum(result["stats"].nudges for result in results) > 0
+    assert results[0]["stats"].mixed_rounds > 0
+
+
+def test_who_has_nothing_left_to_do_serves_the_others(tmp_path: Path) -> None:
+    results = run(programs.evaluate_last, 2, tmp_path)
+    assert len(results[0]["launched"]) == 4 * programs.UNITS
+
+
+def in_trouble(what: str, world_size: int, tmp_path: Path, timeout_s: float) -> list[dict[str, Any]]:
+    """What the ranks return that are left. They all raise one error, and raise it again."""
+    ended = run_ranks(programs.trouble, world_size, str(tmp_path / "store"), what, timeout_s, limit_s=60.0)
+    if what == "SIGKILL":
+        assert ended.pop(1).exit_code == -9
+    assert all(one.error is None and one.exit_code == 0 for one in ended), "\n".join(one.text for one in ended)
+    values = [one.value for one in ended]
+    assert all(value["threads"] == [] for value in values)
+    own = values.pop(1) if what == "launch" else None
+    assert all(value["class"] == "RankError" for value in values)
+    assert {value["error"] for value in values} == {values[0]["error"]} == {value["again"] for value in values}
+    if own is not None:
+        assert (own["class"], own["again"]) == ("OSError", values[0]["error"])
+    return values
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_that_is_killed_is_named_by_all_others(world_size: int, tmp_path: Path) -> None:
+    for value in in_trouble("SIGKILL", world_size, tmp_path, 30.0):
+        assert value["seconds"] < 5.0
+        assert re.search(r"rank 1 has gone; rank 0 was at gather of blocks\.\d \(step 1\)", value["error"])
+
+
+def test_a_rank_that_does_not_answer_is_named_after_the_limit(tmp_path: Path) -> None:
+    value, _ = in_trouble("SIGSTOP", 2, tmp_path, 1.0)
+    assert 1.0 <= value["seconds"] < 5.0
+    assert value["error"].startswith("rank 1 does not answer: stopped")
+    assert re.search(r"rank 0 has waited 1 s at gather of blocks\.\d and nothing has happened", value["error"])
+
+
+def test_a_program_that_stays_away_is_named_with_its_last_want(tmp_path: Path) -> None:
+    value = in_trouble("busy", 2, tmp_path, 1.0)[0]
+    assert 1.0 <= value["seconds"] < 5.0
+    assert "nothing has happened" in value["error"]
+    assert re.search(r"rank 1 was at [a-z0-9. ]+ \(step 1, its program elsewhere\)", value["error"])
+
+
+def test_what_one_rank_raises_all_raise(tmp_path: Path) -> None:
+    for value in in_trouble("raise", 2, tmp_path, 30.0):
+        assert value["seconds"] < 5.0
+        assert re.search(r"^rank 1 has failed at [a-z0-9. ]+: ValueError: the batch is empty$", value["error"])
+
+
+def test_a_payload_that_cannot_start_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    for value in in_trouble("launch", 2, tmp_path, 30.0):
+        assert value["seconds"] < 5.0
+        assert re.match(r"rank 1 has failed at gather of blocks\.\d: OSError: .*No space left", value["error"])
+
+
+def test_who_closes_while_others_train_is_an_error_on_all(tmp_path: Path) -> None:
+    for value in in_trouble("close", 2, tmp_path, 30.0):
+        assert value["seconds"] < 5.0
+        assert value["error"].startswith(
+            "rank 1 has closed its engine after 1 steps, but others train on: rank 0 was at"
+        )
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.ranks.rounds_programs import Side
+side = Side({path!r})
+side.forward_and_backward()
+side.step()
+print("made", side.steps)
+{last}
+"""
+
+
+def run_to_the_end(tmp_path: Path, last: tuple[str, str]) -> list[subprocess.CompletedProcess[str]]:
+    """Two interpreters that end without closing anything; ``last`` is the last line of each."""
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.format(root=str(ROOT), path=str(tmp_path / "store"), last=line)],
+            env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **launcher_environment(rank, 2, 1)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, line in enumerate(last)
+    ]
+    try:
+        return [
+            subprocess.CompletedProcess(child.args, child.returncode, out, error)
+            for child in children
+            for out, error in [child.communicate(timeout=60)]
+        ]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def test_programs_that_close_nothing_end_quietly(tmp_path: Path) -> None:
+    for ended in run_to_the_end(tmp_path, ("side.evaluate()", "")):
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "made 1\n", "")
+
+
+def test_a_program_that_raises_tells_the_others_why(tmp_path: Path) -> None:
+    trains = "side.forward_and_backward(); side.step()"
+    left, raised = run_to_the_end(tmp_path, (trains, "raise ValueError('no such file')"))
+    assert raised.returncode == left.returncode == 1
+    assert "terminate called" not in left.stderr + raised.stderr
+    assert "RankError: rank 1 has failed at step: its program ended with ValueError: no such file" in left.stderr

@@ -1,0 +1,44 @@
+"""When a rank nudges the others, and whom it has waited for."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepoffload.ranks.wait_times import NUDGE_AFTER_S, NUDGE_AFTER_S_MAX, Patience, WaitTimes
+
+
+def test_nobody_is_nudged_before_several_usual_waits():
+    times = WaitTimes(2)
+    assert times.nudge_after_s == NUDGE_AFTER_S
+    for _ in range(50):
+        times.ended(0.5)
+    assert times.usual_s == pytest.approx(0.5, rel=1e-3)
+    assert times.nudge_after_s == pytest.approx(2.0, rel=1e-3)
+    for _ in range(50):
+        times.ended(10.0)
+    assert times.nudge_after_s == NUDGE_AFTER_S_MAX
+
+
+def test_calls_that_do_not_wait_are_no_waits():
+    times = WaitTimes(2)
+    times.ended(0.5)
+    usual_s = times.usual_s
+    times.ended(0.0001)
+    assert times.usual_s == usual_s
+
+
+def test_who_waits_least_is_waited_for():
+    times = WaitTimes(3)
+    times.round_over(0, [500_000, 100_000, 700_000])
+    times.round_over(0, [500_000, 300_000, 900_000])  # this one waits least
+    times.round_over(0, [1_500_000, 1_300_000, 900_000])
+    assert times.for_rank_s == pytest.approx([0.0, 0.4, 1.0])
+
+
+def test_each_nudge_comes_after_twice_as_long():
+    patience = Patience(0.1, now=5.0)
+    due = []
+    for _ in range(4):
+        due.append(patience.nudge_at)
+        patience.nudged(patience.nudge_at)
+    assert due == pytest.approx([5.1, 5.3, 5.7, 6.5])
