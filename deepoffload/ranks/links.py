@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepoffload.ranks.collectives import NEVER_TAKEN, first_line
+
 FOREVER = timedelta(days=365)
 MESSAGE_NUMEL = 4
 """Of int64: 32 bytes."""
-_ABORT_TAG = 1
-"""Nobody sends messages with it."""
 
 
 class LinkError(RuntimeError):
@@ -43,12 +43,6 @@ def wait_within(work: dist.Work, limit_s: float) -> bool:
             else:
                 return False
     raise LinkError(first_line(problem)) from problem
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of torch says, without the stack of C++ that follows."""
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _joined(purpose: str, store: dist.Store, member: int, members: int, timeout_s: float) -> Any:
@@ -115,12 +109,15 @@ class RoundLink:
     def cut(self) -> None:
         """End the connections. All that waits for an exchange with this rank fails, here and on the other ranks."""
         group, self._group = self._group, None
-        if group is not None and self._work is not None:
-            # gloo ends all connections of a group when a receive runs into its own limit. Without it, the group's
-            # destructor waits until the exchange under way ends.
-            with suppress(RuntimeError):
-                other = (self._rank + 1) % self._world_size
-                group.recv([torch.zeros(1, dtype=torch.int64)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        if group is None or self._work is None:
+            return
+        # gloo ends all connections of a group when a receive runs into its own limit (see collectives). Without it, the
+        # group's destructor waits until the exchange under way ends.
+        for other in range(self._world_size):
+            if other != self._rank:
+                with suppress(RuntimeError):  # that one is closed already
+                    nothing = torch.zeros(1, dtype=torch.int64)
+                    group.recv([nothing], other, NEVER_TAKEN).wait(timedelta(milliseconds=1))
 
 
 class NudgeLink:

@@ -19,10 +19,10 @@ class PayloadFlight(Protocol):
     """A collective that has been launched. Both methods raise RuntimeError (RankError is one) if it has failed."""
 
     def ready(self) -> bool:
-        """Whether it is over."""
+        """Whether it need not wait for another rank any more."""
 
-    def wait_within(self, limit_s: float) -> bool:
-        """Wait, in C++, at most so long. Returns whether it is over."""
+    def ready_within(self, limit_s: float) -> bool:
+        """Wait for that in C++, at most so long. Returns :meth:`ready`."""
 
 
 Launch = Callable[[Payload], PayloadFlight | None]
@@ -114,15 +114,15 @@ class RoundRunner:
             return Waitable(lambda limit_s: wait_within(work, limit_s), self.rounds.counts.rounds, helps)
         for launched, known in self._flights:
             if flight is None or known is flight:
-                return Waitable(known.wait_within, launched, True)
+                return Waitable(known.ready_within, launched, True)
         assert flight is not None, "nothing to wait for"
-        return Waitable(flight.wait_within, self.rounds.counts.rounds - 1, True)
+        return Waitable(flight.ready_within, self.rounds.counts.rounds - 1, True)
 
     def _drop_flights(self) -> None:
         over = [flight for _, flight in self._flights if flight.ready()]
         if over:
             for flight in over:
-                flight.wait_within(0.0)  # raises if it has failed
+                flight.ready_within(0.0)  # raises if it has failed
             self._flights = [entry for entry in self._flights if entry[1] not in over]
             self.heard = time.monotonic()
 

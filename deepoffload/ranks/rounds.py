@@ -68,7 +68,7 @@ NOTHING = Want(WantKind.NOTHING)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoundOutcome:
     """What a round leads to; the same on all ranks.
 
     Attributes:
@@ -209,7 +209,7 @@ class Rounds:
             return True
         return want.kind is WantKind.REDUCE and self._held.of(want.unit, self.rank) > 0
 
-    def take(self, wants: Sequence[Want]) -> Outcome:
+    def take(self, wants: Sequence[Want]) -> RoundOutcome:
         """The round under way is over; ``wants`` has what each rank said, in rank order."""
         assert self.asked is not None and wants[self.rank] == self.asked, (self.asked, wants)
         self.asked = None
@@ -217,11 +217,11 @@ class Rounds:
         self.counts.mixed += len(set(wants)) > 1
         kinds = {want.kind for want in wants}
         if WantKind.FAILED in kinds:
-            return Outcome(failed=_those_at(wants, WantKind.FAILED))
+            return RoundOutcome(failed=_those_at(wants, WantKind.FAILED))
         if WantKind.CLOSE in kinds and kinds & (STEPPING | {WantKind.REDUCE, WantKind.WAIT}):
-            return Outcome(closed=_those_at(wants, WantKind.CLOSE))
+            return RoundOutcome(closed=_those_at(wants, WantKind.CLOSE))
         payloads = tuple(self._launched(wants))
-        return Outcome(payloads, self._meet(kinds))
+        return RoundOutcome(payloads, self._meet(kinds))
 
     def _launched(self, wants: Sequence[Want]) -> Iterator[Payload]:
         over = frozenset(rank for rank, want in enumerate(wants) if want.kind in STEPPING)

@@ -149,7 +149,7 @@ class RoundService:
         """Return when a payload is over."""
         self._until(flight.ready, want, flight=flight)
         with self._judged(want), self._lock:
-            flight.wait_within(0.0)  # raises if it has failed
+            flight.ready_within(0.0)  # raises if it has failed
 
     def meet(self, kind: WantKind) -> WantKind:
         """Wait at STEP, JOIN or CLOSE until all ranks are there, and serve them until then.
@@ -227,15 +227,21 @@ class RoundService:
         if waitable.may_nudge and now >= patience.nudge_at:
             patience.nudged(now)
             self._nudge(waitable.round)
+        else:
+            # gloo does not tell a wait of a rank that has died in the middle of a message. To send to it fails.
+            self._send(Message.PROBE)
         if now >= max(patience.started, self._runner.heard) + self.timeout_s:
             cause = f"rank {self.rank} has waited {self.timeout_s:g} s at {self._words(want)} and nothing has happened"
             raise self._give_up(self._roll_call.inquire(self._here(), cause))
 
     def _nudge(self, number: int) -> None:
-        with self._lock:
-            self._nudges += len(self._others)
-            for other in self._others:
-                self._sleeper.send(other, Message.NUDGE, number)  # who has gone is found by the round
+        self._nudges += len(self._others)
+        self._send(Message.NUDGE, number)
+
+    def _send(self, message: Message, number: int = 0) -> None:
+        gone = [other for other in self._others if not self._sleeper.send(other, message, number)]
+        if gone:
+            raise LinkError(f"no connection to rank {gone[0]}")
 
     @contextmanager
     def _counted_in(self) -> Iterator[None]:

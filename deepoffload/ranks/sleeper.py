@@ -19,6 +19,8 @@ class Message(enum.IntEnum):
     ALARM = 1
     """Something is wrong: say where this rank is."""
     END = 2
+    PROBE = 3
+    """Nothing: it cannot be sent to a rank that has gone."""
 
 
 class Sleeper:
@@ -70,5 +72,5 @@ class Sleeper:
                 return
             if message == Message.ALARM:
                 self._on_alarm()
-            else:
+            elif message == Message.NUDGE:
                 self._on_nudge(number)

@@ -34,7 +34,7 @@ class Flight:
     def ready(self) -> bool:
         return self._work.is_completed()
 
-    def wait_within(self, limit_s: float) -> bool:
+    def ready_within(self, limit_s: float) -> bool:
         over = wait_within(self._work, limit_s)
         with self._lock:
             if over and self._then is not None:

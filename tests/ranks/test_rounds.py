@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepoffload.ranks.rounds import NOTHING, Outcome, Payload, Rounds, Want, WantKind
+from deepoffload.ranks.rounds import NOTHING, Payload, RoundOutcome, Rounds, Want, WantKind
 from tests.support.rounds_world import Op, Program, World
 
 GATHER, REDUCE = WantKind.GATHER, WantKind.REDUCE
@@ -121,26 +121,26 @@ def ready(rank: int, want: Want, world_size: int = 2) -> Rounds:
 @pytest.mark.parametrize(
     ("wants", "outcome"),
     [
-        ([Want(GATHER, 3)] * 2, Outcome((Payload(GATHER, 3, (0, 1)),))),
-        ([Want(GATHER, 3), Want(GATHER, 1)], Outcome((Payload(GATHER, 3, (0,)), Payload(GATHER, 1, (1,))))),
-        ([NOTHING, Want(GATHER, 1)], Outcome((Payload(GATHER, 1, (1,)),))),
-        ([Want(REDUCE, 0)] * 2, Outcome((Payload(REDUCE, 0, (0, 1)),))),
-        ([Want(REDUCE, 0), NOTHING], Outcome()),
-        ([Want(REDUCE, 0), STEP], Outcome((Payload(REDUCE, 0, (0,)),))),
-        ([Want(REDUCE, 0), JOIN], Outcome((Payload(REDUCE, 0, (0,)),))),
-        ([STEP, STEP], Outcome(met=WantKind.STEP)),
-        ([JOIN, STEP], Outcome(met=WantKind.STEP)),
-        ([JOIN, JOIN], Outcome(met=WantKind.JOIN)),
-        ([STEP, NOTHING], Outcome()),
-        ([CLOSE, CLOSE], Outcome(met=WantKind.CLOSE)),
-        ([CLOSE, NOTHING], Outcome()),
-        ([CLOSE, Want(GATHER, 2)], Outcome((Payload(GATHER, 2, (1,)),))),
-        ([CLOSE, STEP], Outcome(closed=(0,))),
-        ([JOIN, CLOSE], Outcome(closed=(1,))),
-        ([Want(REDUCE, 0), CLOSE], Outcome(closed=(1,))),
-        ([WAIT, CLOSE], Outcome(closed=(1,))),
-        ([Want(GATHER, 0), FAILED], Outcome(failed=(1,))),
-        ([FAILED, CLOSE], Outcome(failed=(0,))),
+        ([Want(GATHER, 3)] * 2, RoundOutcome((Payload(GATHER, 3, (0, 1)),))),
+        ([Want(GATHER, 3), Want(GATHER, 1)], RoundOutcome((Payload(GATHER, 3, (0,)), Payload(GATHER, 1, (1,))))),
+        ([NOTHING, Want(GATHER, 1)], RoundOutcome((Payload(GATHER, 1, (1,)),))),
+        ([Want(REDUCE, 0)] * 2, RoundOutcome((Payload(REDUCE, 0, (0, 1)),))),
+        ([Want(REDUCE, 0), NOTHING], RoundOutcome()),
+        ([Want(REDUCE, 0), STEP], RoundOutcome((Payload(REDUCE, 0, (0,)),))),
+        ([Want(REDUCE, 0), JOIN], RoundOutcome((Payload(REDUCE, 0, (0,)),))),
+        ([STEP, STEP], RoundOutcome(met=WantKind.STEP)),
+        ([JOIN, STEP], RoundOutcome(met=WantKind.STEP)),
+        ([JOIN, JOIN], RoundOutcome(met=WantKind.JOIN)),
+        ([STEP, NOTHING], RoundOutcome()),
+        ([CLOSE, CLOSE], RoundOutcome(met=WantKind.CLOSE)),
+        ([CLOSE, NOTHING], RoundOutcome()),
+        ([CLOSE, Want(GATHER, 2)], RoundOutcome((Payload(GATHER, 2, (1,)),))),
+        ([CLOSE, STEP], RoundOutcome(closed=(0,))),
+        ([JOIN, CLOSE], RoundOutcome(closed=(1,))),
+        ([Want(REDUCE, 0), CLOSE], RoundOutcome(closed=(1,))),
+        ([WAIT, CLOSE], RoundOutcome(closed=(1,))),
+        ([Want(GATHER, 0), FAILED], RoundOutcome(failed=(1,))),
+        ([FAILED, CLOSE], RoundOutcome(failed=(0,))),
     ],
 )
 def test_what_a_round_leads_to(wants, outcome):
@@ -155,10 +155,10 @@ def test_what_a_round_leads_to(wants, outcome):
 
 def test_parts_wait_for_the_slow_rank():
     rounds = ready(0, Want(REDUCE, 5))
-    assert rounds.take([Want(REDUCE, 5), NOTHING]) == Outcome()
+    assert rounds.take([Want(REDUCE, 5), NOTHING]) == RoundOutcome()
     assert rounds.is_pending(Want(REDUCE, 5))
     rounds.rest(WantKind.WAIT)
-    assert rounds.take([WAIT, Want(REDUCE, 5)]) == Outcome((Payload(REDUCE, 5, (0, 1)),))
+    assert rounds.take([WAIT, Want(REDUCE, 5)]) == RoundOutcome((Payload(REDUCE, 5, (0, 1)),))
     assert not rounds.is_pending(Want(REDUCE, 5))
 
 
@@ -166,9 +166,9 @@ def test_parts_that_all_wait_for_each_other_are_added_as_they_are():
     rounds = ready(0, Want(REDUCE, 1), world_size=3)
     rounds.take([Want(REDUCE, 1), Want(REDUCE, 2), Want(REDUCE, 1)])
     rounds.rest(WantKind.WAIT)
-    assert rounds.take([WAIT, NOTHING, WAIT]) == Outcome()
+    assert rounds.take([WAIT, NOTHING, WAIT]) == RoundOutcome()
     rounds.rest(WantKind.WAIT)
-    assert rounds.take([WAIT, WAIT, STEP]) == Outcome((Payload(REDUCE, 1, (0, 2)), Payload(REDUCE, 2, (1,))))
+    assert rounds.take([WAIT, WAIT, STEP]) == RoundOutcome((Payload(REDUCE, 1, (0, 2)), Payload(REDUCE, 2, (1,))))
 
 
 def test_what_another_rank_gathered_first_is_not_asked_for_again():
