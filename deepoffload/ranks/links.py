@@ -132,16 +132,28 @@ class NudgeLink:
             sending = _joined("nudges", store, 2 * rank + 1, 2 * world_size, timeout_s)
             self._groups = [listening.result(), sending]
         self._received = torch.zeros(MESSAGE_NUMEL, dtype=torch.int64)
-        self._sent: dict[int, tuple[torch.Tensor, dist.Work]] = {}
+        self._sent: dict[tuple[int, int], tuple[torch.Tensor, dist.Work]] = {}
 
     def send(self, rank: int, message: Sequence[int]) -> bool:
-        """Send ``message`` to one rank, this one included. Returns False where that rank has gone."""
+        """Send ``message`` to one rank, this one included. Returns False where that rank has gone.
+
+        gloo sends it when that rank receives it, and forgets it when its memory goes; that rank then waits for it in
+        vain. So no message goes to a rank before it has received the last one with the same first word.
+        """
         words = torch.tensor(message, dtype=torch.int64)
         try:
             work = self._groups[1].send([words], 2 * rank, 0)
         except RuntimeError:
             return False
-        self._sent[rank] = words, work  # gloo reads them until they are sent, which it does at once
+        self._sent[rank, message[0]] = words, work
+        return True
+
+    def reaches(self, rank: int) -> bool:
+        """Whether another rank's connection is open: a message that it never receives can be started."""
+        try:
+            self._groups[1].send([torch.zeros(1, dtype=torch.int64)], 2 * rank, NEVER_TAKEN)
+        except RuntimeError:
+            return False
         return True
 
     def receive(self) -> list[int]:

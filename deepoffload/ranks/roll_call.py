@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-ANSWER_WITHIN_S = 1.0
-"""How long a rank that is alive may take to say where it is. Its program need not: a thread of ours answers."""
+ANSWER_WITHIN_S = 2.0
+"""How long a rank that is alive may take to say where it is. A thread of ours answers for its program."""
 _VERDICT = "verdict"
 
 

@@ -40,15 +40,15 @@ from deepoffload.ranks.round_runner import (
     Waitable,
 )
 from deepoffload.ranks.rounds import NOTHING, PAYLOADS, Want, WantKind
-from deepoffload.ranks.sleeper import Message, Sleeper
+from deepoffload.ranks.sleeper import Sleeper
 from deepoffload.ranks.wait_times import Patience
 
 log = logging.getLogger("deepoffload")
 
 SLICE_S = 1.0
 """A wait returns to Python this often at least, so that Ctrl-C is heard."""
-SERVE_S = 1.0
-"""How long the thread waits for a round that it has answered without being nudged."""
+SERVE_S = 0.5
+"""How long the thread waits for a round that it has answered; then it sleeps again, and hears nudges and alarms."""
 HEARD_WITHIN_S = 1.0
 """How long a rank that has failed waits until the others have heard it."""
 VERDICT_WITHIN_S = 3.0
@@ -119,8 +119,8 @@ class RoundService:
         except LinkError as error:
             raise RankError(f"rank {rank} at the start of rounds: {error}") from error
         self._runner = RoundRunner(self._link, rank, world_size, launch)
-        self._roll_call = RollCall(store, rank, world_size, lambda other: self._sleeper.send(other, Message.ALARM))
-        self._sleeper = Sleeper(nudge_link, rank, self._serve, self._answer_alarm)
+        self._roll_call = RollCall(store, rank, world_size, lambda other: self._sleeper.alarm(other))
+        self._sleeper = Sleeper(nudge_link, rank, world_size, self._serve, self._answer_alarm)
         self._at_exit = _at_exit_of(weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -229,17 +229,17 @@ class RoundService:
             self._nudge(waitable.round)
         else:
             # gloo does not tell a wait of a rank that has died in the middle of a message. To send to it fails.
-            self._send(Message.PROBE)
+            self._check_all(self._sleeper.reaches)
         if now >= max(patience.started, self._runner.heard) + self.timeout_s:
             cause = f"rank {self.rank} has waited {self.timeout_s:g} s at {self._words(want)} and nothing has happened"
             raise self._give_up(self._roll_call.inquire(self._here(), cause))
 
     def _nudge(self, number: int) -> None:
         self._nudges += len(self._others)
-        self._send(Message.NUDGE, number)
+        self._check_all(lambda other: self._sleeper.nudge(other, number))
 
-    def _send(self, message: Message, number: int = 0) -> None:
-        gone = [other for other in self._others if not self._sleeper.send(other, message, number)]
+    def _check_all(self, reaches: Callable[[int], bool]) -> None:
+        gone = [other for other in self._others if not reaches(other)]
         if gone:
             raise LinkError(f"no connection to rank {gone[0]}")
 
@@ -261,9 +261,9 @@ class RoundService:
         try:
             with self._judged():
                 stays = self._calls == self._answered_at
-                while (waitable := self._serve_once(number, stays)) is not None:
-                    if not waitable.within(SERVE_S) and self._runner.rounds.counts.rounds > number:
-                        return
+                waitable = self._serve_once(number, stays)
+                while waitable is not None and waitable.within(SERVE_S):
+                    waitable = self._serve_once(number, stays)
         except RankError:
             log.debug("rank %d: the thread has ended its service: %s", self.rank, self._failure)
 

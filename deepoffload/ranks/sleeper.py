@@ -16,11 +16,11 @@ class Message(enum.IntEnum):
 
     NUDGE = 0
     """Another rank waits for this one to take a round."""
-    ALARM = 1
-    """Something is wrong: say where this rank is."""
-    END = 2
-    PROBE = 3
-    """Nothing: it cannot be sent to a rank that has gone."""
+    RECEIVED = 1
+    """Another rank has received a nudge, so it can be sent another one."""
+    ALARM = 2
+    """Something is wrong: say where this rank is. Sent once."""
+    END = 3
 
 
 class Sleeper:
@@ -33,18 +33,43 @@ class Sleeper:
     """
 
     def __init__(
-        self, link: NudgeLink, rank: int, on_nudge: Callable[[int], None], on_alarm: Callable[[], None]
+        self,
+        link: NudgeLink,
+        rank: int,
+        world_size: int,
+        on_nudge: Callable[[int], None],
+        on_alarm: Callable[[], None],
     ) -> None:
         self._link, self._rank = link, rank
-        self._sending = threading.Lock()
         self._on_nudge, self._on_alarm = on_nudge, on_alarm
+        self._lock = threading.Lock()
+        self._under_way = [-1] * world_size  # the round of the nudge that another rank has not received yet
+        self._wanted = [-1] * world_size  # the last round for which it was to be nudged
+        self._alarmed: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="deepoffload ranks", daemon=True)
         self._thread.start()
 
-    def send(self, rank: int, message: Message, number: int = 0) -> bool:
-        """Wake the thread of a rank. Returns False where that rank has gone."""
-        with self._sending:
-            return self._link.send(rank, (message, number, self._rank, 0))
+    def nudge(self, rank: int, number: int) -> bool:
+        """Another rank must take round ``number``. Returns False where it has gone."""
+        with self._lock:
+            self._wanted[rank] = number
+            if self._under_way[rank] >= 0:
+                return self._link.reaches(rank)
+            self._under_way[rank] = number
+            return self._link.send(rank, (Message.NUDGE, number, self._rank, 0))
+
+    def alarm(self, rank: int) -> bool:
+        """Another rank must say where it is. Returns False where it has gone."""
+        with self._lock:
+            if rank in self._alarmed:
+                return self._link.reaches(rank)
+            self._alarmed.add(rank)
+            return self._link.send(rank, (Message.ALARM, 0, self._rank, 0))
+
+    def reaches(self, rank: int) -> bool:
+        """Whether another rank has not gone."""
+        with self._lock:
+            return self._link.reaches(rank)
 
     def is_current(self) -> bool:
         """Whether the caller is the thread itself."""
@@ -57,7 +82,8 @@ class Sleeper:
     def end(self) -> None:
         """End the thread and the link."""
         if self._thread.is_alive():
-            self.send(self._rank, Message.END)
+            with self._lock:
+                self._link.send(self._rank, (Message.END, 0, self._rank, 0))
             self._thread.join(ENDS_WITHIN_S)
         if not self._thread.is_alive():
             self._link.close()
@@ -65,12 +91,23 @@ class Sleeper:
     def _run(self) -> None:
         while True:
             try:
-                message, number, _, _ = self._link.receive()
+                message, number, sender, _ = self._link.receive()
             except LinkError:
                 return
             if message == Message.END:
                 return
             if message == Message.ALARM:
                 self._on_alarm()
-            elif message == Message.NUDGE:
+            elif message == Message.RECEIVED:
+                self._received_by(sender)
+            else:
+                with self._lock:
+                    self._link.send(sender, (Message.RECEIVED, number, self._rank, 0))
                 self._on_nudge(number)
+
+    def _received_by(self, rank: int) -> None:
+        with self._lock:
+            old, self._under_way[rank] = self._under_way[rank], -1
+            if self._wanted[rank] > old:
+                self._under_way[rank] = self._wanted[rank]
+                self._link.send(rank, (Message.NUDGE, self._wanted[rank], self._rank, 0))
