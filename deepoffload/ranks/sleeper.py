@@ -44,7 +44,7 @@ class Sleeper:
         self._on_nudge, self._on_alarm = on_nudge, on_alarm
         self._lock = threading.Lock()
         self._under_way = [-1] * world_size  # the round of the nudge that another rank has not received yet
-        self._wanted = [-1] * world_size  # the last round for which it was to be nudged
+        self._wanted = [-1] * world_size  # the last round that somebody has waited for
         self._alarmed: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="deepoffload ranks", daemon=True)
         self._thread.start()
