@@ -23,11 +23,13 @@ class BudgetError(DeepOffloadError, ValueError):
     one.
 
     ``enough_bytes``: a memory budget that holds it, where memory is what is missing and that is known.
+    ``enough_nvme_bytes``: the same of NVMe.
     """
 
-    def __init__(self, message: str, enough_bytes: int | None = None) -> None:
+    def __init__(self, message: str, enough_bytes: int | None = None, *, enough_nvme_bytes: int | None = None) -> None:
         super().__init__(message)
         self.enough_bytes = enough_bytes
+        self.enough_nvme_bytes = enough_nvme_bytes
 
 
 class PlacementError(BudgetError):

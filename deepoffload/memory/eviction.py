@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Protocol
 
-from deepoffload.errors import IoFailure
+from deepoffload.errors import BudgetError, IoFailure
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Alias, Block, DeviceCopies, host_view_owner
 from deepoffload.memory.compaction import Compactor
+from deepoffload.memory.disk_room import DiskRoom
 from deepoffload.memory.limbo import Limbo
 from deepoffload.memory.no_room import BudgetFor, no_room
 from deepoffload.memory.transfers import TierCounters, Transfers
@@ -44,6 +45,9 @@ class EvictionPolicy(Protocol):
     def before_leaving(self, block: Block) -> None:
         """A block that placement keeps in memory is going to leave it after all."""
 
+    def wanted_together(self) -> Sequence[Block]:
+        """The blocks that the program's running operation needs in memory at once, as far as that is known."""
+
 
 class UnknownOrder:
     """The policy of a program of which nothing is known: no block is nearer than another."""
@@ -56,6 +60,9 @@ class UnknownOrder:
     def before_leaving(self, block: Block) -> None:
         """Nobody has to know."""
 
+    def wanted_together(self) -> Sequence[Block]:
+        return ()
+
 
 class RoomMaker:
     """Finds a range of the arena for a block, and takes it back: evicts, waits and moves others as far as that goes.
@@ -64,8 +71,9 @@ class RoomMaker:
         resident: the blocks that have a range in ``arena``, as they are at any time.
         static: ids of the blocks that placement keeps in memory.
         copies: what a device holds of the blocks; None where the CPU computes.
-        has_nvme: whether blocks can leave at all.
-        evict: evicts a block; False when it must stay. Raises IoFailure when its bytes cannot be written.
+        disk_room: where blocks go; None where they cannot leave at all.
+        evict: evicts a block; False when it must stay. Raises IoFailure when its bytes cannot be written, BudgetError
+            when there is no room for them on NVMe.
         poison: fill every range that is taken back with 0xFF.
 
     Attributes:
@@ -83,8 +91,8 @@ class RoomMaker:
         counters: TierCounters,
         policy: EvictionPolicy,
         copies: DeviceCopies | None,
+        disk_room: DiskRoom | None,
         *,
-        has_nvme: bool,
         evict: Callable[[Block], bool],
         poison: bool,
     ) -> None:
@@ -99,7 +107,8 @@ class RoomMaker:
         self._counters = counters
         self._policy = policy
         self._copies = copies
-        self._has_nvme = has_nvme
+        self._disk_room = disk_room
+        self._disk_full: BudgetError | None = None
         self._evict = evict
         self._poison = poison
         self._survivors: Set[int] = frozenset()
@@ -108,12 +117,12 @@ class RoomMaker:
         """An arena offset for ``block``.
 
         Raises:
-            BudgetError: what must stay leaves no room.
+            BudgetError: what must stay leaves no room, or there is no room on NVMe for what must leave.
             IoFailure: no block that may go could be written.
         """
         nbytes = block.room_bytes
         high = block.kind is BlockKind.STATE
-        compact, collected = self._compactor.compact, False
+        compact, collected, self._disk_full = self._compactor.compact, False, None
         while True:
             offset = self._arena.allocate(nbytes, high=high)
             if offset is not None:
@@ -139,6 +148,8 @@ class RoomMaker:
             if not collected:
                 collected = self._collect()
                 continue
+            if self._disk_full is not None:
+                raise self._disk_full
             placement = self.placement
             raise no_room(
                 block,
@@ -146,8 +157,9 @@ class RoomMaker:
                 self._resident.values(),
                 self._static,
                 self._limbo.held(),
+                self._policy.wanted_together(),
                 budget_for=self.budget_for,
-                has_nvme=self._has_nvme,
+                has_nvme=self._disk_room is not None,
                 table="" if placement is None else f"\n{placement.table()}",
             )
 
@@ -197,6 +209,8 @@ class RoomMaker:
                     return True
             except IoFailure as error:  # it could not be written and stays; another may be clean
                 failure = failure or error
+            except BudgetError as error:  # it stays; another may have its place on NVMe already, or be smaller
+                self._disk_full = error
         if failure is not None:
             raise failure
         return False
@@ -204,10 +218,12 @@ class RoomMaker:
     def _let_one_go(self, wanted: Block) -> bool:
         """The plan is no longer right (parameters were unfrozen, for example): a block that was to stay may leave
         now."""
-        if not self._has_nvme:
+        room = self._disk_room
+        if room is None:
             return False
         static = [b for b in self._resident.values() if b.id in self._static and b is not wanted and not b.leases]
         going = [b for b in static if (owner := host_view_owner(b)) is None or owner.can_release()]
+        going = [b for b in going if room.may_take(b)]
         if not going:
             return False
         block = max(going, key=lambda b: (b.kind is BlockKind.STATE, rank(b.id, self._policy.next_use)))

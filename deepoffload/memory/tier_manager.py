@@ -20,6 +20,7 @@ from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena, common_size
 from deepoffload.memory.block import Alias, Block, BlockOwner, Census, DeviceCopies, host_view_owner
 from deepoffload.memory.compaction import Compactor
+from deepoffload.memory.disk_room import DiskRoom
 from deepoffload.memory.eviction import SLIDE_WORTH, EvictionPolicy, RoomMaker, UnknownOrder
 from deepoffload.memory.form import Form
 from deepoffload.memory.guards import Guards
@@ -77,7 +78,8 @@ class TierManager:
         self._resident: dict[int, Block] = {}
         self.static: set[int] = set()
         self.guards = Guards()
-        self.transfers = Transfers(space, self.counters, self._free_memory, timeline, self.guards)
+        disk_room = None if space is None else DiskRoom(space, self._blocks, self._census, self.static, self.guards)
+        self.transfers = Transfers(space, self.counters, self._free_memory, timeline, disk_room)
         self._compactor = Compactor(arena, self._resident, self.note_changes, self.counters, poison)
         self._ids = 0
         self.copies = copies
@@ -90,7 +92,7 @@ class TierManager:
             self.counters,
             self.policy,
             self.copies,
-            has_nvme=space is not None,
+            disk_room,
             evict=self.evict,
             poison=poison,
         )
@@ -138,8 +140,7 @@ class TierManager:
         return self._resident.values()
 
     def unowned_bytes(self) -> int:
-        """Of the arena, what is taken and belongs to no block: the way of gradients from a device, memory that the
-        program still looks at."""
+        """Of the arena, what belongs to no block: the way of gradients from a device, memory the program looks at."""
         return self.arena.used_bytes - sum(block.room_bytes for block in self._resident.values())
 
     def common_room_bytes(self, staying: Container[int]) -> int:
@@ -398,13 +399,12 @@ class TierManager:
             return True
 
     def write_behind(self, block: Block) -> bool:
-        """Start writing a dirty block that nobody uses, so that its memory can be taken later without waiting."""
+        """Start writing a dirty block that nobody uses, for its memory to be taken later without waiting; or refuse."""
         with self.lock:
             if block.state is not BlockState.DIRTY or self.space is None or not self._may_go(block):
                 return False
             self.note_changes(block)  # later ones are told from the bytes that are written now
-            self.transfers.start_write(block, self.address(block))
-            return True
+            return self.transfers.write_if_room(block, self.address(block))
 
     def poll(self) -> None:
         """Collect what has completed. Raises the first :class:`IoFailure` of them when all are collected (a block whose

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from deepoffload.errors import BudgetError, IoFailure
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.block import Block
-from deepoffload.memory.guards import Guards
+from deepoffload.memory.disk_room import DiskRoom
 from deepoffload.memory.lock import SHIELD
 from deepoffload.schedule.block_state import BlockState
 from deepoffload.timeline import Lane, Timeline
@@ -47,7 +47,7 @@ class Transfers:
 
     Args:
         free_memory: takes the memory of a block away whose read has failed.
-        guards: who may hold extents that blocks would be written to.
+        disk_room: finds the extents that blocks are written to; None where there is no swap space.
 
     Attributes:
         settled: how many have ended so far.
@@ -59,9 +59,9 @@ class Transfers:
         counters: TierCounters,
         free_memory: Callable[[Block], None],
         timeline: Timeline | None,
-        guards: Guards,
+        disk_room: DiskRoom | None,
     ) -> None:
-        self._guards = guards
+        self._disk_room = disk_room
         self._space = space
         self._counters = counters
         self._free_memory = free_memory
@@ -123,25 +123,24 @@ class Transfers:
         Raises:
             BudgetError: there is no disk space for a fresh one.
         """
-        if self._space is None:
+        if self._space is None or self._disk_room is None:
             raise RuntimeError("there is no swap space")
-        while block.extent is None or self._space.is_frozen(block.extent):
-            try:
-                fresh = self._space.allocate(block.nbytes)
-            except BudgetError:
-                if not self._guards.make_room(block):
-                    raise
-                continue
-            if block.extent is not None:
-                self._space.free(block.extent)
-            block.extent = fresh
+        extent = self._disk_room.extent(block)
         block.to(BlockState.WRITING)
         try:
-            block.ticket = self._space.write(block.extent, address)
+            block.ticket = self._space.write(extent, address)
         except BaseException:
             block.to(BlockState.DIRTY)
             raise
         self._writing[block.id] = block
+
+    def write_if_room(self, block: Block, address: int) -> bool:
+        """:meth:`start_write`; False where NVMe is full. Who has to have the block's memory then says so."""
+        try:
+            self.start_write(block, address)
+        except BudgetError:
+            return False
+        return True
 
     def settle_all(self, blocks: Iterable[Block]) -> None:
         """Take the results of several; raises the first :class:`IoFailure` when all are taken."""

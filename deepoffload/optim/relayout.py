@@ -69,8 +69,8 @@ def lay_out(
     for state_format in dict.fromkeys(target.values()):
         trained = [(handle, handle.dtype) for handle in moved if target[handle] == state_format]
         new += make_pieces(tiers, unit, trained, limit_bytes, state_format, alignment_numel=STATE_BLOCK)
+    stay_bytes = _staying_bytes(tiers, old, new)
     try:
-        _inherit_places(tiers, old, new)
         if tiers.space is None:  # old and new ones are in memory at once
             for piece in old:
                 if all(piece.handles[part.tensor] in unused for part in piece.layout.segments):
@@ -84,24 +84,32 @@ def lay_out(
     unit.pieces = [*kept, *new]
     for piece in old:
         tiers.remove(piece.block)
+    _keep(tiers, new, stay_bytes)
 
 
 def _formats(unit: Unit) -> dict[ParamHandle, StateFormat]:
     return {piece.handles[part.tensor]: piece.format for piece in unit.pieces for part in piece.layout.segments}
 
 
-def _inherit_places(tiers: TierManager, old: list[StatePiece], new: list[StatePiece]) -> None:
+def _staying_bytes(tiers: TierManager, old: list[StatePiece], new: list[StatePiece]) -> int:
     """As many bytes stay in memory for good as placement had decided, or as there is room for if everything stayed."""
     passing = {piece.block.id for piece in (*old, *new)}
     others = [block for block in tiers.blocks() if block.id not in passing]
     if all(block.id in tiers.static for block in (*others, *(piece.block for piece in old))):
-        left = tiers.arena.capacity_bytes - tiers.unowned_bytes() - sum(block.room_bytes for block in others)
-    else:
-        left = sum(piece.block.room_bytes for piece in old if piece.block.id in tiers.static)
+        return tiers.arena.capacity_bytes - tiers.unowned_bytes() - sum(block.room_bytes for block in others)
+    return sum(piece.block.room_bytes for piece in old if piece.block.id in tiers.static)
+
+
+def _keep(tiers: TierManager, new: list[StatePiece], stay_bytes: int) -> None:
+    """Let so many bytes of new pieces stay in memory for good. While they were filled any may have left it: their
+    place on NVMe belongs to others now."""
     for piece in new:
-        if piece.block.room_bytes <= left:
-            left -= piece.block.room_bytes
+        if piece.block.room_bytes <= stay_bytes:
+            stay_bytes -= piece.block.room_bytes
             tiers.keep(piece.block)
+            if tiers.is_away(piece.block.id):
+                tiers.acquire(piece.block)
+                tiers.release(piece.block)
 
 
 def _drop_arrays(tiers: TierManager, piece: StatePiece) -> None:

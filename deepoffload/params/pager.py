@@ -23,6 +23,8 @@ made (``ParamHandle.count_update``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -139,15 +141,24 @@ class Pager:
         """The memory in which a tensor on ``device`` is shown."""
         return self._arena if device == self._arena.device else self.memory
 
-    def pin(self, slot: TensorSlot) -> None:
-        """Make a tensor's bytes resident, visible and immovable until :meth:`unpin`."""
+    def pin(self, slot: TensorSlot, together: Sequence[TensorSlot] = ()) -> None:
+        """Make a tensor's bytes resident, visible and immovable until :meth:`unpin`.
+
+        Raises:
+            BudgetError: there is no room. The budget that it names holds all that are pinned ``together``.
+        """
         pinned = False
         try:
             with self.lock:
                 self.catch_up(slot.unit)
                 block = self._block_of(slot)
-                self.order.stamp(block)
-                self.memory_of(block).acquire(block)
+                order = self.order
+                order.stamp(block)
+                order.together = together
+                try:
+                    self.memory_of(block).acquire(block)
+                finally:
+                    order.together = ()
                 pinned = True
                 owner = block.owner
                 if isinstance(owner, BlockView):

@@ -153,10 +153,10 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
     try:
         for tensor in paged:  # before anything is pinned: a unit's update needs room
             tensor._slot.pager.catch_up(tensor._slot.unit)
-        for tensor in paged:
-            slot: TensorSlot = tensor._slot
+        slots: list[TensorSlot] = [tensor._slot for tensor in paged]
+        for tensor, slot in zip(paged, slots, strict=True):
             slot.pager.note_use(slot)
-            slot.pager.pin(slot)
+            slot.pager.pin(slot, slots)
             pinned.append(slot)
             slot.take_back_if_set(tensor)
         _before_mutation(name, args, kwargs)

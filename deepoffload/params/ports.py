@@ -6,6 +6,7 @@ Slots, units and doors see the pager through :class:`PagerPort`. The pager sees 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from deepoffload.params.open_graphs import OpenGraphs
     from deepoffload.params.slot import TensorSlot
     from deepoffload.params.unit import ParamHandle, Unit
+    from deepoffload.params.use_order import UseOrder
 
 
 class GradientDoor(Protocol):
@@ -86,6 +88,7 @@ class PagerPort(Protocol):
     engine: PagerOwner | None
     mapped_copies: MappedCopies
     held: HeldUntilStep
+    order: UseOrder
 
     def memory_of(self, block: Block | None) -> ShownMemory: ...
 
@@ -93,7 +96,7 @@ class PagerPort(Protocol):
 
     def forget_storage(self, slot: TensorSlot) -> None: ...
 
-    def pin(self, slot: TensorSlot) -> None: ...
+    def pin(self, slot: TensorSlot, together: Sequence[TensorSlot] = ()) -> None: ...
 
     def unpin(self, slot: TensorSlot) -> None: ...
 

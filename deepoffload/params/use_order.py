@@ -6,10 +6,11 @@ It is made before the memory is, which asks it who must leave: it is the tier ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from deepoffload.memory.block import Block
 from deepoffload.params.open_graphs import OpenGraphs
+from deepoffload.params.slot import TensorSlot
 from deepoffload.params.unit import Unit
 from deepoffload.schedule.trace import Event, Trace, UseKey
 
@@ -36,6 +37,7 @@ class UseOrder:
         predicted: ids of the blocks of the present event, when the trace expected it.
         last_key: of the present event; None after the end of a step.
         backward_of: the unit of the present event, if it is one of backward.
+        together: the tensors that the running operation takes, while one of them comes to memory.
     """
 
     def __init__(self, graphs: OpenGraphs, *, prefetch: bool = True) -> None:
@@ -43,6 +45,7 @@ class UseOrder:
         self.predicted: frozenset[int] = frozenset()
         self.last_key: UseKey | None = None
         self.backward_of: Unit | None = None
+        self.together: Sequence[TensorSlot] = ()
         self._graphs = graphs
         self._prefetch = prefetch
         self._clock = 0
@@ -77,3 +80,8 @@ class UseOrder:
     def before_leaving(self, block: Block) -> None:
         """A block that was to stay in memory leaves it."""
         self._graphs.refuse_unhooked(block)
+
+    def wanted_together(self) -> list[Block]:
+        """The blocks of ``together``."""
+        blocks = (slot.block for slot in self.together if slot.pager.order is self)
+        return list(dict.fromkeys(block for block in blocks if block is not None))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
+import torch
 
 from deepoffload.config import Config
 from deepoffload.config.units import format_bytes
@@ -17,6 +19,7 @@ from deepoffload.runtime.cuts import Cut, Cutter
 from deepoffload.runtime.sizes import UnitSizes
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, Workload
 from deepoffload.schedule.durable import with_durable_steps
+from deepoffload.schedule.nvme_room import set_up_nvme_bytes, within_nvme
 from deepoffload.schedule.placement import KIND_NUMBERS, BlockColumns, BlockSpec, Placement, place_columns
 
 
@@ -84,7 +87,7 @@ def choose(cutter: Cutter, config: Config, room: Room) -> ChosenCut:
                 refusals.append((error, cut))
             else:
                 raise on_device
-    refusal, cut = min(refusals, key=lambda tried: _needs(tried[0]))
+    refusal, cut = min(refusals, key=lambda tried: _needs_budgets(tried[0]))
     if refusal.enough_bytes is not None:
         try:
             _placed(cutter, cut, config, replace(room, capacity_bytes=refusal.enough_bytes))
@@ -106,10 +109,17 @@ def _needs(error: PlacementError) -> float:
     return math.inf if error.enough_bytes is None else error.enough_bytes
 
 
+def _needs_budgets(error: PlacementError) -> tuple[float, float]:
+    """The least is best: where memory is large enough for some cut, NVMe for that one."""
+    nvme_bytes = error.enough_nvme_bytes
+    return 0 if nvme_bytes is not None else _needs(error), math.inf if nvme_bytes is None else nvme_bytes
+
+
 def _both(memory: PlacementError, nvme: PlacementError) -> PlacementError:
     """Memory is too small, and with as much as would do NVMe is, too."""
     said, _, table = str(memory).partition("\n")
-    return PlacementError(f"{said} With so much memory NVMe is too small: {str(nvme).splitlines()[0]}\n{table}")
+    text = f"{said} With so much memory NVMe is too small: {str(nvme).splitlines()[0]}\n{table}"
+    return PlacementError(text, memory.enough_bytes, enough_nvme_bytes=nvme.enough_nvme_bytes)
 
 
 def _placed(cutter: Cutter, cut: Cut, config: Config, room: Room) -> ChosenCut:
@@ -124,7 +134,9 @@ def _placed(cutter: Cutter, cut: Cut, config: Config, room: Room) -> ChosenCut:
     limits = {BlockKind.WEIGHT: config.offload_param, BlockKind.STATE: config.offload_optimizer}
     kept_kinds = [KIND_NUMBERS[kind] for kind, tier in limits.items() if tier is not None and tier is not Tier.NVME]
     event_bytes = max((nbytes for _, nbytes in window_bytes(cut, sizes)), default=0)
-    placement = place_columns(
+    durable = config.durability is not None
+    place = partial(
+        place_columns,
         placed,
         lambda: tuple(_specs(cut, sizes, stays)),
         capacity_bytes=room.capacity_bytes,
@@ -136,8 +148,17 @@ def _placed(cutter: Cutter, cut: Cut, config: Config, room: Room) -> ChosenCut:
         keep=frozenset(placed.ids[np.isin(placed.kinds, kept_kinds)].tolist()),
         set_up_bytes=_set_up_bytes(cut, sizes, can_leave=room.nvme_bytes is not None),
     )
-    if config.durability is not None:
-        placement = with_durable_steps(placement, columns, room.nvme_bytes)
+
+    def placement_of(frugal: bool) -> Placement:
+        placement = place(frugal=frugal)
+        return with_durable_steps(placement, columns) if durable else placement
+
+    placement = within_nvme(
+        placement_of,
+        0 if config.optimizer is not None else _relayout_bytes(cut, sizes),
+        _set_up_nvme_bytes(cut, sizes, room),
+        durable=durable,
+    )
     return ChosenCut(cut, sizes, placement, np.flatnonzero(away).tolist())
 
 
@@ -207,6 +228,22 @@ def _set_up_bytes(cut: Cut, sizes: Sequence[UnitSizes], *, can_leave: bool) -> i
         most = max(most, used + unit.set_up_peak_bytes)
         used += unit.set_up_net_bytes
     return most
+
+
+def _relayout_bytes(cut: Cut, sizes: Sequence[UnitSizes]) -> int:
+    """What may be there twice at once: the state of one unit, when an optimizer that nobody knows of before has it laid
+    out again. Where the state completes no weights, nothing is in it yet."""
+    units = zip(cut.division.drafts, sizes, strict=True)
+    splits = (unit for draft, unit in units if any(dtype is not torch.float32 for _, dtype in draft.trained))
+    return max((unit.room_bytes(BlockKind.STATE) for unit in splits), default=0)
+
+
+def _set_up_nvme_bytes(cut: Cut, sizes: Sequence[UnitSizes], room: Room) -> int:
+    """NVMe that is certainly enough while the parameters move into their units, and then to where they stay."""
+    rooms = [round_up(handle.nbytes) for draft in cut.division.drafts for handle in draft.handles]
+    rooms += [block.room_bytes for unit in sizes for block in unit.blocks if block.kind is not BlockKind.GRADIENT]
+    most_bytes = _set_up_bytes(cut, sizes, can_leave=False)
+    return set_up_nvme_bytes(room.capacity_bytes, most_bytes, max(rooms, default=0))
 
 
 def window_bytes(cut: Cut, sizes: Sequence[UnitSizes]) -> Iterator[tuple[str, int]]:

@@ -28,7 +28,7 @@ from deepoffload.params.slot import dense_stride
 from deepoffload.params.torch_private import get_data, outside_user_modes, version_of
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, StatePiece, Unit, WeightView
 from deepoffload.runtime.compute_types import KEEP_TYPES, ComputeTypes
-from deepoffload.schedule.placement import BlockKind
+from deepoffload.schedule.placement import BlockKind, Placement
 
 
 def adoptable(pager: Pager, param: Any) -> bool:
@@ -93,6 +93,21 @@ def _forget(handle: ParamHandle) -> None:
     handle.pager.life.parameter_dropped(None)
     if handle.block is not None:
         handle.pager.tiers.remove(handle.block)
+
+
+def bring_residents(tiers: TierManager, placement: Placement) -> None:
+    """Bring the blocks to memory that stay there, where NVMe has no room for them next to those that pass.
+
+    Elsewhere each comes when it is first used. See [Note: room on NVMe] in ``schedule.nvme_room``.
+    """
+    space = tiers.space
+    away = [tiers.block(number) for number in placement.resident if tiers.is_away(number)]
+    if space is None or space.budget_bytes is None:
+        return
+    if placement.nvme_bytes + sum(block.room_bytes for block in away) > space.budget_bytes:
+        for block in away:
+            tiers.acquire(block)
+            tiers.release(block)
 
 
 class Assembly:

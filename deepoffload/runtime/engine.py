@@ -22,6 +22,7 @@ from deepoffload.errors import DevicePlacementError, PlacementError, UsageError
 from deepoffload.io.swap_files import check_paths
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.lock import SHIELD
+from deepoffload.native.aio import round_up
 from deepoffload.optim.device_landing import DeviceLandings
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.in_backward import EarlyUpdates
@@ -35,7 +36,7 @@ from deepoffload.params.window import Window
 from deepoffload.runtime.announce import OutsideWatch, announce, summary
 from deepoffload.runtime.choice import Room
 from deepoffload.runtime.compute_types import convert_buffers
-from deepoffload.runtime.construct import Assembly, adoptable
+from deepoffload.runtime.construct import Assembly, adoptable, bring_residents
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
 from deepoffload.runtime.device import find_accelerator, open_memory, take_device_memory, with_ring
 from deepoffload.runtime.disk import EngineDisk, measure_machine
@@ -47,6 +48,7 @@ from deepoffload.runtime.registration import ConstructionHooks, ShortageError, r
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import BlockKind
 from deepoffload.schedule.durable import every_of, written_for_durability
+from deepoffload.schedule.nvme_room import set_up_nvme_bytes
 from deepoffload.schedule.placement import Placement
 from deepoffload.timeline import Summary, Timeline
 
@@ -203,19 +205,35 @@ class Engine:
         except UsageError:  # keep_fp32 names what is not built yet
             whole = why(replace(self.config, keep_fp32=()))
         too_coarse = f"{whole}. " if isinstance(whole, DevicePlacementError) else ""
-        if not too_coarse and whole is not None and (whole.enough_bytes is None or whole.enough_bytes >= built_bytes):
+        covered = whole is not None and (whole.enough_bytes is None or whole.enough_bytes >= built_bytes)
+        if shortage.on_disk and not too_coarse:
+            return self._nvme_refusal(roots, shortage, built_bytes, whole)
+        if not too_coarse and whole is not None and covered:
             whole = self._with_ring(whole)
-            return PlacementError(f"{shortage}. {whole}", whole.enough_bytes)
-        if shortage.on_disk and whole is None:
-            return PlacementError(
-                f"{shortage}. A model may take more there while it is built than later: raise nvme_budget, or give "
-                "nvme_path a file system with more free space"
-            )
+            text = f"{shortage}. {whole}"
+            return PlacementError(text, whole.enough_bytes, enough_nvme_bytes=whole.enough_nvme_bytes)
         enough = built_bytes if self.pager.memory.on_host else with_ring(built_bytes)
         return PlacementError(
             f"{shortage}. {too_coarse}Parameters of {built_bytes:,} bytes are there at once while the model is built, "
             f"although not all of them stay. Raise host_budget to at least {enough} bytes",
             enough,
+        )
+
+    def _nvme_refusal(
+        self, roots: Sequence[nn.Module], shortage: ShortageError, built_bytes: int, whole: PlacementError | None
+    ) -> PlacementError:
+        """NVMe was full while models were built; ``whole`` is why they cannot run, if they cannot."""
+        rooms = [round_up(param.nbytes) for root in roots for param in root.parameters()]
+        rooms += [block.room_bytes for block in self.pager.tiers.blocks()]
+        enough = set_up_nvme_bytes(self._capacity_bytes(), built_bytes, max(rooms))
+        if whole is not None and (whole.enough_bytes is not None or (whole.enough_nvme_bytes or 0) >= enough):
+            whole = self._with_ring(whole)
+            text = f"{shortage}. {whole}"
+            return PlacementError(text, whole.enough_bytes, enough_nvme_bytes=whole.enough_nvme_bytes)
+        return PlacementError(
+            f"{shortage}. A model may take more there while it is built than later: raise nvme_budget to at least "
+            f"{enough} bytes, or give nvme_path a file system with more free space",
+            enough_nvme_bytes=enough,
         )
 
     def _nvme_bytes(self) -> int | None:
@@ -243,7 +261,7 @@ class Engine:
         enough = with_ring(error.enough_bytes)
         named = f"to at least {error.enough_bytes} bytes"
         more = f"to at least {enough} bytes, in which gradients on their way from {memory.device} have theirs"
-        return PlacementError(str(error).replace(named, more), enough)
+        return PlacementError(str(error).replace(named, more), enough, enough_nvme_bytes=error.enough_nvme_bytes)
 
     def _reserve(self, placement: Placement, roots: Sequence[nn.Module]) -> None:
         self.placement = placement
@@ -256,6 +274,7 @@ class Engine:
         """From now on resident blocks stay. Not before: while bytes move into units, all memory is needed for that."""
         for block_id in placement.resident:
             self.pager.tiers.keep(self.pager.tiers.block(block_id))
+        bring_residents(self.pager.tiers, placement)
 
     def adopt_model(self, model: nn.Module) -> None:
         """Take a model that was built before: its parameters move into the arena one by one."""

@@ -7,7 +7,7 @@ error names is tried before: what is kept is counted in the units that the model
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from deepoffload.config import Config, Precision
 from deepoffload.memory.block import Block
+from deepoffload.memory.no_room import BudgetFor, EnoughBytes
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import ParamHandle, Unit
@@ -28,9 +29,7 @@ Kept = dict[BlockKind, set[int]]
 """``id`` of each parameter whose weights, or gradients, are kept."""
 
 
-def budget_for_kept(
-    pager: Pager, config: Config, roots: Sequence[nn.Module], room: Room
-) -> Callable[[Collection[Block], int, int], int]:
+def budget_for_kept(pager: Pager, config: Config, roots: Sequence[nn.Module], room: Room) -> BudgetFor:
     """What finds the budget for models: from blocks that are kept or in use, further bytes that are kept, and a budget
     that is needed in any case. ``room``: that of the models. It keeps neither ``pager`` nor ``roots`` alive."""
     return partial(_budget, weakref.ref(pager), config, [weakref.ref(root) for root in roots], room)
@@ -44,18 +43,20 @@ def _budget(
     blocks: Collection[Block],
     kept_bytes: int,
     budget_bytes: int,
-) -> int:
+) -> EnoughBytes:
     pager = pager_ref()
     if pager is None:
-        return budget_bytes
+        return EnoughBytes(budget_bytes, budget_bytes)
     with outside_user_modes():
         kept = _kept(pager.units, blocks)
+        every = {id(handle.tensor) for unit in pager.units for handle in unit.handles}
         cutter = _cutter(config, [root for ref in root_refs if (root := ref()) is not None], pager.units)
-        while True:
-            needed_bytes = kept_bytes + _needed_bytes(cutter, config, room, kept, budget_bytes)
-            if needed_bytes <= budget_bytes:
-                return budget_bytes if pager.memory.on_host else with_ring(budget_bytes)
-            budget_bytes = needed_bytes
+        found = []
+        for held in (kept, {**kept, BlockKind.WEIGHT: every}):
+            while (needed_bytes := kept_bytes + _needed_bytes(cutter, config, room, held, budget_bytes)) > budget_bytes:
+                budget_bytes = needed_bytes
+            found.append(budget_bytes if pager.memory.on_host else with_ring(budget_bytes))
+        return EnoughBytes(*found)
 
 
 def _kept(units: Iterable[Unit], blocks: Collection[Block]) -> Kept:
@@ -66,7 +67,8 @@ def _kept(units: Iterable[Unit], blocks: Collection[Block]) -> Kept:
         if unit.weights.id in ids:
             handles = [handle for handle in unit.handles if handle.aliased()] or unit.handles
             kept[BlockKind.WEIGHT].update(id(handle.tensor) for handle in handles)
-        if unit.gradients is not None and unit.gradients.id in ids:
+        gradients = [*unit.late_gradients, *([] if unit.gradients is None else [unit.gradients])]
+        if any(block.id in ids for block in gradients):
             kept[BlockKind.GRADIENT].update(id(handle.tensor) for handle in unit.handles)
     return kept
 

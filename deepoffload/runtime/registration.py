@@ -21,6 +21,7 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes, parameter_registration_hooks
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.construct import adopt, adoptable
+from deepoffload.schedule.nvme_room import set_up_nvme_bytes
 
 
 class ShortageError(BudgetError):
@@ -54,19 +55,34 @@ def take(pager: Pager, param: Tensor, name: str, capacity_bytes: int) -> ParamHa
             f"{what} alone is larger than the budget of {budget_bytes:,} bytes"
             f"{left if capacity_bytes < budget_bytes else ''}"
         )
+    if _fills_nvme(pager, round_up(param.nbytes), capacity_bytes):
+        raise ShortageError(
+            f"no room for {what}, because NVMe is full: memory and NVMe hold what was registered before it, and need "
+            "room to exchange two parameters",
+            on_disk=True,
+        )
     try:
         return adopt(pager, param, name)
-    except BudgetError as error:
-        space = pager.tiers.space
-        if space is not None:
-            if error.enough_bytes is not None:
-                raise
-            full = f"NVMe is full: parameters registered before it take {space.used_bytes:,} bytes there"
-            raise ShortageError(f"no room for {what}, because {full}", on_disk=True) from None
+    except BudgetError:
+        if pager.tiers.space is not None:
+            raise  # views, of which the program may hold fewer
     raise ShortageError(
         f"no room for {what}: parameters registered before it take "
         f"{_registered_bytes(pager, capacity_bytes):,} bytes of {capacity_bytes:,}"
     )
+
+
+def _fills_nvme(pager: Pager, nbytes: int, capacity_bytes: int) -> bool:
+    """Whether memory and NVMe are too full for one more parameter. See [Note: room on NVMe] in
+    ``schedule.nvme_room``."""
+    tiers, space = pager.tiers, pager.tiers.space
+    if space is None or space.budget_bytes is None:
+        return False
+    at_most = tiers.arena.used_bytes + space.used_bytes + nbytes
+    if set_up_nvme_bytes(capacity_bytes, at_most, capacity_bytes) <= space.budget_bytes:
+        return False  # without a look at each block
+    rooms = [nbytes, *(block.room_bytes for block in tiers.blocks())]
+    return set_up_nvme_bytes(capacity_bytes, sum(rooms), max(rooms)) > space.budget_bytes
 
 
 def _registered_bytes(pager: Pager, capacity_bytes: int) -> int:
@@ -190,11 +206,15 @@ class ConstructionHooks:
         return stand_in
 
     def _note_peak(self, coming_bytes: int) -> None:
-        """What must be in memory at once while the model is built: without NVMe, all that is registered and alive."""
-        if self.pager.tiers.space is None:
+        """What must be in memory at once while the model is built: without NVMe, all that is registered and alive.
+        Where NVMe is full, what both must hold."""
+        on_disk = self.shortage is not None and self.shortage.on_disk
+        if on_disk or self.pager.tiers.space is None:
             alive = (stand_in() for stand_in in self._stand_ins)
             coming_bytes += sum(round_up(param.nbytes) for param in alive if param is not None)
-            coming_bytes += _registered_bytes(self.pager, self._capacity_bytes)
+            blocks = self.pager.tiers.blocks()
+            registered = _registered_bytes(self.pager, self._capacity_bytes)
+            coming_bytes += sum(block.room_bytes for block in blocks) if on_disk else registered
         self._peak_bytes = max(self._peak_bytes, coming_bytes)
 
     def _on_module(self, module: nn.Module, name: str, child: Any) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from deepoffload.errors import PlacementError
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, update_seconds
 from deepoffload.schedule.placement import KIND_NUMBERS, BlockColumns, Placement
-from deepoffload.schedule.table import Row, human_bytes
+from deepoffload.schedule.table import Row
+
+PAGE_BYTES = 4096
+"""Disk space comes in whole pages."""
 
 COST_MAX = 0.05
 """Writes that only durability needs may take this part of the steps, where the user does not say how often."""
@@ -25,27 +27,17 @@ RECORDS, RECORD_BYTES, BYTES_PER_RECORDED_BYTE = 3, 1 << 20, 4096
 every 256 KiB a checksum."""
 
 
-def with_durable_steps(placement: Placement, columns: BlockColumns, nvme_capacity_bytes: int | None) -> Placement:
-    """The placement with disk space for two durable steps of all weights and optimizer state in ``columns``.
-
-    Raises:
-        PlacementError: there is not so much.
-    """
+def with_durable_steps(placement: Placement, columns: BlockColumns) -> Placement:
+    """The placement with disk space for two durable steps of all weights and optimizer state in ``columns``."""
     durable = columns.kinds != KIND_NUMBERS[BlockKind.GRADIENT]
     step_bytes = int(columns.nbytes[durable].sum())
-    wanted_bytes = DURABLE_COPIES * step_bytes + RECORDS * (RECORD_BYTES + step_bytes // BYTES_PER_RECORDED_BYTE)
+    record_bytes = RECORD_BYTES + -(-step_bytes // BYTES_PER_RECORDED_BYTE // PAGE_BYTES) * PAGE_BYTES
+    wanted_bytes = DURABLE_COPIES * step_bytes + RECORDS * record_bytes
     rows = {row.name: row.nvme_bytes for row in placement.rows}
     there_bytes = sum(rows.get(kind.value, 0) for kind in (BlockKind.WEIGHT, BlockKind.STATE))
     more_bytes = wanted_bytes - there_bytes
     row = Row("durable steps", nvme_bytes=more_bytes, reason="so that weights and state are there twice")
-    placed = replace(placement, nvme_bytes=placement.nvme_bytes + more_bytes, rows=(*placement.rows, row))
-    if nvme_capacity_bytes is not None and placed.nvme_bytes > nvme_capacity_bytes:
-        raise PlacementError(
-            f"With durability NVMe must hold {human_bytes(placed.nvme_bytes)} ({placed.nvme_bytes} bytes) but has "
-            f"{human_bytes(nvme_capacity_bytes)} ({nvme_capacity_bytes} bytes). Raise nvme_budget, name a directory "
-            f"with more free space (durability.path or nvme_path), or leave durability out.\n{placed.table()}"
-        )
-    return placed
+    return replace(placement, nvme_bytes=placement.nvme_bytes + more_bytes, rows=(*placement.rows, row))
 
 
 def written_for_durability(placement: Placement) -> int:

@@ -134,6 +134,7 @@ def place_columns(
     ring_pieces: int = 16,
     keep: frozenset[int] = frozenset(),
     set_up_bytes: int = 0,
+    frugal: bool = False,
 ) -> Placement:
     """Place blocks in ``capacity_bytes`` of memory and ``nvme_capacity_bytes`` of NVMe (None: there is no path).
 
@@ -143,11 +144,14 @@ def place_columns(
         more stopped helping on the disk the defaults were tuned on.)
     keep: blocks that have to stay in memory, because the configuration says so.
     set_up_bytes: what must be in memory at once before the first step; no capacity below that is accepted.
+    frugal: as little on NVMe as there can be, at any cost: the least window, and the largest blocks stay. So it
+        does not depend on measured rates.
 
     If everything fits, everything is resident and nothing is ever written. Otherwise the window is reserved first, as
     large as there is room for, and what is left goes to the blocks that save most seconds per byte. Equal worth:
     weights before gradients before state, then spread evenly over the order given. Raises ``PlacementError``, with the
-    table, when the least window does not fit or NVMe is missing or too small.
+    table, when the least window does not fit or NVMe is missing. Whether NVMe is large enough is asked later
+    (:func:`deepoffload.schedule.nvme_room.within_nvme`).
     """
     problem = _Problem(columns, event_weight_bytes, bandwidths, workload, num_parameters, keep, set_up_bytes)
     total_bytes = max(problem.total_bytes, set_up_bytes)
@@ -161,14 +165,9 @@ def place_columns(
         raise PlacementError(
             _memory_message(placement, problem.total_bytes, least_bytes, nvme_capacity_bytes is not None), least_bytes
         )
-    resident, window = problem.choose(capacity_bytes, max(ring_pieces, 2))
+    chosen = problem.choose_frugally(capacity_bytes) if frugal else None
+    resident, window = chosen or problem.choose(capacity_bytes, max(ring_pieces, 2))
     placement = problem.placement(resident, window, capacity_bytes, nvme_capacity_bytes)
-    if placement.nvme_bytes > nvme_capacity_bytes:
-        raise PlacementError(
-            f"NVMe must hold {human_bytes(placement.nvme_bytes)} ({placement.nvme_bytes} bytes) but has "
-            f"{human_bytes(nvme_capacity_bytes)} ({nvme_capacity_bytes} bytes). Raise nvme_budget, give nvme_path a "
-            f"file system with more free space, or raise host_budget so that less goes there.\n{placement.table()}"
-        )
     return replace(placement, blocks=specs())
 
 
@@ -265,18 +264,36 @@ class _Problem:
                 break
         else:
             raise ValueError(f"capacity_bytes {capacity_bytes} is below the minimum of {self.minimum_bytes}")
-        ids, sizes = self._ids[self._order], self._nbytes[self._order]
-        resident = set(ids[:count].tolist())
+        resident = frozenset(self._ids[self._order][:count].tolist())
         if (pieces, prefetches_weights) == levels[0]:  # below that, memory to spare is more window
             window = self._suffix_needs.window(count, pieces, prefetches_weights, self._event_weight_bytes)
             free_bytes = capacity_bytes - window.nbytes - int(self._prefix_bytes[count])
-            small = count + np.flatnonzero(sizes[count:] <= free_bytes)
-            # smaller blocks of less worth, where the next in line is too large
-            for block, nbytes in zip(ids[small].tolist(), sizes[small].tolist(), strict=True):
-                if nbytes <= free_bytes:
-                    resident.add(block)
-                    free_bytes -= nbytes
-        return frozenset(resident), self.window(frozenset(resident), pieces, prefetches_weights)
+            resident = self._filled(self._order, count, free_bytes)
+        return resident, self.window(resident, pieces, prefetches_weights)
+
+    def choose_frugally(self, capacity_bytes: int) -> tuple[frozenset[int], WorkingSet] | None:
+        """The resident blocks, from the largest on, and the least window; None where no such choice fits."""
+        order = np.lexsort((self._ids, -self._nbytes, ~self._kept))
+        ranked_bytes = self._nbytes[order]
+        prefix_bytes = np.concatenate(([0], np.cumsum(ranked_bytes)))
+        windows = _Needs.of_suffixes(self._kind[order], ranked_bytes).window_bytes(2, False, self._event_weight_bytes)
+        free_bytes = capacity_bytes - prefix_bytes - windows
+        fits = np.flatnonzero(free_bytes >= 0)
+        if not len(fits) or fits[-1] < int(self._kept.sum()):
+            return None
+        resident = self._filled(order, int(fits[-1]), int(free_bytes[fits[-1]]))
+        return resident, self.window(resident, 2, False)
+
+    def _filled(self, order: npt.NDArray[np.int64], count: int, free_bytes: int) -> frozenset[int]:
+        """The first ``count`` blocks of ``order``, and smaller ones behind them where the next in line is too large."""
+        ids, sizes = self._ids[order], self._nbytes[order]
+        resident = set(ids[:count].tolist())
+        small = count + np.flatnonzero(sizes[count:] <= free_bytes)
+        for block, nbytes in zip(ids[small].tolist(), sizes[small].tolist(), strict=True):
+            if nbytes <= free_bytes:
+                resident.add(block)
+                free_bytes -= nbytes
+        return frozenset(resident)
 
     def _largest_prefix(self, capacity_bytes: int, pieces: int, prefetches_weights: bool) -> int | None:
         """How many of the most valuable blocks fit next to the window that the others then need."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,9 @@ class GivenOrder:
 
     def next_use(self, block_id: int) -> float:
         return self.say(block_id)
+
+    def wanted_together(self) -> Sequence[Block]:
+        return ()
 
     def before_leaving(self, block: Block) -> None:
         """Nobody has to know."""

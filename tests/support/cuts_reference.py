@@ -25,6 +25,7 @@ from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET, grain_
 from deepoffload.runtime.plan import dry_pager, state_format
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import BlockKind, Workload
+from deepoffload.schedule.nvme_room import set_up_nvme_bytes
 from deepoffload.schedule.placement import BlockSpec, Placement
 from tests.support.placing import plan_placement
 
@@ -99,6 +100,25 @@ class Cutting:
             num_parameters=sum(h.numel for draft in self.drafts for h, _ in draft.trained) or None,
             keep=frozenset(spec.id for spec in specs if spec.kind in kept_kinds),
             set_up_bytes=self._set_up_bytes(can_leave=room.nvme_bytes is not None),
+            spare_nvme_bytes=self._relayout_bytes() if config.optimizer is None else 0,
+            set_up_nvme_bytes=set_up_nvme_bytes(
+                room.capacity_bytes, self._set_up_bytes(can_leave=False), self._largest_bytes()
+            ),
+        )
+
+    def _relayout_bytes(self) -> int:
+        """The state of the unit that has most of it, of those that train 16-bit weights."""
+        units = [draft.unit for draft in self.drafts if any(dtype.itemsize == 2 for _, dtype in draft.trained)]
+        return max((sum(piece.block.room_bytes for piece in unit.pieces) for unit in units), default=0)
+
+    def _largest_bytes(self) -> int:
+        """Of the blocks that are there while the model is set up."""
+        units = [draft.unit for draft in self.drafts]
+        registered = [round_up(handle.nbytes) for draft in self.drafts for handle in draft.handles]
+        return max(
+            *registered,
+            *(unit.weights.room_bytes for unit in units),
+            *(piece.block.room_bytes for unit in units for piece in unit.pieces),
         )
 
     def _on_device(self, device_bytes: int) -> set[int]:
@@ -183,16 +203,24 @@ def _refusal(cutting: Cutting, config: Config, room: Room, otherwise: PlacementE
 
 
 def _least(refusals: list[tuple[PlacementError, Cutting]], config: Config, room: Room) -> PlacementError:
-    """The refusal that asks for least memory, and of NVMe if with so much memory that is too small."""
-    refusal, cutting = min(refusals, key=lambda tried: _needs(tried[0]))
+    """The refusal that asks for NVMe alone, or else for least memory, and of NVMe if with so much memory that is too
+    small."""
+    refusal, cutting = min(refusals, key=lambda tried: _needs_budgets(tried[0]))
     if refusal.enough_bytes is not None:
         try:
             cutting.placed(config, replace(room, capacity_bytes=refusal.enough_bytes))
         except PlacementError as error:
             said, _, table = str(refusal).partition("\n")
             why = f"{said} With so much memory NVMe is too small: {str(error).splitlines()[0]}\n{table}"
-            return PlacementError(why)
+            return PlacementError(why, refusal.enough_bytes, enough_nvme_bytes=error.enough_nvme_bytes)
     return refusal
+
+
+def _needs_budgets(error: PlacementError) -> tuple[float, float]:
+    """Of memory and NVMe; where NVMe alone is too small, no more memory than there is."""
+    if error.enough_nvme_bytes is not None:
+        return 0.0, error.enough_nvme_bytes
+    return _needs(error), math.inf
 
 
 def _said_both(error: PlacementError) -> bool:

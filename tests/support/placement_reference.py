@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deepoffload.errors import PlacementError
 from deepoffload.schedule.cost_model import (
@@ -16,6 +16,7 @@ from deepoffload.schedule.cost_model import (
     block_traffic,
     seconds_saved,
 )
+from deepoffload.schedule.nvme_room import within_nvme
 from deepoffload.schedule.placement import BlockSpec, Placement, WorkingSet
 from deepoffload.schedule.table import Row, human_bytes
 
@@ -24,7 +25,13 @@ __all__ = ["plan_placement"]
 _KINDS = (BlockKind.WEIGHT, BlockKind.GRADIENT, BlockKind.STATE)
 
 
-def plan_placement(
+def plan_placement(blocks: Iterable[BlockSpec], **options: Any) -> Placement:
+    """The same as that of :mod:`tests.support.placing`."""
+    specs = tuple(blocks)
+    return within_nvme(lambda frugal: _place(specs, frugal=frugal, **options), 0, 0, durable=False)
+
+
+def _place(
     blocks: Iterable[BlockSpec],
     *,
     capacity_bytes: int,
@@ -36,6 +43,7 @@ def plan_placement(
     ring_pieces: int = 16,
     keep: frozenset[int] = frozenset(),
     set_up_bytes: int = 0,
+    frugal: bool = False,
 ) -> Placement:
     """The same as ``place_columns`` of :mod:`deepoffload.schedule.placement`."""
     problem = _Problem(blocks, event_weight_bytes, bandwidths, workload, num_parameters, keep, set_up_bytes)
@@ -48,15 +56,9 @@ def plan_placement(
         paged = [block for block in problem.blocks if block.id not in keep]
         placement = problem.placement(keep, problem.window(paged, 2, False), capacity_bytes, nvme_capacity_bytes)
         raise PlacementError(_memory_message(placement, least_bytes, nvme_capacity_bytes is not None), least_bytes)
-    resident, window = problem.choose(capacity_bytes, max(ring_pieces, 2))
-    placement = problem.placement(resident, window, capacity_bytes, nvme_capacity_bytes)
-    if placement.nvme_bytes > nvme_capacity_bytes:
-        raise PlacementError(
-            f"NVMe must hold {human_bytes(placement.nvme_bytes)} ({placement.nvme_bytes} bytes) but has "
-            f"{human_bytes(nvme_capacity_bytes)} ({nvme_capacity_bytes} bytes). Raise nvme_budget, give nvme_path a "
-            f"file system with more free space, or raise host_budget so that less goes there.\n{placement.table()}"
-        )
-    return placement
+    chosen = problem.choose_frugally(capacity_bytes) if frugal else None
+    resident, window = chosen or problem.choose(capacity_bytes, max(ring_pieces, 2))
+    return problem.placement(resident, window, capacity_bytes, nvme_capacity_bytes)
 
 
 def _memory_message(placement: Placement, least_bytes: int, has_nvme: bool) -> str:
@@ -159,6 +161,22 @@ class _Problem:
                     free_bytes -= block.nbytes
         paged = [block for block in self.blocks if block.id not in resident]
         return frozenset(resident), self.window(paged, pieces, prefetches_weights)
+
+    def choose_frugally(self, capacity_bytes: int) -> tuple[frozenset[int], WorkingSet] | None:
+        """The resident blocks, from the largest on, and the least window; None where no such choice fits."""
+        ranked = sorted(self.blocks, key=lambda block: (block.id not in self._keep, -block.nbytes, block.id))
+        for count in range(len(ranked), len(self._keep) - 1, -1):
+            resident = ranked[:count]
+            free_bytes = capacity_bytes - sum(block.nbytes for block in resident)
+            free_bytes -= self.window(ranked[count:], 2, False).nbytes
+            if free_bytes >= 0:
+                for block in ranked[count:]:
+                    if block.nbytes <= free_bytes:
+                        resident.append(block)
+                        free_bytes -= block.nbytes
+                ids = frozenset(block.id for block in resident)
+                return ids, self.window([block for block in self.blocks if block.id not in ids], 2, False)
+        return None
 
     def _largest_prefix(self, capacity_bytes: int, pieces: int, prefetches_weights: bool) -> int | None:
         """How many of the most valuable blocks fit next to the window that the others then need."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from deepoffload.errors import PlacementError
@@ -220,10 +220,29 @@ def test_without_nvme_everything_must_fit() -> None:
 
 def test_nvme_must_hold_what_is_paged() -> None:
     blocks = chain(units=20, pieces=6)
-    needed = place(blocks, 400 * MIB).nvme_bytes
-    assert place(blocks, 400 * MIB, needed).nvme_bytes == needed
-    with pytest.raises(PlacementError, match=rf"NVMe must hold .* \({needed} bytes\).*Raise nvme_budget.*nvme_path"):
-        place(blocks, 400 * MIB, needed - 1)
+    wanted = place(blocks, 400 * MIB).nvme_bytes
+    assert place(blocks, 400 * MIB, wanted).nvme_bytes == wanted
+    with pytest.raises(PlacementError, match=r"NVMe must hold .* bytes\).*Raise nvme_budget.*nvme_path") as refused:
+        place(blocks, 400 * MIB, 1)
+    least = refused.value.enough_nvme_bytes
+    assert least is not None and least < wanted, "less window, more blocks that stay"
+    assert place(blocks, 400 * MIB, wanted - 1).nvme_bytes == least
+    assert place(blocks, 400 * MIB, least).nvme_bytes == least
+    with pytest.raises(PlacementError, match=rf"\({least} bytes\) but has .* to at least {least} bytes"):
+        place(blocks, 400 * MIB, least - 1)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
+def test_the_rates_of_the_disk_do_not_decide_what_nvme_is_enough(read: int, write: int, mixed: int) -> None:
+    """They differ from run to run. Frozen units cost reads only, so their worth next to state depends on the rates."""
+    blocks = [b for b in chain(units=12, pieces=4) if b.kind is BlockKind.WEIGHT or b.unit % 3 == 0]
+    rates = Bandwidths(1e9 * read, 1e9 * write, 1e9 * mixed, 2e10)
+    with pytest.raises(PlacementError) as refused:
+        place(blocks, 200 * MIB, 1, bandwidths=rates)
+    with pytest.raises(PlacementError) as usual:
+        place(blocks, 200 * MIB, 1)
+    assert refused.value.enough_nvme_bytes == usual.value.enough_nvme_bytes is not None
 
 
 def test_a_model_without_optimizer_needs_no_ring() -> None:
