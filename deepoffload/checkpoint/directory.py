@@ -33,13 +33,19 @@ def prepare(directory: str, needed_bytes: int, who: str = "save_pretrained") -> 
     """
     if os.path.exists(directory) and not os.path.isdir(directory):
         raise UsageError(f"{who}: {directory!r} is a file; give a directory")
-    there, made = directory, None
+    if os.path.islink(directory) and not os.path.exists(directory):
+        raise UsageError(f"{who}: {directory!r} is a link that leads nowhere; give a directory")
+    there, missing = directory, []
     while not os.path.lexists(there):
-        there, made = os.path.dirname(there), there
+        missing.append(there)
+        there = os.path.dirname(there)
+    made = missing[-1] if missing else None
     if made is not None:
         _refuse_without_room(there, needed_bytes)
     try:
-        os.makedirs(directory, exist_ok=True)
+        for folder in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder)
     except OSError as error:
         raise UsageError(
             f"{who}: {directory!r} cannot be made ({error.strerror}); give a directory in a writable place"

@@ -94,11 +94,13 @@ def refuse_during_calls(module: nn.Module, what: str, *, of_all_threads: bool) -
         raise UsageError(f"{what} inside a backward: call it between steps")
     parts = {id(part) for part in module.modules()}
     me = threading.get_ident()
-    for thread, frame in sys._current_frames().items():
-        if (thread == me or of_all_threads) and not parts.isdisjoint(_called_modules(frame)):
-            if thread == me:
-                raise UsageError(f"{what} inside a forward of the model: call it between steps")
-            raise UsageError(f"{what} while another thread is inside a forward of the model: wait for its end first")
+    frames = sys._current_frames()
+    called = {thread for thread in frames if not parts.isdisjoint(_called_modules(frames[thread]))}
+    frames.clear()  # this frame's own is among them: they would keep each other alive, and all that the callers hold
+    if me in called:
+        raise UsageError(f"{what} inside a forward of the model: call it between steps")
+    if called and of_all_threads:
+        raise UsageError(f"{what} while another thread is inside a forward of the model: wait for its end first")
 
 
 def _called_modules(frame: FrameType | None) -> Iterator[int]:

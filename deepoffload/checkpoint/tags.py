@@ -21,6 +21,9 @@ log = logging.getLogger("deepoffload")
 
 LATEST_NAME = "latest"
 
+_PATH_BYTES_MAX = 3500
+"""Linux takes 4095, and the names of files of a checkpoint come behind it."""
+
 _TAG_BYTES_MAX = 200
 _LATEST_BYTES_MAX = 1024
 _AT_FDCWD = -100
@@ -72,6 +75,9 @@ def checked_directory(directory: object) -> str:
     path = os.fsdecode(directory)
     if not path or "\0" in path:
         raise UsageError(f"{path!r} is no directory: give a path ('.' is the working directory)")
+    length_bytes = len(os.fsencode(os.path.abspath(path)))
+    if length_bytes > _PATH_BYTES_MAX:
+        raise UsageError(f"{path[:80]!r}... takes {length_bytes} bytes, and {_PATH_BYTES_MAX} are possible")
     return os.path.abspath(path)
 
 
@@ -112,6 +118,11 @@ def folder_to_load(directory: str, tag: object) -> str | None:
         return folder_of(directory, checked_tag(tag))
     newest = latest_tag(directory)
     if newest is None:
+        if os.path.lexists(os.path.join(directory, MANIFEST_NAME)):
+            above, own = os.path.split(directory)
+            raise UsageError(
+                f"{directory} is itself a checkpoint: give {above} as the directory, and {own!r} as the tag"
+            )
         return None
     if not os.path.lexists(os.path.join(directory, newest)):
         raise UsageError(

@@ -231,7 +231,8 @@ class TrainingState(DurableRun):
         if running is not None:
             running.end_before()
         for pager in pagers_of(list(self._module.parameters())):
-            pager.tiers.guards.finish()  # of a TrainingState that is given up, while its save is not
+            if pager.life.closed_because is None:  # a forked child has not the thread that it would wait for
+                pager.tiers.guards.finish()  # of a TrainingState that is given up, while its save is not
 
     def _content(
         self,
@@ -326,6 +327,8 @@ class TrainingState(DurableRun):
                 f"TrainingState(optimizer=...) takes a torch optimizer, not {type(self._optimizer).__name__}"
             )
         for name, other in self._others.items():
+            if isinstance(other, type):
+                raise UsageError(f"TrainingState({name}=...): {other.__name__} is a class; give an object of it")
             if not callable(getattr(other, "state_dict", None)) or not callable(
                 getattr(other, "load_state_dict", None)
             ):

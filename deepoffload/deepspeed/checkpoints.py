@@ -25,6 +25,7 @@ from deepoffload.runtime.loop import TrainingLoop
 
 log = logging.getLogger("deepoffload")
 
+NAME_BYTES_MAX = 255
 ROOM_BYTES = 1 << 20
 """Asked for in addition to the weights: names and headers."""
 
@@ -110,8 +111,9 @@ def save_weights(module: nn.Module, directory: str | os.PathLike[str], name: str
     check_switches(exclude_frozen_parameters=leave_out_frozen)
     if not isinstance(name, str):
         raise UsageError(f"save_16bit_model: save_filename has to be the name of a file, not {clipped(repr(name))}")
-    if not name or os.path.basename(name) != name or name.startswith("."):
-        raise UsageError(f"save_16bit_model: {name!r} is no name of a file in {os.fspath(directory)}")
+    is_name = name and name.isprintable() and os.path.basename(name) == name and not name.startswith(".")
+    if not is_name or len(os.fsencode(name)) > NAME_BYTES_MAX:
+        raise UsageError(f"save_16bit_model: {clipped(repr(name))} is no name of a file in {os.fspath(directory)}")
     if name.endswith(".safetensors"):
         raise UnsupportedError(
             "save_16bit_model writes torch's format; deepoffload.save_pretrained(engine, directory) writes safetensors"

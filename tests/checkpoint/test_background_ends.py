@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,25 @@ def test_the_end_of_the_process(how: str, nvme_path: Path, tmp_path: Path) -> No
     if how == "ctrl-c":
         assert done.stdout == "interrupted False\n"
     assert list(nvme_path.iterdir()) == []
+
+
+def test_a_child_waits_for_no_thread_of_its_parent(paging: Paging, tmp_path: Path) -> None:
+    """There is none in it."""
+    _, _, state = trained(paging)
+    with Throttle().in_force():
+        handle = state.save(tmp_path, wait=False)
+        assert not isinstance(handle, str) and not handle.done()
+        child = os.fork()
+        if not child:
+            started, refused = time.monotonic(), 0
+            for call in (handle.wait, lambda: state.save(tmp_path), lambda: state.load(tmp_path)):
+                try:
+                    call()
+                except ClosedError:
+                    refused += 1
+            os._exit(refused + 10 * (time.monotonic() - started > 5))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        handle.wait(60)
 
 
 def test_an_error_of_a_child(paging: Paging, tmp_path: Path) -> None:

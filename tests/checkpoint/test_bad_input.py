@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import threading
 from argparse import Namespace
 from collections import defaultdict
@@ -106,6 +107,25 @@ def test_nothing_to_load_says_why(run: Run, tmp_path: Path) -> None:
             run.state.load(directory, "one")
     with pytest.raises(UsageError, match="it has no file 'latest'; name a tag"):
         run.state.load(tmp_path)
+
+
+def test_the_folder_of_a_tag_in_place_of_its_directory(run: Run, tmp_path: Path) -> None:
+    folder = run.state.save(tmp_path, "one")
+    with pytest.raises(
+        UsageError, match=f"is itself a checkpoint: give {tmp_path} as the directory, and 'one' as the t"
+    ):
+        run.state.load(folder)
+
+
+def test_paths_that_are_long_or_lead_nowhere(run: Run, tmp_path: Path) -> None:
+    deep = str(tmp_path) + "/x" * 1500
+    assert run.state.load(os.path.dirname(run.state.save(deep, "one"))).folder == deep + "/one"
+    subprocess.run(["rm", "-rf", tmp_path / "x"], check=True)  # Python's own goes down by recursion
+    with pytest.raises(UsageError, match="bytes, and 3500 are possible"):
+        run.state.save(str(tmp_path) + "/x" * 2000)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="is a link that leads nowhere"):
+        run.state.save(tmp_path / "dangling")
 
 
 def test_a_save_without_room_leaves_no_folder(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

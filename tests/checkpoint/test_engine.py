@@ -183,7 +183,7 @@ def test_save_16bit_model(nvme_path: Path, tmp_path: Path) -> None:
     for name, value in found.items():
         assert type(value) is Tensor and torch.equal(value, expected[name])
     assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr(), "tied weights are stored once"
-    for name in ("", "a/b", "..", ".x"):
+    for name in ("", "a/b", "..", ".x", "a\0b", "x" * 256):
         with pytest.raises(UsageError, match="no name of a file"):
             engine.save_16bit_model(str(tmp_path), name)
     with pytest.raises(UnsupportedError, match="save_pretrained"):

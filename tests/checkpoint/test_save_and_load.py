@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -196,6 +198,8 @@ def test_objects_that_cannot_be_saved(paging: Paging) -> None:
     model = paging.build(mlp, TIGHT)
     with pytest.raises(UsageError, match="loader=.*no state_dict"):
         deepoffload.TrainingState(model, loader=object())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="Sampler is a class; give an object of it"):
+        deepoffload.TrainingState(model, loader=Sampler)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="takes a torch.nn.Module, not list"):
         deepoffload.TrainingState([model])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="takes a torch optimizer"):
@@ -207,6 +211,31 @@ def test_objects_that_cannot_be_saved(paging: Paging) -> None:
         deepoffload.TrainingState(model)
     del state
     deepoffload.TrainingState(model)
+
+
+class Large:
+    """What a program has at hand while it saves."""
+
+
+def test_nothing_keeps_what_the_caller_holds(paging: Paging, tmp_path: Path) -> None:
+    """Until Python's next collection of cycles, which may be long."""
+
+    def save_and_load() -> list[weakref.ref[Any]]:
+        large, run = Large(), Run(paging)
+        run.train()
+        gc.collect()
+        gc.disable()
+        run.state.save(tmp_path)
+        run.state.load(tmp_path)
+        run.state.save(tmp_path, wait=False).wait()  # type: ignore[union-attr]
+        with pytest.raises(UsageError, match="no checkpoint"):
+            run.state.load(tmp_path, "nothing")
+        return [weakref.ref(large), weakref.ref(run.state)]
+
+    try:
+        assert [reference() for reference in save_and_load()] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_moments_at_which_nothing_can_be_saved(run: Run, tmp_path: Path) -> None:
