@@ -6,6 +6,7 @@ Payload travels as bytes (uint8): gloo refuses int16, and no collective here add
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,6 +20,9 @@ from deepoffload.errors import RankError
 
 WAIT_SLICE_S = 1.0
 """A wait returns to Python this often, so that Ctrl-C is heard."""
+
+BREAK_S = 1.0
+"""How long collectives may take to end when their connections are closed. gloo has forgotten the others."""
 
 NEVER_TAKEN = 1
 """The tag of messages that nobody receives; nobody sends any with the next one."""
@@ -96,12 +100,27 @@ def _has_gone(rank: int, group: dist.ProcessGroup) -> bool:
     return False
 
 
-def break_connections(group: dist.ProcessGroup) -> None:
-    """End what is under way in a private group of gloo, here and on the ranks that wait for this one.
-
-    gloo has no call for it, but when one receive takes longer than its limit, it closes all connections of the group
-    (``UnboundBuffer::waitRecv``) and so ends all that uses memory there. Nobody sends with this tag.
+def break_off(group: dist.ProcessGroup, works: Sequence[dist.Work]) -> None:
+    """End the collectives that are under way in a private group of gloo, here and on the ranks that wait for this one.
+    Afterwards they use no memory any more. The group is of no more use.
     """
+    _close_connections(group)
+    until = time.monotonic() + BREAK_S
+    while time.monotonic() < until and not all(work.is_completed() for work in works):
+        time.sleep(0.001)
+    if not all(work.is_completed() for work in works):
+        never_end(group)
+
+
+def never_end(group: dist.ProcessGroup) -> None:
+    """Keep a group as long as the process lives: its destructor waits for collectives that gloo has forgotten (see
+    ``_has_gone``) until their limit is over, which would be minutes after an error or at the end of the process."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _close_connections(group: dist.ProcessGroup) -> None:
+    """gloo has no call for it, but when one receive takes longer than its limit, it closes all connections of the group
+    (``UnboundBuffer::waitRecv``). Nobody sends with this tag."""
     own = dist.get_rank(group)
     for rank in range(dist.get_world_size(group)):
         if rank != own:

@@ -120,7 +120,8 @@ class GroupExchange(Exchange):
         if self._on_device:
             self._payload.abort()
         else:
-            collectives.break_connections(self._payload)
+            collectives.break_off(self._payload, self._works)
+            self._works.clear()
 
     def idle(self) -> bool:
         self._remember(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import threading
@@ -12,8 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from deepoffload.ranks.collectives import never_end, start_all_gather
 from deepoffload.ranks.exchange import CHUNK_NUMEL, Exchange, PartsFlight, Reduction
 from deepoffload.ranks.group import RankGroup, open_group
 from deepoffload.ranks.transport import open_exchange
@@ -182,7 +185,7 @@ def wait_for_a_slow_rank(transport: str) -> float:
     with opened(transport, 30.0) as (group, exchange):
         begin = time.monotonic()
         if group.ranks.rank == 1:
-            time.sleep(2.5)
+            time.sleep(1.5)
         for seed in range(20):
             gather(exchange, 4099, torch.bfloat16, seed, in_place=True)
             send_parts(exchange, (0, 1), 4099, torch.float16, seed)
@@ -212,6 +215,46 @@ def end_while_a_transfer_is_under_way(transport: str) -> tuple[bool, bool]:
     meet(group)
     meet(group)
     return before, exchange.idle()
+
+
+def keep_a_group(seconds: float) -> float:
+    """Rank 0 drops a group with a collective under way, which rank 1 does not come to before ``seconds`` are over. Says
+    how long that took."""
+    group = open_group(CPU, timeout_s=20.0)
+    assert group is not None
+    private = group.new_private_group("a test")
+    meet(group)
+    begin = time.monotonic()
+    if group.ranks.rank == 1:
+        time.sleep(seconds)
+    else:
+        work = start_all_gather(torch.zeros(2, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), private)
+        never_end(private)
+        del work
+    group.close()
+    dist.destroy_process_group()
+    del private, group
+    gc.collect()
+    return time.monotonic() - begin
+
+
+def interrupt(transport: str) -> float:
+    """Ctrl-C on rank 0 while it waits for rank 1. Says how long after it the program heard of it."""
+    with opened(transport) as (group, exchange):
+        meet(group)
+        if group.ranks.rank == 1:
+            meet(group)
+            return 0.0
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        try:
+            exchange.gather(torch.ones(8), torch.zeros(16), "layer 0").wait()
+        except KeyboardInterrupt:
+            heard_s = time.monotonic() - begin - 0.5
+            exchange.abandon()
+            meet(group)
+            return heard_s
+    raise AssertionError("nobody interrupted it")
 
 
 def meet(group: RankGroup) -> None:

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -58,6 +59,7 @@ def _child(answer: Connection, environment: dict[str, str], program: Callable[..
     import torch
 
     torch.set_num_threads(1)
+    warnings.simplefilter("error", FutureWarning)  # names of torch that are on their way out
     try:
         answer.send((program(*arguments), None, ""))
     except BaseException as error:
