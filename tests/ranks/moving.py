@@ -150,6 +150,7 @@ def die_while_others_read(transport: str, after_s: float) -> tuple[int, float]:
     """Rank 1 is killed at some moment of many gathers. Rank 0 says how many it got, and checks each of them."""
     complete, numel = 0, 1 << 20
     with opened(transport) as (group, exchange):
+        meet(group)
         if group.ranks.rank == 1:
             threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
         begin = time.monotonic()
