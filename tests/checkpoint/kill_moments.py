@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import select
 import signal
+import struct
 import time
 import traceback
 from collections import Counter
@@ -23,10 +25,11 @@ FIRST_STEPS = 3
 
 
 class Moment(NamedTuple):
-    """So many seconds after a child was made, or after it has told of a phase first; None: it may live."""
+    """So many seconds after a child was made, or after its ``nth`` telling of a phase; None: it may live."""
 
     seconds: float | None
     after: str = ""
+    nth: int = 1
 
 
 class Life(NamedTuple):
@@ -77,33 +80,67 @@ class AfterFirstCommit(Kills):
 
 
 class WhileResuming(Kills):
-    """While a child opens its files, takes over what is there, and makes its first steps: at a moment of the time that
-    this took in the last life that came through it."""
+    """While a child opens its files, takes over what is there, and makes its first steps: at a moment of the least time
+    that this has taken in a life that came through it."""
 
     def __init__(self, dice: random.Random, count: int) -> None:
         super().__init__(dice, count)
         self._lives = 0
-        self._took_s = {"opens": 0.2, "resumes": 0.05, "resumed": 0.1}
+        self._least_s: dict[str, float] = {}
 
     def drawn(self) -> Moment:
         self._lives += 1
         if self._lives % 5 == 1:  # the run goes on, so that there is always another step to resume
-            return Moment(self.dice.uniform(0.0, 0.3), "committed")
-        phase = tuple(self._took_s)[self._lives % 3]
-        return Moment(self.dice.uniform(0.0, self._took_s[phase]), phase)
+            return Moment(self.dice.uniform(0.0, 0.1), "committed", self.dice.randrange(2, 7))
+        phase = ("resumes", "opens", "resumes", "resumed")[self._lives % 4]
+        return Moment(self.dice.uniform(0.0, self._least_s.get(phase, 0.01)), phase)
 
     def note(self, life: Life) -> None:
         super().note(life)
-        if not life.has_resumed:
-            return
         told_s = life.told_s
-        self._took_s["opens"] = told_s["resumes"][0] - told_s["opens"][0]
-        self._took_s["resumes"] = told_s["resumed"][0] - told_s["resumes"][0]
-        if len(told_s.get("committed", ())) >= FIRST_STEPS:
-            self._took_s["resumed"] = told_s["committed"][FIRST_STEPS - 1] - told_s["resumed"][0]
+        if life.has_resumed:
+            ends = {"opens": told_s["resumes"][0], "resumes": told_s["resumed"][0]}
+            if len(told_s.get("committed", ())) >= FIRST_STEPS:
+                ends["resumed"] = told_s["committed"][FIRST_STEPS - 1]
+            for phase, end in ends.items():
+                took_s = end - told_s[phase][0]
+                self._least_s[phase] = min(took_s, self._least_s.get(phase, took_s))
 
 
 KINDS: dict[str, type[Kills]] = {"any": Kills, "committed": AfterFirstCommit, "resuming": WhileResuming}
+
+
+class _Child:
+    """What a child tells, and its end: the kernel's timer, so that no other process has to run for it."""
+
+    def __init__(self, told: int, moment: Moment) -> None:
+        self._told = told
+        self._moment = moment
+        self._left = moment.nth
+        if not moment.after:
+            self._set_timer()
+
+    def tell(self, line: str) -> None:
+        os.write(self._told, f"{time.monotonic()} {line}\n".encode())
+        if self._moment.after and line.split()[0] == self._moment.after:
+            self._left -= 1
+            if not self._left:
+                self._set_timer()
+
+    def _set_timer(self) -> None:
+        """SIGKILL at the moment (timer_create(2))."""
+        seconds, self._moment = self._moment.seconds, Moment(None)
+        if seconds is None:
+            return
+        libc, timer = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p()
+        event = struct.pack("=Qii48x", 0, signal.SIGKILL, 0)  # sigevent: SIGEV_SIGNAL
+        nanoseconds = max(1, int(seconds * 1e9))
+        times = struct.pack("=qqqq", 0, 0, nanoseconds // 10**9, nanoseconds % 10**9)
+        for code in (
+            libc.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)),
+            libc.timer_settime(timer, 0, times, None),
+        ):
+            assert not code, os.strerror(ctypes.get_errno())
 
 
 def life_of(body: Callable[[Callable[[str], None]], None], moment: Moment) -> Life:
@@ -117,42 +154,34 @@ def life_of(body: Callable[[Callable[[str], None]], None], moment: Moment) -> Li
     child = os.fork()
     if not child:
         try:
-            body(lambda line: _tell(writes, line))
+            body(_Child(writes, moment).tell)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)
     os.close(writes)
-    with os.fdopen(reads, "rb", buffering=0) as told:
-        lines, told_s, came = _listen(told.fileno(), moment)
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        said = (lines + told.read()).decode().splitlines()
-    assert came, f"a child is stuck: {said}"
-    assert "closed" in said or os.WIFSIGNALED(status), f"a child has failed by itself: {said}"
-    return Life(said, told_s, "closed" not in said)
+    told, stuck = _listen(reads)
+    os.close(reads)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    lines: list[str] = []
+    told_s: dict[str, list[float]] = {}
+    for said in told.decode().splitlines():
+        when, _, line = said.partition(" ")
+        lines.append(line)
+        told_s.setdefault(line.split()[0], []).append(float(when))
+    assert not stuck, f"a child is stuck: {lines}"
+    assert "closed" in lines or os.WIFSIGNALED(status), f"a child has failed by itself: {lines}"
+    return Life(lines, told_s, "closed" not in lines)
 
 
-def _tell(told: int, line: str) -> None:
-    os.write(told, (line + "\n").encode())
-
-
-def _listen(told: int, moment: Moment) -> tuple[bytes, dict[str, list[float]], bool]:
-    """What is told until the moment, or until nothing more comes, and when; False if neither came."""
-    lines, told_s = b"", dict[str, list[float]]()
-    waits = moment.seconds is None or bool(moment.after)
-    until = time.monotonic() + (LIMIT_S if waits else moment.seconds or 0.0)
-    while True:
-        left_s = until - time.monotonic()
-        if left_s <= 0:
-            return lines, told_s, not waits
-        if not select.select([told], [], [], left_s)[0]:
-            continue
-        more = os.read(told, 1 << 16)
-        if not more:
-            return lines, told_s, True
-        lines += more
-        for line in more.decode().splitlines():
-            told_s.setdefault(line.split()[0], []).append(time.monotonic())
-        if waits and moment.after in told_s:
-            waits, until = False, time.monotonic() + (moment.seconds or 0.0)
+def _listen(told: int) -> tuple[bytes, bool]:
+    """What a child tells until its end; True if that does not come."""
+    lines, until = b"", time.monotonic() + LIMIT_S
+    while (left_s := until - time.monotonic()) > 0:
+        if select.select([told], [], [], left_s)[0]:
+            more = os.read(told, 1 << 16)
+            if not more:
+                return lines, False
+            lines += more
+    return lines, True
