@@ -67,21 +67,14 @@ def finish(work: dist.Work, group: dist.ProcessGroup, timeout_s: float, waiting:
         RankError: it failed, because another rank has gone for example, or has not ended within ``timeout_s``.
     """
     until = time.monotonic() + timeout_s
-    while True:
-        ended = work.is_completed()
-        left_s = max(0.001, min(WAIT_SLICE_S, until - time.monotonic()))
-        try:
-            work.wait(timedelta(seconds=left_s))
-            return
-        except RuntimeError as error:
-            if ended:
-                raise RankError(f"{waiting}: another rank has gone or failed ({first_line(error)})") from error
-            if work.is_completed():
-                continue
+    try:
+        while not wait_within(work, min(WAIT_SLICE_S, until - time.monotonic())):
             for rank in (gone for gone in range(dist.get_world_size(group)) if _has_gone(gone, group)):
-                raise RankError(f"{waiting}: rank {rank} has gone, its connection is closed") from error
+                raise RankError(f"{waiting}: rank {rank} has gone, its connection is closed")
             if time.monotonic() >= until:
-                raise RankError(f"{waiting}: not every rank has come to it within {timeout_s:g} s") from error
+                raise RankError(f"{waiting}: not every rank has come to it within {timeout_s:g} s")
+    except LinkError as error:
+        raise RankError(f"{waiting}: another rank has gone or failed ({error})") from error
 
 
 def _has_gone(rank: int, group: dist.ProcessGroup) -> bool:
@@ -130,6 +123,27 @@ def _close_connections(group: dist.ProcessGroup) -> None:
                 )
                 if nothing is not None:
                     nothing.wait(timedelta(milliseconds=1))
+
+
+class LinkError(RuntimeError):
+    """A connection has ended: another rank has gone, or has cut its links."""
+
+
+def wait_within(work: dist.Work, limit_s: float) -> bool:
+    """Wait for a collective of gloo for at most ``limit_s``. Returns whether it is over.
+
+    Raises:
+        LinkError: it has failed.
+    """
+    for _ in range(2):
+        try:
+            work.wait(timedelta(seconds=max(limit_s, 0.001)))
+            return True
+        except RuntimeError as error:
+            if not work.is_completed():
+                return False
+            problem = error  # or it ended after the limit and before the question: so ask once more
+    raise LinkError(first_line(problem)) from problem
 
 
 def first_line(error: BaseException) -> str:

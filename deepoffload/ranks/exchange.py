@@ -47,11 +47,16 @@ class Reduction:
 
 
 class Flight(ABC):
-    """One transfer that this rank takes part in. All waits raise RankError, which names the ranks and the transfer."""
+    """One transfer that this rank takes part in. All methods raise RankError when it has failed, which names the ranks
+    and the transfer."""
 
     @abstractmethod
     def ready(self) -> bool:
         """Whether ``wait`` would not have to wait for another rank."""
+
+    @abstractmethod
+    def ready_within(self, limit_s: float) -> bool:
+        """Wait for that in C++ at most so long. Returns ``ready()``."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -60,7 +65,8 @@ class Flight(ABC):
     @abstractmethod
     def release(self) -> None:
         """Return when nobody reads any more what this rank has given, so that it may change. Waits for the transfer
-        itself, too."""
+        itself, too. So that nobody waits here for long, ranks take what is ready soon, and all of it before they wait
+        for anything else that another rank's program does."""
 
 
 class PartsFlight(Flight):

@@ -77,6 +77,10 @@ class RankGroup:
         self._private.append(group)
         return group
 
+    def store(self, purpose: str) -> dist.Store:
+        """What all ranks can read and write: keys that only ``purpose`` uses."""
+        return dist.PrefixStore(purpose, self._control.get_group_store())
+
     def gather_objects(self, mine: Any, what: str) -> list[Any]:
         """What every rank gives, in rank order. For a few objects at the start: they are pickled.
 

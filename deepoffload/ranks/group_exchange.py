@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
+from deepoffload.errors import RankError
 from deepoffload.ranks import collectives
 from deepoffload.ranks.collectives import as_bytes
 from deepoffload.ranks.exchange import Exchange, Flight, PartsFlight, Reduction, chunk_ranges
@@ -14,6 +16,10 @@ from deepoffload.ranks.group import RankGroup
 
 SPARE_S = 60.0
 """torch's limit for a collective is longer than ours by this: our waits end first, and say who waits for what."""
+
+
+POLL_S = 0.0005
+"""How often a wait looks whether a device has come so far."""
 
 
 class _CollectiveFlight(Flight):
@@ -29,6 +35,9 @@ class _CollectiveFlight(Flight):
 
     def ready(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+    def ready_within(self, limit_s: float) -> bool:
+        return self._exchange.ended_within(self._works, limit_s, self._waiting)
 
     def wait(self) -> None:
         while self._works:
@@ -111,6 +120,23 @@ class GroupExchange(Exchange):
             work.wait()
         else:
             collectives.finish(work, self._payload, self._timeout_s, waiting)
+
+    def ended_within(self, works: Sequence[dist.Work], limit_s: float, waiting: str) -> bool:
+        """Whether collectives end within ``limit_s``.
+
+        Raises:
+            RankError: one has failed.
+        """
+        until = time.monotonic() + limit_s
+        if self._on_device:
+            # The wait of NCCL's that has a limit ends the group when it is over.
+            while not all(work.is_completed() for work in works) and time.monotonic() < until:
+                time.sleep(POLL_S)
+            return all(work.is_completed() for work in works)
+        try:
+            return all(collectives.wait_within(work, until - time.monotonic()) for work in works)
+        except collectives.LinkError as error:
+            raise RankError(f"{waiting}: another rank has gone or failed ({error})") from error
 
     def close(self) -> None:
         """Nothing is left to do: a collective that has ended here has sent all that it had to. Its group ends with the

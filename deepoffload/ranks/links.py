@@ -16,33 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepoffload.ranks.collectives import NEVER_TAKEN, first_line
+from deepoffload.ranks.collectives import NEVER_TAKEN, LinkError, first_line, wait_within
 
 FOREVER = timedelta(days=365)
 MESSAGE_NUMEL = 4
 """Of int64: 32 bytes."""
-
-
-class LinkError(RuntimeError):
-    """A connection has ended: another rank has gone, or has cut its links."""
-
-
-def wait_within(work: dist.Work, limit_s: float) -> bool:
-    """Wait for a collective of gloo's for at most ``limit_s``. Returns whether it is over.
-
-    Raises:
-        LinkError: it has failed.
-    """
-    for _ in range(2):
-        try:
-            work.wait(timedelta(seconds=max(limit_s, 0.001)))
-            return True
-        except RuntimeError as error:
-            if work.is_completed():
-                problem = error  # or it ended after the limit and before the question: so ask once more
-            else:
-                return False
-    raise LinkError(first_line(problem)) from problem
 
 
 def _joined(purpose: str, store: dist.Store, member: int, members: int, timeout_s: float) -> Any:

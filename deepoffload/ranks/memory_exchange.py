@@ -13,9 +13,8 @@ from __future__ import annotations
 import errno
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -23,34 +22,107 @@ from deepoffload.errors import RankError, UsageError
 from deepoffload.native import cpu_adam
 from deepoffload.native.neighbour import BOARD_SLOTS, NeighbourMemory, Offer
 from deepoffload.ranks.exchange import CHUNK_NUMEL, Exchange, Flight, PartsFlight, Reduction, chunk_ranges
-from deepoffload.ranks.neighbour import WAIT_SLICE_MS, Neighbours, failure
+from deepoffload.ranks.neighbour import Neighbours, failure
 from deepoffload.ranks.places import RankMap
 
-Found = TypeVar("Found")
+WAIT_SLICE_S = 1.0
+"""A wait returns to Python this often, so that Ctrl-C is heard."""
 
 GONE = (errno.ESRCH, errno.ESTALE, errno.ESHUTDOWN)
 """Errors of a neighbour that reads nothing any more."""
 
 
 class _MemoryFlight(Flight):
-    """One transfer: bytes that this rank offers (or none), and those that it reads."""
+    """One transfer: bytes that this rank offers (or none), and those that it reads.
 
-    def __init__(self, exchange: MemoryExchange, number: int, given: Tensor | None, waiting: str) -> None:
+    Attributes:
+        waiting: who waits for what, for errors.
+        arrived: this rank has read all that it wants.
+    """
+
+    def __init__(
+        self,
+        exchange: MemoryExchange,
+        number: int,
+        given: Tensor | None,
+        sources: Collection[int],
+        nbytes: int,
+        waiting: str,
+    ) -> None:
+        self.waiting = waiting
+        self.number = number
+        self.arrived = False
         self._exchange = exchange
         self._given = given
-        self.number = number
-        self.waiting = waiting
-        self.arrived = False
+        self._sources = [(rank, memory) for rank, memory in exchange.neighbours.others() if rank in sources]
+        self._nbytes = nbytes
+        self._offers: dict[int, Offer] = {}
 
-    @property
-    def gives(self) -> bool:
-        """Whether others may read bytes of this rank."""
-        return self._given is not None
+    def ready(self) -> bool:
+        return self.ready_within(0.0)
+
+    def ready_within(self, limit_s: float) -> bool:
+        until = time.monotonic() + limit_s
+        return self.arrived or all(
+            self._offered_within(rank, memory, until - time.monotonic()) for rank, memory in self._sources
+        )
 
     def release(self) -> None:
         self.wait()
-        self._exchange.await_readers(self)
+        self.await_readers()
         self._given = None
+
+    def await_readers(self) -> None:
+        """Return when no other rank reads what this one has given. A rank that has gone does not."""
+        if self._given is not None:
+            for rank, memory in self._exchange.neighbours.others():
+                self._patiently(partial(self._taken_within, rank, memory), rank)
+        self._exchange.forget(self)
+
+    def _offer_of(self, rank: int, memory: NeighbourMemory) -> Offer:
+        self._patiently(partial(self._offered_within, rank, memory), rank)
+        return self._offers[rank]
+
+    def _offered_within(self, rank: int, memory: NeighbourMemory, limit_s: float) -> bool:
+        if rank in self._offers:
+            return True
+        try:
+            offer = memory.await_offer(self.number, max(0, int(limit_s * 1000)))
+        except TimeoutError:
+            return False
+        except OSError as error:
+            raise failure(error, self.waiting, rank) from error
+        if offer.nbytes != self._nbytes:
+            raise RankError(
+                f"{self.waiting}: rank {rank} offers {offer.nbytes} bytes, not {self._nbytes}: it is at something else"
+            )
+        self._offers[rank] = offer
+        return True
+
+    def _taken_within(self, rank: int, memory: NeighbourMemory, limit_s: float) -> bool:
+        try:
+            memory.await_taken(self.number, max(0, int(limit_s * 1000)))
+        except TimeoutError:
+            return False
+        except OSError as error:
+            if error.errno not in GONE:
+                raise failure(error, self.waiting, rank) from error
+        return True
+
+    def _patiently(self, within: Callable[[float], bool], rank: int) -> None:
+        """Wait for another rank until the limit is over."""
+        timeout_s = self._exchange.timeout_s
+        until = time.monotonic() + timeout_s
+        while not within(min(WAIT_SLICE_S, until - time.monotonic())):
+            if time.monotonic() >= until:
+                raise RankError(f"{self.waiting}: rank {rank} has not come to it within {timeout_s:g} s")
+
+    def _read(self, rank: int, memory: NeighbourMemory, source: int, target: int, nbytes: int) -> None:
+        """Copy bytes from another rank. [Note: whole transfers]"""
+        try:
+            memory.read(source, target, nbytes)
+        except OSError as error:
+            raise failure(error, self.waiting, rank) from error
 
     def _arrive(self) -> None:
         self._exchange.neighbours.board.taken(self.number)
@@ -59,28 +131,25 @@ class _MemoryFlight(Flight):
 
 class _MemoryGather(_MemoryFlight):
     def __init__(self, exchange: MemoryExchange, number: int, shard: Tensor, whole: Tensor | None, what: str) -> None:
-        super().__init__(exchange, number, shard, what)
+        sources = range(exchange.ranks.world_size if whole is not None else 0)
+        super().__init__(exchange, number, shard, sources, shard.numel() * shard.element_size(), what)
         self._whole = whole
         if whole is None:
             self._arrive()
 
-    def ready(self) -> bool:
-        return self.arrived or self._exchange.offered(self.number, range(self._exchange.ranks.world_size))
-
     def wait(self) -> None:
         if self.arrived:
             return
-        shard, whole, exchange = self._given, self._whole, self._exchange
+        shard, whole, nbytes = self._given, self._whole, self._nbytes
         assert shard is not None and whole is not None, "a transfer that takes nothing arrives at once"
-        nbytes = shard.numel() * shard.element_size()
-        own = whole.data_ptr() + exchange.ranks.rank * nbytes
+        own = whole.data_ptr() + self._exchange.ranks.rank * nbytes
         if own != shard.data_ptr():
-            cpu_adam.copy(own, shard.data_ptr(), nbytes, exchange.num_threads)
-        for rank, memory in exchange.neighbours.others():
-            offer = exchange.await_offer(self, rank, memory, nbytes)
-            exchange.read(self, rank, memory, offer.address, whole.data_ptr() + rank * nbytes, nbytes)
+            cpu_adam.copy(own, shard.data_ptr(), nbytes, self._exchange.num_threads)
+        for rank, memory in self._sources:
+            offer = self._offer_of(rank, memory)
+            self._read(rank, memory, offer.address, whole.data_ptr() + rank * nbytes, nbytes)
         self._whole = None
-        exchange.gather_bytes += nbytes * (exchange.ranks.world_size - 1)
+        self._exchange.gather_bytes += nbytes * len(self._sources)
         self._arrive()
 
 
@@ -89,22 +158,14 @@ class _MemoryParts(_MemoryFlight, PartsFlight):
         self, exchange: MemoryExchange, number: int, contribution: Tensor | None, reduction: Reduction, scratch: Tensor,
         what: str,
     ) -> None:  # fmt: skip
-        super().__init__(exchange, number, contribution, what)
+        nbytes = reduction.part_bytes * exchange.ranks.world_size
+        super().__init__(exchange, number, contribution, reduction.contributors, nbytes, what)
         self._reduction = reduction
         self._scratch = scratch
-        self._offers: dict[int, Offer] | None = None
-
-    def ready(self) -> bool:
-        return self._offers is not None or self._exchange.offered(self.number, self._reduction.contributors)
 
     def wait(self) -> None:
-        if self._offers is None:
-            exchange, nbytes = self._exchange, self._reduction.part_bytes * self._exchange.ranks.world_size
-            self._offers = {
-                rank: exchange.await_offer(self, rank, memory, nbytes)
-                for rank, memory in exchange.neighbours.others()
-                if rank in self._reduction.contributors
-            }
+        for rank, memory in self._sources:
+            self._offer_of(rank, memory)
 
     def release(self) -> None:
         if not self.arrived:
@@ -115,26 +176,25 @@ class _MemoryParts(_MemoryFlight, PartsFlight):
         self.wait()
         for start, length in chunk_ranges(self._reduction.shard_numel):
             yield start, self._chunk(start, length)
-        self._exchange.part_bytes += self._reduction.part_bytes * len(self._offers or ())
+        self._exchange.part_bytes += self._reduction.part_bytes * len(self._sources)
         self._arrive()
 
     def _chunk(self, start: int, length: int) -> list[Tensor]:
-        reduction, exchange = self._reduction, self._exchange
+        reduction, own = self._reduction, self._exchange.ranks.rank
         itemsize = reduction.element_type.itemsize
-        first = exchange.ranks.rank * reduction.shard_numel + start
+        first = own * reduction.shard_numel + start
         row_bytes = min(CHUNK_NUMEL, reduction.shard_numel) * itemsize
         parts: list[Tensor] = []
         row = 0
         for rank in reduction.contributors:
-            memory = exchange.neighbours.memories[rank]
+            memory = self._exchange.neighbours.memories[rank]
             if memory is None:
                 assert self._given is not None, "this rank contributes"
                 parts.append(self._given[first : first + length])
                 continue
-            assert self._offers is not None, "wait() has the offers"
             part = self._scratch[row : row + length * itemsize]
             source = self._offers[rank].address + first * itemsize
-            exchange.read(self, rank, memory, source, part.data_ptr(), part.numel())
+            self._read(rank, memory, source, part.data_ptr(), part.numel())
             parts.append(part.view(reduction.element_type))
             row += row_bytes
         return parts
@@ -142,10 +202,11 @@ class _MemoryParts(_MemoryFlight, PartsFlight):
 
 class MemoryExchange(Exchange):
     """Transfers between ranks of one host. At most ``BOARD_SLOTS`` are under way: the next one waits until the others
-    have taken the oldest. One thread at a time uses it.
+    have taken the oldest. One thread at a time starts transfers.
 
     Attributes:
         neighbours: the other ranks, whose memory can be read.
+        timeout_s: the limit of each wait for another rank.
         num_threads: of copies inside this rank's memory.
     """
 
@@ -154,8 +215,8 @@ class MemoryExchange(Exchange):
     def __init__(self, ranks: RankMap, neighbours: Neighbours, timeout_s: float, num_threads: int = 1) -> None:
         super().__init__(ranks)
         self.neighbours = neighbours
+        self.timeout_s = timeout_s
         self.num_threads = num_threads
-        self._timeout_s = timeout_s
         self._number = 0
         self._open: deque[_MemoryFlight] = deque()
         self._closed = False
@@ -190,7 +251,7 @@ class MemoryExchange(Exchange):
             for flight in self._open:
                 self.neighbours.board.taken(flight.number)  # what has not been read here never will be
             while self._open:
-                self.await_readers(self._open[0])
+                self._open[0].await_readers()
         finally:
             self.abandon()
 
@@ -202,66 +263,10 @@ class MemoryExchange(Exchange):
     def idle(self) -> bool:
         return self._closed or all(flight.arrived for flight in self._open)
 
-    def offered(self, number: int, ranks: Sequence[int]) -> bool:
-        """Whether all of these have offered their part of a transfer."""
-        try:
-            for rank in ranks:
-                memory = self.neighbours.memories[rank]
-                if memory is not None:
-                    memory.await_offer(number, 0)
-        except TimeoutError:
-            return False
-        except OSError:
-            return True  # waiting for it raises the error
-        return True
-
-    def await_offer(self, flight: _MemoryFlight, rank: int, memory: NeighbourMemory, nbytes: int) -> Offer:
-        """What another rank offers in a transfer.
-
-        Raises:
-            RankError: it has gone, does not come within the limit, or offers something else.
-        """
-        offer = self._awaited(partial(memory.await_offer, flight.number), rank, flight.waiting)
-        if offer.nbytes != nbytes:
-            raise RankError(
-                f"{flight.waiting}: rank {rank} offers {offer.nbytes} bytes, not {nbytes}: it is at something else"
-            )
-        return offer
-
-    def read(
-        self, flight: _MemoryFlight, rank: int, memory: NeighbourMemory, source: int, target: int, nbytes: int
-    ) -> None:
-        """Copy bytes from another rank. [Note: whole transfers]"""
-        try:
-            memory.read(source, target, nbytes)
-        except OSError as error:
-            raise failure(error, flight.waiting, rank) from error
-
-    def await_readers(self, flight: _MemoryFlight) -> None:
-        """Return when no other rank reads what this one has given to a transfer. Who has gone does not read."""
-        for rank, memory in self.neighbours.others() if flight.gives else ():
-            try:
-                self._awaited(partial(memory.await_taken, flight.number), rank, flight.waiting)
-            except RankError as error:
-                cause = error.__cause__
-                if not (isinstance(cause, OSError) and cause.errno in GONE):
-                    raise
+    def forget(self, flight: _MemoryFlight) -> None:
+        """A flight that has ended, for this rank and for the others."""
         if flight in self._open:
             self._open.remove(flight)
-
-    def _awaited(self, wait: Callable[[int], Found], rank: int, waiting: str) -> Found:
-        until = time.monotonic() + self._timeout_s
-        while True:
-            left_ms = (until - time.monotonic()) * 1000
-            try:
-                return wait(max(0, min(WAIT_SLICE_MS, int(left_ms))))
-            except TimeoutError as error:
-                if left_ms <= WAIT_SLICE_MS:
-                    raise RankError(
-                        f"{waiting}: rank {rank} has not come to it within {self._timeout_s:g} s"
-                    ) from error
-            except OSError as error:
-                raise failure(error, waiting, rank) from error
 
     def _next_number(self) -> int:
         if self._closed:

@@ -14,9 +14,6 @@ from deepoffload.errors import RankError
 from deepoffload.native.neighbour import Board, BoardAddress, NeighbourMemory, allow_readers, readers_need_leave
 from deepoffload.ranks.group import RankGroup
 
-WAIT_SLICE_MS = 1000
-"""A wait returns to Python this often, so that Ctrl-C is heard."""
-
 REASONS = {
     errno.EPERM: "the system forbids it (a container's seccomp filter, another user, or prctl(PR_SET_DUMPABLE))",
     errno.EACCES: "the system forbids it (a container's seccomp filter, another user, or prctl(PR_SET_DUMPABLE))",

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from deepoffload.ranks.links import RoundLink, wait_within
+from deepoffload.ranks.collectives import wait_within
+from deepoffload.ranks.links import RoundLink
 from deepoffload.ranks.rounds import NOTHING, PAYLOADS, RESTS, Payload, Rounds, Want, WantKind
 from deepoffload.ranks.wait_times import WaitTimes
 

@@ -28,7 +28,8 @@ from typing import Any
 import torch.distributed as dist
 
 from deepoffload.errors import RankError
-from deepoffload.ranks.links import LinkError, NudgeLink, RoundLink
+from deepoffload.ranks.collectives import LinkError
+from deepoffload.ranks.links import NudgeLink, RoundLink
 from deepoffload.ranks.roll_call import RollCall, Whereabouts
 from deepoffload.ranks.round_runner import (
     Launch,

@@ -6,7 +6,8 @@ import enum
 import threading
 from collections.abc import Callable
 
-from deepoffload.ranks.links import LinkError, NudgeLink
+from deepoffload.ranks.collectives import LinkError
+from deepoffload.ranks.links import NudgeLink
 
 ENDS_WITHIN_S = 10.0
 

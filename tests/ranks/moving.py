@@ -187,6 +187,13 @@ def wait_for_a_slow_rank(transport: str) -> float:
         begin = time.monotonic()
         if group.ranks.rank == 1:
             time.sleep(1.5)
+        whole = torch.zeros(2 * (1 << 16))
+        flight = exchange.gather(torch.full((1 << 16,), 1.0 + group.ranks.rank), whole, "layer 0")
+        if group.ranks.rank == 0:
+            assert not flight.ready_within(0.05) and not flight.ready()
+        assert flight.ready_within(25.0) and flight.ready()
+        flight.release()
+        assert whole.tolist() == [1.0] * (1 << 16) + [2.0] * (1 << 16)
         for seed in range(20):
             gather(exchange, 4099, torch.bfloat16, seed, in_place=True)
             send_parts(exchange, (0, 1), 4099, torch.float16, seed)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepoffload.errors import RankError
-from deepoffload.ranks.links import wait_within
+from deepoffload.ranks.collectives import wait_within
 from deepoffload.ranks.rounds import Payload, Want, WantKind
 from deepoffload.ranks.service import RoundService
 

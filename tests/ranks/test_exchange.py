@@ -31,8 +31,11 @@ def test_a_neighbour_that_is_killed_is_an_error_and_never_half_a_unit(transport,
     survivor, killed = run_ranks(moving.die_while_others_read, 2, transport, after_s)
     assert killed.exit_code == -9
     assert survivor.error == "RankError", survivor
-    assert "rank 0 at gather of layer 3: " in survivor.text
-    assert ("rank 1 cannot be read: it has gone" if transport == "memory" else "another rank has gone") in survivor.text
+    text = survivor.text.partition("rank 0 at gather of layer 3: ")[2]
+    if transport == "memory":
+        assert text.startswith("rank 1 cannot be read: it has gone"), survivor
+    else:  # what gloo says, or what we find out when it does not
+        assert text.startswith(("another rank has gone", "rank 1 has gone, its connection is closed")), survivor
     assert survivor.seconds < killed.seconds + 5
 
 
