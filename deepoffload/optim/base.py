@@ -428,5 +428,5 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
 
 
 # Dynamo cannot follow these. It cuts a compiled training step at each of them.
-leave_to_python(HostOptimizer.zero_grad)
-leave_to_python(HostOptimizer.apply_step)
+leave_to_python(HostOptimizer.zero_grad, "an optimizer of paged weights runs as Python")
+leave_to_python(HostOptimizer.apply_step, "an optimizer of paged weights runs as Python")

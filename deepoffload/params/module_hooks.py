@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from deepoffload.errors import UnsupportedError
-from deepoffload.params.torch_private import active_ddp_module, leave_to_python
+from deepoffload.params.torch_private import NOT_CAPTURED, active_ddp_module, leave_to_python
 
 
 class NoWindow:
@@ -51,7 +51,7 @@ class ModuleHook:
         return self._method.__name__
 
 
-leave_to_python(ModuleHook.__call__)
+leave_to_python(ModuleHook.__call__, NOT_CAPTURED)
 
 
 def refuse_wrappers() -> None:

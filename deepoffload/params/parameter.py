@@ -26,12 +26,14 @@ from deepoffload.params.state_dict_values import is_weight_itself, lazy_weight
 from deepoffload.params.tensor_lists import calls_of_one
 from deepoffload.params.torch_private import (
     MODULE_SAVE,
+    NOT_CAPTURED,
     PARAMETER_NEW,
     Operators,
     door_caller,
     get_data,
     make_dual,
     no_torch_function,
+    not_captured,
     refuse_tracing,
     set_data,
     set_grad,
@@ -141,6 +143,9 @@ def through_the_door(func: Callable[..., Any], types: Iterable[type], args: Any,
     if name.startswith(("_foreach_", "_fused_")) or func is unscale_and_check:
         return _one_by_one(func, args, kwargs)
     return _paged_call(func, name, types, args, kwargs)
+
+
+not_captured(through_the_door, NOT_CAPTURED)
 
 
 def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:

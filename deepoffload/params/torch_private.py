@@ -248,10 +248,22 @@ def count_change(tensor: Tensor) -> None:
     increment_version(tensor)
 
 
-def leave_to_python(function: Callable[..., Any]) -> None:
+NOT_CAPTURED = (
+    "the bytes of a paged weight come and go, which Python has to see to; torch.cond, while_loop, scan and map capture "
+    "all that is in them: use if and for of Python, or give them weight.clone() as an operand (docs/compile.md)"
+)
+
+
+def not_captured(function: Callable[..., Any], why: str) -> None:
+    """Have Dynamo capture no call of ``function``. Where it has to capture everything, torch's error says ``why``."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+
+
+def leave_to_python(function: Callable[..., Any], why: str) -> None:
     """Have Dynamo run ``function``, and all it calls, as Python: what ``torch._dynamo.disable`` does, without importing
     Dynamo, which takes seconds. A torch that lacks the names compiles our hooks, which is slow and not wrong."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    not_captured(function, why)
     frames = torch._C._dynamo.eval_frame
     with contextlib.suppress(AttributeError):
         skip = frames._FrameAction.SKIP

@@ -52,6 +52,10 @@ _OTHERWISE = """
   give products that differ by rounding.
   `torch.utils.swap_tensors` on a paged parameter raises. So does `torch.Tensor.set_(param, new)` while the bytes are
   away; `param.set_(new)` works.
+- `torch.cond`, `while_loop`, `scan`, `map` and `flex_attention` compile the functions that they are given. They work
+  with the weights of a module that is one unit. With weights of a module that the budget splits, and outside of every
+  module, they raise torch's error, with our reason: "the bytes of a paged weight come and go". Use Python's `if` and
+  `for`, or give them `weight.clone()` as an operand ([compile.md](compile.md)).
 - `torch.func` and `torch.vmap` over paged parameters work through modules (`functional_call`, a module inside a
   transform), and `vmap` and `jvp` work with raw parameters, too. `grad`, `vjp` and `jacrev` of a function of a raw
   parameter, outside of any module, work while its bytes are in memory, and raise "Cannot access data pointer" else:
