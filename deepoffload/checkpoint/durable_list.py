@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 from deepoffload.checkpoint.values import parse_json
@@ -29,7 +30,15 @@ def durable_states(directory: str | os.PathLike[str]) -> list[str]:
     if not found:
         return []
     with IoEngine(backend="pool", queue_depth=1) as io:
-        return [f"{path.name}: {_described(io, path)}; {_use(path)}" for path in found]
+        return [f"{path.name}: {_line(io, path)}" for path in found]
+
+
+def _line(io: IoEngine, path: Path) -> str:
+    try:
+        ordinary = stat.S_ISREG(path.lstat().st_mode)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return f"{_described(io, path)}; {_use(path)}" if ordinary else "no ordinary file"
 
 
 def _described(io: IoEngine, path: Path) -> str:

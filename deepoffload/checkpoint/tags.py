@@ -132,6 +132,11 @@ def folder_to_load(directory: str, tag: object) -> str | None:
     return folder_of(directory, newest)
 
 
+def lacking_in(directory: str) -> str:
+    """Why there is nothing to load where no tag is said."""
+    return "it has no file 'latest'; name a tag" if os.path.isdir(directory) else "that is no directory"
+
+
 def folder_of(directory: str, tag: str) -> str:
     """Where the checkpoint of a tag is.
 

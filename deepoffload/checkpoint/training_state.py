@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
@@ -28,7 +30,7 @@ from deepoffload.checkpoint.remedies import Remedies
 from deepoffload.checkpoint.saving import SHARD_BYTES, Content, Save, choose_weight_plan
 from deepoffload.checkpoint.source import TrainingSource, open_checkpoint
 from deepoffload.checkpoint.state_files import plan_state
-from deepoffload.checkpoint.tags import checked_directory, checked_tag, folder_to_load
+from deepoffload.checkpoint.tags import checked_directory, checked_tag, folder_to_load, lacking_in
 from deepoffload.checkpoint.weights_loading import listed
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim.optimizer_parts import OptimizerParts, pagers_of, take_apart
@@ -94,7 +96,7 @@ class TrainingState(DurableRun):
         self._check_objects()
         self._watch = GradientWatch(self._module, optimizer)
         self._half_loaded = HalfLoaded(self._module, optimizer)
-        self._alone = OneAtATime().during
+        self._calls = OneAtATime()
         self._running: SaveHandle | None = None
         self._steps_before = _steps_of(optimizer)
         self._commits = None
@@ -181,8 +183,7 @@ class TrainingState(DurableRun):
         found = self.load_if_there(directory, tag, wanted)
         if found is None:
             target = checked_directory(directory)
-            lacking = "it has no file 'latest'; name a tag" if os.path.isdir(target) else "that is no directory"
-            raise UsageError(f"there is nothing to load in {target}: {lacking}")
+            raise UsageError(f"there is nothing to load in {target}: {lacking_in(target)}")
         return found
 
     # -- saving ----------------------------------------------------------------------------------------------------
@@ -373,6 +374,12 @@ class TrainingState(DurableRun):
         refuse_during_calls(self._module, what, of_all_threads=also_half_loaded)
         refuse_in_forward(pagers, what)
         return pagers
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """One call at a time; what it makes are ordinary tensors, with which training continues."""
+        with self._calls.during(what), torch.inference_mode(False):
+            yield
 
     @staticmethod
     def _devices(pagers: list[Pager]) -> list[torch.device]:

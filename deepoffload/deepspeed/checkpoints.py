@@ -89,16 +89,20 @@ class EngineCheckpoints:
     def load(self, directory: str | os.PathLike[str], tag: object, wanted: Wanted) -> tuple[str | None, Any]:
         """See :meth:`TrainingEngine.load_checkpoint`."""
         if self._load_universal:
-            folder = universal_folder(checked_directory(directory), None if tag is None else checked_tag(tag))
-            run = read_universal(folder)
-            progress = Progress(run.nbytes, f"loading {folder}", f"loaded {folder}")
-            universal = self._state.load_source(source_of(run, folder, progress.advance), wanted)
-            progress.done()
-            return universal.folder, universal.client_state
+            with torch.inference_mode(False):  # what it reads is what training continues with
+                return self._load_universal_from(checked_directory(directory), tag, wanted)
         found = self._state.load_if_there(directory, tag, wanted)
         if found is None:
             log.warning("load_checkpoint: there is no file 'latest' in %s, so nothing was loaded", os.fspath(directory))
             return None, {}
+        return found.folder, found.client_state
+
+    def _load_universal_from(self, directory: str, tag: object, wanted: Wanted) -> tuple[str, Any]:
+        folder = universal_folder(directory, None if tag is None else checked_tag(tag))
+        run = read_universal(folder)
+        progress = Progress(run.nbytes, f"loading {folder}", f"loaded {folder}")
+        found = self._state.load_source(source_of(run, folder, progress.advance), wanted)
+        progress.done()
         return found.folder, found.client_state
 
 

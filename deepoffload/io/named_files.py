@@ -32,7 +32,7 @@ def open_named_files(engine: IoEngine, paths: Sequence[str], direct: str) -> lis
     """Open the file of each path, locked; one that is not there is made, with nothing but its header.
 
     Raises:
-        UsageError: another process uses one of them; says which.
+        UsageError: another process uses one of them; says which. Or one was cut off, or holds something else.
         ConfigError: a path is in memory, its file system has no locks, or nothing can be created there.
     """
     for path in paths:
@@ -46,6 +46,7 @@ def open_named_files(engine: IoEngine, paths: Sequence[str], direct: str) -> lis
         for path in paths:
             files.append(_open(engine, path, direct))
             if files[-1].size_at_open < HEADER_BYTES:
+                _refuse_cut_off(durable_path(path))
                 files[-1].grow(HEADER_BYTES)
                 sync_directory(path)
             write_at(engine, files[-1], OWNER_PAGE * PAGE_BYTES, owner_page())
@@ -55,6 +56,17 @@ def open_named_files(engine: IoEngine, paths: Sequence[str], direct: str) -> lis
                 file.close()
         raise
     return files
+
+
+def _refuse_cut_off(path: str) -> None:
+    """A file of ours gets its header before anything is written to it."""
+    with open(path, "rb") as file:
+        content = file.read(HEADER_BYTES)
+    if any(content):
+        raise UsageError(
+            f"durability: {path} has {len(content)} bytes: it was cut off, or is no file of deepoffload's. Resume from "
+            "a checkpoint; remove the file to begin here"
+        )
 
 
 def _open(engine: IoEngine, directory: str, direct: str) -> IoFile:

@@ -9,6 +9,8 @@ import subprocess
 import threading
 from argparse import Namespace
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from enum import IntEnum
 from pathlib import Path
@@ -226,6 +228,58 @@ class Number(int):
 def test_values_that_no_checkpoint_holds(value: Any, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         encode(value, "client_state", {})
+
+
+# -- modes -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def other_default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "inference": torch.inference_mode,
+    "no grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu"),
+    "default device": lambda: torch.device("meta"),
+    "default dtype": other_default_dtype,
+}
+
+
+def saved_and_loaded(make: Any, mode: AbstractContextManager[Any], directory: Path) -> list[Any]:
+    """What a run with a step before and one after it has in the end."""
+    torch.manual_seed(0)
+    model = mlp(depth=2).bfloat16()
+    optimizer = make(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    state, best = deepoffload.TrainingState(model, optimizer, scheduler=schedule), torch.ones(2)
+
+    def step() -> None:
+        model(rows().bfloat16()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+    step()
+    with mode:
+        state.save_as(directory, "one", client_state={"best": best})
+        loaded = state.load(directory)
+    step()
+    loaded.client_state["best"].add_(1)
+    return [snapshot(model, optimizer), schedule.state_dict(), loaded.client_state]
+
+
+@pytest.mark.parametrize("make", [deepoffload.CPUAdamW, torch.optim.AdamW], ids=["ours", "torch's"])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_in_which_the_program_saves_and_loads(mode: str, make: Any, tmp_path: Path) -> None:
+    """What comes of a load is the same, and training continues with it. Also for ordinary parameters."""
+    expected = saved_and_loaded(make, nullcontext(), tmp_path)
+    assert_same_bits(expected, saved_and_loaded(make, MODES[mode](), tmp_path))
 
 
 # -- moments ---------------------------------------------------------------------------------------------------------

@@ -148,6 +148,14 @@ def test_client_state_and_the_list_of_states(make: Make, tmp_path: Path) -> None
     assert durable_states(swap) == [] == os.listdir(swap)
 
 
+def test_what_is_no_file_is_listed_and_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "deepoffload-rank0.durable")
+    os.symlink("/etc/passwd", tmp_path / "deepoffload-rank1.durable")
+    (tmp_path / "deepoffload-rank2.durable").mkdir()
+    expected = [f"deepoffload-rank{rank}.durable: no ordinary file" for rank in range(3)]
+    assert durable_states(tmp_path) == expected
+
+
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 

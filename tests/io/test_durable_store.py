@@ -299,6 +299,19 @@ def test_a_lock_that_a_dead_runs_child_still_holds_is_waited_for(make_engine, tw
     other.stdout.close()
 
 
+def test_a_file_that_was_cut_off_is_not_taken_for_a_new_one(make_engine, two_steps: Path):
+    path = Path(durable_path(str(two_steps)))
+    whole = path.read_bytes()
+    for content in (whole[:10_000], whole[:100], b"somebody's text"):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=rf"{path} has {len(content)} bytes: it was cut off, or is no file of"):
+            SwapSpace(make_engine(), [two_steps], named=True)
+        assert path.read_bytes() == content
+    for content in (b"", bytes(PAGE_BYTES)):  # one whose making was interrupted
+        path.write_bytes(content)
+        SwapSpace(make_engine(), [two_steps], named=True).close()
+
+
 def test_memory_is_no_place_for_it(make_engine):
     with pytest.raises(ConfigError, match="/dev/shm is in memory"):
         SwapSpace(make_engine(), ["/dev/shm"], named=True)

@@ -20,11 +20,11 @@ from deepoffload.checkpoint.convert.universal import read_universal, write_unive
 from deepoffload.checkpoint.convert.zero import read_zero
 from deepoffload.checkpoint.durable_list import durable_states
 from deepoffload.checkpoint.file_layout import OPTIMIZER_PREFIX
-from deepoffload.checkpoint.manifest import Manifest, read_manifest
+from deepoffload.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.saving import SHARD_BYTES
 from deepoffload.checkpoint.shards import is_weight_file, shard_bytes
-from deepoffload.checkpoint.tags import known_tags, latest_tag
+from deepoffload.checkpoint.tags import checked_directory, checked_tag, known_tags, latest_tag
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import DeepOffloadError, UsageError
 from deepoffload.io.engine import IoEngine
@@ -98,9 +98,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(parsed: argparse.Namespace) -> None:
-    directory = os.path.abspath(parsed.directory)
+    directory = checked_directory(parsed.directory)
     if not os.path.isdir(directory):
         raise UsageError(f"{directory} is no directory")
+    if os.path.lexists(os.path.join(directory, MANIFEST_NAME)):
+        own_folder(directory, None)  # says that it is a checkpoint itself
     newest = latest_tag(directory)
     tags = known_tags(directory) if parsed.tag is None else [os.path.basename(own_folder(directory, parsed.tag))]
     durable = durable_states(directory) if parsed.tag is None else []
@@ -198,7 +200,7 @@ def _import(parsed: argparse.Namespace, run: TrainingRun) -> None:
 
 
 def _from_dcp(parsed: argparse.Namespace) -> None:
-    folders = [parsed.directory if parsed.tag is None else os.path.join(parsed.directory, parsed.tag)]
+    folders = [parsed.directory if parsed.tag is None else os.path.join(parsed.directory, checked_tag(parsed.tag))]
     _import(parsed, read_dcp([*folders, *([parsed.optimizer] if parsed.optimizer else [])]))
 
 

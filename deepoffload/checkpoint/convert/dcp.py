@@ -110,7 +110,13 @@ class _Items:
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        source = ByteSource(os.path.join(directory, METADATA))
+        path = os.path.join(directory, METADATA)
+        if not os.path.lexists(path):
+            raise UsageError(
+                f"{directory} has no file {METADATA}: it is no checkpoint of torch.distributed.checkpoint; give the "
+                "folder that was its checkpoint_id"
+            )
+        source = ByteSource(path)
         if source.nbytes > PICKLE_BYTES_MAX:
             raise UsageError(f"{source.path} has {source.nbytes} bytes; at most {PICKLE_BYTES_MAX} are read")
         builders: dict[tuple[str, str], Any] = {("torch", "Size"): lambda args: tuple(args[0])}

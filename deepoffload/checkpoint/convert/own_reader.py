@@ -23,7 +23,7 @@ from deepoffload.checkpoint.file_layout import TRAINING_NAME
 from deepoffload.checkpoint.shards import INDEX_NAME, is_weight_file
 from deepoffload.checkpoint.source import CheckpointSource, StoredTensor, open_checkpoint
 from deepoffload.checkpoint.stored_param import LEADS, StoredParam
-from deepoffload.checkpoint.tags import checked_tag, folder_of, latest_tag
+from deepoffload.checkpoint.tags import checked_directory, folder_to_load, lacking_in
 from deepoffload.checkpoint.values import parse_json
 from deepoffload.errors import UsageError
 
@@ -37,11 +37,11 @@ def own_folder(directory: str, tag: str | None) -> str:
     Raises:
         UsageError: there is none.
     """
-    path = os.path.abspath(directory)
-    name = latest_tag(path) if tag is None else checked_tag(tag)
-    if name is None:
-        raise UsageError(f"there is nothing to read in {path}: it has no file 'latest'; name a tag (--tag)")
-    return folder_of(path, name)
+    path = checked_directory(directory)
+    folder = folder_to_load(path, tag)
+    if folder is None:
+        raise UsageError(f"there is nothing to read in {path}: {lacking_in(path)}")
+    return folder
 
 
 @contextmanager

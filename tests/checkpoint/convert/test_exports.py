@@ -279,6 +279,15 @@ def test_show_and_verify(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert command(arguments) == 1
         assert "is damaged" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+    for name in ("show", "verify"):
+        assert command([name, str(saved / "global_step3")]) == 1
+        assert f"is itself a checkpoint: give {saved} as the directory" in capsys.readouterr().err
+        assert command([name, ""]) == 1
+        assert "is no directory: give a path" in capsys.readouterr().err
+    assert command(["verify", str(tmp_path / "nothing")]) == 1
+    assert "that is no directory" in capsys.readouterr().err
+    assert command(["from-dcp", str(saved), str(tmp_path / "out")]) == 1
+    assert "it is no checkpoint of torch.distributed.checkpoint" in capsys.readouterr().err
     assert command(["show", str(tmp_path / "nothing")]) == 1
     assert command(["show", str(tmp_path)]) == 1
     assert "no checkpoints" in capsys.readouterr().err
