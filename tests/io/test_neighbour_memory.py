@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from deepoffload.native.neighbour import (
     allow_readers,
     readers_need_leave,
 )
+from tests.support.failing_calls import run_before_libc
 
 PAGE = 4096
 
@@ -68,6 +70,11 @@ def test_memory_that_ends_before_the_bytes_do_is_an_error(itself):
         assert error_of(itself.read, mapping.address + PAGE, target.address, 1) == "EFAULT"
         assert error_of(itself.read, target.address, mapping.address + PAGE - 1, 2) == "EFAULT"
         itself.read(mapping.address + PAGE - 10, target.address, 10)
+
+
+def test_short_and_interrupted_reads_are_continued_and_empty_ones_are_errors(tmp_path):
+    source = Path(__file__).with_name("vm_read_faults.c")
+    assert run_before_libc(source, tmp_path, "tests.io.vm_read_faults", timeout_s=100) == "all right\n"
 
 
 def test_a_process_that_has_gone_is_named_as_that(board, memory):

@@ -18,14 +18,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_with_failing_calls(tmp_path: Path, module: str, *arguments: object, timeout_s: float) -> str:
-    """What a module prints that is run with the library before libc; the test is skipped without a C compiler."""
+    """What a module prints that is run with ``failing_calls.c`` before libc."""
+    return run_before_libc(Path(__file__).with_suffix(".c"), tmp_path, module, *arguments, timeout_s=timeout_s)
+
+
+def run_before_libc(source: Path, tmp_path: Path, module: str, *arguments: object, timeout_s: float) -> str:
+    """What a module prints that is run with a library before libc, made of ``source``; the test is skipped without a C
+    compiler."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if shutil.which(compiler[0]) is None:
         pytest.skip(f"no C compiler {compiler[0]}")
-    library = tmp_path / "failing_calls.so"
-    source = Path(__file__).with_suffix(".c")
+    library = tmp_path / source.with_suffix(".so").name
     subprocess.run([*compiler, "-shared", "-fPIC", "-O1", "-Wall", "-o", library, source, "-ldl"], check=True)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(library)}
+    preloaded = f"{os.environ.get('LD_PRELOAD', '')} {library}".strip()  # a sanitizer comes first
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LD_PRELOAD": preloaded}
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
         capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=ROOT,
