@@ -46,6 +46,7 @@ TIMES_AS_FAST = (
     (c.WITH_LANDING, c.ZERO3, 3.5),
     (c.MASTER, c.ZERO3_STEP, None),
     (c.LANDINGS[1], c.COPY, None),
+    *((name, c.ONE_BY_ONE[count], None) for count, name in c.PARTS.items()),
 )
 """Ours, the peer that does the same work, and how many times as fast we want to be; None: for information."""
 

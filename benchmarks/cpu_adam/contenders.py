@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import subprocess
 import tempfile
@@ -34,6 +33,8 @@ ALL16 = "ours all bf16"
 LANDINGS = ("ours landing, bf16 += bf16", "ours landing, bf16 = bf16", "ours landing, fp32 += bf16")
 COPY = "copy past the caches"
 COPY32 = "ours landing, fp32 = bf16"
+PARTS = {count: f"ours landing, fp32 = mean of {count} bf16 parts" for count in (2, 4)}
+ONE_BY_ONE = {count: f"{name}, one by one" for count, name in PARTS.items()}
 OPTIMIZER = "ours CPUAdamW.step() fp32"
 TORCH, TORCH16 = "torch fused fp32", "torch fused, all bf16"
 DEEPSPEED, DEEPSPEED16 = "DeepSpeed fp32", "DeepSpeed all bf16"
@@ -82,7 +83,7 @@ def ours(b: Buffers, threads: int) -> dict[str, Contender]:
         segments, hypers = [b.segment(layout, states)], [HYPER._replace(state_dtype=states)]
         return lambda: cpu_adam.adam_step(segments, hypers, layout, grad_factor=0.5, num_threads=threads)
 
-    def landing(dst: Tensor, dtype: DType, accumulate: bool) -> Callable[[], tuple[float, bool]]:
+    def landing(dst: Tensor, dtype: DType, accumulate: bool) -> Callable[[], tuple[int, bool]]:
         return lambda: cpu_adam.land(
             dst.data_ptr(),
             b.grad16.data_ptr(),
@@ -93,12 +94,29 @@ def ours(b: Buffers, threads: int) -> dict[str, Contender]:
             num_threads=threads,
         )
 
+    def landing_parts(count: int, at_once: int) -> Callable[[], None]:
+        parts = [t.data_ptr() for t in (b.grad16, b.exp_avg16, b.exp_avg_sq16, b.bucket16)[:count]]
+
+        def land() -> None:
+            for first in range(0, count, at_once):
+                cpu_adam.land_parts(
+                    b.exp_avg.data_ptr(),
+                    parts[first : first + at_once],
+                    b.n,
+                    dtype=DType.BF16,
+                    scale=1 / count,
+                    accumulate=first > 0,
+                    num_threads=threads,
+                )
+
+        return land
+
     land_first = landing(b.landed16, DType.BF16, False)
     landed = [b.segment(StateLayout.MASTER)._replace(grad=b.landed16.data_ptr())]
 
     def with_landing() -> None:
         total, _ = land_first()
-        factor = min(1.0, CLIP_NORM / (math.sqrt(total) + 1e-6))
+        factor = min(1.0, CLIP_NORM / (cpu_adam.norm_of(total) + 1e-6))
         cpu_adam.adam_step(landed, [HYPER], StateLayout.MASTER, grad_factor=factor, num_threads=threads)
 
     state = (b.weight, b.grad, b.exp_avg, b.exp_avg_sq)
@@ -117,6 +135,8 @@ def ours(b: Buffers, threads: int) -> dict[str, Contender]:
         LANDINGS[1]: Contender(4, land_first),
         LANDINGS[2]: Contender(10, landing(b.exp_avg, DType.FP32, True)),
         COPY32: Contender(6, landing(b.exp_avg, DType.FP32, False)),
+        **{name: Contender(4 + 2 * count, landing_parts(count, count)) for count, name in PARTS.items()},
+        **{name: Contender(4 + 2 * count, landing_parts(count, 1)) for count, name in ONE_BY_ONE.items()},
     }
 
 

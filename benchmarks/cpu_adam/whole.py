@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import statistics
 import time
 from pathlib import Path
@@ -65,7 +64,7 @@ class Ours:
         self.grads = list(grads)
 
     def land(self) -> None:
-        total, bf16, number = 0.0, DType.BF16, len(self.grads)
+        total, bf16, number = 0, DType.BF16, len(self.grads)
         for segment in reversed(self.segments):
             number -= 1
             grad = self.grads.pop()
@@ -80,7 +79,7 @@ class Ours:
             )
             total += squares
             del grad
-        self.factor = min(1.0, CLIP_NORM / (math.sqrt(total) + 1e-6))
+        self.factor = min(1.0, CLIP_NORM / (cpu_adam.norm_of(total) + 1e-6))
 
     def step(self) -> None:
         cpu_adam.adam_step(self.segments, [HYPER], self.layout, grad_factor=self.factor, num_threads=self.threads)

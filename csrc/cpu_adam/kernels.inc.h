@@ -210,145 +210,7 @@ template <class V, class R, StateDType kState, WeightForm kForm, DType kGrad> st
 
 #include "eight_bit.inc.h"
 
-// ---- landing: dst = src or dst + src, and the sum of squares of what dst then holds. The caller fences stores past
-// the caches. ----
-
-// Bytes ahead: a page and more, for hardware prefetchers stop at the end of one. With two streams and less arithmetic
-// than the updates, 1 KiB ahead measured slower than none.
-#ifndef CPU_ADAM_LAND_PREFETCH
-#define CPU_ADAM_LAND_PREFETCH 8192
-#endif
-
-// The lines of the next kUnroll elements of a stream, as far ahead as that.
-template <bool kWrite, class T> inline void prefetch_far(const T* p) {
-    for (std::size_t offset = 0; offset < kUnroll * sizeof(T); offset += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(p) + CPU_ADAM_LAND_PREFETCH + offset, kWrite ? 1 : 0, 3);
-}
-
-static_assert(kUnroll == kSumLanes, "a block adds one element to each lane");
-
-template <class V, DType kDst, DType kSrc, LandMode kMode> struct Land {
-    using F = typename V::F;
-    using D = typename Element<kDst>::Type;
-    using S = typename Element<kSrc>::Type;
-    static constexpr bool kAccumulate = kMode == LandMode::kAdd;
-    static constexpr bool kCopy = !kAccumulate && kDst == kSrc; // the bits are kept, also those of a NaN
-    static constexpr bool kStream = kMode == LandMode::kStream;
-
-    template <bool kStreamed> static inline void lanes(D* dst, const S* src, typename V::Sum& sum) {
-        for (int part = 0; part < kSumLanes / V::kWidth; ++part) {
-            const int j = part * V::kWidth;
-            F x = Element<kSrc>::template load<V>(src + j);
-            if constexpr (kCopy) {
-                if constexpr (!kStreamed)
-                    std::memmove(dst + j, src + j, V::kWidth * sizeof(D));
-            } else {
-                if constexpr (kAccumulate)
-                    x = V::add(Element<kDst>::template load<V>(dst + j), x);
-                x = Element<kDst>::template store<V>(dst + j, x);
-            }
-            sum.add_square(part, x);
-        }
-    }
-
-    // Whole cache lines past the caches: dst, aligned to one, is not read before it is written. After src was loaded
-    // for its sum: a load behind a store to the same offset in another page waits for that store.
-    static inline void stream(D* dst, const D* src) {
-        for (std::size_t j = 0; j < kUnroll; j += 64 / sizeof(D))
-            V::stream_line(dst + j, src + j);
-    }
-
-    static inline void prefetch_both(const D* dst, const S* src) {
-        prefetch_far<false>(src);
-        if constexpr (!kStream)
-            prefetch_far<true>(dst);
-    }
-
-    static inline void block(D* dst, const S* src, typename V::Sum& sum) {
-        prefetch_both(dst, src);
-        if constexpr (kStream && kCopy) {
-            lanes<true>(dst, src, sum);
-            stream(dst, src);
-        } else if constexpr (kStream) {
-            alignas(64) D converted[kUnroll];
-            lanes<false>(converted, src, sum);
-            stream(dst, converted);
-        } else {
-            lanes<false>(dst, src, sum);
-        }
-    }
-
-    // bf16 to bf16, several vectors of even and odd elements; the lanes are those of lanes().
-    static std::size_t paired(D* dst, const S* src, std::size_t n, typename V::Sum& sum) {
-        typename V::PairSum pair_sum;
-        std::size_t i = 0;
-        for (; i + kUnroll <= n; i += kUnroll) {
-            prefetch_both(dst + i, src + i);
-            for (std::size_t j = i; j < i + kUnroll; j += 2 * V::kWidth) {
-                typename V::Pair x = V::load_pair(src + j);
-                if constexpr (kCopy) {
-                    if constexpr (!kStream)
-                        std::memmove(dst + j, src + j, 2 * V::kWidth * sizeof(D));
-                } else {
-                    const typename V::Pair y = V::load_pair(dst + j);
-                    x = V::store_sum_pair(dst + j, {V::add(y.even, x.even), V::add(y.odd, x.odd)});
-                }
-                pair_sum.add_squares(static_cast<int>((j - i) / (2 * V::kWidth)), x);
-            }
-            if constexpr (kStream)
-                stream(dst + i, src + i);
-        }
-        double lane[kSumLanes];
-        pair_sum.lanes(lane);
-        sum.set_lanes(lane);
-        return i;
-    }
-
-    static double run(void* dst_address, const void* src_address, std::size_t n) {
-        D* dst = static_cast<D*>(dst_address);
-        const S* src = static_cast<const S*>(src_address);
-        typename V::Sum sum;
-        std::size_t i = 0;
-        if constexpr (V::kPairs && kDst == DType::kBf16 && kSrc == DType::kBf16)
-            i = paired(dst, src, n, sum);
-        for (; i + kUnroll <= n; i += kUnroll)
-            block(dst + i, src + i, sum);
-        if (i < n) {
-            D d[kSumLanes] = {};
-            S s[kSumLanes] = {};
-            std::memcpy(d, dst + i, (n - i) * sizeof(D));
-            std::memcpy(s, src + i, (n - i) * sizeof(S));
-            lanes<false>(d, s, sum);
-            std::memcpy(dst + i, d, (n - i) * sizeof(D));
-        }
-        return sum.total();
-    }
-};
-
-template <class V, DType kSrc> struct SumOfSquares {
-    using S = typename Element<kSrc>::Type;
-
-    static inline void lanes(const S* src, typename V::Sum& sum) {
-        for (int part = 0; part < kSumLanes / V::kWidth; ++part)
-            sum.add_square(part, Element<kSrc>::template load<V>(src + part * V::kWidth));
-    }
-
-    static double run(const void* address, std::size_t n) {
-        const S* src = static_cast<const S*>(address);
-        typename V::Sum sum;
-        std::size_t i = 0;
-        for (; i + kUnroll <= n; i += kUnroll) {
-            prefetch_far<false>(src + i);
-            lanes(src + i, sum);
-        }
-        if (i < n) {
-            S s[kSumLanes] = {};
-            std::memcpy(s, src + i, (n - i) * sizeof(S));
-            lanes(s, sum);
-        }
-        return sum.total();
-    }
-};
+#include "landing.inc.h"
 
 // ---- split and merge of fp32 into bf16 and a 16-bit remainder ----
 
@@ -418,11 +280,17 @@ template <class V, DType kDst, DType kSrc> void fill_land(KernelTable& t) {
     set(LandMode::kStream, &Land<V, kDst, kSrc, LandMode::kStream>::run);
 }
 
-template <class V, DType kDst> void fill_dst(KernelTable& t) {
+template <class V, DType kDst> void fill_passes(KernelTable& t) {
     fill_land<V, kDst, DType::kFp32>(t);
     fill_land<V, kDst, DType::kBf16>(t);
     fill_land<V, kDst, DType::kFp16>(t);
     t.sum_of_squares[static_cast<int>(kDst)] = &SumOfSquares<V, kDst>::run;
+    const auto set_parts = [&t](LandMode mode, LandPartsFn kernel) {
+        t.land_parts[static_cast<int>(mode)][static_cast<int>(kDst)] = kernel;
+    };
+    set_parts(LandMode::kReplace, &LandParts<V, kDst, LandMode::kReplace>::run);
+    set_parts(LandMode::kAdd, &LandParts<V, kDst, LandMode::kAdd>::run);
+    set_parts(LandMode::kStream, &LandParts<V, kDst, LandMode::kStream>::run);
 }
 
 template <class V> KernelTable make_table() {
@@ -436,9 +304,9 @@ template <class V> KernelTable make_table() {
     fill_rule<V, AdagradRule>(t, Rule::kAdagrad);
     fill_rule<V, SgdRule<false>>(t, Rule::kSgd);
     fill_rule<V, SgdRule<true>>(t, Rule::kSgdMomentum);
-    fill_dst<V, DType::kFp32>(t);
-    fill_dst<V, DType::kBf16>(t);
-    fill_dst<V, DType::kFp16>(t);
+    fill_passes<V, DType::kFp32>(t);
+    fill_passes<V, DType::kBf16>(t);
+    fill_passes<V, DType::kFp16>(t);
     t.split = &split_run<V>;
     t.merge = &merge_run<V>;
     t.quantize[0] = &quantize_run<V, false>;

@@ -16,6 +16,8 @@ namespace {
 
 constexpr std::size_t kBytesPerTask = std::size_t{1} << 18;
 constexpr std::size_t kChunksPerTask = 16;
+constexpr std::size_t kPartsPerCarry = 4096;
+static_assert(kPartsPerCarry * kChunksPerTask * kSumsPerChunk <= ExactSum::kSumsPerCarry, "no limb overflows");
 
 // Makes stores past the caches visible to the thread that waits for this one. Waiting for them to drain takes as long
 // as several KiB do, so this is not done for every chunk.
@@ -33,39 +35,54 @@ template <class Pass> void pieces(std::size_t n, std::size_t piece, int num_thre
     });
 }
 
-// Adds what pass(begin, count) returns for each chunk, in chunk order, no matter which thread computed it. done() is
-// called after several chunks, by their thread.
+// Adds the sums that pass(begin, count, sums) gives for the blocks of each chunk. They are added exactly, so it does
+// not matter which thread has computed which. done() is called after several chunks, by their thread.
 template <class Pass, class Done>
-double chunk_sums(std::size_t n, int num_threads, const Pass& pass, const Done& done) {
-    std::vector<double> sums((n + kSumChunk - 1) / kSumChunk);
-    const std::size_t share = sums.size() / (4 * static_cast<std::size_t>(num_threads));
+ExactSum chunk_sums(std::size_t n, int num_threads, const Pass& pass, const Done& done) {
+    const std::size_t num_chunks = (n + kChunk - 1) / kChunk;
+    const std::size_t share = num_chunks / (4 * static_cast<std::size_t>(num_threads));
     const std::size_t chunks = std::min(std::max(share, std::size_t{1}), kChunksPerTask);
-    pieces(n, chunks * kSumChunk, num_threads, [&](std::size_t begin, std::size_t count) {
-        for (std::size_t i = begin; i < begin + count; i += kSumChunk)
-            sums[i / kSumChunk] = pass(i, std::min(kSumChunk, begin + count - i));
+    std::vector<ExactSum> parts((num_chunks + chunks - 1) / chunks);
+    pieces(n, chunks * kChunk, num_threads, [&](std::size_t begin, std::size_t count) {
+        ExactSum sum; // on this thread's stack: neighbours in `parts` share cache lines
+        for (std::size_t i = begin; i < begin + count; i += kChunk) {
+            const std::size_t numel = std::min(kChunk, begin + count - i);
+            double sums[kSumsPerChunk] = {};
+            pass(i, numel, sums);
+            for (std::size_t block = 0; block * kSumBlock < numel; ++block)
+                sum.add(sums[block]);
+        }
+        parts[begin / (chunks * kChunk)] = sum;
         done();
     });
-    double total = 0.0;
-    for (const double sum : sums)
-        total += sum;
-    return total;
+    for (std::size_t i = 1; i < parts.size(); ++i) {
+        parts[0].add(parts[i]);
+        if (i % kPartsPerCarry == 0)
+            parts[0].carry();
+    }
+    parts[0].carry();
+    return parts[0];
+}
+
+// Whether a block that is only written goes past the caches.
+bool is_streamed(const void* dst, std::size_t nbytes) {
+    return nbytes >= kStreamBytes && reinterpret_cast<std::uintptr_t>(dst) % 64 == 0;
 }
 
 } // namespace
 
-double land(void* dst, const void* src, std::size_t n, DType dst_dtype, DType src_dtype, bool accumulate,
-            int num_threads) {
+ExactSum land(void* dst, const void* src, std::size_t n, DType dst_dtype, DType src_dtype, bool accumulate,
+              int num_threads) {
     const std::size_t dst_size = dtype_size(dst_dtype), src_size = dtype_size(src_dtype);
-    const bool aligned = reinterpret_cast<std::uintptr_t>(dst) % 64 == 0;
-    const LandMode replace = n * dst_size >= kStreamBytes && aligned ? LandMode::kStream : LandMode::kReplace;
+    const LandMode replace = is_streamed(dst, n * dst_size) ? LandMode::kStream : LandMode::kReplace;
     const LandMode mode = accumulate ? LandMode::kAdd : replace;
     const LandFn kernel =
         kernels().land[static_cast<int>(mode)][static_cast<int>(dst_dtype)][static_cast<int>(src_dtype)];
     return chunk_sums(
         n, num_threads,
-        [&](std::size_t begin, std::size_t count) {
-            return kernel(static_cast<char*>(dst) + begin * dst_size, static_cast<const char*>(src) + begin * src_size,
-                          count);
+        [&](std::size_t begin, std::size_t count, double* sums) {
+            kernel(static_cast<char*>(dst) + begin * dst_size, static_cast<const char*>(src) + begin * src_size, count,
+                   sums);
         },
         [mode] {
             if (mode == LandMode::kStream)
@@ -73,13 +90,40 @@ double land(void* dst, const void* src, std::size_t n, DType dst_dtype, DType sr
         });
 }
 
-double sum_of_squares(const void* src, std::size_t n, DType dtype, int num_threads) {
+ExactSum land_parts(float* dst, const std::vector<const void*>& parts, std::size_t n, DType dtype, float scale,
+                    bool accumulate, int num_threads) {
+    const auto& table = kernels().land_parts;
+    const auto kernel = [&](LandMode mode) { return table[static_cast<int>(mode)][static_cast<int>(dtype)]; };
+    const LandPartsFn add = kernel(LandMode::kAdd);
+    const bool at_once = parts.size() <= kPartsAtOnce;
+    const bool streamed = at_once && !accumulate && is_streamed(dst, n * sizeof(float));
+    const LandPartsFn first = kernel(accumulate ? LandMode::kAdd : streamed ? LandMode::kStream : LandMode::kReplace);
+    const std::size_t size = dtype_size(dtype);
+    return chunk_sums(
+        n, num_threads,
+        [&](std::size_t begin, std::size_t count, double* sums) {
+            // More parts than a cache has ways come in groups; the chunk of dst stays in a cache meanwhile.
+            for (std::size_t part = 0; part < parts.size(); part += kPartsAtOnce) {
+                const void* address[kPartsAtOnce];
+                const std::size_t group = std::min(kPartsAtOnce, parts.size() - part);
+                for (std::size_t i = 0; i < group; ++i)
+                    address[i] = static_cast<const char*>(parts[part + i]) + begin * size;
+                (part == 0 ? first : add)(dst + begin, address, group, count, scale, sums);
+            }
+        },
+        [streamed] {
+            if (streamed)
+                stream_fence();
+        });
+}
+
+ExactSum sum_of_squares(const void* src, std::size_t n, DType dtype, int num_threads) {
     const SumFn kernel = kernels().sum_of_squares[static_cast<int>(dtype)];
     const std::size_t size = dtype_size(dtype);
     return chunk_sums(
         n, num_threads,
-        [&](std::size_t begin, std::size_t count) {
-            return kernel(static_cast<const char*>(src) + begin * size, count);
+        [&](std::size_t begin, std::size_t count, double* sums) {
+            kernel(static_cast<const char*>(src) + begin * size, count, sums);
         },
         [] {});
 }

@@ -1,13 +1,19 @@
 // Passes over one block: landing, norms, splitting, filling and copying.
 #pragma once
 
+#include <vector>
+
+#include "exact_sum.h"
 #include "types.h"
 
 namespace cpu_adam {
 
-double land(void* dst, const void* src, std::size_t n, DType dst_dtype, DType src_dtype, bool accumulate,
-            int num_threads);
-double sum_of_squares(const void* src, std::size_t n, DType dtype, int num_threads);
+ExactSum land(void* dst, const void* src, std::size_t n, DType dst_dtype, DType src_dtype, bool accumulate,
+              int num_threads);
+// dst = dst + scale * part for each part in order (without accumulate the first one starts: dst = scale * part).
+ExactSum land_parts(float* dst, const std::vector<const void*>& parts, std::size_t n, DType dtype, float scale,
+                    bool accumulate, int num_threads);
+ExactSum sum_of_squares(const void* src, std::size_t n, DType dtype, int num_threads);
 void split_fp32(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_t n, int num_threads);
 void merge_fp32(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std::size_t n, int num_threads);
 // Blocks of kStateBlock elements, counted from src or codes on; absmax has one element for each.

@@ -1,7 +1,7 @@
 // The module: binding of the passes over blocks. Arguments are checked, then the GIL is released. Addresses are
 // integers.
-#include <cmath>
 #include <string>
+#include <vector>
 
 #include "arguments.h"
 #include "dispatch.h"
@@ -11,7 +11,11 @@
 namespace cpu_adam {
 namespace {
 
-py::tuple with_flag(double sum) { return py::make_tuple(sum, !std::isfinite(sum)); }
+py::tuple with_flag(const ExactSum& sum) {
+    unsigned char bytes[ExactSum::kBytes];
+    sum.write(bytes);
+    return py::make_tuple(py::bytes(reinterpret_cast<const char*>(bytes), sizeof(bytes)), sum.non_finite);
+}
 
 py::tuple py_land(const py::int_& dst, const py::int_& src, const py::int_& numel, const py::int_& dst_dtype,
                   const py::int_& src_dtype, bool accumulate, long long num_threads) {
@@ -21,10 +25,31 @@ py::tuple py_land(const py::int_& dst, const py::int_& src, const py::int_& nume
     const DType to_dtype = dtype_of(dst_dtype, "dst_dtype"), from_dtype = dtype_of(src_dtype, "src_dtype");
     const int threads = threads_of(num_threads);
     kernels(); // a wrong DEEPOFFLOAD_CPU_CAPABILITY is reported with the GIL held
-    double sum;
+    ExactSum sum;
     {
         const py::gil_scoped_release release;
         sum = land(to, from, n, to_dtype, from_dtype, accumulate, threads);
+    }
+    return with_flag(sum);
+}
+
+py::tuple py_land_parts(const py::int_& dst, const py::sequence& parts, const py::int_& numel, const py::int_& dtype,
+                        const py::object& scale, bool accumulate, long long num_threads) {
+    auto* const to = address_of<float>(dst, "dst");
+    if (parts.empty())
+        refuse("parts is empty: at least one address is needed");
+    std::vector<const void*> from;
+    for (std::size_t i = 0; i < parts.size(); ++i)
+        from.push_back(address_of<const void>(parts[i], Name("parts", i)));
+    const std::size_t n = count_of(numel, "numel");
+    const DType type = dtype_of(dtype, "dtype");
+    const auto factor = static_cast<float>(number_of(scale, "scale", 0x1p-126, 0x1p127)); // normal in fp32
+    const int threads = threads_of(num_threads);
+    kernels();
+    ExactSum sum;
+    {
+        const py::gil_scoped_release release;
+        sum = land_parts(to, from, n, type, factor, accumulate, threads);
     }
     return with_flag(sum);
 }
@@ -35,7 +60,7 @@ py::tuple py_sum_of_squares(const py::int_& src, const py::int_& numel, const py
     const DType type = dtype_of(dtype, "dtype");
     const int threads = threads_of(num_threads);
     kernels();
-    double sum;
+    ExactSum sum;
     {
         const py::gil_scoped_release release;
         sum = sum_of_squares(from, n, type, threads);
@@ -118,6 +143,7 @@ PYBIND11_MODULE(_cpu_adam, m) {
     m.doc() = "Host kernels of deepoffload; use deepoffload.native.cpu_adam, which documents them.";
     bind_steps(m);
     m.def("land", &py_land);
+    m.def("land_parts", &py_land_parts);
     m.def("sum_of_squares", &py_sum_of_squares);
     m.def("split_fp32", &py_split);
     m.def("merge_fp32", &py_merge);

@@ -167,16 +167,17 @@ struct Avx2 {
             add_squares_of(lane_[2 * part], lane_[2 * part + 1], x.even);
             add_squares_of(lane_[4 + 2 * part], lane_[5 + 2 * part], x.odd);
         }
-        inline void lanes(double* lane) const {
-            double flat[kSumLanes];
-            for (int i = 0; i < 8; ++i)
-                _mm256_storeu_pd(flat + 4 * i, lane_[i]);
-            for (int i = 0; i < kSumLanes / 2; ++i) {
-                lane[2 * i] = flat[i];
-                lane[2 * i + 1] = flat[i + kSumLanes / 2];
-            }
+        inline double total() const { // in the order of Scalar's Sum
+            const __m256d even = _mm256_add_pd(_mm256_add_pd(lane_[0], lane_[2]), _mm256_add_pd(lane_[1], lane_[3]));
+            const __m256d odd = _mm256_add_pd(_mm256_add_pd(lane_[4], lane_[6]), _mm256_add_pd(lane_[5], lane_[7]));
+            return total_of(add_halves(even)) + total_of(add_halves(odd));
         }
     };
+    // The upper half added to the lower one.
+    static inline __m128d add_halves(__m256d x) {
+        return _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd(x, 1));
+    }
+    static inline double total_of(__m128d x) { return _mm_cvtsd_f64(x) + _mm_cvtsd_f64(_mm_unpackhi_pd(x, x)); }
 
     static inline void add_squares_of(__m256d& low, __m256d& high, F x) {
         const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
@@ -192,16 +193,11 @@ struct Avx2 {
             for (__m256d& sum : lane)
                 sum = _mm256_setzero_pd();
         }
-        inline void set_lanes(const double* values) {
-            for (int i = 0; i < 8; ++i)
-                lane[i] = _mm256_loadu_pd(values + 4 * i);
-        }
         inline void add_square(int part, F x) { add_squares_of(lane[2 * part], lane[2 * part + 1], x); }
         inline double total() const {
-            double flat[kSumLanes];
-            for (int i = 0; i < 8; ++i)
-                _mm256_storeu_pd(flat + 4 * i, lane[i]);
-            return Scalar::sum_lanes(flat);
+            const __m256d low = _mm256_add_pd(_mm256_add_pd(lane[0], lane[4]), _mm256_add_pd(lane[2], lane[6]));
+            const __m256d high = _mm256_add_pd(_mm256_add_pd(lane[1], lane[5]), _mm256_add_pd(lane[3], lane[7]));
+            return total_of(add_halves(_mm256_add_pd(low, high)));
         }
     };
 };

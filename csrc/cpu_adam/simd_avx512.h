@@ -165,16 +165,20 @@ struct Avx512 {
             add_squares_of(lane_[0], lane_[1], x.even);
             add_squares_of(lane_[2], lane_[3], x.odd);
         }
-        inline void lanes(double* lane) const {
-            double flat[kSumLanes];
-            for (int i = 0; i < 4; ++i)
-                _mm512_storeu_pd(flat + 8 * i, lane_[i]);
-            for (int i = 0; i < kSumLanes / 2; ++i) {
-                lane[2 * i] = flat[i];
-                lane[2 * i + 1] = flat[i + kSumLanes / 2];
-            }
+        inline double total() const { // in the order of Scalar's Sum
+            const __m256d even = add_halves(_mm512_add_pd(lane_[0], lane_[1]));
+            const __m256d odd = add_halves(_mm512_add_pd(lane_[2], lane_[3]));
+            return total_of(add_halves(even)) + total_of(add_halves(odd));
         }
     };
+    // The upper half added to the lower one.
+    static inline __m256d add_halves(__m512d x) {
+        return _mm256_add_pd(_mm512_castpd512_pd256(x), _mm512_extractf64x4_pd(x, 1));
+    }
+    static inline __m128d add_halves(__m256d x) {
+        return _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd(x, 1));
+    }
+    static inline double total_of(__m128d x) { return _mm_cvtsd_f64(x) + _mm_cvtsd_f64(_mm_unpackhi_pd(x, x)); }
 
     static inline void add_squares_of(__m512d& low, __m512d& high, F x) {
         const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
@@ -190,16 +194,10 @@ struct Avx512 {
             for (__m512d& sum : lane)
                 sum = _mm512_setzero_pd();
         }
-        inline void set_lanes(const double* values) {
-            for (int i = 0; i < 4; ++i)
-                lane[i] = _mm512_loadu_pd(values + 8 * i);
-        }
         inline void add_square(int part, F x) { add_squares_of(lane[2 * part], lane[2 * part + 1], x); }
         inline double total() const {
-            double flat[kSumLanes];
-            for (int i = 0; i < 4; ++i)
-                _mm512_storeu_pd(flat + 8 * i, lane[i]);
-            return Scalar::sum_lanes(flat);
+            const __m512d eight = _mm512_add_pd(_mm512_add_pd(lane[0], lane[2]), _mm512_add_pd(lane[1], lane[3]));
+            return total_of(add_halves(add_halves(eight)));
         }
     };
 };

@@ -108,11 +108,14 @@ struct Neon {
             lane[2 * part] = vfmaq_f64(lane[2 * part], a, a);
             lane[2 * part + 1] = vfmaq_f64(lane[2 * part + 1], b, b);
         }
-        inline double total() const {
-            double flat[kSumLanes];
+        inline double total() const { // in the order of Scalar's
+            float64x2_t s[kSumLanes / 2];
             for (int i = 0; i < kSumLanes / 2; ++i)
-                vst1q_f64(flat + 2 * i, lane[i]);
-            return Scalar::sum_lanes(flat);
+                s[i] = lane[i];
+            for (int half = kSumLanes / 4; half > 0; half /= 2)
+                for (int i = 0; i < half; ++i)
+                    s[i] = vaddq_f64(s[i], s[i + half]);
+            return vgetq_lane_f64(s[0], 0) + vgetq_lane_f64(s[0], 1);
         }
     };
 };

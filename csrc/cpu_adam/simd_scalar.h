@@ -144,19 +144,17 @@ struct Scalar {
             const double d = x;
             lane[part] = std::fma(d, d, lane[part]);
         }
-        inline double total() const { return sum_lanes(lane); }
+        // The one order in which all policies add lanes: the upper half to the lower one, until one is left.
+        inline double total() const {
+            double s[cpu_adam::kSumLanes];
+            for (int i = 0; i < cpu_adam::kSumLanes; ++i)
+                s[i] = lane[i];
+            for (int half = cpu_adam::kSumLanes / 2; half > 0; half /= 2)
+                for (int i = 0; i < half; ++i)
+                    s[i] += s[i + half];
+            return s[0];
+        }
     };
-
-    // The one order in which lanes are added, shared by all policies.
-    static inline double sum_lanes(const double* lane) {
-        double s[cpu_adam::kSumLanes];
-        for (int i = 0; i < cpu_adam::kSumLanes; ++i)
-            s[i] = lane[i];
-        for (int half = cpu_adam::kSumLanes / 2; half > 0; half /= 2)
-            for (int i = 0; i < half; ++i)
-                s[i] += s[i + half];
-        return s[0];
-    }
 
   private:
     static inline std::uint16_t load16(const std::uint16_t* p) {

@@ -71,15 +71,23 @@ struct UpdateArgs {
 // A stream of this size would push all else out of the caches, and be gone from them before it is read.
 constexpr std::size_t kStreamBytes = std::size_t{1} << 22;
 
-// Sums of squares are taken over chunks of this many elements, counted from the start of the block, and each chunk has
-// 32 double lanes (element i goes to lane i % 32): the result depends on neither threads nor instruction set. Fewer
-// lanes make the chains of additions in AVX-512 longer than memory takes.
-constexpr std::size_t kSumChunk = 16384;
+// Sums of squares are taken over blocks of this many elements, counted from the start of the parameter, and each block
+// has 32 double lanes (element i goes to lane i % 32), which are added in one order. The sums of blocks are added
+// exactly (exact_sum.h): the result depends on neither threads nor instruction set, nor on where a parameter is cut
+// between two blocks. The last block may be shorter.
+constexpr std::size_t kSumBlock = 2048; // with 256, a landing from memory took up to 1.2 times as long
 constexpr int kSumLanes = 32;
+constexpr std::size_t kChunk = 16384; // the most elements that a landing kernel is called with: whole blocks
+constexpr std::size_t kSumsPerChunk = kChunk / kSumBlock;
+constexpr std::size_t kPartsAtOnce = 8; // more streams than that do not fit in the ways of a level-one cache
 
 using UpdateFn = void (*)(const UpdateArgs&, const Coefficients&);
-using LandFn = double (*)(void* dst, const void* src, std::size_t n); // n <= kSumChunk; the chunk's sum of squares
-using SumFn = double (*)(const void* src, std::size_t n);
+// `sums` gets the sum of squares of each block of what dst then holds, or src.
+using LandFn = void (*)(void* dst, const void* src, std::size_t n, double* sums);
+using SumFn = void (*)(const void* src, std::size_t n, double* sums);
+// dst = dst + scale * part for each part in order, every one rounded once; count is at most kPartsAtOnce.
+using LandPartsFn = void (*)(float* dst, const void* const* parts, std::size_t count, std::size_t n, float scale,
+                             double* sums);
 using SplitFn = void (*)(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_t n);
 using MergeFn = void (*)(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std::size_t n);
 // n is counted from the start of a block.
@@ -90,6 +98,7 @@ struct KernelTable {
     // [rule][state dtype][form][gradient dtype]; nullptr where a rule has no such states
     UpdateFn update[kNumRules][kNumStateDTypes][kNumWeightForms][kNumDTypes];
     LandFn land[kNumLandModes][kNumDTypes][kNumDTypes]; // [mode][dst dtype][src dtype]
+    LandPartsFn land_parts[kNumLandModes][kNumDTypes];  // [mode][dtype of the parts]
     SumFn sum_of_squares[kNumDTypes];
     SplitFn split;
     MergeFn merge;

@@ -14,6 +14,7 @@ Threads are those of torch's OpenMP team when torch is loaded, else an own pool;
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,15 @@ class StateDType(enum.IntEnum):
 
 CHUNK = 16384
 """Elements that one thread takes at a time: fewer than that are one thread's."""
+
+SUM_BLOCK = 2048
+"""Elements whose squares are added in float64; the sums of such blocks are added exactly: see :func:`land`."""
+
+SUM_UNIT = 1 << 352
+"""A sum of squares is an integer: so many of it are 1.0."""
+
+SUM_BYTES = 88
+"""No sum of squares of fp32 numbers is longer."""
 
 STATE_BLOCK = 256
 """Elements of 8-bit state that share a scale, counted from the start of the parameter."""
@@ -220,18 +230,54 @@ def land(
     src_dtype: DType,
     accumulate: bool,
     num_threads: int,
-) -> tuple[float, bool]:
+) -> tuple[int, bool]:
     """``dst = src``, or ``dst = dst + src`` as ``Tensor.add_`` does it: in fp32, rounded to nearest even.
 
-    Returns the sum of squares of what ``dst`` then holds, and whether it holds an infinity or NaN. The sum is float64
-    over chunks of 16384 elements with 32 lanes each, added in order. ``dst`` and ``src`` are equal or disjoint.
+    Returns the sum of squares of what ``dst`` then holds, in units of 1 / :data:`SUM_UNIT`, and whether it holds an
+    infinity or NaN; the sum then is without their blocks. Blocks of :data:`SUM_BLOCK` elements, counted from ``dst``,
+    are summed in float64, in 32 lanes that are added in one order. The sums of the blocks are added exactly, as
+    integers. So the result does not depend on threads, and what is landed part by part has the sum of its parts, if
+    each part but the last consists of whole blocks. :func:`norm_of` makes a norm of it. ``dst`` and ``src`` are equal
+    or disjoint.
     """
-    return _cpu_adam.land(dst, src, numel, dst_dtype, src_dtype, accumulate, num_threads)
+    return _exact(_cpu_adam.land(dst, src, numel, dst_dtype, src_dtype, accumulate, num_threads))
 
 
-def sum_of_squares(src: int, numel: int, *, dtype: DType, num_threads: int) -> tuple[float, bool]:
-    """The result of :func:`land` for a block that is already in place."""
-    return _cpu_adam.sum_of_squares(src, numel, dtype, num_threads)
+def land_parts(
+    dst: int,
+    parts: Sequence[int],
+    numel: int,
+    *,
+    dtype: DType,
+    scale: float,
+    accumulate: bool,
+    num_threads: int,
+) -> tuple[int, bool]:
+    """``dst = dst + scale * part`` for each of ``parts``, in their order; without ``accumulate`` the first one starts,
+    ``dst = scale * part``. ``dst`` is fp32, ``parts`` are of ``dtype``.
+
+    Each part is multiplied and added in fp32 with one rounding, to nearest even, so that a sum of many parts has the
+    same bits as many sums of one. ``scale`` is rounded to fp32 first. Where it is a power of two the products are
+    exact, as long as they are no subnormal numbers: the bits are then those of :func:`land` of parts that were
+    multiplied before. All are added in one pass over ``dst``, which overlaps with none of them. Returns what
+    :func:`land` returns.
+    """
+    return _exact(_cpu_adam.land_parts(dst, parts, numel, dtype, scale, accumulate, num_threads))
+
+
+def sum_of_squares(src: int, numel: int, *, dtype: DType, num_threads: int) -> tuple[int, bool]:
+    """The result of :func:`land` for what is already in place."""
+    return _exact(_cpu_adam.sum_of_squares(src, numel, dtype, num_threads))
+
+
+def _exact(found: tuple[bytes, bool]) -> tuple[int, bool]:
+    total, non_finite = found
+    return int.from_bytes(total, "little"), non_finite
+
+
+def norm_of(sum_sq: int) -> float:
+    """The square root of a sum of squares as :func:`land` gives it: rounded to float64, and its root again."""
+    return math.sqrt(sum_sq / SUM_UNIT)  # the quotient of two integers is rounded once, however long they are
 
 
 def split_fp32(src: int, hi: int, lo: int, numel: int, *, num_threads: int) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deepoffload.errors import UnsupportedError
+from deepoffload.native.cpu_adam import norm_of
 from deepoffload.optim import checks
 from deepoffload.optim.begun_step import BegunStep
 from deepoffload.optim.gradients import Gradients
@@ -53,8 +54,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     trainers call.
 
     Args:
-        max_grad_norm: clip the gradients of all groups together to this global L2 norm inside the update; the norm is
-            summed in float64. None: no clipping. ``param.grad`` keeps the unclipped values.
+        max_grad_norm: clip the gradients of all groups together to this global L2 norm inside the update; squares are
+            summed in float64 within 2048 elements, and exactly beyond. None: no clipping. ``param.grad`` keeps the
+            unclipped values.
 
     Attributes:
         skip_non_finite: :meth:`step` changes nothing when a gradient holds an infinity or NaN. Off unless set.
@@ -358,7 +360,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         if self.max_grad_norm is None and not need_finite:
             self.grad_norm = None
             return unscale, True
-        total = 0.0
+        total = 0  # exact: the norm knows neither the order of parameters nor what they are cut into
         finite = True
         for handle in sorted(work.paged, key=lambda h: h.unit.index if h.unit is not None else -1):
             squares, bad = gradients_of(handle.pager).sum_of_squares(handle)
@@ -368,7 +370,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             squares, bad = sum_of_squares(param.grad)  # type: ignore[arg-type]
             total += squares
             finite &= not bad
-        norm = math.sqrt(total) * abs(unscale) if math.isfinite(total) else math.inf if finite else math.nan
+        norm = norm_of(total) * abs(unscale) if finite else math.nan
         self.grad_norm = norm
         if self.max_grad_norm is None or not math.isfinite(norm):
             return unscale, finite

@@ -34,7 +34,7 @@ waits for the oldest, and what it would launch meanwhile is missing on the devic
 
 SLOT_BYTES_MAX = 16 << 20
 SLOT_BYTES_MIN = cpu_adam.CHUNK * 4
-"""The pass adds sums of squares in chunks; whole chunks of any type fit in a slot, so parts do not change the sums."""
+"""Whole chunks of any type fit in a slot, and so whole blocks of the sums of squares: parts do not change these."""
 
 RING_SHARE = 32
 """The ring takes at most this part of the host budget, where the least that works is not more."""
@@ -49,9 +49,9 @@ class _Landing:
     dtype: DType
     itemsize: int
     accumulate: bool
-    measured: Callable[[float, bool], None]
+    measured: Callable[[int, bool], None]
     parts_left: int
-    sum_sq: float = 0.0
+    sum_sq: int = 0
     non_finite: bool = False
 
 
@@ -92,7 +92,7 @@ class DeviceLandings:
         dtype: DType,
         *,
         accumulate: bool,
-        measured: Callable[[float, bool], None],
+        measured: Callable[[int, bool], None],
     ) -> None:
         """Start bringing ``grad`` (dense, in the slot's order of elements) to its resident block.
 

@@ -45,7 +45,8 @@ class GradientRecord:
 
     Attributes:
         slot: where the gradient lands; None for a parameter that is not trained, or whose element type does not land.
-        sum_sq: sum of squares (float64) of a landed gradient; None while it is unknown.
+        sum_sq: sum of squares of a landed gradient, as :func:`~deepoffload.native.cpu_adam.land` gives it; None while
+            it is unknown.
         non_finite: whether the landed gradient holds an infinity or NaN; meaningful where ``sum_sq`` is known.
         hook: tells us when autograd has completed the gradient; None while the parameter is not tracked.
         changed_at: the count of :attr:`Gradients.changes` when a gradient last landed or was assigned.
@@ -58,7 +59,7 @@ class GradientRecord:
         self.handle = handle
         self.state = GradientState.EMPTY
         self.slot: GradientSlot | None = None
-        self.sum_sq: float | None = None
+        self.sum_sq: int | None = None
         self.non_finite = False
         self.hook: RemovableHandle | None = None
         self.changed_at = 0
@@ -66,7 +67,7 @@ class GradientRecord:
 
     # -- transitions (each checks the table itself: a landing pays for every call) -----------------------------------
 
-    def landed(self, sums: tuple[float, bool] | None) -> None:
+    def landed(self, sums: tuple[int, bool] | None) -> None:
         """Autograd's gradient is in the block: the first one, or one that was added to what is there.
 
         Args:
@@ -103,7 +104,7 @@ class GradientRecord:
 
     # -- what is known of a landed gradient --------------------------------------------------------------------------
 
-    def measured(self, sum_sq: float, non_finite: bool) -> None:
+    def measured(self, sum_sq: int, non_finite: bool) -> None:
         """The landed gradient has this sum of squares."""
         self.sum_sq, self.non_finite = sum_sq, non_finite
 

@@ -362,8 +362,9 @@ class Gradients:
         param = handle.tensor
         return param is not None and get_grad(param) is not None
 
-    def sum_of_squares(self, handle: ParamHandle) -> tuple[float, bool]:
-        """Sum of squares (float64) of one parameter's gradient, and whether it holds a non-finite value."""
+    def sum_of_squares(self, handle: ParamHandle) -> tuple[int, bool]:
+        """Sum of squares of one parameter's gradient (see :func:`~deepoffload.native.cpu_adam.land`), and whether it
+        holds a non-finite value."""
         record = self._record(handle)
         if record.state is not GradientState.LANDED:
             return outside_gradient.sum_of_squares(handle)
@@ -383,7 +384,7 @@ class Gradients:
                 )
             finally:
                 self.tiers.release(block)
-        return record.sum_sq or 0.0, record.non_finite
+        return record.sum_sq or 0, record.non_finite
 
     def is_watched(self, handles: Iterable[ParamHandle]) -> bool:
         """Whether the program may change the gradient of one of these at any time: it has a view of it, or it is a

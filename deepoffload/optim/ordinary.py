@@ -63,10 +63,11 @@ def real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def sum_of_squares(grad: Tensor) -> tuple[float, bool]:
-    """Sum of squares (float64) of a gradient, and whether it holds a non-finite value."""
+def sum_of_squares(grad: Tensor) -> tuple[int, bool]:
+    """Sum of squares of a gradient (see :func:`~deepoffload.native.cpu_adam.land`), and whether it holds a non-finite
+    value."""
     if not grad.numel():
-        return 0.0, False
+        return 0, False
     grad = real(grad).to("cpu").contiguous()
     return cpu_adam.sum_of_squares(
         grad.data_ptr(), grad.numel(), dtype=NATIVE_DTYPES[grad.dtype], num_threads=num_threads()

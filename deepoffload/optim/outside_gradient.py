@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -16,19 +14,14 @@ from deepoffload.params.torch_private import get_grad, outside_user_modes
 from deepoffload.params.unit import ParamHandle
 
 
-def sum_of_squares(handle: ParamHandle) -> tuple[float, bool]:
-    """Sum of squares (float64) of what is in ``.grad``, and whether it holds a non-finite value."""
-    raw = _raw(handle)
-    if raw is None:
-        return 0.0, False
-    plain = raw.layout is torch.strided and raw.dtype in NATIVE_DTYPES and raw.device.type == "cpu"
-    if plain and raw.stride() == handle.stride:
-        return cpu_adam.sum_of_squares(
-            raw.data_ptr(), handle.numel, dtype=NATIVE_DTYPES[raw.dtype], num_threads=num_threads()
-        )
-    with outside_user_modes():
-        total = float((raw.to_dense() if raw.is_sparse else raw).double().square().sum())
-    return total, not math.isfinite(total)
+def sum_of_squares(handle: ParamHandle) -> tuple[int, bool]:
+    """Sum of squares (see :func:`~deepoffload.native.cpu_adam.land`) of the dense tensor in ``.grad`` as an update
+    uses it, and whether it holds a non-finite value."""
+    if _raw(handle) is None:
+        return 0, False
+    keep: list[Tensor] = []
+    source, dtype = address(handle, keep)
+    return cpu_adam.sum_of_squares(source, handle.numel, dtype=dtype, num_threads=num_threads())
 
 
 def address(handle: ParamHandle, keep: list[Tensor]) -> tuple[int, DType]:

@@ -173,35 +173,103 @@ std::uint64_t updates(const KernelTable& table) {
     return digest;
 }
 
+std::uint64_t digest_of_sums(std::uint64_t digest, const double* sums, std::size_t n) {
+    for (std::size_t block = 0; block * kSumBlock < n; ++block) {
+        const double sum = sums[block] != sums[block] ? -1.0 : sums[block];
+        digest = digest_of(digest, &sum, 8);
+    }
+    return digest;
+}
+
+std::uint64_t digest_of_floats(std::uint64_t digest, const std::vector<float>& values) {
+    for (const float& value : values) {
+        std::uint32_t u;
+        std::memcpy(&u, &value, 4);
+        u = canonical32(u);
+        digest = digest_of(digest, &u, 4);
+    }
+    return digest;
+}
+
+constexpr std::size_t kPassSizes[] = {1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 70, 255, 256, 257, 300, 5000};
+constexpr std::size_t kMostSums = (5000 + kSumBlock - 1) / kSumBlock;
+
+std::uint64_t landings(const KernelTable& table, std::size_t n, bool special) {
+    std::uint64_t digest = 14695981039346656037ULL;
+    double sums[kMostSums];
+    for (int mode = 0; mode < 2; ++mode)
+        for (int to = 0; to < kNumDTypes; ++to)
+            for (int from = 0; from < kNumDTypes; ++from) {
+                Streams s(n, special), d(n + 1, special);
+                void* dst = to == 0 ? static_cast<void*>(d.master.data()) : d.grad.data();
+                const void* src = from == 0 ? static_cast<const void*>(s.master.data()) : s.grad.data();
+                table.land[mode][to][from](dst, src, n, sums);
+                digest = digest_of_sums(digest, sums, n);
+                if (to == 0) {
+                    digest = digest_of_floats(digest, d.master);
+                } else {
+                    const auto* halves = static_cast<const std::uint16_t*>(dst);
+                    for (std::size_t i = 0; i < n; ++i) {
+                        const std::uint16_t h = canonical16(halves[i], to == 2 ? 0x7C00 : 0x7F80);
+                        digest = digest_of(digest, &h, 2);
+                    }
+                }
+                table.sum_of_squares[from](src, n, sums);
+                digest = digest_of_sums(digest, sums, n);
+            }
+    return digest;
+}
+
+// In the modes that need no whole lines; streams_the_same() has the other one.
+std::uint64_t landings_of_parts(const KernelTable& table, std::size_t n, bool special) {
+    std::uint64_t digest = 14695981039346656037ULL;
+    double sums[kMostSums];
+    for (int mode = 0; mode < 2; ++mode)
+        for (int from = 0; from < kNumDTypes; ++from)
+            for (std::size_t count : {1, 2, 3, 8}) {
+                std::vector<Streams> parts;
+                const void* address[kPartsAtOnce];
+                for (std::size_t part = 0; part < count; ++part)
+                    parts.emplace_back(n + part, special);
+                for (std::size_t part = 0; part < count; ++part)
+                    address[part] =
+                        from == 0 ? static_cast<const void*>(parts[part].master.data()) : parts[part].grad.data();
+                Streams d(n + 1, special);
+                table.land_parts[mode][from](d.master.data(), address, count, n, 1.0f / 3.0f, sums);
+                digest = digest_of_sums(digest_of_floats(digest, d.master), sums, n);
+            }
+    return digest;
+}
+
+// What goes past the caches is what goes through them.
+bool streams_the_same(const KernelTable& table, std::size_t n) {
+    Streams s(n, true);
+    const void* parts[] = {s.grad.data(), s.master.data()};
+    const std::size_t room = n + 64;
+    bool same = true;
+    for (int from = 0; from < kNumDTypes; ++from) {
+        double sums[2][kMostSums];
+        std::vector<float> dst[2];
+        for (LandMode mode : {LandMode::kReplace, LandMode::kStream}) {
+            const int index = mode == LandMode::kStream;
+            dst[index].assign(room, 1.0f);
+            auto* to = reinterpret_cast<float*>((reinterpret_cast<std::uintptr_t>(dst[index].data()) + 63) / 64 * 64);
+            table.land_parts[static_cast<int>(mode)][from](to, parts, 2, n, 0.25f, sums[index]);
+            dst[index].assign(to, to + n);
+        }
+        same &= digest_of_floats(1, dst[0]) == digest_of_floats(1, dst[1]);
+        same &= digest_of_sums(1, sums[0], n) == digest_of_sums(1, sums[1], n);
+    }
+    return same;
+}
+
 std::uint64_t passes(const KernelTable& table) {
     std::uint64_t digest = 14695981039346656037ULL;
-    for (std::size_t n : {1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 70, 5000})
+    for (std::size_t n : kPassSizes)
         for (bool special : {false, true}) {
-            for (int mode = 0; mode < 2; ++mode)
-                for (int to = 0; to < kNumDTypes; ++to)
-                    for (int from = 0; from < kNumDTypes; ++from) {
-                        Streams s(n, special), d(n + 1, special);
-                        void* dst = to == 0 ? static_cast<void*>(d.master.data()) : d.grad.data();
-                        const void* src = from == 0 ? static_cast<const void*>(s.master.data()) : s.grad.data();
-                        double sum = table.land[mode][to][from](dst, src, n);
-                        if (sum != sum)
-                            sum = -1.0;
-                        digest = digest_of(digest, &sum, 8);
-                        if (to == 0) {
-                            const auto words = d.canonical(WeightForm::kFp32);
-                            digest = digest_of(digest, words.data(), words.size() * 4);
-                        } else {
-                            const auto* halves = static_cast<const std::uint16_t*>(dst);
-                            for (std::size_t i = 0; i < n; ++i) {
-                                const std::uint16_t h = canonical16(halves[i], to == 2 ? 0x7C00 : 0x7F80);
-                                digest = digest_of(digest, &h, 2);
-                            }
-                        }
-                        sum = table.sum_of_squares[from](src, n);
-                        if (sum != sum)
-                            sum = -1.0;
-                        digest = digest_of(digest, &sum, 8);
-                    }
+            const std::uint64_t digests[] = {landings(table, n, special), landings_of_parts(table, n, special),
+                                             streams_the_same(table, n)};
+            digest = digest_of(digest, digests, sizeof(digests));
             Streams s(n, special);
             std::vector<float> back(n);
             table.split(s.master.data(), s.weight.data(), s.remainder.data(), n);

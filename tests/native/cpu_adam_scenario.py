@@ -308,6 +308,19 @@ def run_all(num_threads: int) -> str:
                     )
                     digest.update(canonical(dst))
                     digest.update(f"{total!r} {bad}".encode())
+                    parts = [encode(np.roll(values, shift), src_dtype) for shift in (0, 1, 300)]
+                    summed = encode(values[::-1], DType.FP32)
+                    total, bad = cpu_adam.land_parts(
+                        summed.ctypes.data,
+                        [part.ctypes.data for part in parts],
+                        values.size,
+                        dtype=src_dtype,
+                        scale=1 / 3,
+                        accumulate=accumulate,
+                        num_threads=num_threads,
+                    )
+                    digest.update(canonical(summed))
+                    digest.update(f"{total!r} {bad}".encode())
     return digest.hexdigest()
 
 

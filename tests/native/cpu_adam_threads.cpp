@@ -17,13 +17,16 @@ bool caller(int number) {
     std::vector<float> src(kNumel), once(kNumel, 1.0f);
     for (std::size_t i = 0; i < kNumel; ++i)
         src[i] = static_cast<float>((i * 7 + static_cast<std::size_t>(number)) % 1000) * 0.25f;
-    const double expected = land(once.data(), src.data(), kNumel, DType::kFp32, DType::kFp32, true, 1);
+    const ExactSum expected = land(once.data(), src.data(), kNumel, DType::kFp32, DType::kFp32, true, 1);
     bool same = true;
     for (int round = 0; round < 12; ++round) {
         const int threads = 1 + (round + number) % 4;
         std::vector<float> dst(kNumel, 1.0f);
         same &= land(dst.data(), src.data(), kNumel, DType::kFp32, DType::kFp32, true, threads) == expected;
         same &= dst == once && sum_of_squares(dst.data(), kNumel, DType::kFp32, threads) == expected;
+        std::vector<float> added(kNumel, 1.0f);
+        const std::vector<const void*> parts{src.data()};
+        same &= land_parts(added.data(), parts, kNumel, DType::kFp32, 1.0f, true, threads) == expected && added == once;
     }
     return same;
 }

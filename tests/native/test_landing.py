@@ -1,4 +1,4 @@
-"""Landing, norms, split and merge, fill and copy."""
+"""Landing, sums of squares, split and merge, fill and copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepoffload.native import cpu_adam
-from deepoffload.native.cpu_adam import DType
+from deepoffload.native.cpu_adam import SUM_UNIT, DType
 from tests.native.cpu_adam_scenario import SPECIAL, at_offset, guards_intact
 
 TORCH = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
@@ -61,7 +61,7 @@ def test_equals_torch(dst_dtype: DType, src_dtype: DType, accumulate: bool, spec
         assert same(dst, expected)
         assert non_finite == (not bool(expected.isfinite().all()))
         if not non_finite:
-            assert math.isclose(total, float(expected.double().square().sum()), rel_tol=1e-12)
+            assert math.isclose(total / SUM_UNIT, float(expected.double().square().sum()), rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("offset_bytes", [0, 4, 32])
@@ -88,7 +88,7 @@ def test_sums_do_not_depend_on_threads_or_on_the_pass(dtype: DType) -> None:
     results |= {cpu_adam.sum_of_squares(src.data_ptr(), n, dtype=dtype, num_threads=threads) for threads in (1, 2, 5)}
     assert len(results) == 1
     total, non_finite = results.pop()
-    assert math.isclose(total, exact, rel_tol=1e-14) and not non_finite
+    assert math.isclose(total / SUM_UNIT, exact, rel_tol=1e-14) and not non_finite
 
 
 @pytest.mark.parametrize("where", [0, 15, 16, 31, 16_383, 16_384, 49_999])
@@ -105,7 +105,8 @@ def test_one_non_finite_element_anywhere_is_seen(dtype: DType, value: float, whe
 def test_the_largest_finite_numbers_are_not_flagged() -> None:
     src = torch.full((100_000,), torch.finfo(torch.float32).max)
     total, non_finite = cpu_adam.sum_of_squares(src.data_ptr(), src.numel(), dtype=DType.FP32, num_threads=2)
-    assert not non_finite and math.isclose(total, 1e5 * torch.finfo(torch.float32).max ** 2, rel_tol=1e-12)
+    exact = 1e5 * torch.finfo(torch.float32).max ** 2
+    assert not non_finite and math.isclose(total / SUM_UNIT, exact, rel_tol=1e-12)
     dst = src.clone()
     assert land(dst, src, (DType.FP32, DType.FP32), True)[1]  # but their sum overflows
 
