@@ -21,7 +21,7 @@ from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType, StateLayout
 from deepoffload.optim.eight_bit import SIGNED_FIELDS, num_blocks, torch_dtype
 from deepoffload.optim.rule import SCALE_SUFFIX
 from deepoffload.optim.threads import num_threads
-from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceLayout, PieceSegment, cut_pieces
+from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceLayout, PieceSegment, cut_pieces, whole_tensors
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, StatePiece, Unit
 from deepoffload.schedule.placement import BlockKind
@@ -159,7 +159,7 @@ def make_pieces(
         group = [handle for handle, compute_dtype in trained if compute_dtype is dtype]
         weight_bytes = unit.weights.nbytes if typical_bytes is None else typical_bytes
         numel = piece_numel(weight_bytes, layout, limit_bytes, state_format, alignment_numel)
-        for piece in cut_pieces([h.numel for h in group], numel, alignment_numel):
+        for piece in cut_pieces(whole_tensors([h.numel for h in group]), numel, alignment_numel):
             name = block_name(unit.name, BlockKind.STATE, present + len(pieces))
             block = tiers.create(name, BlockKind.STATE, _piece_bytes(piece.numel, layout, state_format))
             pieces.append(StatePiece(block, piece, layout, group, state_format))

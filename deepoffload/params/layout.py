@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deepoffload.native.aio import round_up
 
@@ -25,6 +26,19 @@ def byte_offsets(sizes_bytes: Sequence[int], alignment_bytes: int = ALIGNMENT_BY
     return offsets, round_up(position, alignment_bytes)
 
 
+class TensorRun(NamedTuple):
+    """Consecutive elements of one tensor (all in elements)."""
+
+    tensor: int
+    start: int
+    numel: int
+
+
+def whole_tensors(numels: Sequence[int]) -> list[TensorRun]:
+    """All elements of tensors, one run each."""
+    return [TensorRun(index, 0, numel) for index, numel in enumerate(numels)]
+
+
 @dataclass(frozen=True, slots=True)
 class PieceSegment:
     """A run of one parameter's elements inside a state piece (all in elements)."""
@@ -43,30 +57,33 @@ class PieceLayout:
     segments: tuple[PieceSegment, ...]
 
 
-def cut_pieces(numels: Sequence[int], piece_numel: int, alignment_numel: int = ALIGNMENT_NUMEL) -> list[PieceLayout]:
-    """Cut tensors, laid one after the other, into pieces of at most ``piece_numel`` elements.
+def cut_pieces(
+    runs: Sequence[TensorRun], piece_numel: int, alignment_numel: int = ALIGNMENT_NUMEL
+) -> list[PieceLayout]:
+    """Cut runs of tensors, laid one after the other, into pieces of at most ``piece_numel`` elements.
 
-    A tensor may span pieces and a piece may hold several tensors; each run starts at a multiple of
-    ``alignment_numel`` inside its piece and inside its tensor.
+    A run may span pieces and a piece may hold several runs; each segment starts at a multiple of ``alignment_numel``
+    inside its piece and inside its tensor.
 
     Raises:
-        ValueError: ``piece_numel`` is not a positive multiple of ``alignment_numel``.
+        ValueError: ``piece_numel`` is not a positive multiple of ``alignment_numel``, or a run starts at none.
     """
     if piece_numel < alignment_numel or piece_numel % alignment_numel:
         raise ValueError(f"piece_numel must be a positive multiple of {alignment_numel}, got {piece_numel}")
     pieces: list[PieceLayout] = []
     segments: list[PieceSegment] = []
     filled = 0
-    for index, numel in enumerate(numels):
-        start = 0
-        while start < numel:
+    for tensor, start, left in runs:
+        if start % alignment_numel:
+            raise ValueError(f"a run of tensor {tensor} starts at {start}, which is no multiple of {alignment_numel}")
+        while left > 0:
             if filled >= piece_numel:
                 pieces.append(PieceLayout(filled, tuple(segments)))
                 segments, filled = [], 0
-            run = min(numel - start, piece_numel - filled)
-            segments.append(PieceSegment(index, start, run, filled))
-            filled = round_up(filled + run, alignment_numel)
-            start += run
+            numel = min(left, piece_numel - filled)
+            segments.append(PieceSegment(tensor, start, numel, filled))
+            filled = round_up(filled + numel, alignment_numel)
+            start, left = start + numel, left - numel
     if segments:
         pieces.append(PieceLayout(filled, tuple(segments)))
     return pieces
