@@ -1,7 +1,8 @@
-"""What ranks cost each other: `python -m benchmarks.ranks collectives`.
+"""What ranks cost each other: `python -m benchmarks.ranks collectives`, or `rounds`.
 
 `collectives`: to gather a unit's shards and to reduce its contributions in order, by either transport, next to gloo's
-own collectives. All contenders take turns in every round; reported are medians of seconds and of a round's ratios.
+own collectives. `rounds`: to agree on what comes next, by itself and in steps with and without it. All contenders take
+turns in every round; reported are medians of seconds and of a round's ratios.
 """
 
 from __future__ import annotations
@@ -61,14 +62,21 @@ def table(report: dict[str, object]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["collectives"])
+    parser.add_argument("what", choices=["collectives", "rounds"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mb", type=float, default=25.0, help="size of the unit in bf16, 10^6 bytes")
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--units", type=int, default=26, help="rounds: of a step")
+    parser.add_argument(
+        "--compute-ms", type=float, default=20.0, help="rounds: of a unit's forward; backward has twice"
+    )
+    parser.add_argument("--transport", choices=["group", "memory"], default="group", help="rounds: of the payload")
     parser.add_argument("--json", help="also write the report to this file")
     said = parser.parse_args()
     arguments = ["--mb", str(said.mb), "--rounds", str(said.rounds)]
-    report = json.loads(launch("benchmarks.ranks.collectives", said.ranks, arguments, limit_s=600))
+    if said.what == "rounds":
+        arguments += ["--units", str(said.units), "--compute-ms", str(said.compute_ms), "--transport", said.transport]
+    report = json.loads(launch(f"benchmarks.ranks.{said.what}", said.ranks, arguments, limit_s=600))
     print(table(report))
     print(json.dumps({key: value for key, value in report.items() if key not in ("rows", "ratios")}, indent=2))
     if said.json:

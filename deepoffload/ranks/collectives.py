@@ -10,7 +10,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ BREAK_S = 1.0
 
 NEVER_TAKEN = 1
 """The tag of messages that nobody receives; nobody sends any with the next one."""
+
+AnyGroup: TypeAlias = Any
+"""A ``ProcessGroup``, or a ``ProcessGroupGloo`` that is in no registry; torch's stubs know no method of the latter."""
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -69,7 +72,7 @@ def finish(work: dist.Work, group: dist.ProcessGroup, timeout_s: float, waiting:
     until = time.monotonic() + timeout_s
     try:
         while not wait_within(work, min(WAIT_SLICE_S, until - time.monotonic())):
-            for rank in (gone for gone in range(dist.get_world_size(group)) if _has_gone(gone, group)):
+            for rank in (gone for gone in range(group.size()) if has_gone(gone, group)):
                 raise RankError(f"{waiting}: rank {rank} has gone, its connection is closed")
             if time.monotonic() >= until:
                 raise RankError(f"{waiting}: not every rank has come to it within {timeout_s:g} s")
@@ -77,23 +80,23 @@ def finish(work: dist.Work, group: dist.ProcessGroup, timeout_s: float, waiting:
         raise RankError(f"{waiting}: another rank has gone or failed ({error})") from error
 
 
-def _has_gone(rank: int, group: dist.ProcessGroup) -> bool:
-    """Whether the connection to another rank is closed.
+def has_gone(rank: int, group: AnyGroup) -> bool:
+    """Whether the connection to another rank of a group of gloo is closed.
 
     gloo itself does not tell a collective that was in the middle of a message from a rank when that died (seen in one
     of three deaths, torch 2.13): it would wait until its own limit. But to start a message to that rank fails at once.
     One that nobody receives costs a few bytes.
     """
-    if rank == dist.get_rank(group):
+    if rank == group.rank():
         return False
     try:
-        dist.isend(torch.empty(1, dtype=torch.uint8), group=group, group_dst=rank, tag=NEVER_TAKEN)
+        group.send([torch.empty(1, dtype=torch.uint8)], rank, NEVER_TAKEN)
     except RuntimeError:
         return True
     return False
 
 
-def break_off(group: dist.ProcessGroup, works: Sequence[dist.Work]) -> None:
+def break_off(group: AnyGroup, works: Sequence[dist.Work]) -> None:
     """End the collectives that are under way in a private group of gloo, here and on the ranks that wait for this one.
     Afterwards they use no memory any more. The group is of no more use.
     """
@@ -105,24 +108,20 @@ def break_off(group: dist.ProcessGroup, works: Sequence[dist.Work]) -> None:
         never_end(group)
 
 
-def never_end(group: dist.ProcessGroup) -> None:
+def never_end(group: AnyGroup) -> None:
     """Keep a group as long as the process lives: its destructor waits for collectives that gloo has forgotten (see
-    ``_has_gone``) until their limit is over, which would be minutes after an error or at the end of the process."""
+    ``has_gone``) until their limit is over, which would be minutes after an error or at the end of the process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def _close_connections(group: dist.ProcessGroup) -> None:
+def _close_connections(group: AnyGroup) -> None:
     """gloo has no call for it, but when one receive takes longer than its limit, it closes all connections of the group
     (``UnboundBuffer::waitRecv``). Nobody sends with this tag."""
-    own = dist.get_rank(group)
-    for rank in range(dist.get_world_size(group)):
-        if rank != own:
+    for rank in range(group.size()):
+        if rank != group.rank():
             with contextlib.suppress(RuntimeError):  # that one is closed already
-                nothing = dist.irecv(
-                    torch.empty(1, dtype=torch.uint8), group=group, group_src=rank, tag=NEVER_TAKEN + 1
-                )
-                if nothing is not None:
-                    nothing.wait(timedelta(milliseconds=1))
+                nothing = group.recv([torch.empty(1, dtype=torch.uint8)], rank, NEVER_TAKEN + 1)
+                nothing.wait(timedelta(milliseconds=1))
 
 
 class LinkError(RuntimeError):

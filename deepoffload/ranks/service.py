@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from deepoffload.errors import RankError
 from deepoffload.ranks.collectives import LinkError
-from deepoffload.ranks.links import NudgeLink, RoundLink
+from deepoffload.ranks.links import NudgeLink, RoundLink, own_client
 from deepoffload.ranks.roll_call import RollCall, Whereabouts
 from deepoffload.ranks.round_runner import (
     Launch,
@@ -120,7 +120,7 @@ class RoundService:
         except LinkError as error:
             raise RankError(f"rank {rank} at the start of rounds: {error}") from error
         self._runner = RoundRunner(self._link, rank, world_size, launch)
-        self._roll_call = RollCall(store, rank, world_size, lambda other: self._sleeper.alarm(other))
+        self._roll_call = RollCall(own_client(store), rank, world_size, lambda other: self._sleeper.alarm(other))
         self._sleeper = Sleeper(nudge_link, rank, world_size, self._serve, self._answer_alarm)
         self._at_exit = _at_exit_of(weakref.ref(self))
         atexit.register(self._at_exit)

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from deepoffload.errors import RankError
 from deepoffload.ranks.collectives import wait_within
+from deepoffload.ranks.exchange import Reduction
+from deepoffload.ranks.group import open_group
 from deepoffload.ranks.rounds import Payload, Want, WantKind
 from deepoffload.ranks.service import RoundService
+from deepoffload.ranks.transport import open_exchange
 
 NUMEL = 64
 LIMIT = timedelta(seconds=60)
@@ -159,6 +162,50 @@ def own_group(path: str) -> None:
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=LIMIT,
+    )
+
+
+def over_a_transport(transport: str) -> tuple[bool, bool, int]:
+    """Rounds in the store of a group that the environment describes, with payload as an engine moves it; rank 0 gathers
+    alone while the others sit in a barrier of the default group. Says whether gather and sum are right, and nudges."""
+    group = open_group(torch.device("cpu"), timeout_s=30.0)
+    assert group is not None
+    exchange = open_exchange(group, transport)
+    rank, world_size = group.ranks.rank, group.ranks.world_size
+    shard, part = torch.full((NUMEL,), float(rank)), torch.full((NUMEL * world_size,), float(rank + 1))
+    whole, total = torch.zeros(NUMEL * world_size), torch.zeros(NUMEL)
+    flights: list[Any] = []
+
+    def launch(payload: Payload) -> Any:
+        if payload.kind is WantKind.GATHER:
+            flights.append(exchange.gather(shard, whole, "blocks.0"))
+        else:
+            reduction = Reduction(payload.ranks, NUMEL, torch.float32)
+            scratch = torch.empty(exchange.scratch_bytes(reduction), dtype=torch.uint8)
+            flights.append(exchange.send_parts(part, reduction, scratch, "blocks.0"))
+        return flights[-1]
+
+    service = RoundService(group.store("rounds"), rank, world_size, launch, str, timeout_s=30.0)
+    if rank == 0:
+        service.post(Want(WantKind.GATHER))
+        service.wait_launched(Want(WantKind.GATHER))
+        service.wait_flight(flights[0], Want(WantKind.GATHER))
+    dist.barrier()
+    flights[0].release()
+    service.post(Want(WantKind.REDUCE))
+    service.wait_launched(Want(WantKind.REDUCE))
+    for start, parts in flights[1].chunks():
+        for one in parts:
+            total[start : start + one.numel()] += one
+    service.meet(WantKind.STEP)
+    service.close()
+    exchange.close()
+    group.close()
+    expected = torch.arange(world_size).repeat_interleave(NUMEL)
+    return (
+        torch.equal(whole, expected),
+        bool((total == world_size * (world_size + 1) / 2).all()),
+        service.stats().nudges,
     )
 
 

@@ -57,6 +57,13 @@ def test_who_has_nothing_left_to_do_serves_the_others(tmp_path: Path) -> None:
     assert len(results[0]["launched"]) == 4 * programs.UNITS
 
 
+@pytest.mark.parametrize("transport", ["group", "memory"])
+def test_rounds_lead_to_transfers_of_either_transport(transport: str) -> None:
+    results = values_of(programs.over_a_transport, 2, transport, limit_s=60.0)
+    assert all(gathered and added for gathered, added, _ in results)
+    assert results[0][2] > 0  # rank 1 was in its barrier
+
+
 def in_trouble(what: str, world_size: int, tmp_path: Path, timeout_s: float) -> list[dict[str, Any]]:
     """What the ranks return that are left. They all raise one error, and raise it again."""
     ended = run_ranks(programs.trouble, world_size, str(tmp_path / "store"), what, timeout_s, limit_s=60.0)
