@@ -19,16 +19,14 @@ layer that is called twice shows it by its second call before a backward.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepoffload.params.ports import PagerPort
 from deepoffload.params.torch_private import get_data, in_functorch, outside_user_modes
 from deepoffload.params.unit import ParamHandle
-
-if TYPE_CHECKING:
-    from deepoffload.params.hook_stack import HookStack
 
 NARROW = (torch.bfloat16, torch.float16)
 """What autocast casts weights to."""
@@ -75,7 +73,7 @@ FoundCast = tuple[ParamHandle, Tensor, Tensor]
 """A weight's handle and tensor, and the whole cast that a tensor is, or is a view of."""
 
 
-def cast_of_weight(tensor: Tensor) -> FoundCast | None:
+def cast_of_weight(tensor: Tensor, pager: PagerPort) -> FoundCast | None:
     """Of which weight ``tensor``, which has a graph, is a cast or a view of one."""
     base = tensor if tensor._base is None else tensor._base
     node = base.grad_fn
@@ -83,18 +81,37 @@ def cast_of_weight(tensor: Tensor) -> FoundCast | None:
         return None
     weight: Any = getattr(node.next_functions[0][0], "variable", None)  # of an AccumulateGrad node
     handle = None if weight is None else weight.__dict__.get("_slot")
-    if not isinstance(handle, ParamHandle) or base.shape != handle.shape:
+    if not isinstance(handle, ParamHandle) or handle.pager is not pager or base.shape != handle.shape:
+        return None
+    if base._version or not (_only_autocast_has_it(pager) or _is_cast_of(handle, base, pager)):
         return None
     return handle, weight, base
 
 
-def cast_of_frozen(tensor: Tensor, hooks: HookStack) -> FoundCast | None:
+def _only_autocast_has_it(pager: PagerPort) -> bool:
+    """Whether a cast that is saved now is surely autocast's own, which no code of the program has seen: the running
+    module's code has no name by which it could edit one without a trace."""
+    opened = pager.hooks.opened()
+    return bool(opened) and opened[-1].plain and torch.is_autocast_enabled(pager.memory.device.type)
+
+
+def _is_cast_of(handle: ParamHandle, base: Tensor, pager: PagerPort) -> bool:
+    """Whether the program has left the values of a cast as they were."""
+    pager.pin(handle)
+    try:
+        weight = handle.tensor
+        return weight is not None and _is_cast(base, weight)
+    finally:
+        pager.unpin(handle)
+
+
+def cast_of_frozen(tensor: Tensor, pager: PagerPort) -> FoundCast | None:
     """The same of a frozen weight, whose cast has no graph: it is known by its values, among those of the modules that
     are running."""
     if in_functorch() or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return None
     base = tensor if tensor._base is None else tensor._base
-    for entry in reversed(hooks.opened()):
+    for entry in reversed(pager.hooks.opened()):
         for handle in entry.window.of_shape(base.shape):
             weight = handle.tensor
             if weight is not None and not weight.requires_grad and _is_cast(base, weight):

@@ -8,6 +8,7 @@ was on top before it (activation checkpointing, ``save_on_cpu``, the user's own)
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from deepoffload.params.torch_private import (
     outside_user_modes,
     push_saved_tensors_hooks,
     saved_tensors_hooks_enabled,
+    set_data,
     top_saved_tensors_hooks,
     version_of,
 )
@@ -69,15 +71,35 @@ class SavedWeight:
 
 
 class SavedCast(SavedWeight):
-    """A copy of a weight in a narrower type, as autocast makes it, or a view of one: it is made again for backward. See
-    [Note: casts under autocast] in ``params.casts``."""
+    """A copy of a weight in a narrower type, as autocast makes it, or a view of one: it is made again for backward,
+    unless the program still has it. See [Note: casts under autocast] in ``params.casts``."""
 
-    __slots__ = ("dtype", "base_stride")
+    __slots__ = ("dtype", "base_stride", "base", "counter", "base_version", "made_by")
 
     def __init__(self, handle: ParamHandle, tensor: Tensor, base: Tensor, version: int | None) -> None:
         super().__init__(handle, tensor, version)
         self.dtype = tensor.dtype
         self.base_stride = base.stride()
+        self.base = weakref.ref(base)
+        self.counter = _counter_of(base)
+        self.base_version = base._version
+        self.made_by = _maker(tensor)
+
+    def kept(self) -> Tensor | None:
+        """The cast itself while somebody has it, who may have edited it; None else, and behind a checkpoint.
+
+        Raises:
+            RuntimeError: torch's own message, when it was changed in place after it was saved.
+        """
+        if self.version is None:
+            return None
+        if self.counter._version != self.base_version:
+            raise RuntimeError(_was_changed(self.counter, self.size, self.base_version, self.made_by))
+        base = self.base()
+        if base is None:
+            return None
+        with outside_user_modes():
+            return torch.as_strided(base.detach(), self.size, self.stride, self.offset)
 
 
 class SavedTensor:
@@ -93,9 +115,7 @@ class SavedTensor:
     def __init__(self, tensor: Tensor) -> None:
         self.made_by: tuple[str, int] | None = None
         if tensor.requires_grad:
-            node = tensor.grad_fn
-            if node is not None:
-                self.made_by = node.name(), tensor.output_nr
+            self.made_by = _maker(tensor)
             tensor = _without_graph(tensor)
         self.tensor = tensor
         self.version = _version_of_any(tensor)
@@ -109,18 +129,8 @@ class SavedTensor:
         tensor = self.tensor
         version = _version_of_any(tensor)
         if version != self.version:
-            raise RuntimeError(self._was_changed(version))
+            raise RuntimeError(_was_changed(tensor, tensor.shape, self.version, self.made_by))
         return tensor
-
-    def _was_changed(self, version: int) -> str:
-        origin = ""
-        if self.made_by is not None:
-            name, output = self.made_by
-            origin = f", which is output {output} of {re.sub('Backward[0-9]*$', '', name)},"
-        return (
-            f"{_CHANGED}: [{_type_name(self.tensor)} {list(self.tensor.shape)}]{origin} is at version {version}; "
-            f"expected version {self.version} instead. {_HINT_IN_ANOMALY if torch.is_anomaly_enabled() else _HINT}"
-        )
 
 
 class SavedBelow:
@@ -160,8 +170,8 @@ class SavedTensorHooks:
             weight = slot.tensor if self.again else None
             return SavedWeight(slot, tensor, tensor._version if weight is None else version_of(weight))
         if slot is None and tensor.dtype in NARROW:
-            found = cast_of_weight(tensor) if tensor.requires_grad else cast_of_frozen(tensor, self.pager.hooks)
-            if found is not None and found[0].pager is self.pager:
+            found = (cast_of_weight if tensor.requires_grad else cast_of_frozen)(tensor, self.pager)
+            if found is not None:
                 handle, weight, base = found
                 return SavedCast(handle, tensor, base, None if self.run_again else version_of(weight))
         if slot is not None or getattr(tensor, "_slot", None) is not None:
@@ -185,6 +195,33 @@ def of_checkpoint(hooks: Hooks | None) -> bool:
 
 def _version_of_any(tensor: Tensor) -> int:
     return tensor._version if type(tensor) is Tensor else version_of(tensor)
+
+
+def _counter_of(tensor: Tensor) -> Tensor:
+    """A tensor without elements that has the version counter of another one, and not its memory."""
+    with outside_user_modes():
+        counter = tensor.detach()
+        set_data(counter, counter.new_empty(0))
+        return counter
+
+
+def _maker(tensor: Tensor) -> tuple[str, int] | None:
+    """The name of the node that made a tensor and which of its outputs it is; None for a leaf."""
+    node = tensor.grad_fn
+    return None if node is None else (node.name(), tensor.output_nr)
+
+
+def _was_changed(tensor: Tensor, shape: torch.Size, expected: int, made_by: tuple[str, int] | None) -> str:
+    """torch's message about a tensor that was changed in place after it was saved. ``shape``: of what was saved, which
+    may be a view of ``tensor``."""
+    origin = ""
+    if made_by is not None:
+        name, output = made_by
+        origin = f", which is output {output} of {re.sub('Backward[0-9]*$', '', name)},"
+    return (
+        f"{_CHANGED}: [{_type_name(tensor)} {list(shape)}]{origin} is at version {_version_of_any(tensor)}; "
+        f"expected version {expected} instead. {_HINT_IN_ANOMALY if torch.is_anomaly_enabled() else _HINT}"
+    )
 
 
 def _type_name(tensor: Tensor) -> str:
@@ -237,6 +274,9 @@ def restore(saved: SavedWeight) -> Tensor:
     pager = handle.pager
     if torch.is_grad_enabled() and in_backward():
         _describe_again(pager)
+    kept = saved.kept() if type(saved) is SavedCast else None
+    if kept is not None:
+        return kept
     with pager.lock:
         if handle.tensor is None:
             raise ClosedError(f"{handle.name} was deleted between forward and backward")

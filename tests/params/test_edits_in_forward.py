@@ -34,11 +34,35 @@ def clamp_further_down(weight: Tensor) -> None:
 
 HELPERS = types.ModuleType("helpers_of_a_program")
 HELPERS.clamp = clamp  # type: ignore[attr-defined]
+PACKAGE = types.ModuleType("package_of_a_program")
+PACKAGE.helpers = HELPERS  # type: ignore[attr-defined]
 
 
 class Clamper:
     def __call__(self, weight: Tensor) -> None:
         clamp(weight)
+
+
+class Limits:
+    """An object that is no function; what edits is its method."""
+
+    def apply(self, weight: Tensor) -> None:
+        clamp(weight)
+
+
+LIMITS = Limits()
+HELPERS.limits = LIMITS  # type: ignore[attr-defined]
+
+
+class Clamped:
+    """A descriptor whose function edits."""
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self.function = function
+
+    def __get__(self, layer: Any, owner: type) -> Callable[[], None]:
+        clamp(layer.weight)
+        return functools.partial(self.function, layer)
 
 
 class ClampFunction(torch.autograd.Function):
@@ -132,6 +156,71 @@ class HelperPartial(HelperKept):
         self.edit = functools.partial(clamp)  # type: ignore[assignment]
 
 
+class HelperObject(Layer):
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        super().__init__()
+        self.limits = limits
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.limits.apply(self.weight)
+        return super().forward(x)
+
+
+class HelperObjectOfAll(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        LIMITS.apply(self.weight)
+        return super().forward(x)
+
+
+class HelperObjectInModule(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        HELPERS.limits.apply(self.weight)
+        return super().forward(x)
+
+
+class HelperOfPackage(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        PACKAGE.helpers.clamp(self.weight)
+        return super().forward(x)
+
+
+class HelperImportedInside(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        from tests.support.weight_edits import clamp_imported
+
+        clamp_imported(self.weight)
+        return super().forward(x)
+
+
+class HelperModuleImportedInside(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        import tests.support.weight_edits as edits
+
+        edits.clamp_imported(self.weight)
+        return super().forward(x)
+
+
+class Descriptor(Layer):
+    @Clamped
+    def edit(self) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.edit()
+        return super().forward(x)
+
+
+class CachedProperty(Layer):
+    @functools.cached_property
+    def once(self) -> None:
+        clamp(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__.pop("once", None)
+        assert self.once is None
+        return super().forward(x)
+
+
 class Function(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x @ ClampFunction.apply(self.weight))
@@ -139,7 +228,8 @@ class Function(Layer):
 
 KINDS = [
     InPlace, Assigned, AssignedTransposed, Numpy, SetUnderscore, Helper, HelperOfHelper, HelperByName, HelperInModule,
-    HelperKept, HelperPartial, Function,
+    HelperKept, HelperPartial, HelperObject, HelperObjectOfAll, HelperObjectInModule, HelperOfPackage,
+    HelperImportedInside, HelperModuleImportedInside, Descriptor, CachedProperty, Function,
 ]  # fmt: skip
 
 
