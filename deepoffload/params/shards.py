@@ -158,6 +158,18 @@ class ShardLayout:
                 shard_offset = section.shard_offset + begin - range_begin
                 yield OwnedRun(index, start, (end - begin) // itemsize, shard_offset, begin)
 
+    def runs_between(self, rank: int, begin: int, end: int) -> Iterator[OwnedRun]:
+        """What of :meth:`runs` lies in the bytes from ``begin`` to ``end`` of the shard, neither of them inside an
+        element. For what comes range by range: a range that ends at a multiple of :data:`CUT_NUMEL` elements of a
+        section cuts no block of a sum of squares."""
+        for tensor, start, numel, shard_offset, whole_offset in self.runs(rank):
+            itemsize = self.tensors[tensor].itemsize
+            low, high = max(begin, shard_offset), min(end, shard_offset + numel * itemsize)
+            if low < high:
+                skipped = low - shard_offset
+                start += skipped // itemsize
+                yield OwnedRun(tensor, start, (high - low) // itemsize, low, whole_offset + skipped)
+
 
 def shard_layout(tensors: Sequence[FlatTensor], world_size: int) -> ShardLayout:
     """Lay out a unit and cut it for ``world_size`` ranks.

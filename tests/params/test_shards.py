@@ -16,6 +16,7 @@ from deepoffload.params.layout import TensorRun, byte_offsets, cut_pieces, whole
 from deepoffload.params.shards import (
     FilePlace,
     FlatTensor,
+    OwnedRun,
     ShardLayout,
     file_ranges,
     moves,
@@ -287,3 +288,24 @@ def test_mistakes_are_told() -> None:
         cut_pieces([TensorRun(0, 32, 64)], 256)
     with pytest.raises(ValueError, match="positive multiple of 64"):
         cut_pieces([], 100)
+
+
+@given(units(), RANKS, st.integers(1, 5))
+def test_ranges_of_a_shard_have_its_runs_between_them(tensors: list[FlatTensor], world_size: int, blocks: int) -> None:
+    """In steps of whole blocks of the first section, as parts of a contribution come."""
+    layout = shard_layout([tensor._replace(itemsize=4) for tensor in tensors], world_size)
+    for rank in {0, world_size - 1}:
+        found: list[OwnedRun] = []
+        for begin in range(0, layout.shard_nbytes, blocks * SUM_BLOCK * 4):
+            for run in layout.runs_between(rank, begin, begin + blocks * SUM_BLOCK * 4):
+                assert begin <= run.shard_offset and run.shard_offset + run.numel * 4 <= begin + blocks * SUM_BLOCK * 4
+                assert layout.shard_offset(rank, run.tensor, run.start) == run.shard_offset
+                assert world_size == 1 or run.start % SUM_BLOCK == 0
+                last = found[-1] if found else None
+                if last is not None and last.tensor == run.tensor:
+                    assert last.whole_offset + last.numel * 4 == run.whole_offset
+                    assert last.start + last.numel == run.start
+                    found[-1] = last._replace(numel=last.numel + run.numel)
+                else:
+                    found.append(run)
+        assert found == list(layout.runs(rank))
