@@ -105,6 +105,11 @@ class RankGroup:
                 dist.destroy_process_group(self._private.pop())
 
 
+def default_world_size() -> int | None:
+    """How many ranks the program's default group has; None when there is no such group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+
+
 def open_group(
     device: torch.device,
     *,

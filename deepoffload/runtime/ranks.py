@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 from deepoffload.errors import ConfigError
+from deepoffload.ranks.group import default_world_size
 
 
 def refuse_several_ranks() -> None:
@@ -15,9 +14,8 @@ def refuse_several_ranks() -> None:
     A launcher (torchrun, accelerate, deepspeed) says so in ``WORLD_SIZE``, also when no process group was made. What
     schedulers of clusters set is not asked: an interactive shell under Slurm has ``SLURM_NTASKS``, too.
     """
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        world_size = distributed.get_world_size()
+    world_size = default_world_size()
+    if world_size is not None:
         if world_size > 1:
             raise ConfigError(f"torch.distributed runs with {world_size} ranks; this version offloads on one rank only")
         return

@@ -168,6 +168,19 @@ def tensors_of_the_default_dtype(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ast.unparse(node)
 
 
+def process_groups(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """``torch.distributed``, but for its ``checkpoint``, which knows formats of files."""
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            names = ["torch.distributed"]
+        for name in names:
+            if re.match(r"torch\.distributed(?!\.checkpoint\b)(\.|$)", name):
+                yield node.lineno, name
+
+
 Rule = Callable[[ast.Module], Iterator[tuple[int, str]]]
 EVERYWHERE: tuple[Rule, ...] = (stubs, swallowed_exceptions, changes_to_torch, global_statements, relative_imports)
 RULES: tuple[tuple[Rule, list[Path]], ...] = (
@@ -178,6 +191,7 @@ RULES: tuple[tuple[Rule, list[Path]], ...] = (
     (mocks, [*PACKAGE, *TESTS]),
     (private_names_of_torch, [path for path in PACKAGE if path != TORCH_PRIVATE]),
     (long_functions, [*PACKAGE, *OTHERS]),
+    (process_groups, [path for path in PACKAGE if path.relative_to(ROOT).parts[1] != "ranks"]),
     (tensors_of_the_default_dtype, [path for path in PACKAGE if path.relative_to(ROOT).parts[1] in NATIVE_CALLERS]),
 )
 
@@ -205,6 +219,10 @@ def test_pattern_is_absent(rule, paths):
         (private_names_of_torch, "from torch.utils._pytree import tree_map"),
         (private_names_of_torch, "code = nn.Module.forward.__code__"),
         (tensors_of_the_default_dtype, "scales = torch.zeros(n, device='cpu')"),
+        (process_groups, "import torch.distributed as dist"),
+        (process_groups, "from torch import distributed"),
+        (process_groups, "from torch.distributed import barrier"),
+        (process_groups, "torch.distributed.is_initialized()"),
         (relative_imports, "from .engine import IoEngine"),
         (long_functions, "def f():\n" + "    x = 1\n" * (FUNCTION_LINES_MAX + 1)),
     ],
