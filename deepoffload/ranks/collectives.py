@@ -10,7 +10,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -40,24 +40,20 @@ def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> d
     """``whole`` gets every rank's ``part``, in rank order; ``part`` may lie in it. Bytes."""
     # torch 2.13 has a new name for it and warns about the old one, which 2.12 only has.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work = gather(whole, part, group=group, async_op=True)
-    return work
+    return cast(dist.Work, gather(whole, part, group=group, async_op=True))
 
 
 def start_gather(parts: list[Tensor] | None, part: Tensor, taker: int, group: dist.ProcessGroup) -> dist.Work:
     """The rank ``taker`` gets every rank's ``part``, in rank order; ``parts`` is None on the others. Bytes."""
-    work: dist.Work = dist.gather(part, parts, group=group, async_op=True, group_dst=taker)
-    return work
+    return cast(dist.Work, dist.gather(part, parts, group=group, async_op=True, group_dst=taker))
 
 
 def start_all_to_all(
     received: Tensor, sent: Tensor, received_bytes: Sequence[int], sent_bytes: Sequence[int], group: dist.ProcessGroup
 ) -> dist.Work:
     """Each rank gets its part of what each rank sends. Lengths per rank, in rank order."""
-    work: dist.Work = dist.all_to_all_single(
-        received, sent, list(received_bytes), list(sent_bytes), group=group, async_op=True
-    )
-    return work
+    lengths = list(received_bytes), list(sent_bytes)
+    return cast(dist.Work, dist.all_to_all_single(received, sent, *lengths, group=group, async_op=True))
 
 
 def finish(work: dist.Work, group: dist.ProcessGroup, timeout_s: float, waiting: str) -> None:
@@ -90,7 +86,7 @@ def has_gone(rank: int, group: AnyGroup) -> bool:
     if rank == group.rank():
         return False
     try:
-        group.send([torch.empty(1, dtype=torch.uint8)], rank, NEVER_TAKEN)
+        group.send([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, NEVER_TAKEN)
     except RuntimeError:
         return True
     return False
@@ -120,7 +116,7 @@ def _close_connections(group: AnyGroup) -> None:
     for rank in range(group.size()):
         if rank != group.rank():
             with contextlib.suppress(RuntimeError):  # that one is closed already
-                nothing = group.recv([torch.empty(1, dtype=torch.uint8)], rank, NEVER_TAKEN + 1)
+                nothing = group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, NEVER_TAKEN + 1)
                 nothing.wait(timedelta(milliseconds=1))
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepoffload.errors import RankError
 from deepoffload.ranks.collectives import never_end, start_all_gather
 from deepoffload.ranks.exchange import CHUNK_NUMEL, Exchange, PartsFlight, Reduction
 from deepoffload.ranks.group import RankGroup, open_group
@@ -179,6 +180,29 @@ def come_late(transport: str, timeout_s: float, late_s: float) -> None:
             time.sleep(late_s)
             return
         exchange.gather(shard, whole, "layer 1").wait()
+
+
+def wait_for_a_stopped_rank(transport: str, timeout_s: float) -> float:
+    """Rank 1 is stopped in the middle of transfers, and killed when rank 0 has found that out. Returns how long that
+    took."""
+    numel = 1 << 18
+    with opened(transport, timeout_s) as (group, exchange):
+        pids = group.gather_objects(os.getpid(), "the test")
+        shard, whole = torch.ones(numel), torch.zeros(2 * numel)
+        begin = time.monotonic()
+        try:
+            for turn in range(1 << 20):
+                if turn == 20 and group.ranks.rank == 1:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                begin = time.monotonic()
+                exchange.gather(shard, whole, "layer 2").release()
+        except RankError as error:
+            os.kill(pids[1], signal.SIGKILL)
+            assert f"to it within {timeout_s:g} s" in str(error) and "rank 0 at gather of layer 2" in str(error), error
+            exchange.abandon()
+            assert exchange.idle()
+            return time.monotonic() - begin
+    raise AssertionError("nobody was stopped")
 
 
 def wait_for_a_slow_rank(transport: str) -> float:

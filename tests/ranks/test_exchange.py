@@ -49,6 +49,14 @@ def test_a_rank_that_does_not_come_is_named_when_the_limit_is_over(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_is_stopped_is_noticed_when_the_limit_is_over(transport):
+    waiting, stopped = run_ranks(moving.wait_for_a_stopped_rank, 2, transport, 1.0)
+    assert stopped.exit_code == -9
+    assert waiting.error is None, waiting
+    assert waiting.value < 4
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_is_slow_is_waited_for(transport):
     assert min(values_of(moving.wait_for_a_slow_rank, 2, transport)) > 1.4
 
