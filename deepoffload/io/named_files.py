@@ -60,8 +60,11 @@ def open_named_files(engine: IoEngine, paths: Sequence[str], direct: str) -> lis
 
 def _refuse_cut_off(path: str) -> None:
     """A file of ours gets its header before anything is written to it."""
-    with open(path, "rb") as file:
-        content = file.read(HEADER_BYTES)
+    try:
+        with open(path, "rb") as file:
+            content = file.read(HEADER_BYTES)
+    except OSError as error:
+        raise IoFailure("reading", error.errno or 0, path, 0, HEADER_BYTES) from error
     if any(content):
         raise UsageError(
             f"durability: {path} has {len(content)} bytes: it was cut off, or is no file of deepoffload's. Resume from "
