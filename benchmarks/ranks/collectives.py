@@ -1,8 +1,8 @@
 """One rank of `python -m benchmarks.ranks collectives`; rank 0 prints the report.
 
 The ordered reduction is what a unit's owner does with it: parts in bf16, added up in rank order in fp32 by the landing
-kernel. The peers are what DDP (all_reduce) and FSDP2 (reduce_scatter) do with gradients in fp32; their conversion from
-bf16 is not counted.
+kernel, to their mean. The peers are what DDP (all_reduce) and FSDP2 (reduce_scatter) do with gradients in fp32; their
+conversion from bf16 is not counted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import time
 import warnings
@@ -25,6 +26,7 @@ from deepoffload.native.aio import HostMapping
 from deepoffload.ranks.exchange import Exchange, Reduction
 from deepoffload.ranks.group import RankGroup, open_group
 from deepoffload.ranks.group_exchange import GroupExchange
+from deepoffload.ranks.sums import mean_scale
 from deepoffload.ranks.transport import open_exchange
 
 Row = Callable[[], None]
@@ -55,7 +57,7 @@ class Unit:
         self.shard = on_huge_pages(self.shard_numel, torch.bfloat16, 1)
         self.whole = on_huge_pages(self.numel, torch.bfloat16, 0)
         self.contribution = on_huge_pages(self.numel, torch.bfloat16, 1)
-        self.sum = on_huge_pages(self.shard_numel, torch.float32, 0)
+        self.mean = on_huge_pages(self.shard_numel, torch.float32, 0)
         self.wide = on_huge_pages(self.numel, torch.float32, 1)
         self.wide_part = on_huge_pages(self.shard_numel, torch.float32, 0)
 
@@ -65,20 +67,19 @@ class Unit:
     def reduce(self, exchange: Exchange, scratch: torch.Tensor, reduction: Reduction) -> None:
         flight = exchange.send_parts(self.contribution, reduction, scratch, "the unit")
         for start, parts in flight.chunks():
-            for number, part in enumerate(parts):
-                cpu_adam.land(
-                    self.sum.data_ptr() + start * 4,
-                    part.data_ptr(),
-                    part.numel(),
-                    dst_dtype=cpu_adam.DType.FP32,
-                    src_dtype=cpu_adam.DType.BF16,
-                    accumulate=number > 0,
-                    num_threads=1,
-                )
+            cpu_adam.land_parts(
+                self.mean.data_ptr() + start * self.mean.element_size(),
+                [part.data_ptr() for part in parts],
+                parts[0].numel(),
+                dtype=cpu_adam.DType.BF16,
+                scale=mean_scale(self.world_size),
+                accumulate=False,
+                num_threads=1,
+            )
         flight.release()
 
     def check(self) -> None:
-        if not bool((self.whole == 1).all()) or not bool((self.sum == self.world_size).all()):
+        if not bool((self.whole == 1).all()) or not bool((self.mean == 1).all()):
             raise SystemExit("a row has moved wrong bytes")
 
 
@@ -140,8 +141,8 @@ def main() -> None:
     cpu: dict[str, list[float]] = {name: [] for name in names}
     began_s, before = time.perf_counter(), read_counters()
     for number in range(said.rounds):
-        turn = number % len(names)
-        for name in [*names[turn:], *names[:turn]]:
+        # What a row finds in the caches depends on the one before it; all ranks draw the same order.
+        for name in random.Random(number).sample(names, len(names)):
             took_s, used_s = timed(rows[name])
             seconds[name].append(took_s)
             cpu[name].append(used_s)

@@ -20,7 +20,7 @@ from deepoffload.ranks.places import RankMap
 
 CHUNK_NUMEL = 1 << 17
 """Elements of a part that are handed out at a time: they stay in a core's cache until they have been added up. It is a
-multiple of the kernels' chunks, so sums over chunks are the same as over the whole part."""
+multiple of ``native.cpu_adam.SUM_BLOCK``, so the sums of squares over ranges make up those of the whole part."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,17 @@ import pytest
 import torch
 
 from deepoffload.errors import ConfigError, UnsupportedError
+from deepoffload.native.cpu_adam import SUM_BLOCK
+from deepoffload.ranks.exchange import CHUNK_NUMEL, chunk_ranges
 from deepoffload.ranks.places import RankMap
 from deepoffload.ranks.transport import agree, choose, why_not_memory
 
 CPU = torch.device("cpu")
+
+
+def test_ranges_of_parts_are_whole_blocks_of_sums():
+    assert CHUNK_NUMEL % SUM_BLOCK == 0
+    assert list(chunk_ranges(2 * CHUNK_NUMEL + 1))[1:] == [(CHUNK_NUMEL, CHUNK_NUMEL), (2 * CHUNK_NUMEL, 1)]
 
 
 @pytest.mark.parametrize(
