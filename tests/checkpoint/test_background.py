@@ -16,6 +16,7 @@ from torch import nn
 import deepoffload
 from tests.checkpoint.background import Throttle, assert_same_checkpoints, mlp, saving_threads, train
 from tests.checkpoint.training import ALL, adamw
+from tests.support.inspect import engine_of_param, is_paged, save_of, tiers_of
 from tests.support.models import mixtral
 from tests.support.paging import EVERY, TIGHT, Paging, Setting
 
@@ -131,17 +132,16 @@ class Run:
             self.optimizer.add_param_group({"params": list(self.model[-1].parameters())})
 
     def evict(self, _: int) -> None:
-        slot = next(self.model.parameters()).__dict__.get("_slot")
-        if slot is not None:
-            slot.pager.tiers.evict_all()
+        if is_paged(self.model):
+            tiers_of(self.model).evict_all()
 
     def end(self) -> None:
         self.held = []
-        slot = next(self.model.parameters()).__dict__.get("_slot")
-        if slot is not None:
-            slot.pager.engine.close()
-        if self.state._running is not None:
-            self.state._running.wait()
+        if is_paged(self.model):
+            engine_of_param(next(self.model.parameters())).close()
+        running = save_of(self.state)
+        if running is not None:
+            running.wait()
 
 
 OPERATIONS = {
@@ -237,5 +237,5 @@ def test_weights_that_are_stored_in_another_packing(paging: Paging, tmp_path: Pa
                 if number in (1, 2):
                     state.save(tmp_path / str(wait), wait=wait)
                 throttle.grant(30)
-            model.get_parameter("lm_head.weight").__dict__["_slot"].pager.engine.close()
+            engine_of_param(model.get_parameter("lm_head.weight")).close()
     assert_same_checkpoints(tmp_path / "True", tmp_path / "False")

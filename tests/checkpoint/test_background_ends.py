@@ -24,6 +24,7 @@ from deepoffload.errors import ClosedError, IoFailure, IoTimeout
 from deepoffload.io.engine import IoEngine
 from tests.checkpoint.background import Throttle, contents, mlp, saving_threads, train
 from tests.checkpoint.training import adamw, snapshot
+from tests.support.inspect import engine_of_param
 from tests.support.loops import assert_same_bits
 from tests.support.paging import RESIDENT, TIGHT, Paging, Setting, plain
 
@@ -144,7 +145,7 @@ def test_closing_the_engine_finishes_the_save(paging: Paging, tmp_path: Path) ->
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     with Throttle().in_force():
         handle = state.save(tmp_path, wait=False)
-        next(model.parameters()).__dict__["_slot"].pager.engine.close()
+        engine_of_param(next(model.parameters())).close()
         assert not saving_threads()
     assert handle.done() and read_manifest(handle.wait()).step == 2  # type: ignore[union-attr]
     again = plain(mlp, seed=9)

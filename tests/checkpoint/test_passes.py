@@ -11,6 +11,7 @@ from torch import nn
 
 import deepoffload
 from tests.checkpoint.training import snapshot
+from tests.support.inspect import pager_of
 from tests.support.loops import assert_same_bits
 
 LAYERS, WIDTH = 40, 256
@@ -50,7 +51,7 @@ def run(nvme_path: Path) -> Iterator[Run]:
 
 def test_a_save_reads_each_block_once_and_moves_none(run: Run, tmp_path: Path) -> None:
     """From its extent, or not at all where it is in memory."""
-    run.engine.pager.catch_up_all()
+    pager_of(run.engine).catch_up_all()
     before = run.counted()
     run.state.save(tmp_path)
     after = run.counted()
@@ -64,7 +65,7 @@ def test_a_load_reads_nothing_that_it_overwrites(run: Run, tmp_path: Path) -> No
     expected = snapshot(run.model, run.optimizer)
     run.state.save(tmp_path)
     run.step()
-    run.engine.pager.catch_up_all()
+    pager_of(run.engine).catch_up_all()
     before = run.counted()
     run.state.load(tmp_path)
     after = run.counted()

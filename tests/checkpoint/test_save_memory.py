@@ -20,6 +20,7 @@ import torch, transformers
 from torch import nn
 import deepoffload
 from tests.support.memory_watch import MemoryWatch, give_back, populate, resident_bytes
+from tests.support.inspect import tiers_of
 
 kind, directory, swap, budget = sys.argv[1:]
 
@@ -44,7 +45,7 @@ give_back()
 start = resident_bytes()
 with deepoffload.offload_context(host_budget=int(budget), nvme_path=swap, step_overlap="none") as context:
     model = build()
-populated = populate(context.engine.pager.tiers.arena)
+populated = populate(tiers_of(context.engine).arena)
 before = resident_bytes()
 watch = MemoryWatch()
 deepoffload.save_pretrained(model, directory + "/out", max_shard_size="50MB")

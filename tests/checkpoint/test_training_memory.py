@@ -22,6 +22,7 @@ import torch
 from torch import nn
 import deepoffload
 from tests.support.memory_watch import MemoryWatch, populate
+from tests.support.inspect import tiers_of
 
 def build(**said):
     torch.manual_seed(0)
@@ -36,7 +37,7 @@ def step(model, optimizer):
 
 def train(engine, model, optimizer):
     "Two steps: whether the budget counts as used now, and the peak."
-    populated = populate(engine.pager.tiers.arena)
+    populated = populate(tiers_of(engine).arena)
     step(model, optimizer)
     step(model, optimizer)
     return {"populated": populated, "training": watch.take_peak()}

@@ -18,6 +18,7 @@ from deepoffload import offload_context, stats
 from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.errors import BudgetError, PlacementError
 from deepoffload.runtime.context import engine_of
+from tests.support.inspect import pager_of, shown_memory_of, units_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import TinyGPT, batch, next_token_loss
 
@@ -105,12 +106,12 @@ def test_training_has_the_bits_of_plain_pytorch(tmp_path: Path, setting: Setting
 
 def test_what_is_written_to_a_copy_reaches_the_stored_bytes(tmp_path: Path) -> None:
     model = paged(partial(nn.Linear, 16, 16), tmp_path, 1 << 16)
-    memory, (unit,) = engine_of(model).pager.memory, engine_of(model).pager.units
+    memory, (unit,) = shown_memory_of(model), units_of(model)
     with torch.no_grad():
         model.weight.mul_(0).add_(7)
     memory.settle(unit.weights)
     (weight,) = [handle for handle in unit.handles if handle.tensor is model.weight]
-    with engine_of(model).pager.lock:
+    with pager_of(model).lock:
         assert torch.equal(weight.host_view(), torch.full((16, 16), 7.0))
     assert model.weight.data_ptr() != weight.address(), "the program is shown a copy"
 
@@ -120,7 +121,7 @@ def test_views_of_a_copy_keep_its_memory(tmp_path: Path) -> None:
     model = paged(build, tmp_path, 2 * least_bytes(build, tmp_path))
     held = [param.detach() for param in list(model.parameters())[:2]]
     values = [view.clone() for view in held]
-    memory = engine_of(model).pager.memory
+    memory = shown_memory_of(model)
     for seed in range(2):
         with torch.no_grad():
             next_token_loss(model, batch(seed))
@@ -133,7 +134,7 @@ def test_views_of_a_copy_keep_its_memory(tmp_path: Path) -> None:
 
 def test_the_engine_gives_the_memory_back(tmp_path: Path) -> None:
     model = paged(partial(nn.Linear, 64, 64), tmp_path, 1 << 16)
-    memory = engine_of(model).pager.memory
+    memory = shown_memory_of(model)
     assert isinstance(memory, CopyMemory)
     model(torch.ones(1, 64))
     engine_of(model).close()

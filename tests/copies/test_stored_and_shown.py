@@ -71,11 +71,11 @@ def encode(tmp_path: Path) -> Iterator[Encode]:
 
 
 def shown_room_bytes(encoded: EncodedModel) -> int:
-    return sum(unit.weights.shown_room_bytes for unit in encoded.pager.units)
+    return sum(unit.weights.shown_room_bytes for unit in encoded.units)
 
 
 def stored_room_bytes(encoded: EncodedModel) -> int:
-    return sum(unit.weights.room_bytes for unit in encoded.pager.units)
+    return sum(unit.weights.room_bytes for unit in encoded.units)
 
 
 def train(model: nn.Module, steps: int = 3) -> list[Any]:
@@ -102,7 +102,7 @@ def test_weights_stored_as_fp32_train_as_the_bf16_that_is_shown(encode: Encode, 
     assert_same_bits(expected, train(model))
     assert encoded.memory.arena.peak_bytes <= encoded.memory.capacity_bytes
     assert encoded.tiers.counters.evictions > 0, "the stored bytes went to NVMe, too"
-    for unit, module in zip(encoded.pager.units, [*model.norms, *model.layers], strict=True):
+    for unit, module in zip(encoded.units, [*model.norms, *model.layers], strict=True):
         stored = encoded.stored(unit)
         for handle, param in zip(unit.handles, module.parameters(), strict=True):
             form = handle.form
@@ -117,7 +117,7 @@ def test_what_nobody_writes_keeps_its_stored_precision(encode: Encode) -> None:
         model(rows(0, torch.bfloat16))
         model.layers[1].weight.mul_(2)
     encoded.memory.evict_all(frozenset())
-    units = {unit.name: unit for unit in encoded.pager.units}
+    units = {unit.name: unit for unit in encoded.units}
     weight_bytes = WIDTH * WIDTH * 4
     untouched = encoded.stored(units["layers.0"])[:weight_bytes].view(torch.float32).view(WIDTH, WIDTH)
     written = encoded.stored(units["layers.1"])[:weight_bytes].view(torch.float32).view(WIDTH, WIDTH)
@@ -169,7 +169,7 @@ def test_int8_codes_are_shown_dequantised(encode: Encode, layers_on_device: int)
     net = build()
     layer_bytes = (WIDTH * WIDTH + WIDTH) * 4 + 4 * PAGE_BYTES
     encoded = encode(net, Int8ShownAsFp32, device_bytes=layers_on_device * layer_bytes, host_bytes=320 << 10)
-    layers = [unit for unit in encoded.pager.units if unit.name.startswith("layers")]
+    layers = [unit for unit in encoded.units if unit.name.startswith("layers")]
     assert all(unit.weights.shown_nbytes > 3.5 * unit.weights.nbytes for unit in layers)
     assert_same_bits(expected, train_adapters(Adapted(net)))
     numbers = encoded.memory.stats()
@@ -222,7 +222,7 @@ def test_a_write_inside_a_window_is_refused_when_the_window_ends(encode: Encode)
         model(rows(0, torch.float32))
     assert torch.equal(module.weight, values)
     encoded.memory.evict_all(frozenset())
-    assert not encoded.memory.shows(encoded.pager.units[0].weights), "nothing leases it"
+    assert not encoded.memory.shows(encoded.units[0].weights), "nothing leases it"
 
 
 def test_the_update_where_the_weight_is_stored_is_refused(encode: Encode) -> None:
@@ -248,7 +248,7 @@ def test_what_cannot_be_shown_is_refused_and_holds_nothing(encode: Encode) -> No
         with pytest.raises(UnsupportedError, match=r"norms\.0 is stored for another device"):
             net(rows(0, torch.float32))
     assert encoded.memory.arena.used_bytes == 0
-    assert not any(unit.weights.leases or unit.weights.copying for unit in encoded.pager.units)
+    assert not any(unit.weights.leases or unit.weights.copying for unit in encoded.units)
 
 
 class FailsOnce(Fp32ShownAsBf16):
@@ -271,7 +271,7 @@ def test_what_the_program_wrote_is_not_lost_when_it_cannot_be_taken_back_now(enc
     with pytest.raises(torch.OutOfMemoryError):
         encoded.memory.evict_all(frozenset())
     encoded.memory.evict_all(frozenset())
-    assert not any(encoded.memory.shows(unit.weights) for unit in encoded.pager.units)
+    assert not any(encoded.memory.shows(unit.weights) for unit in encoded.units)
     assert torch.equal(net.layers[3].weight, wanted)
 
 

@@ -18,6 +18,7 @@ import torch._dynamo  # hooks and checkpointing are kept out of torch.compile, f
 import deepoffload
 from deepoffload.estimate.decoder import Decoder, DecoderShape
 from deepoffload.schedule.cost_model import BlockKind
+from tests.support.inspect import tiers_of
 from tests.support.memory_watch import MemoryWatch, give_back, resident_bytes
 
 
@@ -78,8 +79,8 @@ def train(swap: str, settings: dict[str, Any]) -> dict[str, Any]:
         found["paged_nvme_bytes"] = {
             kind.value: sum(
                 sum(piece.nbytes for piece in block.extent.pieces)
-                for block in engine.pager.tiers.blocks()
-                if block.kind is kind and block.extent is not None and block.id not in engine.pager.tiers.static
+                for block in tiers_of(engine).blocks()
+                if block.kind is kind and block.extent is not None and block.id not in tiers_of(engine).static
             )
             for kind in BlockKind
         }

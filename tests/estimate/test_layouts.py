@@ -11,8 +11,8 @@ import torch
 import deepoffload
 from deepoffload.config import Config, OptimizerConfig, Precision, StepOverlap
 from deepoffload.estimate import Batch, MachineSpec, estimate, from_counts
-from deepoffload.runtime.context import engine_of
 from deepoffload.schedule.cost_model import BlockKind
+from tests.support.inspect import units_of
 from tests.support.models import mlp, rows
 
 SECTIONS: list[dict[str, Any]] = [
@@ -38,7 +38,7 @@ def test_pieces_are_planned_as_the_optimizer_needs_them(
     model = mlp(depth=4)
     engine, _, _, _ = deepoffload.initialize(model=model, model_parameters=model.parameters(), config=config)
     try:
-        units = engine_of(model).pager.units
+        units = units_of(model)
         planned = [[piece.block.id for piece in unit.pieces] for unit in units]
         assert any(planned)
         for step in range(2):

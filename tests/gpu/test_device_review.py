@@ -14,6 +14,7 @@ from deepoffload import offload_context
 from deepoffload.copies import pinning
 from deepoffload.copies.accelerator import Accelerator
 from deepoffload.native.aio import PAGE_BYTES
+from tests.support.inspect import pager_of, shown_memory_of, units_of
 from tests.support.simulated_gpu import settings
 
 
@@ -90,7 +91,7 @@ def test_edits_on_another_stream_are_seen(simulated_gpu: str) -> None:
         view = model[1].up.weight.data
         view.copy_(values * 2, non_blocking=True)  # late: done when something waits for it
         del view
-    engine.pager.memory.evict_all(frozenset())
+    shown_memory_of(engine).evict_all(frozenset())
     torch.accelerator.current_stream().wait_stream(side)
     assert torch.equal(model[1].up.weight.detach(), wanted * 2)
 
@@ -106,14 +107,14 @@ def test_the_budget_may_take_what_torch_keeps_for_later(simulated_gpu: str) -> N
 
 def test_what_is_launched_after_the_last_use_holds_up_no_copy(simulated_gpu: str) -> None:
     model, engine = paged(simulated_gpu, 4_000_000)
-    memory = engine.pager.memory
+    memory = shown_memory_of(engine)
     with torch.no_grad():
         model(batch(0, simulated_gpu))
-    engine.pager.pump()
+    pager_of(engine).pump()
     memory.transfers.end()
     torch.accelerator.synchronize()
     later = torch.empty(1000, device=simulated_gpu).copy_(torch.ones(1000), non_blocking=True)  # for the next layers
-    unit = engine.pager.units[0]
+    unit = units_of(engine)[0]
     memory.refresh(unit.weights)  # its update is made right before it is used next
     assert not memory.shows(unit.weights)
     offset = memory.arena.allocate(unit.weights.room_bytes)

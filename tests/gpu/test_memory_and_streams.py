@@ -16,6 +16,7 @@ from deepoffload.errors import BudgetError, ConfigError, PlacementError
 from deepoffload.runtime.device import TRIMMED_BYTES_MIN
 from deepoffload.schedule.trace import Event
 from tests.support.gpu import Gpu, memory_of, on_cpu
+from tests.support.inspect import handle_of, pager_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp
 
@@ -156,7 +157,7 @@ def slow(gpu: Gpu, model: nn.Module) -> None:
 
 def test_the_host_does_not_wait_for_copies_to_the_device(gpu: Gpu) -> None:
     model = gpu.paged(deep, 8 * LAYER_BYTES)
-    memory, block = memory_of(model), model[0].weight._slot.block
+    memory, block = memory_of(model), handle_of(model[0].weight).block
     slow(gpu, model)
     memory.acquire(block)
     memory.release(block)
@@ -235,8 +236,8 @@ def test_a_weight_on_its_way_to_the_host_is_not_brought_back_before_it_is_there(
     with deepoffload.offload_context(device=gpu.device, nvme_path=str(gpu.nvme_path), **budgets):  # poison waits
         torch.manual_seed(0)
         model = different()
-    memory, order = memory_of(model), model[0].weight._slot.pager.order
-    first, between, written, last = [layer.weight._slot.block for layer in model]
+    memory, order = memory_of(model), pager_of(model).order
+    first, between, written, last = [handle_of(layer.weight).block for layer in model]
     memory.acquire(first)
     memory.acquire(between)
     with torch.no_grad():

@@ -70,7 +70,7 @@ def test_a_swap_file_never_has_a_name(make_engine, memory, tmp_path):
         memory.buffer[: 1 << 20] = bytes(1 << 20)
         swap.read(extent, memory.address).wait()
         assert memory.buffer[: 1 << 20] == data
-        (file,) = swap._files
+        (file,) = swap.files
         assert file.direct or file.direct_errno != 0
     assert tmp_path.stat().st_mtime_ns == 10**18
 

@@ -180,7 +180,7 @@ def test_a_disk_that_fills_between_check_and_allocation_is_a_budget_error(engine
     with swap:
         # tmpfs shows blocks free that its limit on size then refuses: shrink the limit behind the check's back.
         swap.reserve(4 * MIB)
-        file = swap._files[0]
+        file = swap.files[0]
         with pytest.raises(IoFailure, match="ENOSPC"):
             file.grow(100 * MIB)
         assert swap.capacity_bytes == 4 * MIB

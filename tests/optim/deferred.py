@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import deepoffload
-from deepoffload.runtime.context import engine_of
+from tests.support.inspect import units_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, TIGHT, Paging, Setting
@@ -46,7 +46,7 @@ def finish(model: nn.Module, optimizer: Any) -> Any:
 
 
 def units_pending(model: nn.Module) -> int:
-    return sum(unit.pending is not None for unit in engine_of(model).pager.units)
+    return sum(unit.pending is not None for unit in units_of(model))
 
 
 @dataclass

@@ -16,8 +16,8 @@ import deepoffload
 from deepoffload.errors import IoFailure
 from deepoffload.io.engine import IoEngine
 from deepoffload.runtime import disk as disk_module
-from deepoffload.runtime.context import engine_of
 from tests.optim.deferred import ADAMW, Start, backward, finish, sorted_state, units_pending
+from tests.support.inspect import io_of
 from tests.support.loops import assert_same_bits, relative_difference, weights_of
 from tests.support.models import TinyGPT, batch, mlp, next_token_loss, rows
 from tests.support.paging import EVICTING, RESIDENT, ROOMY, TIGHT, Paging, Setting
@@ -122,7 +122,7 @@ def test_dropped_gradients_give_their_memory_back(paging: Paging, setting: Setti
 
 
 def chunks_of(model: nn.Module) -> int:
-    io = engine_of(model)._disk.io
+    io = io_of(model)
     assert io is not None
     return io.stats()["chunks_done"]
 

@@ -16,6 +16,7 @@ import deepoffload
 from deepoffload.errors import ClosedError
 from deepoffload.runtime.context import engine_of
 from tests.optim.deferred import ADAMW, SETTINGS, Pair, Start, backward, build, finish, sorted_state, units_pending
+from tests.support.inspect import pager_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import rows
 from tests.support.paging import TIGHT, Paging
@@ -423,11 +424,11 @@ def test_deleted_with_a_step_to_come(paging: Paging, order: str) -> None:
     if order == "model first":
         del model
         weight = optimizer.param_groups[0]["params"][3].detach().sum().item()
-        assert weight == weight and engine.pager.life.closed_because is None
+        assert weight == weight and pager_of(engine).life.closed_because is None
         del optimizer
     else:
         del optimizer, model
-    assert engine.pager.life.closed_because is not None
+    assert pager_of(engine).life.closed_because is not None
     assert list(paging.nvme_path.iterdir()) == []
 
 

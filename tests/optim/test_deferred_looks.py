@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from deepoffload.runtime.context import engine_of
 from tests.optim.deferred import SETTINGS, Pair, Start, backward, finish, sorted_state, units_pending
+from tests.support.inspect import pager_of
 from tests.support.loops import gradients_of, weights_of
 from tests.support.models import rows
 from tests.support.paging import Paging
@@ -520,7 +520,7 @@ def step_inside_forward(model: Any, optimizer: Any) -> Any:
 def test_between_step_and_forward(pair: Pair, name: str) -> None:
     def program(start: Start) -> Any:
         optimizer = start.stepped()
-        if type(start.model[0].weight) is not nn.Parameter and engine_of(start.model).pager.defer_updates:
+        if type(start.model[0].weight) is not nn.Parameter and pager_of(start.model).defer_updates:
             assert units_pending(start.model) == 4, "no step was to come: this tests nothing"
         seen = LOOKS[name](start.model, optimizer)
         return seen, finish(start.model, optimizer)

@@ -15,6 +15,7 @@ import deepoffload
 from deepoffload.errors import ClosedError, UnsupportedError, UsageError
 from deepoffload.params.state_dict_values import LazyValue
 from tests.optim.kinds import KINDS, STORED, VARIANTS, Kind
+from tests.support.inspect import engine_of_param, handle_of
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging, Setting, plain
@@ -319,7 +320,7 @@ def test_eight_bit_state_takes_less_than_half_of_the_disk(paging: Paging) -> Non
         model = paging.build(small, replace(EVICTING, precision="bf16"))
         optimizer = deepoffload.CPUAdamW(model.parameters(), state_dtype=dtype)
         train(model, optimizer, range(2))
-        pieces = {id(piece): piece for p in model.parameters() for piece in p._slot.unit.pieces}
+        pieces = {id(piece): piece for p in model.parameters() for piece in handle_of(p).unit.pieces}
         written[dtype] = sum(piece.block.nbytes for piece in pieces.values())
     assert written["8bit"] < 0.45 * written["fp32"]
 
@@ -350,7 +351,7 @@ def test_inside_the_context_and_after_the_end(paging: Paging) -> None:
         with pytest.raises(UsageError, match="after the context has ended"):
             optimizer.load_state_dict(saved)
     train(model, optimizer, range(1))
-    next(model.parameters())._slot.pager.engine.close()
+    engine_of_param(next(model.parameters())).close()
     for action in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict(saved)):
         with pytest.raises(ClosedError, match="closed"):
             action()

@@ -24,6 +24,7 @@ from deepoffload.params.state_dict_values import LazyValue
 from deepoffload.runtime.context import engine_of
 from tests.checkpoint.training import ALL
 from tests.optim.kinds import KINDS, STORED, Kind
+from tests.support.inspect import units_of
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, SERIAL, Paging
@@ -346,7 +347,7 @@ def test_saving_reads_every_piece_once(paging: Paging, kind: Kind) -> None:
     optimizer = kind.ours(model.parameters())
     train_once(0)
     engine: Any = engine_of(model)
-    stored_bytes = sum(piece.block.nbytes for unit in engine.pager.units for piece in unit.pieces)
+    stored_bytes = sum(piece.block.nbytes for unit in units_of(engine) for piece in unit.pieces)
     state, before = optimizer.state_dict(), engine.stats()["disk_bytes_read"]
     torch.save(state, io.BytesIO())
     read_bytes = engine.stats()["disk_bytes_read"] - before
@@ -400,6 +401,7 @@ import torch
 from torch import nn
 import deepoffload
 from tests.support.memory_watch import MemoryWatch, populate
+from tests.support.inspect import tiers_of
 
 path, swap, doing, width, depth, budget = sys.argv[1:]
 tiny = nn.Linear(8, 8)
@@ -409,7 +411,7 @@ with deepoffload.offload_context(host_budget=int(budget), nvme_path=swap, precis
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(int(width), int(width)) for _ in range(int(depth))])
 optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-3)
-populated = populate(context.engine.pager.tiers.arena)
+populated = populate(tiers_of(context.engine).arena)
 
 def step():
     model(torch.ones(2, int(width), dtype=torch.bfloat16)).sum().backward()

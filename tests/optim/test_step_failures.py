@@ -21,7 +21,7 @@ import deepoffload
 from deepoffload.errors import IoFailure
 from deepoffload.io.engine import IoEngine
 from deepoffload.runtime import disk as disk_module
-from deepoffload.runtime.context import engine_of
+from tests.support.inspect import io_of
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import PACKAGE, SERIAL, Paging, plain
@@ -31,7 +31,7 @@ TRIED = 5
 
 
 def chunks_of(model: nn.Module) -> int:
-    io = engine_of(model)._disk.io
+    io = io_of(model)
     assert io is not None
     return io.stats()["chunks_done"]
 
@@ -66,7 +66,7 @@ def train(paging: Paging, overlap: str, retries: int = 0) -> tuple[Any, range, i
         repeated += failed
         optimizer.zero_grad()
     updates = range(seen[5] + 1, seen[6]) if overlap == "none" else range(seen[6] + 1, seen[7])
-    io = engine_of(model)._disk.io
+    io = io_of(model)
     assert io is not None and io.stats()["requests_failed"] == retries, "nothing has failed: this tested nothing"
     return (weights_of(model), optimizer.state_dict()["state"]), updates, repeated
 

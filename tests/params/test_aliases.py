@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload.errors import BudgetError
-from deepoffload.runtime.context import engine_of
+from tests.support.inspect import handle_of, tiers_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, SERIAL, TIGHT, Paging, Same, plain
@@ -326,7 +326,7 @@ def test_unseen_edit_that_brings_old_values_back(paging: Paging) -> None:
     """Weights are swapped for an average and back: what is on disk by then is not what was there at the first look."""
     model = paging.build(mlp, SERIAL)
     weight: Any = model[0].weight
-    block, tiers = weight._slot.block, engine_of(model).pager.tiers
+    block, tiers = handle_of(weight).block, tiers_of(model)
     old = weight.detach().clone()
     with torch.no_grad():
         weight.copy_(torch.ones_like(old))

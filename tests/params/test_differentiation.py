@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from deepoffload.runtime.context import engine_of
 from tests.params.inside_backward import KINDS, WIDTH, Layer
+from tests.support.inspect import units_of
 from tests.support.loops import gradients_of
 from tests.support.models import rows
 from tests.support.paging import Same
@@ -231,7 +232,7 @@ def test_nothing_is_pinned_and_no_gradient_lands(same: Same) -> None:
 
         def look(grad: Tensor) -> None:
             if engine is not None:
-                leases.append(sum(unit.weights.leases for unit in engine.pager.units))
+                leases.append(sum(unit.weights.leases for unit in units_of(engine)))
 
         def loss() -> Tensor:
             x = inputs_of(1)

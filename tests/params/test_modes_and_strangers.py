@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepoffload
 from deepoffload.errors import UnsupportedError
+from tests.support.inspect import handle_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, RESIDENT, Paging, Same, plain
@@ -179,7 +180,7 @@ def test_distributed_data_parallel_is_refused(paging: Paging, tmp_path: Any) -> 
 def test_metadata_brings_no_bytes(paging: Paging) -> None:
     model = paging.build(mlp, EVICTING)
     weight = model[0].weight
-    slot = weight._slot
+    slot = handle_of(weight)
     assert slot.storage is None
     for look in (
         "shape dtype device ndim requires_grad is_leaf grad_fn layout nbytes itemsize _version grad is_cuda"

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import deepoffload
 from deepoffload.params.torch_private import top_saved_tensors_hooks
 from deepoffload.runtime.context import engine_of
+from tests.support.inspect import pager_of, tiers_of, units_of
 from tests.support.loops import assert_same_bits, gradients_of
 from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, RESIDENT, Paging, Setting, plain
@@ -36,7 +37,7 @@ class Asks(nn.Module):
 
 def resident(paging: Paging, build: Callable[[], Any], setting: Setting = RESIDENT) -> Any:
     model = paging.build(build, setting)
-    assert engine_of(model).pager.tiers.all_stay(), "this would test nothing"
+    assert tiers_of(model).all_stay(), "this would test nothing"
     return model
 
 
@@ -79,8 +80,8 @@ def test_updates_are_no_edits(paging: Paging) -> None:
         model(rows(seed=seed).bfloat16()).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    handles = [handle for unit in engine_of(model).pager.units for handle in unit.handles]
-    engine_of(model).pager.catch_up_all()
+    handles = [handle for unit in units_of(model) for handle in unit.handles]
+    pager_of(model).catch_up_all()
     assert not any(handle.changed() or handle.master_stale for handle in handles)
 
 
@@ -236,7 +237,7 @@ def test_a_checkpoint_runs_again_where_not_everything_stays_any_more(paging: Pag
     with paging.context(setting, enough_bytes):
         torch.manual_seed(0)
         model = checkpointed()
-    tiers = engine_of(model).pager.tiers
+    tiers = tiers_of(model)
     assert tiers.all_stay()
     found = trained(model)
     assert not tiers.all_stay(), "this tested nothing"
@@ -251,4 +252,4 @@ def test_everything_still_stays_with_state_of_another_format(paging: Paging, set
     optimizer = kind(model.parameters(), lr=1e-2, **others)
     model(rows().bfloat16()).float().square().mean().backward()
     optimizer.step()
-    assert engine_of(model).pager.tiers.all_stay()
+    assert tiers_of(model).all_stay()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from deepoffload.runtime.context import engine_of
+from tests.support.inspect import units_of
 from tests.support.loops import assert_same_bits, gradients_of
 from tests.support.models import TinyGPT, batch, llama, mlp, next_token_loss, rows
 from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging, Same, Setting, plain
@@ -95,7 +95,7 @@ def test_transformers_layers_that_are_units(paging: Paging, use_reentrant: bool)
     with paging.context(EVICTING, 500_000):
         torch.manual_seed(0)
         model = build()
-    assert any(unit.name == "model.layers.3" for unit in engine_of(model).pager.units), "this would test nothing"
+    assert any(unit.name == "model.layers.3" for unit in units_of(model)), "this would test nothing"
     assert_same_bits(expected, program(model))
 
 

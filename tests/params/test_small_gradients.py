@@ -19,7 +19,7 @@ from deepoffload.io.engine import IoEngine
 from deepoffload.optim.gradients import LIGHT_BYTES, LIGHT_NUMEL
 from deepoffload.params.parameter import OffloadedGradient
 from deepoffload.runtime import disk as disk_module
-from deepoffload.runtime.context import engine_of
+from tests.support.inspect import io_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import RESIDENT, SERIAL, Paging, plain
@@ -124,7 +124,7 @@ def own_gradients(paging: Paging) -> tuple[Any, range, bool]:
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
     for index, param in enumerate(model.parameters()):
         param.grad = torch.full(param.shape, 0.1 * (index + 1))
-    io = engine_of(model)._disk.io
+    io = io_of(model)
     assert io is not None
     start = io.stats()["chunks_done"]
     failed = False

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deepoffload
-from deepoffload.runtime.context import engine_of
+from tests.support.inspect import tiers_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import RESIDENT, Paging, plain
@@ -74,6 +74,6 @@ def test_as_in_plain_pytorch(paging: Paging, program: Any, budget: int) -> None:
     with paging.context(RESIDENT, budget):
         torch.manual_seed(0)
         model = mostly_frozen()
-    assert engine_of(model).pager.tiers.all_stay() == (budget == BUDGETS[1]), "this would test something else"
+    assert tiers_of(model).all_stay() == (budget == BUDGETS[1]), "this would test something else"
     assert_same_bits(expected, program(model))
     assert deepoffload.stats(model)["evictions"] > 0

@@ -14,17 +14,18 @@ from deepoffload import stats
 from deepoffload.errors import BudgetError, UnsupportedError
 from deepoffload.params.parameter import OffloadedParameter
 from deepoffload.runtime.context import engine_of
+from tests.support.inspect import leases_of, pager_of, shown_memory_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, RESIDENT, ROOMY, TIGHT, Paging, Same, Setting, plain
 
 
 def leases(model: nn.Module) -> int:
-    return sum(block.leases for block in engine_of(model).pager.tiers.blocks())
+    return leases_of(model)
 
 
 def open_windows(model: nn.Module) -> int:
-    return len(engine_of(model).pager.hooks.opened())
+    return len(pager_of(model).hooks.opened())
 
 
 class Stops(RuntimeError):
@@ -55,7 +56,7 @@ class Recursive(nn.Module):
 def test_failing_inner_call_leaves_the_outer_window_open(paging: Paging, monkeypatch: pytest.MonkeyPatch) -> None:
     model = paging.build(lambda: nn.Sequential(*[Recursive() for _ in range(4)]), EVICTING)
     engine = engine_of(model)
-    acquire = engine.pager.memory.acquire
+    acquire = shown_memory_of(engine).acquire
     calls = []
 
     def fails_once(block: Any, **options: Any) -> None:
@@ -64,7 +65,7 @@ def test_failing_inner_call_leaves_the_outer_window_open(paging: Paging, monkeyp
             raise Stops
         acquire(block, **options)
 
-    monkeypatch.setattr(engine.pager.memory, "acquire", fails_once)
+    monkeypatch.setattr(shown_memory_of(engine), "acquire", fails_once)
     with torch.no_grad():
         model[0](rows())
     assert model[0].caught and leases(model) == 0 and open_windows(model) == 0
@@ -220,4 +221,4 @@ def test_late_parameter_that_finds_no_room_can_be_tried_again(paging: Paging) ->
     assert_same_bits(gradients_of(expected), gradients_of(model))
     engine = engine_of(model)
     del model, late, net, param
-    assert engine.pager.life.closed_because == "its model was deleted"
+    assert pager_of(engine).life.closed_because == "its model was deleted"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload import offload_context
+from tests.support.inspect import tiers_of
 from tests.support.memory_watch import resident_bytes
 from tests.support.models import TinyGPT, batch, next_token_loss
 from tests.support.paging import PACKAGE
@@ -327,7 +328,7 @@ def recovers(phase: str, samples: str) -> None:
         if losses != expected:
             wrong.append([nth, losses, expected])
     hooks = left_behind()["saved_tensor_hooks"]
-    leases = [block.name for block in training.engine.pager.tiers.blocks() if block.leases]
+    leases = [block.name for block in tiers_of(training.engine).blocks() if block.leases]
     same = all(
         torch.equal(one.detach(), other.detach())
         for one, other in zip(training.model.parameters(), state.model.parameters(), strict=True)
@@ -383,7 +384,7 @@ def interrupted_updates(samples: str) -> None:
         updated.append(sum(int((value != before[name]).sum()) for name, value in after.items()))
         training.optimizer.zero_grad()
         training.run(1)
-        leases += [block.name for block in training.engine.pager.tiers.blocks() if block.leases]
+        leases += [block.name for block in tiers_of(training.engine).blocks() if block.leases]
         training.engine.close()
     say(torn=torn, updated=sorted(set(updated)), leases=leases, **left_behind())
 

@@ -24,6 +24,7 @@ from deepoffload.errors import (
     UsageError,
 )
 from tests.runtime.conftest import Outcome
+from tests.support.inspect import tiers_of
 from tests.support.models import TinyGPT, batch, next_token_loss
 from tests.support.paging import Paging
 
@@ -131,7 +132,7 @@ def test_a_budget_below_the_working_set_names_one_that_works(
     least = int(re.search(r"to at least (\d+) bytes", text)[1])  # type: ignore[index]
     with context(paging, host_budget=least, precision=precision) as entered:
         model = build()
-    assert entered.engine is not None and entered.engine.pager.tiers.arena.capacity_bytes <= least
+    assert entered.engine is not None and tiers_of(entered.engine).arena.capacity_bytes <= least
     for _ in range(3):
         assert 0 < train_a_step(model) < 1000
     assert deepoffload.stats(model)["host_peak_bytes"] <= least

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload import stats
-from deepoffload.runtime.context import engine_of
+from tests.support.inspect import leases_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import rows
 from tests.support.paging import Paging, plain
@@ -118,7 +118,7 @@ def test_another_optimizers_step(build: Callable[[], Two], where: Where, frozen:
 
 
 def leases(model: nn.Module) -> int:
-    return sum(block.leases for block in engine_of(model).pager.tiers.blocks())
+    return leases_of(model)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "partly frozen"])

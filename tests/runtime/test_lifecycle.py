@@ -25,6 +25,7 @@ import deepoffload
 from deepoffload.errors import ClosedError, IoTimeout, UsageError
 from tests.runtime.conftest import ROOT, Outcome
 from tests.runtime.lifecycle_program import NOTHING, PHASES
+from tests.support.inspect import tiers_of
 from tests.support.models import TinyGPT, batch, next_token_loss
 from tests.support.paging import TIGHT, Paging
 
@@ -287,7 +288,7 @@ def test_close_gives_back_all_the_rest_when_a_transfer_hangs(paging: Paging, mon
     def hangs() -> None:
         raise IoTimeout("still in flight")
 
-    monkeypatch.setattr(engine.pager.tiers, "close", hangs)
+    monkeypatch.setattr(tiers_of(engine), "close", hangs)
     with pytest.raises(IoTimeout):
         engine.close()
     assert list(paging.nvme_path.iterdir()) == [] and signal.getsignal(signal.SIGINT) == before

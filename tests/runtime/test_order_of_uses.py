@@ -18,6 +18,7 @@ from deepoffload.runtime.plan import NO_DISK
 from deepoffload.schedule.cost_model import StepOverlap, Workload
 from deepoffload.schedule.trace import Event
 from deepoffload.schedule.uses import step_uses, unit_blocks
+from tests.support.inspect import pager_of, tiers_of
 from tests.support.models import TinyGPT, batch, gpt2, llama, next_token_loss
 from tests.support.paging import Paging, Setting, plain
 
@@ -63,13 +64,13 @@ def recorded(model: nn.Module, overlap: StepOverlap, micro_batches: int) -> list
     engine = engine_of(model)
     optimizer = deepoffload.CPUAdam([param for param in model.parameters() if param.requires_grad], lr=1e-3)
     steps: list[list[Event]] = []
-    observe = engine.pager.order.trace.observe
+    observe = pager_of(engine).order.trace.observe
 
     def noted(event: Event) -> bool:
         steps[-1].append(event)
         return observe(event)
 
-    engine.pager.order.trace.observe = noted  # type: ignore[method-assign]
+    pager_of(engine).order.trace.observe = noted  # type: ignore[method-assign]
     for step in range(3):
         steps.append([])
         for micro in range(micro_batches):
@@ -78,7 +79,7 @@ def recorded(model: nn.Module, overlap: StepOverlap, micro_batches: int) -> list
             next_token_loss(model, batch(10 * step + micro)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    engine.pager.order.trace.observe = observe  # type: ignore[method-assign]
+    pager_of(engine).order.trace.observe = observe  # type: ignore[method-assign]
     return steps
 
 
@@ -110,7 +111,7 @@ def test_the_engine_uses_blocks_in_the_order_that_is_foreseen(
         unit_of=plan.unit_of,
         types=compute_types(engine.config, [reference]),
     )
-    names = {block.id: block.name for block in engine.pager.tiers.blocks()}
+    names = {block.id: block.name for block in tiers_of(engine).blocks()}
     foreseen_names = {block.id: block.name for block in plan.placement.blocks}
     for number, step in enumerate(steps):
         workload = Workload(micro_batches, overlap)

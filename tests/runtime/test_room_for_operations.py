@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload.errors import BudgetError, PlacementError
+from tests.support.inspect import is_paged
 from tests.support.loops import assert_same_bits
 
 LAYERS = 24
@@ -50,7 +51,7 @@ def program(model: Wide, operation: Operation, *, inside: bool) -> list[Tensor]:
     """Two steps; the operation in the forward, or outside of every module."""
     optimizer = (
         deepoffload.CPUSGD(model.parameters(), lr=1e-2)
-        if hasattr(model.layers[0].weight, "_slot")
+        if is_paged(model)
         else torch.optim.SGD(model.parameters(), lr=1e-2)
     )
     seen = []

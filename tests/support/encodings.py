@@ -258,6 +258,10 @@ class EncodedModel:
         finally:
             self.tiers.release(unit.weights)
 
+    @property
+    def units(self) -> list[Unit]:
+        return self.pager.units
+
     def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:
         return None
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from deepoffload.optim.gradient_state import GradientRecord, GradientState
 from deepoffload.runtime.context import engine_of
+from tests.support.inspect import units_of
 from tests.support.paging import RESIDENT, Paging
 
 EMPTY, LANDED, HANDED_OVER, USER = GradientState
@@ -42,7 +43,7 @@ ALLOWED = {
 @pytest.fixture
 def record(paging: Paging) -> GradientRecord:
     model = paging.build(lambda: nn.Linear(4, 4), RESIDENT)
-    return GradientRecord(engine_of(model).pager.units[0].handles[0])
+    return GradientRecord(units_of(model)[0].handles[0])
 
 
 @pytest.mark.parametrize("state", GradientState, ids=lambda state: state.name)
@@ -81,5 +82,5 @@ def test_one_record_per_parameter_until_its_unit_is_gone(paging: Paging) -> None
     gc.collect()  # the old layer and its hooks refer to one another
     model(torch.ones(1, 4)).sum().backward()
     records = set(engine.gradients._records)
-    assert records == {handle for unit in engine.pager.units for handle in unit.handles}
+    assert records == {handle for unit in units_of(engine) for handle in unit.handles}
     assert len(records) == 4 and len(records & before) == 2

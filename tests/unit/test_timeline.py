@@ -17,6 +17,7 @@ from deepoffload.errors import UsageError
 from deepoffload.runtime.context import engine_of
 from deepoffload.runtime.engine import Engine
 from deepoffload.timeline import Lane, Timeline
+from tests.support.inspect import tiers_of, units_of
 from tests.support.models import mlp, rows
 from tests.support.paging import SERIAL, TIGHT, Paging, Setting
 
@@ -139,7 +140,7 @@ def test_off_by_default(paging: Paging) -> None:
     model = paging.build(partial(mlp, depth=4), TIGHT, key="timeline")
     model(rows()).sum().backward()
     engine = engine_of(model)
-    assert engine.timeline is None and engine.pager.tiers.timeline is None
+    assert engine.timeline is None and tiers_of(engine).timeline is None
     for ask in (engine.summary, lambda: engine.export_trace("/nonexistent/trace.json")):
         with pytest.raises(UsageError, match="timeline = true"):
             ask()
@@ -150,7 +151,7 @@ def test_spans_of_a_training(paging: Paging, setting: Setting) -> None:
     model, engine = trained(paging, setting)
     spans = timed(engine).spans()
     assert all(span.begin_s <= span.end_s for span in spans)
-    units = [unit.name for unit in engine.pager.units]
+    units = [unit.name for unit in units_of(engine)]
     program = [span for span in spans if span.lane is Lane.PROGRAM]
     assert all(one.end_s == other.begin_s for one, other in zip(program, program[1:], strict=False))
     kinds = {kind: {s.name.split()[1] for s in program if s.name.startswith(kind)} for kind in ("forward", "backward")}
@@ -159,15 +160,15 @@ def test_spans_of_a_training(paging: Paging, setting: Setting) -> None:
     # Every piece is updated once per step; of a deferred last one nothing is done yet.
     updates = [span for span in spans if span.lane is Lane.UPDATE]
     done = STEPS if setting is SERIAL else STEPS - 1
-    pieces = {unit.name: len(unit.pieces) for unit in engine.pager.units}
+    pieces = {unit.name: len(unit.pieces) for unit in units_of(engine)}
     assert {name: sum(s.name == f"update {name}" for s in updates) for name in units} == {
         name: done * count for name, count in pieces.items()
     }
     assert sum(span.nbytes for span in updates) == done * sum(
-        piece.block.nbytes for unit in engine.pager.units for piece in unit.pieces
+        piece.block.nbytes for unit in units_of(engine) for piece in unit.pieces
     )
     landings = [span for span in spans if span.lane is Lane.LANDING]
-    assert len(landings) == STEPS * sum(len(unit.handles) for unit in engine.pager.units)
+    assert len(landings) == STEPS * sum(len(unit.handles) for unit in units_of(engine))
 
     stats = engine.stats()
     moved = {lane: sum(s.nbytes for s in spans if s.lane is lane) for lane in (Lane.READ, Lane.WRITE)}

@@ -9,7 +9,7 @@ from torch import nn
 
 from deepoffload.optim.unit_completion import UnitCompletion
 from deepoffload.params.unit import ParamHandle
-from deepoffload.runtime.context import engine_of
+from tests.support.inspect import units_of
 from tests.support.paging import RESIDENT, Paging
 
 
@@ -34,7 +34,7 @@ class Expected:
 def handles(paging: Paging) -> list[ParamHandle]:
     """Four parameters of one unit, in the unit's order."""
     model = paging.build(lambda: nn.ModuleList([Layer()]), RESIDENT)
-    (unit,) = engine_of(model).pager.units
+    (unit,) = units_of(model)
     assert len(unit.handles) == 4
     return [*unit.handles]
 
@@ -79,7 +79,7 @@ def test_a_new_step_of_some(handles: list[ParamHandle]) -> None:
 
 def test_units_are_apart(paging: Paging) -> None:
     model = paging.build(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), RESIDENT)
-    first, second = (unit.handles for unit in engine_of(model).pager.units)
+    first, second = (unit.handles for unit in units_of(model))
     expected = Expected([*first, *second])
     assert expected.land(first[0], second[1], second[0]) == [[], [], second]
     assert expected.land(first[1]) == [first]

@@ -1,0 +1,75 @@
+"""The one door through which tests look into an engine: where something lies inside is written here and nowhere else.
+
+A test says what it is about, the units of a model or the blocks of its memory, and does not spell the way there. When
+the inside of an engine moves, this file changes. ``tests/house`` holds it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from deepoffload.checkpoint.background import SaveHandle
+from deepoffload.checkpoint.training_state import TrainingState
+from deepoffload.copies.shown import ShownMemory
+from deepoffload.io.engine import IoEngine
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.params.pager import Pager
+from deepoffload.params.unit import ParamHandle, Unit
+from deepoffload.runtime.context import engine_of
+from deepoffload.runtime.engine import Engine
+
+
+def pager_of(paged: nn.Module | Engine) -> Pager:
+    """Of a model or an engine, as with all others here."""
+    return (paged if isinstance(paged, Engine) else engine_of(paged)).pager
+
+
+def tiers_of(paged: nn.Module | Engine) -> TierManager:
+    """The arena and the blocks."""
+    return pager_of(paged).tiers
+
+
+def shown_memory_of(paged: nn.Module | Engine) -> ShownMemory:
+    """In which tensors show their bytes."""
+    return pager_of(paged).memory
+
+
+def units_of(paged: nn.Module | Engine) -> list[Unit]:
+    """In the order in which they were found."""
+    return pager_of(paged).units
+
+
+def io_of(paged: nn.Module | Engine) -> IoEngine:
+    """What does its transfers; it must have a disk."""
+    io = (paged if isinstance(paged, Engine) else engine_of(paged))._disk.io
+    assert io is not None
+    return io
+
+
+def handle_of(param: Tensor) -> ParamHandle:
+    """A paged parameter's place."""
+    handle = param.__dict__["_slot"]
+    assert isinstance(handle, ParamHandle)
+    return handle
+
+
+def is_paged(model: nn.Module) -> bool:
+    """Whether any of its parameters is."""
+    return any("_slot" in param.__dict__ for param in model.parameters())
+
+
+def engine_of_param(param: Tensor) -> Engine:
+    """The engine that pages a parameter."""
+    engine = handle_of(param).pager.engine
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def save_of(state: TrainingState) -> SaveHandle | None:
+    """The save that runs in the background."""
+    return state._running
+
+
+def leases_of(paged: nn.Module | Engine) -> int:
+    """How many leases all blocks have together."""
+    return sum(block.leases for block in tiers_of(paged).blocks())
