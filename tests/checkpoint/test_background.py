@@ -196,6 +196,7 @@ CASES = st.tuples(
 )
 
 
+@pytest.mark.timeout(1500)
 @settings(
     max_examples=300 if ALL else 12,
     suppress_health_check=list(HealthCheck),

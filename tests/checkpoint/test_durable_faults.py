@@ -69,6 +69,7 @@ def test_a_write_that_fails_while_committing(kind: str, nth: int, make: Make, tm
     assert failures <= 1
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("rule", "message"), [("errno=5", "EIO"), ("short=0", "ENODATA"), ("flip=77", "damaged")])
 def test_a_read_that_fails_while_resuming(rule: str, message: str, make: Make, tmp_path: Path) -> None:
     """One of the record: no run begins. One of the state: the model is half loaded until a resume succeeds."""
@@ -175,6 +176,7 @@ def test_a_damaged_extent_is_named(make: Make, tmp_path: Path) -> None:
         path.write_bytes(data)
 
 
+@pytest.mark.timeout(1200)
 def test_random_bits_of_extents(make: Make, tmp_path: Path) -> None:
     """Each is recognised, in whatever tensor it is; bits that belong to no durable step are not."""
     trained(make)

@@ -87,6 +87,7 @@ def test_disks_that_are_slow_or_stop_short(rules: str, paging: Paging, tmp_path:
     assert_same_bits(expected, snapshot(model, optimizer))
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("rule", "message"), [("errno=5", "EIO"), ("short=0", "ENODATA"), ("flip=77", "damaged between offset")]
 )
