@@ -11,7 +11,7 @@ from deepoffload.config import Config
 from deepoffload.errors import PlacementError, UsageError
 from deepoffload.native.aio import PAGE_BYTES, round_up
 from deepoffload.runtime.choice import ChosenCut, Room, choose
-from deepoffload.runtime.compute_types import compute_types
+from deepoffload.runtime.compute_types import ComputeTypes
 from deepoffload.runtime.plan import cutter_of, dry_pager
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind
 from deepoffload.schedule.placement import BlockSpec, Placement
@@ -51,52 +51,64 @@ class BlockPlan:
         return sum(block.nbytes for block in self.placement.blocks if block.kind is kind and block.id in ids)
 
 
-def plan_blocks(
-    model: nn.Module, config: Config, *, capacity_bytes: int, nvme_bytes: int | None, bandwidths: Bandwidths
-) -> BlockPlan:
-    """Place ``model`` (on any device, the meta device too) as ``offload_context`` would.
+class Planner:
+    """Plans of one model, on any device (the meta device, too). What does not depend on the room is worked out once.
 
     Raises:
-        PlacementError: it does not fit; the message carries the table.
         UsageError: the model has no parameters.
     """
-    pager, gradients, handles = dry_pager(model)
-    if not handles:
-        raise UsageError(f"{type(model).__name__} has no parameters that could be placed")
-    room = Room(capacity_bytes // PAGE_BYTES * PAGE_BYTES, nvme_bytes, bandwidths)
-    return _block_plan(choose(cutter_of(pager, gradients, config, [model], handles), config, room))
 
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        pager, gradients, handles = dry_pager(model)
+        if not handles:
+            raise UsageError(f"{type(model).__name__} has no parameters that could be placed")
+        self._config = config
+        self._params = [handle.tensor for handle in handles if handle.tensor is not None]
+        self._cutter = cutter_of(pager, gradients, config, [model], handles)
 
-def smallest_capacity(model: nn.Module, config: Config, *, nvme_bytes: int | None, bandwidths: Bandwidths) -> int:
-    """The smallest memory budget with which ``model`` can be placed.
+    @property
+    def types(self) -> ComputeTypes:
+        """What the parameters and buffers compute in."""
+        return self._cutter.types
 
-    Raises:
-        PlacementError: NVMe is too small for any budget up to all of the model.
-    """
+    def plan(self, *, capacity_bytes: int, nvme_bytes: int | None, bandwidths: Bandwidths) -> BlockPlan:
+        """Place the model as ``offload_context`` would.
 
-    def attempt(capacity_bytes: int) -> BlockPlan:
-        return plan_blocks(model, config, capacity_bytes=capacity_bytes, nvme_bytes=nvme_bytes, bandwidths=bandwidths)
+        Raises:
+            PlacementError: it does not fit; the message carries the table.
+        """
+        room = Room(capacity_bytes // PAGE_BYTES * PAGE_BYTES, nvme_bytes, bandwidths)
+        return _block_plan(choose(self._cutter, self._config, room))
 
-    least_bytes = _surely_needed(model, config)
-    try:
-        attempt(least_bytes)
-    except PlacementError as error:
-        if error.enough_bytes is not None:
-            return error.enough_bytes
-    else:
-        return least_bytes
-    # NVMe ends before the budget does: what it cannot hold has to stay in memory.
-    everything = attempt(UNBOUNDED_BYTES).placement.resident_bytes
-    least = max(0, everything - (nvme_bytes or 0))
-    return round_up(first_that_fits(lambda capacity: _fits(attempt, capacity), everything, least))
+    def smallest_capacity(self, *, nvme_bytes: int | None, bandwidths: Bandwidths) -> int:
+        """The smallest memory budget with which the model can be placed.
 
+        Raises:
+            PlacementError: NVMe is too small for any budget up to all of the model.
+        """
 
-def _surely_needed(model: nn.Module, config: Config) -> int:
-    """What the largest parameter alone takes while it moves into its unit: as registered, and in the dtype it computes
-    in. No budget below that will do, and plans for much smaller ones would be of very many very small blocks."""
-    types = compute_types(config, [model])
-    needs = (param.nbytes + param.numel() * types.of(param).itemsize for param in model.parameters())
-    return max(needs, default=PAGE_BYTES)
+        def attempt(capacity_bytes: int) -> BlockPlan:
+            return self.plan(capacity_bytes=capacity_bytes, nvme_bytes=nvme_bytes, bandwidths=bandwidths)
+
+        least_bytes = self._surely_needed()
+        try:
+            attempt(least_bytes)
+        except PlacementError as error:
+            if error.enough_bytes is not None:
+                return error.enough_bytes
+        else:
+            return least_bytes
+        # NVMe ends before the budget does: what it cannot hold has to stay in memory.
+        everything = attempt(UNBOUNDED_BYTES).placement.resident_bytes
+        least = max(0, everything - (nvme_bytes or 0))
+        return round_up(first_that_fits(lambda capacity: _fits(attempt, capacity), everything, least))
+
+    def _surely_needed(self) -> int:
+        """What the largest parameter alone takes while it moves into its unit: as registered, and in the dtype it
+        computes in. No budget below that will do, and plans for much smaller ones would be of very many very small
+        blocks."""
+        needs = (param.nbytes + param.numel() * self.types.of(param).itemsize for param in self._params)
+        return max(needs, default=PAGE_BYTES)
 
 
 def first_that_fits(fits: Callable[[int], bool], most: int, least: int = 0) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepoffload.errors import UsageError
+from deepoffload.estimate.kernels import Kernels
 from deepoffload.estimate.recording import DryRun, Recording
 from deepoffload.estimate.tracker import Fakes, LoopSeen, Tracker
 from deepoffload.params.torch_private import (
@@ -64,9 +65,9 @@ def record(
         UsageError: it cannot run for another reason, or gives no loss.
         LoopSeen: there were more calls than ``calls_max``.
     """
-    with fake_tensors():
+    with fake_tensors() as maker:
         fakes = Fakes(model, types)
-        tracker = Tracker(fakes, unit_of or {}, calls_max)
+        tracker = Tracker(fakes, Kernels(maker), unit_of or {}, calls_max)
         with tracker.hooked(windows), tracker:
             try:
                 fakes.run(model, lambda: _step(model, loss_of, tracker))

@@ -11,7 +11,7 @@ from deepoffload.config import Config
 from deepoffload.config.resolve import may_use_nvme, unsaid_host_bytes, unsaid_nvme_bytes
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import ConfigError, PlacementError
-from deepoffload.estimate.blocks import UNBOUNDED_BYTES, BlockPlan, plan_blocks, smallest_capacity
+from deepoffload.estimate.blocks import UNBOUNDED_BYTES, BlockPlan, Planner
 from deepoffload.estimate.checks import positive_integer
 from deepoffload.estimate.decoder import DecoderShape
 from deepoffload.estimate.lengths import ByLength
@@ -22,8 +22,8 @@ from deepoffload.estimate.recording import DryRun
 from deepoffload.estimate.repeats import dry_run_quickly
 from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_step
 from deepoffload.estimate.subject import Batch, Subject, from_shape
-from deepoffload.runtime.compute_types import ComputeTypes, compute_types
-from deepoffload.schedule.cost_model import Workload
+from deepoffload.runtime.compute_types import ComputeTypes
+from deepoffload.schedule.cost_model import Bandwidths, Workload
 
 HEADS_OF = 128
 """Width of a head in the models that are tried for the largest one."""
@@ -96,21 +96,20 @@ def estimate(
         UsageError: the model cannot be run on shapes.
     """
     ranks, process = machine.ranks, machine.process_bytes
-    model, bandwidths = subject.module, machine.bandwidths()
-    types = compute_types(config, [model])
+    planner, bandwidths = Planner(subject.module, config), machine.bandwidths()
     capacity, nvme = budgets(machine, config)
     # One rank of several plans for its part: the same plan in a memory and on disks that are so many times larger.
     planned, nvme_planned = capacity * ranks, None if nvme is None else nvme * ranks
     blocks, problem = None, ""
     try:
-        blocks = plan_blocks(model, config, capacity_bytes=planned, nvme_bytes=nvme_planned, bandwidths=bandwidths)
+        blocks = planner.plan(capacity_bytes=planned, nvme_bytes=nvme_planned, bandwidths=bandwidths)
     except PlacementError as error:
         problem = str(error)
     # The units of a run in a budget without end serve as well where there is no plan: its activations are the same.
-    known = blocks or plan_blocks(model, config, capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=bandwidths)
-    run = _run(subject, known, types, progress)
+    known = blocks or planner.plan(capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=bandwidths)
+    run = _run(subject, known, planner.types, progress)
     room = _room(known, run, machine)
-    smallest = _smallest(model, config, nvme_planned, machine)
+    smallest = _smallest(planner, nvme_planned, bandwidths)
     whole = sum(block.nbytes for block in known.placement.blocks)
     found = Estimate(
         subject=subject,
@@ -183,9 +182,8 @@ def budgets(machine: MachineSpec, config: Config) -> tuple[int, int | None]:
 def surely_too_large(subject: Subject, machine: MachineSpec, config: Config) -> bool:
     """Whether memory and NVMe together cannot hold the model at any rates."""
     capacity, nvme = budgets(machine, config)
-    whole = plan_blocks(
-        subject.module, config, capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=machine.bandwidths()
-    )
+    planner = Planner(subject.module, config)
+    whole = planner.plan(capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=machine.bandwidths())
     return sum(block.nbytes for block in whole.placement.blocks) > (capacity + (nvme or 0)) * machine.ranks
 
 
@@ -210,9 +208,9 @@ def _run(subject: Subject, blocks: BlockPlan, types: ComputeTypes, progress: Rep
 _MODEL_ROWS = ("weights", "gradients", "optimizer state", "slots for state", "prefetch window")
 
 
-def _smallest(model: object, config: Config, nvme: int | None, machine: MachineSpec) -> int | None:
+def _smallest(planner: Planner, nvme_bytes: int | None, bandwidths: Bandwidths) -> int | None:
     try:
-        return smallest_capacity(model, config, nvme_bytes=nvme, bandwidths=machine.bandwidths())  # type: ignore[arg-type]
+        return planner.smallest_capacity(nvme_bytes=nvme_bytes, bandwidths=bandwidths)
     except PlacementError:
         return None
 

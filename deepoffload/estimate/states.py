@@ -12,7 +12,7 @@ from torch import nn
 from deepoffload.config import Config, OptimizerConfig, Precision
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import ConfigError
-from deepoffload.estimate.blocks import UNBOUNDED_BYTES, plan_blocks, smallest_capacity
+from deepoffload.estimate.blocks import UNBOUNDED_BYTES, Planner
 from deepoffload.estimate.checks import positive_integer
 from deepoffload.estimate.deepspeed import DeepSpeedRow, deepspeed_rows, model_to_params
 from deepoffload.estimate.deepspeed_tables import hardware_line
@@ -97,11 +97,10 @@ def our_rows(model: nn.Module, num_gpus_per_node: int, num_nodes: int) -> Iterat
     bandwidths = MachineSpec().bandwidths()
     for precision, state_dtype in product((Precision.BF16, Precision.FP32, Precision.FP16), STATE_LAYOUTS):
         config = Config(precision=precision, optimizer=OptimizerConfig("adamw", {"state_dtype": state_dtype}))
-        least = smallest_capacity(model, config, nvme_bytes=UNBOUNDED_BYTES, bandwidths=bandwidths)
+        planner = Planner(model, config)
+        least = planner.smallest_capacity(nvme_bytes=UNBOUNDED_BYTES, bandwidths=bandwidths)
         for placement, capacity in (("all in host memory", UNBOUNDED_BYTES), ("least memory, rest on NVMe", least)):
-            blocks = plan_blocks(
-                model, config, capacity_bytes=capacity, nvme_bytes=UNBOUNDED_BYTES, bandwidths=bandwidths
-            )
+            blocks = planner.plan(capacity_bytes=capacity, nvme_bytes=UNBOUNDED_BYTES, bandwidths=bandwidths)
             total = sum(block.nbytes for block in blocks.placement.blocks)
             nvme = sum(blocks.extent_bytes(b) for b in blocks.placement.blocks if b.id in blocks.placement.paged)
             held = min(capacity, total)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
+from deepoffload.estimate.kernels import Kernels
 from deepoffload.estimate.recording import LiveBytes, Op, Shape, Visit
-from deepoffload.params.torch_private import DirectDispatchMode, fake_device, tree_flatten, tree_map
+from deepoffload.params.torch_private import DirectDispatchMode, fake_device, tree_map
 from deepoffload.runtime.compute_types import ComputeTypes
 
 MALLOC_CHUNK_MAX_BYTES = 32 << 20
 """Larger chunks are mapped and given back when freed (mallopt(3), ``M_MMAP_THRESHOLD``)."""
-
-_ATTENTION_BACKWARD = 2.5
-"""Matrix products in the backward of fused attention for one pair in its forward: five for two (FlashAttention,
-arXiv 2205.14135, algorithm 4)."""
-
 
 CALLS_APART = 4
 """The first calls of a kernel in a visit are told apart; this one and all behind it are one."""
@@ -69,7 +64,7 @@ class Fakes:
 class Tracker(DirectDispatchMode):
     """Sees every kernel call: counts what is alive, and who computes."""
 
-    def __init__(self, fakes: Fakes, unit_of: Mapping[int, int], calls_max: int | None) -> None:
+    def __init__(self, fakes: Fakes, kernels: Kernels, unit_of: Mapping[int, int], calls_max: int | None) -> None:
         super().__init__()
         self.head_bytes = 0
         self.in_backward = False
@@ -80,7 +75,7 @@ class Tracker(DirectDispatchMode):
         self.calls: dict[Op, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
         self.made_bytes: dict[Op, tuple[int, ...]] = {}
         self._calls_max = calls_max
-        self._ops: dict[object, Op] = {}
+        self._kernels = kernels
         self._over = False
         self._sizes: dict[int, tuple[int, int]] = {}  # bytes, and the number of the visit that made them
         self._since_entry: set[int] = set()
@@ -171,13 +166,10 @@ class Tracker(DirectDispatchMode):
             return fake_device(args[0])  # autograd asks this more often than it calls kernels
         if not self.in_backward or self._inside:
             self._note_doors(args)
-        out = func(*args, **kwargs)
-        if func.namespace == "prim":
-            return out
-        made = [out] if isinstance(out, Tensor) else [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+        out, made, op = self._kernels.call(func, args, kwargs)
         fresh = tuple(self._note(tensor) for tensor in made)
-        if not func.is_view and made:
-            self._count(func, args, kwargs, out, made, fresh)
+        if op is not None:
+            self._count(op, func, args, kwargs, fresh)
         return out
 
     def _note(self, tensor: Tensor) -> int:
@@ -216,10 +208,7 @@ class Tracker(DirectDispatchMode):
         self.in_backward = True
         self._begin_span()
 
-    def _count(
-        self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, made: list[Tensor], fresh: tuple[int, ...]
-    ) -> None:
-        op = self._op(func, args, kwargs, out, made)
+    def _count(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any], fresh: tuple[int, ...]) -> None:
         ops, span = self.visits[-1].ops, self.spans[-1]
         ops[op] += 1
         call = op, min(ops[op], CALLS_APART)
@@ -230,45 +219,6 @@ class Tracker(DirectDispatchMode):
         if self._calls_max is not None and ops[op] > self._calls_max and not self.in_backward:
             raise LoopSeen(tuple(self.visits))
 
-    def _op(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, made: list[Tensor]) -> Op:
-        taken = list(_tensors_in(args, kwargs))
-        flops = _flops(func, args, kwargs, out)
-        key = func, flops, tuple((t.shape, t.stride(), t.dtype) for t in (*taken, *made)), len(taken)
-        op = self._ops.get(key)
-        if op is None:
-            tensors = tuple((tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in taken)
-            nbytes = sum(_dense_bytes(t) for t in (*taken, *made))
-            op = self._ops[key] = Op(str(func), tensors, flops, nbytes)
-        return op
-
-
-def _tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for arg in (*args, *kwargs.values()):
-        if isinstance(arg, Tensor):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            yield from (each for each in arg if isinstance(each, Tensor))
-
 
 def _shape_only(value: Any) -> Any:
     return Shape(tuple(value.shape), tuple(value.stride()), value.dtype) if isinstance(value, Tensor) else value
-
-
-def _dense_bytes(tensor: Tensor) -> int:
-    """Bytes that a pass over the tensor touches; an expanded dimension is one element."""
-    numel = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        numel *= size if stride else min(size, 1)
-    return numel * tensor.element_size()
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    packet = func._overloadpacket
-    if "attention_for_cpu" in packet.__name__:
-        first = 1 if "backward" in packet.__name__ else 0  # the gradient of the output comes before query and key
-        query, key = args[first], args[first + 1]
-        batch, heads, length, width = query.shape
-        forward = 4 * batch * heads * length * key.shape[2] * width
-        return int(forward * _ATTENTION_BACKWARD) if first else int(forward)
-    formula = flop_registry.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))

@@ -90,7 +90,7 @@ def choose(cutter: Cutter, config: Config, room: Room) -> ChosenCut:
     refusal, cut = min(refusals, key=lambda tried: _needs_budgets(tried[0]))
     if refusal.enough_bytes is not None:
         try:
-            _placed(cutter, cut, config, replace(room, capacity_bytes=refusal.enough_bytes))
+            _placed(cutter, cut, config, replace(room, capacity_bytes=refusal.enough_bytes), with_blocks=False)
         except PlacementError as error:
             raise _both(refusal, error) from None
     raise refusal if on_device is None else PlacementError(f"{on_device}. {refusal}", refusal.enough_bytes)
@@ -122,7 +122,8 @@ def _both(memory: PlacementError, nvme: PlacementError) -> PlacementError:
     return PlacementError(text, memory.enough_bytes, enough_nvme_bytes=nvme.enough_nvme_bytes)
 
 
-def _placed(cutter: Cutter, cut: Cut, config: Config, room: Room) -> ChosenCut:
+def _placed(cutter: Cutter, cut: Cut, config: Config, room: Room, *, with_blocks: bool = True) -> ChosenCut:
+    """``with_blocks``: False where only whether it fits is asked; there may be some 100,000 blocks."""
     drafts, sizes = cut.division.drafts, cutter.sizes(cut)
     if room.device_bytes:
         _check_calls(cut, sizes, room.device_bytes)
@@ -138,7 +139,7 @@ def _placed(cutter: Cutter, cut: Cut, config: Config, room: Room) -> ChosenCut:
     place = partial(
         place_columns,
         placed,
-        lambda: tuple(_specs(cut, sizes, stays)),
+        lambda: tuple(_specs(cut, sizes, stays)) if with_blocks else (),
         capacity_bytes=room.capacity_bytes,
         nvme_capacity_bytes=room.nvme_bytes,
         event_weight_bytes=event_bytes,

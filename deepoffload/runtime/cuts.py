@@ -120,7 +120,7 @@ class Cutter:
     ) -> None:
         self._pager = pager
         self._gradients = gradients
-        self._types = types
+        self.types = types
         self._format = state_format
         self._handles = handles
         # No method of this object: a cycle would keep the model alive until garbage is collected.
@@ -140,7 +140,7 @@ class Cutter:
 
     def declare(self, cut: Cut) -> Assembly:
         """Declare the blocks of a cut's units, which have no bytes yet."""
-        assembly = Assembly(self._pager, self._gradients, cut.piece_bytes, self._types, self._format)
+        assembly = Assembly(self._pager, self._gradients, cut.piece_bytes, self.types, self._format)
         assembly.typical_bytes = cut.division.typical_bytes
         for handle, name in cut.division.names:
             handle.name = name
@@ -163,7 +163,7 @@ class Cutter:
         """The same ones for every capacity, in another order. None is below what the largest parameter alone takes,
         which every budget must hold; from the largest one on all cuts are alike."""
         params = [handle.tensor for handle in self._handles]
-        sizes = [_target_nbytes(self._types, param) for param in params if param is not None]
+        sizes = [_target_nbytes(self.types, param) for param in params if param is not None]
         least = grain_below(max(sizes, default=0))
         most = max(least, grain_below(2 * PIECES_PER_BUDGET * sum(sizes)))
         first = min(max(grain_below(capacity_bytes), least), most)
@@ -200,8 +200,8 @@ class Cutter:
                         drafted.add(id(handle))
                         mine.append(handle)
                 if mine:
-                    division.drafts.append(draft_unit(self._pager, self._types, unit.name, mine))
+                    division.drafts.append(draft_unit(self._pager, self.types, unit.name, mine))
         for handle in self._handles:  # registered somewhere, alive, but in no module that is left
             if id(handle) not in drafted:
-                division.drafts.append(draft_unit(self._pager, self._types, handle.name, [handle]))
+                division.drafts.append(draft_unit(self._pager, self.types, handle.name, [handle]))
         return division

@@ -14,7 +14,7 @@ from torch import nn
 
 from deepoffload.config import Config, Precision
 from deepoffload.estimate import Batch, MachineSpec, Subject, estimate, from_config, from_counts
-from deepoffload.estimate.blocks import UNBOUNDED_BYTES, plan_blocks, smallest_capacity
+from deepoffload.estimate.blocks import UNBOUNDED_BYTES, Planner
 from deepoffload.estimate.coarser import coarser
 from deepoffload.estimate.decoder import Decoder
 from deepoffload.estimate.dry_run import dry_run
@@ -22,7 +22,6 @@ from deepoffload.estimate.layers import find_stacks
 from deepoffload.estimate.recording import DryRun
 from deepoffload.estimate.repeats import dry_run_quickly
 from deepoffload.estimate.step_time import estimate_step
-from deepoffload.runtime.compute_types import compute_types
 from deepoffload.schedule.cost_model import StepOverlap, Workload
 
 RATES = MachineSpec().bandwidths()
@@ -65,13 +64,13 @@ SPLIT = ("LlamaForCausalLM", "T5ForConditionalGeneration")
 
 def differences(subject: Subject, *, split: bool) -> list[str]:
     """What the two runs do not agree in. ``split``: in the least budget, which cuts layers into units of their own."""
-    capacity = UNBOUNDED_BYTES
+    capacity, planner = UNBOUNDED_BYTES, Planner(subject.module, BF16)
     if split:
-        capacity = smallest_capacity(subject.module, BF16, nvme_bytes=UNBOUNDED_BYTES, bandwidths=RATES)
-    blocks = plan_blocks(subject.module, BF16, capacity_bytes=capacity, nvme_bytes=UNBOUNDED_BYTES, bandwidths=RATES)
+        capacity = planner.smallest_capacity(nvme_bytes=UNBOUNDED_BYTES, bandwidths=RATES)
+    blocks = planner.plan(capacity_bytes=capacity, nvme_bytes=UNBOUNDED_BYTES, bandwidths=RATES)
     layers = {id(module): len(list(module.children())) for module in subject.module.modules()}
     assert subject.loss_of is not None
-    said = {"windows": blocks.modules, "unit_of": blocks.unit_of, "types": compute_types(BF16, [subject.module])}
+    said = {"windows": blocks.modules, "unit_of": blocks.unit_of, "types": planner.types}
     fast = dry_run_quickly(subject.module, subject.loss_of, **said)
     assert layers == {id(module): len(list(module.children())) for module in subject.module.modules()}
     whole = dry_run(subject.module, subject.loss_of, **said)

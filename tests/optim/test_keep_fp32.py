@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import deepoffload
 from deepoffload.config import Config, Precision, parse_config
 from deepoffload.errors import ConfigError, UsageError
-from deepoffload.estimate.blocks import plan_blocks
+from deepoffload.estimate.blocks import Planner
 from deepoffload.runtime.context import engine_of
 from deepoffload.schedule.cost_model import Bandwidths
 from tests.models.zoo import t5
@@ -181,7 +181,7 @@ def test_the_estimators_count_them(paging: Paging) -> None:
     model = build(paging, blocks, replace(RESIDENT, **BF16), keep_fp32=KEPT)
     config = Config(precision=Precision.BF16, keep_fp32=(Gate, "scale"))
     rates = Bandwidths(1e9, 1e9, 1e9, 1e10)
-    plan = plan_blocks(blocks(), config, capacity_bytes=60 << 20, nvme_bytes=None, bandwidths=rates)
+    plan = Planner(blocks(), config).plan(capacity_bytes=60 << 20, nvme_bytes=None, bandwidths=rates)
     placement = engine_of(model).placement
     assert placement is not None
     blocks_of = [[(b.kind, b.name, b.nbytes) for b in each.blocks] for each in (plan.placement, placement)]

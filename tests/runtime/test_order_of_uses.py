@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import deepoffload
-from deepoffload.estimate.blocks import plan_blocks
+from deepoffload.estimate.blocks import Planner
 from deepoffload.estimate.dry_run import dry_run
 from deepoffload.runtime.compute_types import compute_types
 from deepoffload.runtime.context import engine_of
@@ -97,9 +97,7 @@ def test_the_engine_uses_blocks_in_the_order_that_is_foreseen(
     steps = recorded(model, overlap, micro_batches)
 
     engine, reference = engine_of(model), plain(build)
-    plan = plan_blocks(
-        reference,
-        engine.config,
+    plan = Planner(reference, engine.config).plan(
         capacity_bytes=engine.budgets.host_bytes,
         nvme_bytes=1 << 40,
         bandwidths=NO_DISK,

@@ -1,0 +1,171 @@
+"""Kernel calls on fake tensors, remembered: torch takes 50 us to work out what one gives, and layers repeat them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from deepoffload.estimate.recording import Op
+from deepoffload.params.torch_private import FakeMaker, fake_device, tree_flatten
+
+_ATTENTION_BACKWARD = 2.5
+"""Matrix products in the backward of fused attention for one pair in its forward: five for two (FlashAttention,
+arXiv 2205.14135, algorithm 4)."""
+
+_ELSEWHERE = (torch.ops.aten.as_strided.default,)
+"""Views whose place does not depend on where their argument lies in its storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What one tensor that a call gives is like. ``of_first``: it lies in the storage of the first argument, so many
+    elements (``offset``) behind it; ``is_first``: it is the first argument."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    of_first: bool
+    is_first: bool
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """``many``: the sort of the sequence that a call gives its tensors in; None: it gives one. ``op``: None for views,
+    which compute nothing."""
+
+    results: tuple[_Result, ...]
+    many: type | None
+    op: Op | None
+
+
+class Kernels:
+    """Runs kernels on fake tensors. What a call gives depends on its arguments without their values, so it is worked
+    out once for the same ones."""
+
+    def __init__(self, maker: FakeMaker) -> None:
+        self._maker = maker
+        self._known: dict[object, _Known] = {}
+        self._ops: dict[object, Op] = {}
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor], Op | None]:
+        """What the call gives, the tensors in that, and what has been computed (None: nothing)."""
+        key = self._key(func, args, kwargs)
+        known = self._known.get(key) if key is not None else None
+        if known is not None:
+            made = [self._again(result, args) for result in known.results]
+            return (made[0] if known.many is None else known.many(made)), made, known.op
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return out, [], None
+        made = [out] if isinstance(out, Tensor) else [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+        op = self._op(func, args, kwargs, out, made) if made and not func.is_view else None
+        results = [self._result(tensor, args) for tensor in made] if key is not None and made else []
+        is_plain = isinstance(out, Tensor) or (type(out) in (tuple, list) and len(made) == len(out))
+        fresh = [t.untyped_storage()._cdata for t, r in zip(made, results, strict=False) if r and not r.of_first]
+        if results and all(results) and is_plain and len(fresh) == len(set(fresh)):
+            self._known[key] = _Known(tuple(filter(None, results)), None if isinstance(out, Tensor) else type(out), op)
+        return out, made, op
+
+    def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Everything that the result depends on; None where that cannot be said."""
+        if func in _ELSEWHERE:
+            return None
+        found: list[object] = [func, torch.get_default_dtype()]
+        try:
+            return tuple(found) if self._said(found, args) and self._said(found, kwargs.items()) else None
+        except TypeError:  # an argument that cannot be hashed
+            return None
+
+    def _said(self, found: list[object], values: Any) -> bool:
+        for value in values:
+            if isinstance(value, Tensor):
+                if not self._maker.is_fake(value):
+                    return False
+                found += (value.shape, value.stride(), value.dtype, fake_device(value))
+            elif isinstance(value, (list, tuple)):
+                found += (type(value), len(value))
+                if not self._said(found, value):
+                    return False
+            else:
+                hash(value)
+                found += (type(value), value)  # 1 and 1.0 are equal
+        return True
+
+    def _result(self, tensor: Tensor, args: tuple[Any, ...]) -> _Result | None:
+        """None for a tensor that :meth:`_again` would not make so."""
+        if not self._maker.is_fake(tensor) or tensor.layout is not torch.strided or tensor.requires_grad:
+            return None
+        if tensor.is_conj() or tensor.is_neg():
+            return None
+        storage, first = tensor.untyped_storage(), args[0] if args and isinstance(args[0], Tensor) else None
+        of_first = first is not None and first.untyped_storage()._cdata == storage._cdata
+        offset = int(tensor.storage_offset())
+        if of_first and first is not None:
+            offset -= int(first.storage_offset())
+        elif offset or storage.nbytes() != _span_bytes(tensor):
+            return None
+        elif any(each.untyped_storage()._cdata == storage._cdata for each in _tensors_in(args, {})):
+            return None
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return _Result(shape, stride, tensor.dtype, fake_device(tensor), of_first, tensor is first, offset)
+
+    def _again(self, result: _Result, args: tuple[Any, ...]) -> Any:
+        if result.is_first:
+            return args[0]
+        base = args[0] if result.of_first else None
+        offset = result.offset if base is None else base.storage_offset() + result.offset
+        return self._maker.fake(result.shape, result.stride, result.dtype, result.device, base, offset)
+
+    def _op(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, made: list[Tensor]) -> Op:
+        taken = list(_tensors_in(args, kwargs))
+        flops = _flops(func, args, kwargs, out)
+        key = func, flops, tuple((t.shape, t.stride(), t.dtype) for t in (*taken, *made)), len(taken)
+        op = self._ops.get(key)
+        if op is None:
+            tensors = tuple((tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in taken)
+            nbytes = sum(_dense_bytes(t) for t in (*taken, *made))
+            op = self._ops[key] = Op(str(func), tensors, flops, nbytes)
+        return op
+
+
+def _tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            yield from (each for each in arg if isinstance(each, Tensor))
+
+
+def _span_bytes(tensor: Tensor) -> int:
+    """What ``torch.empty_strided`` takes for such a tensor."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _dense_bytes(tensor: Tensor) -> int:
+    """Bytes that a pass over the tensor touches; an expanded dimension is one element."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= size if stride else min(size, 1)
+    return numel * tensor.element_size()
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    packet = func._overloadpacket
+    if "attention_for_cpu" in packet.__name__:
+        first = 1 if "backward" in packet.__name__ else 0  # the gradient of the output comes before query and key
+        query, key = args[first], args[first + 1]
+        batch, heads, length, width = query.shape
+        forward = 4 * batch * heads * length * key.shape[2] * width
+        return int(forward * _ATTENTION_BACKWARD) if first else int(forward)
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
