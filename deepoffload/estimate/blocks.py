@@ -94,7 +94,7 @@ class Planner:
         try:
             attempt(least_bytes)
         except PlacementError as error:
-            if error.enough_bytes is not None:
+            if error.enough_bytes is not None and error.enough_nvme_bytes is None:
                 return error.enough_bytes
         else:
             return least_bytes
