@@ -37,7 +37,7 @@ def _inputs(model: Any, names: set[str], size: int, length: int, dtype: torch.dt
     inputs: dict[str, Any] = {}
     if "pixel_values" in names and not pictures_among_tokens(model):
         inputs["pixel_values"] = torch.zeros(size, *_picture(config), dtype=dtype)
-    if "input_features" in names:
+    if "input_features" in names and not sounds_among_tokens(model):
         frames = 2 * int(getattr(config, "max_source_positions", length))
         inputs["input_features"] = torch.zeros(size, int(getattr(config, "num_mel_bins", 80)), frames, dtype=dtype)
     if "input_values" in names:
@@ -66,12 +66,18 @@ def pictures_among_tokens(model: Any) -> bool:
     return any(getattr(model.config, name, None) is not None for name in ("image_token_id", "image_token_index"))
 
 
-def _picture(config: Any) -> tuple[int, int, int]:
-    """Channels, height and width."""
+def sounds_among_tokens(model: Any) -> bool:
+    """The same of sounds."""
+    return any(getattr(model.config, name, None) is not None for name in ("audio_token_id", "audio_token_index"))
+
+
+def _picture(config: Any) -> tuple[int, ...]:
+    """Channels, height and width; of a film the frames before them."""
     seen = getattr(config, "vision_config", None) or config
     side = getattr(seen, "image_size", None) or 224
     height, width = (side, side) if isinstance(side, int) else tuple(side)[-2:]
-    return int(getattr(seen, "num_channels", 3)), int(height), int(width)
+    frames = getattr(seen, "num_frames", None)
+    return *((int(frames),) if frames else ()), int(getattr(seen, "num_channels", 3)), int(height), int(width)
 
 
 def _first_float(model: Any, out: Any) -> Tensor:

@@ -22,7 +22,7 @@ _ELSEWHERE = (torch.ops.aten.as_strided.default,)
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
+class _Made:
     """What one tensor that a call gives is like. ``of_first``: it lies in the storage of the first argument, so many
     elements (``offset``) behind it; ``is_first``: it is the first argument."""
 
@@ -36,11 +36,11 @@ class _Result:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _KnownCall:
     """``many``: the sort of the sequence that a call gives its tensors in; None: it gives one. ``op``: None for views,
     which compute nothing."""
 
-    results: tuple[_Result, ...]
+    results: tuple[_Made, ...]
     many: type | None
     op: Op | None
 
@@ -51,7 +51,7 @@ class Kernels:
 
     def __init__(self, maker: FakeMaker) -> None:
         self._maker = maker
-        self._known: dict[object, _Known] = {}
+        self._known: dict[object, _KnownCall] = {}
         self._ops: dict[object, Op] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor], Op | None]:
@@ -70,7 +70,9 @@ class Kernels:
         is_plain = isinstance(out, Tensor) or (type(out) in (tuple, list) and len(made) == len(out))
         fresh = [t.untyped_storage()._cdata for t, r in zip(made, results, strict=False) if r and not r.of_first]
         if results and all(results) and is_plain and len(fresh) == len(set(fresh)):
-            self._known[key] = _Known(tuple(filter(None, results)), None if isinstance(out, Tensor) else type(out), op)
+            self._known[key] = _KnownCall(
+                tuple(filter(None, results)), None if isinstance(out, Tensor) else type(out), op
+            )
         return out, made, op
 
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -98,7 +100,7 @@ class Kernels:
                 found += (type(value), value)  # 1 and 1.0 are equal
         return True
 
-    def _result(self, tensor: Tensor, args: tuple[Any, ...]) -> _Result | None:
+    def _result(self, tensor: Tensor, args: tuple[Any, ...]) -> _Made | None:
         """None for a tensor that :meth:`_again` would not make so."""
         if not self._maker.is_fake(tensor) or tensor.layout is not torch.strided or tensor.requires_grad:
             return None
@@ -114,9 +116,9 @@ class Kernels:
         elif any(each.untyped_storage()._cdata == storage._cdata for each in _tensors_in(args, {})):
             return None
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return _Result(shape, stride, tensor.dtype, fake_device(tensor), of_first, tensor is first, offset)
+        return _Made(shape, stride, tensor.dtype, fake_device(tensor), of_first, tensor is first, offset)
 
-    def _again(self, result: _Result, args: tuple[Any, ...]) -> Any:
+    def _again(self, result: _Made, args: tuple[Any, ...]) -> Any:
         if result.is_first:
             return args[0]
         base = args[0] if result.of_first else None

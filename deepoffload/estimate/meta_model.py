@@ -38,6 +38,15 @@ def by_transformers(settings: Mapping[str, Any], *, checkpointing: bool) -> tupl
     return model, "" if model is not None else f"transformers has no model to train for {kind!r}"
 
 
+def run_every_layer(model: nn.Module) -> bool:
+    """Have a model run the layers that it skips at random (LayerDrop, arXiv 1909.11556): which ones depends on values.
+    Whether it has such."""
+    skipping: list[Any] = [module for module in model.modules() if getattr(module, "layerdrop", 0)]
+    for module in skipping:
+        module.layerdrop = 0.0
+    return bool(skipping)
+
+
 def _built(transformers: Any, settings: Mapping[str, Any], checkpointing: bool) -> Any:
     fields = {key: value for key, value in settings.items() if key not in _NOT_OF_THE_MODEL}
     try:

@@ -17,8 +17,13 @@ from deepoffload.estimate.checks import positive_integer
 from deepoffload.estimate.configuration import HIDDEN_KEYS, LAYERS_KEYS, read_settings
 from deepoffload.estimate.decoder import DEFAULT_VOCABULARY, Decoder, DecoderShape, shape_of_count
 from deepoffload.estimate.dry_run import LossOf
-from deepoffload.estimate.inputs import pictures_among_tokens, takes_pictures_only, transformers_loss
-from deepoffload.estimate.meta_model import by_transformers
+from deepoffload.estimate.inputs import (
+    pictures_among_tokens,
+    sounds_among_tokens,
+    takes_pictures_only,
+    transformers_loss,
+)
+from deepoffload.estimate.meta_model import by_transformers, run_every_layer
 from deepoffload.estimate.positions import longest_sequence, stated_limits
 from deepoffload.estimate.shapes import shape_in
 from deepoffload.estimate.trial import refuse_what_needs_values
@@ -88,8 +93,14 @@ def _of_transformers(model: Any, batch: Batch, source: str, *, may_shorten: bool
     stated = max(stated_limits(model.config.to_dict()), default=batch.length)
     if batch.length > stated:
         notes = (*notes, f"{name} states {stated} positions; it is estimated for sequences of {batch.length} tokens")
-    if pictures_among_tokens(model):
-        notes = (*notes, f"{name} is run on tokens alone: where pictures are among them depends on values")
+    among = [
+        what
+        for what, there in (("pictures", pictures_among_tokens(model)), ("sounds", sounds_among_tokens(model)))
+        if there
+    ]
+    if among:
+        where = f"where {' and '.join(among)} are among them depends on values"
+        notes = (*notes, f"{name} is run on tokens alone: {where}")
     loss_at = partial(transformers_loss, model, batch.size)
     return Subject(model, name, source, batch, loss_at(batch.length), notes, loss_at)
 
@@ -176,8 +187,11 @@ def from_config(
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from error
         if model is not None:
+            skipping = run_every_layer(model)
             subject = _of_transformers(model, batch, f"{file}, built by transformers", may_shorten=may_shorten)
-            return replace(subject, notes=(*_defaults(file, settings, model), *subject.notes))
+            skipped = f"{subject.name} skips layers at random in training; it is estimated with all of them"
+            said = (*_defaults(file, settings, model), *((skipped,) if skipping else ()))
+            return replace(subject, notes=(*said, *subject.notes))
         why = f"{file}: {why_not}, so the sizes in it are taken for those of a decoder (--arithmetic)"
     try:
         shape, assumed = shape_in(settings, file)

@@ -372,15 +372,12 @@ class FakeMaker:
         """Whether it is such a tensor, and none of which torch remembers the values."""
         return type(value) is self._kind and getattr(value, "constant", None) is None
 
-    def fake(
-        self, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, base: Tensor | None, offset: int
-    ) -> Any:
+    def fake(self, shape: Any, stride: Any, dtype: Any, device: torch.device, base: Tensor | None, offset: int) -> Any:
         """A new tensor; with ``base`` a view of its storage, from the element ``offset`` on."""
         guard = _no_dispatch()
-        if base is None:
-            plain = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        else:
-            plain = torch.empty_strided((0,), (1,), dtype=dtype, device="meta")
+        size = (shape, stride) if base is None else ((0,), (1,))
+        plain = torch.empty_strided(*size, dtype=dtype, device="meta")
+        if base is not None:
             plain.set_(base.untyped_storage(), offset, shape, stride)
         del guard
         return self._kind(self._mode, plain, device)

@@ -336,6 +336,9 @@ OTHERS: dict[str, dict[str, Any]] = {
         "model_type": "mixtral", "vocab_size": 64, "num_local_experts": 4, "num_key_value_heads": 2, **SMALL
     },
     "BertForSequenceClassification": {"model_type": "bert", "vocab_size": 64, **SMALL},
+    "VideoMAEForVideoClassification": {
+        "model_type": "videomae", "image_size": 32, "patch_size": 16, "num_frames": 4, **SMALL
+    },
 }  # fmt: skip
 
 
@@ -350,10 +353,35 @@ def test_a_model_of_language_and_pictures_is_run_on_tokens(tmp_path):
     assert dry_run(subject.module, subject.loss_of, types=in_bf16(subject.module)).flops > 0
 
 
+def test_a_model_of_language_and_sounds_is_run_on_tokens(tmp_path):
+    """Qwen2-Audio counts the places for sounds by the values of tokens, too."""
+    audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
+    settings = {"model_type": "qwen2_audio", "architectures": ["Qwen2AudioForConditionalGeneration"],
+                "text_config": {"model_type": "qwen2", "vocab_size": 64, "num_key_value_heads": 1, **SMALL},
+                "audio_config": {"model_type": "qwen2_audio_encoder", **audio}}  # fmt: skip
+    subject = from_config(written(tmp_path / "config.json", settings), Batch(1, 16))
+    assert any("where sounds are among them" in note for note in subject.notes)
+    assert dry_run(subject.module, subject.loss_of, types=in_bf16(subject.module)).flops > 0
+
+
+def test_layers_that_are_skipped_at_random_are_counted(tmp_path):
+    """M2M100 and NLLB draw a number for each layer, which nobody has on shapes."""
+    settings = {"model_type": "m2m_100", "architectures": ["M2M100ForConditionalGeneration"], "d_model": 32,
+                "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+                "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 64, "is_encoder_decoder": True}  # fmt: skip
+    flops = []
+    for share in (0.0, 0.05):
+        file = written(tmp_path / "config.json", {**settings, "encoder_layerdrop": share, "decoder_layerdrop": share})
+        subject = from_config(file, Batch(1, 16))
+        assert any("skips layers at random" in note for note in subject.notes) == bool(share)
+        flops.append(dry_run(subject.module, subject.loss_of, types=in_bf16(subject.module)).flops)
+    assert flops[0] == flops[1] > 0
+
+
 @pytest.mark.parametrize("kind", OTHERS)
 def test_pictures_sound_and_experts(tmp_path, kind):
     subject = from_config(written(tmp_path / "config.json", {**OTHERS[kind], "architectures": [kind]}), Batch(1, 16))
     assert subject.name == kind
-    assert subject.batch.length == (1 if kind.startswith(("ViT", "ResNet")) else 16)
+    assert subject.batch.length == (1 if kind.startswith(("ViT", "ResNet", "Video")) else 16)
     run = dry_run(subject.module, subject.loss_of, types=in_bf16(subject.module))
     assert run.flops > 0 and run.saved_bytes > 0
