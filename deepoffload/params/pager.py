@@ -152,13 +152,12 @@ class Pager:
             with self.lock:
                 self.catch_up(slot.unit)
                 block = self._block_of(slot)
-                order = self.order
-                order.stamp(block)
-                order.together = together
-                try:
+                self.order.stamp(block)
+                if together:
+                    with self.order.taking(together):
+                        self.memory_of(block).acquire(block)
+                else:
                     self.memory_of(block).acquire(block)
-                finally:
-                    order.together = ()
                 pinned = True
                 owner = block.owner
                 if isinstance(owner, BlockView):

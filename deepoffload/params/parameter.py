@@ -158,10 +158,11 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
     try:
         for tensor in paged:  # before anything is pinned: a unit's update needs room
             tensor._slot.pager.catch_up(tensor._slot.unit)
-        slots: list[TensorSlot] = [tensor._slot for tensor in paged]
-        for tensor, slot in zip(paged, slots, strict=True):
+        together: Any = [tensor._slot for tensor in paged] if len(paged) > 1 else ()
+        for tensor in paged:
+            slot: TensorSlot = tensor._slot
             slot.pager.note_use(slot)
-            slot.pager.pin(slot, slots)
+            slot.pager.pin(slot, together)
             pinned.append(slot)
             slot.take_back_if_set(tensor)
         _before_mutation(name, args, kwargs)

@@ -6,7 +6,8 @@ It is made before the memory is, which asks it who must leave: it is the tier ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from deepoffload.memory.block import Block
 from deepoffload.params.open_graphs import OpenGraphs
@@ -37,7 +38,6 @@ class UseOrder:
         predicted: ids of the blocks of the present event, when the trace expected it.
         last_key: of the present event; None after the end of a step.
         backward_of: the unit of the present event, if it is one of backward.
-        together: the tensors that the running operation takes, while one of them comes to memory.
     """
 
     def __init__(self, graphs: OpenGraphs, *, prefetch: bool = True) -> None:
@@ -45,7 +45,7 @@ class UseOrder:
         self.predicted: frozenset[int] = frozenset()
         self.last_key: UseKey | None = None
         self.backward_of: Unit | None = None
-        self.together: Sequence[TensorSlot] = ()
+        self._together: Sequence[TensorSlot] = ()
         self._graphs = graphs
         self._prefetch = prefetch
         self._clock = 0
@@ -81,7 +81,16 @@ class UseOrder:
         """A block that was to stay in memory leaves it."""
         self._graphs.refuse_unhooked(block)
 
+    @contextmanager
+    def taking(self, together: Sequence[TensorSlot]) -> Iterator[None]:
+        """One of these tensors comes to memory, for an operation that takes all of them."""
+        self._together = together
+        try:
+            yield
+        finally:
+            self._together = ()
+
     def wanted_together(self) -> list[Block]:
-        """The blocks of ``together``."""
-        blocks = (slot.block for slot in self.together if slot.pager.order is self)
+        """The blocks of the tensors that the running operation takes."""
+        blocks = (slot.block for slot in self._together if slot.pager.order is self)
         return list(dict.fromkeys(block for block in blocks if block is not None))
