@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -424,12 +425,18 @@ class Engine:
         return self
 
 
+_LAST_USE_S = 5.0
+"""How long the process waits at its end for what another thread does with the memory at that moment."""
+
+
 def _close_at_exit(reference: weakref.ref[Pager], disk: EngineDisk, pid: int) -> None:
     pager = reference()
     if pager is not None:
         pager.life.ignore_deaths()
     if os.getpid() != pid:
         return  # a forked child: the files and threads are the parent's
+    if pager is not None and threading.active_count() > 1:
+        pager.lock.acquire(timeout=_LAST_USE_S)  # for good: a daemon thread that trains stops here and sees no error
     disk.close()
     SHIELD.disengage()
 

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -204,6 +205,18 @@ def leaves_by_sys_exit() -> None:
     training = Training()
     training.loss()
     sys.exit(3)
+
+
+def leaves_while_a_thread_trains() -> None:
+    training = Training()
+    training.run(1)
+
+    def run_on() -> None:
+        while True:
+            training.run(1)
+
+    threading.Thread(target=run_on, daemon=True).start()
+    time.sleep(0.5)
 
 
 def leaves_by_exception() -> None:

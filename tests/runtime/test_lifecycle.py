@@ -56,6 +56,7 @@ def test_nothing_is_printed_at_exit_whatever_dies_last(run_program: Run) -> None
     ("scenario", "code", "said"),
     [
         ("leaves_by_sys_exit", 3, ""),
+        ("leaves_while_a_thread_trains", 0, ""),
         ("leaves_by_exception", 1, "LookupError: the program's own error"),
         ("leaves_by_os_exit", 5, ""),
     ],
