@@ -52,6 +52,8 @@ SERVE_S = 0.5
 """How long the thread waits for a round that it has answered; then it sleeps again, and hears nudges and alarms."""
 HEARD_WITHIN_S = 1.0
 """How long a rank that has failed waits until the others have heard it."""
+AT_EXIT_S = 60.0
+"""How long a process that ends without having closed waits while nothing happens. The others may wait for its end."""
 VERDICT_WITHIN_S = 3.0
 """How long another rank may take to find out what has happened."""
 
@@ -308,7 +310,7 @@ class RoundService:
             cause = error.__cause__
             assert cause is not None
             what = self._words(Want(error.payload.kind, error.payload.unit))
-            self._give_up(self._tell(f"rank {self.rank} has failed at {what}: {type(cause).__name__}: {cause}"))
+            self._give_up(self._tell(f"rank {self.rank} has failed at {what}: {_text_of(cause)}"))
             raise cause from None
         except (LinkError, RankError) as error:
             if self._failure is None:
@@ -366,6 +368,10 @@ class RoundService:
         return Whereabouts(self._words(self._runner.said), self._runner.rounds.steps, waits)
 
 
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def _at_exit_of(reference: weakref.ref[RoundService]) -> Callable[[], None]:
     """What the end of the process does: the others are told why, or are served until they end, too."""
 
@@ -375,7 +381,8 @@ def _at_exit_of(reference: weakref.ref[RoundService]) -> Callable[[], None]:
             return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None:
-            service.fail(f"its program ended with {type(error).__name__}: {error}")
+            service.fail(f"its program ended with {_text_of(error)}")
+        service.timeout_s = min(service.timeout_s, AT_EXIT_S)
         service.close()
 
     return leave

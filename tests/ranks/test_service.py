@@ -162,9 +162,23 @@ def test_programs_that_close_nothing_end_quietly(tmp_path: Path) -> None:
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "made 1\n", "")
 
 
-def test_a_program_that_raises_tells_the_others_why(tmp_path: Path) -> None:
-    trains = "side.forward_and_backward(); side.step()"
-    left, raised = run_to_the_end(tmp_path, (trains, "raise ValueError('no such file')"))
-    assert raised.returncode == left.returncode == 1
-    assert "terminate called" not in left.stderr + raised.stderr
-    assert "RankError: rank 1 has failed at step: its program ended with ValueError: no such file" in left.stderr
+@pytest.mark.parametrize(
+    ("last", "exit_code", "error"),
+    [
+        ("raise ValueError('no such file')", 1, "ValueError: no such file"),
+        (
+            "import os, threading; threading.Timer(0.5, os.kill, (os.getpid(), 2)).start(); side.step()",
+            -2,
+            "KeyboardInterrupt\n",
+        ),
+    ],
+    ids=["raises", "ctrl-c"],
+)
+def test_a_program_that_ends_with_an_error_tells_the_others(
+    tmp_path: Path, last: str, exit_code: int, error: str
+) -> None:
+    trains = "import time; time.sleep(2.0); side.forward_and_backward(); side.step()"
+    left, ended = run_to_the_end(tmp_path, (trains, last))
+    assert (left.returncode, ended.returncode) == (1, exit_code)
+    assert "terminate called" not in left.stderr + ended.stderr
+    assert f"RankError: rank 1 has failed at step: its program ended with {error}" in left.stderr
