@@ -40,6 +40,7 @@ CXX="$cxx" CPU_ADAM_OBJECTS="$work/objects" CXXFLAGS="$flags" "$python" csrc/cpu
 # The interpreter itself leaks by design; children of the tests inherit all this. What a sanitizer says goes past pytest.
 LD_PRELOAD="$("$cxx" -print-file-name=libasan.so) $("$cxx" -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH="$work/tree" \
-    "$python" -m pytest -q --capture=sys -p no:cacheprovider --confcutdir tests/native \
+    "$python" -m pytest -q --capture=sys -p no:cacheprovider \
     tests/native/test_cpu_adam.py tests/native/test_cpu_adam_states.py tests/native/test_cpu_adam_sisters.py \
-    tests/native/test_cpu_adam_arguments.py tests/native/test_landing.py tests/native/test_rounding.py
+    tests/native/test_cpu_adam_arguments.py tests/native/test_landing.py tests/native/test_sums_of_squares.py \
+    tests/native/test_land_parts.py tests/native/test_rounding.py
