@@ -190,6 +190,14 @@ def test_a_process_that_a_launcher_started_as_one_of_several(monkeypatch: pytest
     start()
     monkeypatch.setenv("WORLD_SIZE", "unknown")
     start()
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ConfigError, match=r"OMPI_COMM_WORLD_SIZE=2.*mpirun of Open MPI.*-n 1"):
+        start()
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
+    for name, value in {"PMI_SIZE": "4", "PMI_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="as rank 3 of 4"):
+        start()
 
 
 def test_an_engine_that_nobody_closes_leaves_no_hooks(no_other_engine: None, paging: Paging) -> None:
