@@ -32,6 +32,8 @@ _LEARNED_POSITIONS = ("n_positions",)
 _GATED = ("silu", "swish", "swiglu", "geglu", "reglu")
 _GATED_FAMILIES = ("gemma",)
 """Model types whose gate has another function than its name in ``hidden_act`` tells."""
+_GATED_BY_DEFAULT = ("llama", "mistral", "mixtral", "ministral", "qwen", "olmo", "phi3", "cohere", "smollm")
+"""Model types that have a gate where ``hidden_act`` is not there: transformers' defaults."""
 
 _NOT_COUNTED = {
     "is_encoder_decoder": "an encoder and a decoder",
@@ -82,6 +84,7 @@ def shape_in(settings: Mapping[str, Any], file: Path) -> tuple[DecoderShape, tup
     activation = str(settings.get("hidden_act") or settings.get("activation_function") or "")
     family = str(settings.get("model_type", ""))
     gated = activation in _GATED or family.startswith(_GATED_FAMILIES)
+    gated = gated or (not activation and family.startswith(_GATED_BY_DEFAULT))
     tied = bool(settings.get("tie_word_embeddings", True))
     shape = DecoderShape(**sizes, gated=gated, tied=tied, positions=positions, biased=not gated)
     return shape, _assumed(settings, shape, activation)
