@@ -75,7 +75,7 @@ constexpr std::size_t kStreamBytes = std::size_t{1} << 22;
 // has 32 double lanes (element i goes to lane i % 32), which are added in one order. The sums of blocks are added
 // exactly (exact_sum.h): the result depends on neither threads nor instruction set, nor on where a parameter is cut
 // between two blocks. The last block may be shorter.
-constexpr std::size_t kSumBlock = 2048; // with 256, a landing from memory took up to 1.2 times as long
+constexpr std::size_t kSumBlock = 4096; // with 256, a landing from memory took up to 1.2 times as long
 constexpr int kSumLanes = 32;
 constexpr std::size_t kChunk = 16384; // the most elements that a landing kernel is called with: whole blocks
 constexpr std::size_t kSumsPerChunk = kChunk / kSumBlock;

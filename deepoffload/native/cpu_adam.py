@@ -42,7 +42,7 @@ class StateDType(enum.IntEnum):
 CHUNK = 16384
 """Elements that one thread takes at a time: fewer than that are one thread's."""
 
-SUM_BLOCK = 2048
+SUM_BLOCK = 4096
 """Elements whose squares are added in float64; the sums of such blocks are added exactly: see :func:`land`."""
 
 SUM_UNIT = 1 << 352

@@ -55,7 +55,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
 
     Args:
         max_grad_norm: clip the gradients of all groups together to this global L2 norm inside the update; squares are
-            summed in float64 within 2048 elements, and exactly beyond. None: no clipping. ``param.grad`` keeps the
+            summed in float64 within 4096 elements, and exactly beyond. None: no clipping. ``param.grad`` keeps the
             unclipped values.
 
     Attributes:

@@ -14,7 +14,7 @@ from deepoffload.params.shards import FlatTensor, ShardLayout, shard_layout
 from deepoffload.ranks.exchange import chunk_ranges
 from deepoffload.ranks.sums import SquareSum, added, mean_scale, packed, unpacked
 
-NUMELS = [3, 70_000, 1, 2049, 600, 300_001, 1500]
+NUMELS = [3, 70_000, 1, 4097, 600, 300_001, 1500]
 MICRO_BATCHES = 2
 
 
