@@ -76,9 +76,8 @@ CRC_TARGET static uint32_t crc_instruction(uint32_t crc, const unsigned char* at
 }
 
 /* Four blocks at a time, and the rest one by one. */
-CRC_TARGET static void sum_side_by_side(
-    uint32_t (*crc_of_run)(uint32_t, const unsigned char*, uint64_t), const unsigned char* at, uint64_t nbytes,
-    uint64_t block, uint32_t* sums) {
+CRC_TARGET static void sum_side_by_side(uint32_t (*crc_of_run)(uint32_t, const unsigned char*, uint64_t),
+                                        const unsigned char* at, uint64_t nbytes, uint64_t block, uint32_t* sums) {
     for (; block % 8 == 0 && nbytes / 4 >= block; at += 4 * block, nbytes -= 4 * block, sums += 4) {
         uint32_t a = ~0u, b = ~0u, c = ~0u, d = ~0u;
         for (uint64_t i = 0; i < block; i += 8) {
