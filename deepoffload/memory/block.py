@@ -36,6 +36,9 @@ class BlockOwner(Protocol):
     def can_release(self) -> bool:
         """True when nobody outside refers to the memory any more. Called for every candidate of an eviction: cheap."""
 
+    def may_be_read_unseen(self) -> bool:
+        """True while autograd may keep what is shown itself, and reads it without asking anybody."""
+
     def update_to_come(self) -> bool:
         """True while an optimizer step is still to change the bytes before anybody uses them."""
 
@@ -141,6 +144,11 @@ class Block:
 
     def __repr__(self) -> str:
         return f"<Block {self.id} {self.name} {self.kind.name} {self.nbytes} B {self.state.name} leases={self.leases}>"
+
+
+def can_hide(owner: BlockOwner) -> bool:
+    """Whether what shows a block can stop to, and is asked when somebody wants to see it again."""
+    return owner.can_release() and not owner.may_be_read_unseen()
 
 
 def host_view_owner(block: Block) -> BlockOwner | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from deepoffload.errors import BudgetError, IoFailure
 from deepoffload.io.extents import Extent
-from deepoffload.memory.block import Block, host_view_owner
+from deepoffload.memory.block import Block, can_hide, host_view_owner
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.schedule.block_state import BlockState
 
@@ -91,7 +91,7 @@ class CommittedBlocks:
             self._look(frozen)
         if not frozen.done:
             owner = host_view_owner(block)
-            if at_once or (owner is not None and not owner.can_release()):
+            if at_once or (owner is not None and not can_hide(owner)):
                 self._write_now(frozen)
             elif owner is not None:
                 owner.release()  # so that the next who wants to see the bytes is noticed

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from deepoffload.io.extents import Extent
 from deepoffload.io.range_reader import RangeReader
-from deepoffload.memory.block import Block, host_view_owner
+from deepoffload.memory.block import Block, can_hide, host_view_owner
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.schedule.block_state import BlockState
 
@@ -225,7 +225,7 @@ class Snapshot:
             return
         if owner.changed():
             self.tiers.will_change(block)
-        elif block.leases or not owner.can_release():
+        elif block.leases or not can_hide(owner):
             self._take_now(entry)
         else:
             owner.release()

@@ -74,7 +74,7 @@ class HookStack:
         top = top_saved_tensors_hooks(True) if enabled else None
         if not always and memory.all_stay() and not torch.is_autocast_enabled(memory.device.type):
             if not of_checkpoint(top):
-                self._graphs.unhooked = True
+                self._graphs.note_unhooked()
                 return False
         if not enabled:
             return None

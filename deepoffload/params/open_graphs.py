@@ -10,6 +10,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 
+import torch
+
 from deepoffload.memory.block import Block
 from deepoffload.params.torch_private import version_of
 from deepoffload.params.unit import BlockView, ParamHandle, Unit
@@ -17,12 +19,22 @@ from deepoffload.params.unit import BlockView, ParamHandle, Unit
 
 class OpenGraphs:
     """Attributes:
-    unhooked: autograd has kept weights without our hooks, because nothing was to move. Set by the hook stack.
+    forwards: how often autograd may have begun to keep weights without our hooks, because nothing was to move.
+    forwards_stepped: so many of them were before the last optimizer step.
     """
 
     def __init__(self) -> None:
-        self.unhooked = False
+        self.forwards = 0
+        self.forwards_stepped = 0
         self._recounted: weakref.WeakKeyDictionary[ParamHandle, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+    def note_unhooked(self) -> None:
+        """A window begins without our hooks."""
+        if torch.is_grad_enabled():
+            self.forwards += 1
+
+    def end_of_step(self) -> None:
+        self.forwards_stepped = self.forwards
 
     def refuse_all(self, units: Iterable[Unit]) -> None:
         """From now on backward through what autograd has kept of the weights is an error: their bytes go."""
@@ -33,7 +45,7 @@ class OpenGraphs:
     def refuse_unhooked(self, block: Block) -> None:
         """A block that was to stay leaves: graphs that autograd made without us, while everything stayed, would go
         backward with what the tensor shows then. By another version they see that they must not."""
-        if not self.unhooked or not isinstance(block.owner, BlockView) or not block.owner.on_host:
+        if not self.forwards or not isinstance(block.owner, BlockView) or not block.owner.on_host:
             return
         for slot in block.owner.slots:
             tensor = slot.tensor

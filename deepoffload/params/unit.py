@@ -53,6 +53,7 @@ class ParamHandle(TensorSlot):
         mapped_copy: a copy with an address, while a value of a state dict has been asked for one.
         windows: of which modules' calls it is part.
         version: torch's in-place counter when deepoffload last looked.
+        updated_after: which forward made the last graph before its last update (``OpenGraphs.forwards``).
         state_owner: the token of the optimizer whose state the unit's pieces hold for this parameter.
     """
 
@@ -64,6 +65,7 @@ class ParamHandle(TensorSlot):
         "version",
         "escape_crc",
         "mapped_copy",
+        "updated_after",
         "windows",
     )
 
@@ -77,6 +79,7 @@ class ParamHandle(TensorSlot):
         self.master_stale = False
         self.edits = 0
         self.version = 0
+        self.updated_after = 0
         self.escape_crc: int | None = None
         self.windows: set[int] = set()
         self.mapped_copy: weakref.ref[Any] | None = None
@@ -135,6 +138,14 @@ class ParamHandle(TensorSlot):
         if tensor is not None:
             count_change(tensor)
             self.version += 1
+            self.updated_after = self.pager.graphs.forwards
+
+    def is_in_open_graph(self) -> bool:
+        """Whether a graph may have kept the weight without our hooks since it was last updated."""
+        graphs, tensor = self.pager.graphs, self.tensor
+        if tensor is None:
+            return False
+        return (self.updated_after if tensor.requires_grad else graphs.forwards_stepped) < graphs.forwards
 
     def updated(self) -> None:
         """Our own update has changed the resident bytes."""
@@ -201,6 +212,9 @@ class BlockView:
         self.installed = False
         self.retired: list[Alias] = []
 
+    def may_be_read_unseen(self) -> bool:
+        return False
+
     def update_to_come(self) -> bool:
         return False
 
@@ -259,6 +273,9 @@ class BlockView:
 
 class WeightView(BlockView):
     """Owner of a unit's weights: knows when the program wrote to them behind the doors."""
+
+    def may_be_read_unseen(self) -> bool:
+        return any(slot.is_in_open_graph() for slot in self.slots if isinstance(slot, ParamHandle))
 
     def update_to_come(self) -> bool:
         return any(slot.is_to_be_updated() for slot in self.slots[:1] if isinstance(slot, ParamHandle))

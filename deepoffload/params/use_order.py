@@ -62,6 +62,7 @@ class UseOrder:
     def end_of_step(self) -> None:
         """An optimizer step is finished: the recorded order becomes the cycle."""
         self.trace.end_of_step()
+        self._graphs.end_of_step()
         self.last_key = None
         self.backward_of = None
 

@@ -55,6 +55,9 @@ class Owner:
     def update_to_come(self) -> bool:
         return False
 
+    def may_be_read_unseen(self) -> bool:
+        return False
+
     def can_release(self) -> bool:
         return self.references == 0
 

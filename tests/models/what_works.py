@@ -66,9 +66,9 @@ _OTHERWISE = """
   hooks, and custom functions that keep a weight as an attribute, then raise the same error where its bytes are away.
   Call `loss.as_subclass(torch.Tensor).backward()`.
 - Under one `torch.autocast` block, torch uses the cast of a weight again in a second forward, and adds the two
-  gradients in 16 bits; ours casts again and adds in 32, and a step inside the block is seen by the next forward. (Tied weights,
-  and a model that is one unit as a whole, do as in plain PyTorch.) One forward per block, or `cache_enabled=False`, is
-  the same bit for bit.
+  gradients in 16 bits; ours casts again and adds in 32, and a step inside the block is seen by the next forward. (Tied
+  weights, and a model that is one unit as a whole, do as in plain PyTorch.) One forward per block, or
+  `cache_enabled=False`, is the same bit for bit.
 - A weight's cast under `torch.autocast` is made again for backward: an edit of the weight in between raises "modified
   by an inplace operation", where plain PyTorch continues with the old cast. So does an edit of a weight under
   `torch.autograd.graph.allow_mutation_on_saved_tensors`.
