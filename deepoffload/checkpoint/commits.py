@@ -58,6 +58,7 @@ class Commits:
         take: Callable[[], tuple[OptimizerParts | None, Mapping[str, Any]]],
         *,
         wait: bool,
+        has_client_state: bool,
     ) -> None:
         """See :meth:`TrainingState.commit`. ``take``: gives what lies in no block, when it is wanted."""
         durability = self._durability
@@ -67,6 +68,11 @@ class Commits:
                 f"{durability.store.step}), which this would replace; call state.resume() first, or state.discard()"
             )
         if step < 1 or step == self._committed:
+            if has_client_state and step == self._committed:
+                raise UsageError(
+                    f"commit: step {step} is committed already, and what it keeps of client_state stays as it is; give "
+                    "client_state to the commit that follows optimizer.step()"
+                )
             if wait and self._committed is not None:
                 durability.finish()
             if not wait or self._committed is None:
@@ -88,10 +94,11 @@ class Commits:
             UsageError: this run has replaced it.
         """
         found = self._durability.store.found
-        if found is None and self._durability.store.step is not None:
+        own = self._durability.store.step if self._committed is None else self._committed
+        if found is None and own is not None:
             raise UsageError(
-                f"resume: this run itself has made step {self._durability.store.step} durable, which only a new "
-                "process can resume from"
+                f"resume: this run itself has committed step {own}, which only a new process can resume from; call "
+                "resume before the first step"
             )
         if found is None:
             yield None
@@ -106,7 +113,7 @@ class Commits:
     def discard(self) -> None:
         """See :meth:`TrainingState.discard`."""
         self._durability.discard()
-        self._may_replace = True
+        self._committed, self._may_replace = None, True
 
 
 def _call(reference: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -77,7 +77,7 @@ class DurableRun:
             return found.step
 
     def discard(self) -> None:
-        """Give up the durable state, of this run and of an earlier one.
+        """Give up the durable state, of this run and of an earlier one. The next commit makes the run durable again.
 
         Raises:
             UsageError: there is none. IoFailure: the disk failed, and it may still be there.
@@ -98,7 +98,7 @@ class DurableRun:
                 names = {id(param): name for name, param in self._module.named_parameters()}
                 return parts, self._values(parts, names, pagers, client_state)
 
-            commits.commit(step, self._module, take, wait=wait)
+            commits.commit(step, self._module, take, wait=wait, has_client_state=client_state is not None)
 
     def _own_commits(self, pagers: list[Pager], what: str) -> Commits:
         if self._commits is None:

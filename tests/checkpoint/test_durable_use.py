@@ -172,10 +172,20 @@ def test_commits_that_are_refused(make: Make, paging: Paging) -> None:
     run.state.commit()
     with pytest.raises(UsageError, match="commit without a step"):
         run.state.commit()
-    run.state.commit(wait=True)
-    run.state.commit(wait=True)
-    with pytest.raises(UsageError, match="resume: this run itself has made step 1 durable"):
+    with pytest.raises(UsageError, match="this run itself has committed step 1.*before the first step"):
         run.state.resume()
+    run.state.commit(wait=True)
+    run.state.commit(wait=True)
+    with pytest.raises(UsageError, match="step 1 is committed already, and what it keeps of client_state stays"):
+        run.state.commit(wait=True, client_state={"epoch": 1})
+    with pytest.raises(UsageError, match="this run itself has committed step 1"):
+        run.state.resume()
+    run.state.discard()
+    assert run.state.resume() == 0
+    run.state.commit(wait=True, client_state={"epoch": 1})
+    run.close()
+    run = make()
+    assert run.state.resume() == 1 and run.state.client_state == {"epoch": 1}
     model = paging.build(lambda: TinyGPT(width=32, depth=1), TIGHT)
     optimizer = deepoffload.CPUAdamW(model.parameters())
     state = deepoffload.TrainingState(model, optimizer)
