@@ -26,7 +26,10 @@ from deepoffload.io.engine import IoEngine
 from deepoffload.io.ticket import Ticket
 
 IN_FLIGHT_BLOCKS = 24
-"""Blocks on their way to the disk at a time."""
+"""Blocks on their way to the disk at a time, while the program waits."""
+
+FEW_BLOCKS = 12
+"""While it trains on: more would make its own transfers wait."""
 
 
 OPEN_BLOCKS = 12
@@ -102,9 +105,13 @@ class BlockWriter:
             held = ctypes.create_string_buffer(data, len(data))
             self.put(offset, ctypes.addressof(held), len(data))
 
-    def wait_for_room(self) -> None:
-        """Return when the next block can be handed to the disk without waiting. Raises as :meth:`put`."""
-        while len(self._flying) >= IN_FLIGHT_BLOCKS:
+    def wait_for_room(self, *, alone: bool) -> None:
+        """Return when the next block can be handed to the disk without waiting. Raises as :meth:`put`.
+
+        Args:
+            alone: nobody else waits for the disk.
+        """
+        while len(self._flying) >= (IN_FLIGHT_BLOCKS if alone else FEW_BLOCKS):
             self._land()
 
     def finish(self) -> None:

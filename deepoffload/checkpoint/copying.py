@@ -138,7 +138,7 @@ class Copying:
                 self._woken.clear()
                 continue
             with self._work:
-                self._files.wait_for_room()
+                self._files.wait_for_room(alone=self.is_hurried())
             if not any(snapshot.step() for snapshot in self._snapshots) and self._error is None:
                 self._wait_for_more()
         if self._error is not None:

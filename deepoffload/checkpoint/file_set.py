@@ -53,10 +53,11 @@ class FileSet:
         for file in self._planned.values():
             self._writer(file.name).put_bytes(0, file.header)
 
-    def wait_for_room(self) -> None:
-        """Return when a block can be handed to the disk without waiting for it. Raises IoFailure."""
+    def wait_for_room(self, *, alone: bool) -> None:
+        """Return when a block can be handed to the disk without waiting for it. Raises IoFailure. See
+        :meth:`BlockWriter.wait_for_room`."""
         for writer in self._writers.values():
-            writer.wait_for_room()
+            writer.wait_for_room(alone=alone)
 
     def finish(self) -> dict[str, FileRecord]:
         """All of it is on the disk; the checksums. Raises IoFailure."""

@@ -16,6 +16,8 @@ from deepoffload.native.aio import HostMapping
 RANGE_BYTES = 1 << 20
 NUM_BUFFERS = 12
 """With fewer, the disk has nothing to read next to what is written of the last ones."""
+FEW_BUFFERS = 4
+"""Next to transfers that the program waits for: more would make these wait."""
 
 
 class ReadRange(NamedTuple):
@@ -27,10 +29,15 @@ class ReadRange(NamedTuple):
 
 
 class RangeReader:
-    """One extent at a time. The buffers are made when the first one is opened."""
+    """One extent at a time. The buffers are made when the first one is opened.
+
+    Attributes:
+        alone: nobody else waits for the disk.
+    """
 
     def __init__(self, space: SwapSpace) -> None:
         self.extent: Extent | None = None
+        self.alone = True
         self._space = space
         self._mapping: HostMapping | None = None
         self._free: list[int] = []
@@ -60,7 +67,7 @@ class RangeReader:
         if self._given:
             self._free.append(self._given)
             self._given = 0
-        while self._free:
+        while self._free and (self.alone or len(self._flying) < FEW_BUFFERS):
             part = next(self._coming, None)
             if part is None:
                 break

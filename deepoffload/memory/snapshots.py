@@ -334,6 +334,7 @@ class Snapshot:
             if self._reading is not entry:
                 reader.open(entry.extent, entry.copied_bytes)
                 self._reading = entry
+            reader.alone = self._owner.is_hurried()
             try:
                 part = reader.read()
             except BaseException:
