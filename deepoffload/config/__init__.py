@@ -14,6 +14,7 @@ from deepoffload.config.schema import (
     GradientDtype,
     OptimizerConfig,
     Precision,
+    RanksConfig,
     SchedulerConfig,
 )
 from deepoffload.schedule.cost_model import StepOverlap
@@ -29,6 +30,7 @@ __all__ = [
     "GradientDtype",
     "OptimizerConfig",
     "Precision",
+    "RanksConfig",
     "SchedulerConfig",
     "StepOverlap",
     "parse_config",

@@ -1,8 +1,7 @@
 """Every key of DeepSpeed's configuration that trains, and what becomes of it here.
 
 Source: DeepSpeed 0.19.8 (``runtime/config.py``, ``runtime/constants.py``, ``runtime/precision_config.py``). Keys of
-ZeRO and offloading are in ``deepspeed_zero_keys``, those of tools around the training in ``deepspeed_tool_keys``. One
-process runs, which is why nothing is reduced or gathered.
+ZeRO and offloading are in ``deepspeed_zero_keys``, those of tools around the training in ``deepspeed_tool_keys``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ from deepoffload.config.keys import (
 )
 from deepoffload.config.schema import Buffers, Precision
 
-_ONE_RANK = "one process trains, so nothing is reduced, scattered or gathered"
+_MEAN = "the ranks' gradients are added in fp32 and divided then, so there is nothing to scale before"
+_NO_SEQUENCES = "there is no sequence parallelism"
 _NO_AUTOCAST = "it only matters when torch_autocast is enabled"
 
 _DTYPES = choice(
@@ -55,14 +55,27 @@ _BATCH = (
         "Largest global norm of the gradients; 0 is off. Not said: 1.0 in initialize(), off in a plain loop.",
     ),
     honoured("dataloader_drop_last", boolean(), "Whether initialize()'s loader drops a last, smaller batch.", False),
-    inapplicable("prescale_gradients", boolean(), _ONE_RANK, False),
-    inapplicable("gradient_predivide_factor", number(), _ONE_RANK, 1.0),
-    inapplicable("gradient_allreduce_op", choice_of("mean", "sum"), _ONE_RANK, "mean"),
-    inapplicable("communication_data_type", choice_of("fp32", "bf16", "fp16"), _ONE_RANK),
-    inapplicable("seq_parallel_communication_data_type", choice_of("fp32", "bf16", "fp16"), _ONE_RANK, "fp32"),
-    inapplicable("seq_parallel_comm_data_type", choice_of("fp32", "bf16", "fp16"), _ONE_RANK, "fp32"),
-    inapplicable("sparse_gradients", boolean(), _ONE_RANK, False),
-    inapplicable("disable_allgather", boolean(), _ONE_RANK, False),
+    inapplicable("prescale_gradients", boolean(), _MEAN, False),
+    inapplicable("gradient_predivide_factor", number(), _MEAN, 1.0),
+    # The next two are errors where there are several ranks and the numbers would be others, see parse.
+    inapplicable(
+        "gradient_allreduce_op",
+        choice_of("mean", "sum"),
+        "gradients are the mean over the ranks; `sum` is an error with several",
+        "mean",
+        field="gradient_allreduce_op",
+    ),
+    inapplicable(
+        "communication_data_type",
+        _DTYPES,
+        "gradients travel in the dtype in which autograd makes them, and are added in fp32; a narrower one is an error "
+        "with several ranks",
+        field="communication_data_type",
+    ),
+    inapplicable("seq_parallel_communication_data_type", choice_of("fp32", "bf16", "fp16"), _NO_SEQUENCES, "fp32"),
+    inapplicable("seq_parallel_comm_data_type", choice_of("fp32", "bf16", "fp16"), _NO_SEQUENCES, "fp32"),
+    inapplicable("sparse_gradients", boolean(), "what lands is dense, so nothing sparse travels", False),
+    inapplicable("disable_allgather", boolean(), "weights are gathered when they are used", False),
 )
 
 _LOGGING = (

@@ -10,6 +10,7 @@ from deepoffload.config.keys import (
     choice_of,
     group_of_parts,
     honoured,
+    inapplicable,
     integer,
     list_of,
     number,
@@ -24,7 +25,7 @@ _FORMAT = "the format is safetensors and JSON (docs/checkpoints.md); nothing is 
 _WRITER = "blocks of 1 MiB go directly to the disk, through the engine that swaps"
 _MONITOR = "engine.stats() gives a flat dict of numbers for your own logger"
 _PROFILER = "use torch.profiler; stats() has the bytes moved"
-_ONE_RANK = "one process trains, so nothing is communicated"
+_DATA_PARALLEL = "all ranks are data-parallel; with several ranks it is an error to ask for another kind"
 _COMPILE = "torch.compile works on the layers as usual"
 
 
@@ -140,7 +141,7 @@ DEEPSPEED_TOOL_KEYS = (
     ),
     *_group(
         "comms_logger",
-        _ONE_RANK,
+        "engine.stats() counts the bytes and the waits between ranks",
         enabled=_OFF,
         verbose=_OFF,
         prof_all=_ON,
@@ -185,10 +186,12 @@ DEEPSPEED_TOOL_KEYS = (
     _other_group("datastates_ckpt", _CHECKPOINT, present_group()),
     _other_group("hybrid_engine", "the model generates as it is"),
     _other_group("timers", _PROFILER, present_group()),
-    _other_group("tensor_parallel", _ONE_RANK, present_group()),
-    _other_group("expert_parallel", _ONE_RANK, present_group()),
+    *(
+        inapplicable(name, present_group(), _DATA_PARALLEL, "off", field=name)
+        for name in ("tensor_parallel", "expert_parallel")
+    ),
     _other_group("pipeline", "there is no pipeline engine", present_group()),
-    Key("sequence_parallel_size", integer(1), Treatment.INAPPLICABLE, _ONE_RANK, 1),
-    Key("data_parallel_size", integer(1), Treatment.INAPPLICABLE, _ONE_RANK, 1),
-    Key("use_data_before_expert_parallelism", boolean(), Treatment.INAPPLICABLE, _ONE_RANK, False),
+    inapplicable("sequence_parallel_size", integer(1), _DATA_PARALLEL, 1, field="sequence_parallel_size"),
+    inapplicable("data_parallel_size", integer(1), "the process group says how many ranks there are", 1),
+    inapplicable("use_data_before_expert_parallelism", boolean(), "there is no expert parallelism", False),
 )

@@ -1,7 +1,7 @@
 """Every key of DeepSpeed's sections for ZeRO, offloading and asynchronous I/O, and what becomes of it here.
 
 Source: DeepSpeed 0.19.8 (``runtime/zero/config.py``, ``runtime/zero/offload_config.py``,
-``runtime/swap_tensor/constants.py``). One process runs, which is why nothing is reduced or gathered.
+``runtime/swap_tensor/constants.py``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ from deepoffload.config.own_keys import tier_limit
 from deepoffload.device import Tier
 from deepoffload.native.aio import QUEUE_DEPTH_MAX
 
-_ONE_RANK = "one process trains, so nothing is reduced, scattered or gathered"
 _BUDGETS = "the budgets and measured bandwidths decide which bytes stay near (device_budget, host_budget)"
 _UNITS = "weights move in whole units (a layer each), so there is no bucket or sub-group to size"
+_UNIT_TRANSFERS = "a unit (a layer, as a rule) is gathered or reduced in one transfer, so there is no bucket to size"
+_OWNERS = "the parts of a gradient always go to their owners, which add them in rank order"
+_GATHERED = "weights are gathered unit by unit, when they are used"
+_OVERLAP = "gathers and reductions run during compute, as far as there is memory"
+_EQUAL_CUTS = "each unit is cut in equal ranges over all ranks, and stays whole where there is room"
 
 
 def _host_when_true(value: object) -> object:
@@ -45,17 +49,18 @@ _ZERO = (
         "zero_optimization.stage",
         integer(0, 3),
         Treatment.MAPPED,
-        "one process holds everything at every stage; the budgets decide what is offloaded",
+        "stages 1 to 3 are one: weights, gradients and optimizer state are partitioned over the ranks, and whole weights "
+        "are kept as long as there is room. 0 is taken as 1",
         0,
         field="zero_stage",
     ),
     inapplicable("zero_optimization.contiguous_gradients", boolean(), _UNITS, True),
-    inapplicable("zero_optimization.reduce_scatter", boolean(), _ONE_RANK, True),
-    inapplicable("zero_optimization.allgather_partitions", boolean(), _ONE_RANK, True),
-    inapplicable("zero_optimization.use_multi_rank_bucket_allreduce", boolean(), _ONE_RANK, True),
-    inapplicable("zero_optimization.reduce_bucket_size", integer(), _ONE_RANK, 500_000_000),
-    inapplicable("zero_optimization.allgather_bucket_size", integer(), _ONE_RANK, 500_000_000),
-    inapplicable("zero_optimization.overlap_comm", boolean(), _ONE_RANK),
+    inapplicable("zero_optimization.reduce_scatter", boolean(), _OWNERS, True),
+    inapplicable("zero_optimization.allgather_partitions", boolean(), _GATHERED, True),
+    inapplicable("zero_optimization.use_multi_rank_bucket_allreduce", boolean(), _OWNERS, True),
+    inapplicable("zero_optimization.reduce_bucket_size", integer(), _UNIT_TRANSFERS, 500_000_000),
+    inapplicable("zero_optimization.allgather_bucket_size", integer(), _UNIT_TRANSFERS, 500_000_000),
+    inapplicable("zero_optimization.overlap_comm", boolean(), _OVERLAP),
     inapplicable(
         "zero_optimization.compute_grad_norm", boolean(), "the norm is a by-product of landing the gradients", True
     ),
@@ -98,19 +103,19 @@ _ZERO = (
         False,
     ),
     inapplicable("zero_optimization.stage3_module_granularity_threshold", integer(), _UNITS, 0),
-    inapplicable("zero_optimization.stage3_use_all_reduce_for_fetch_params", boolean(), _ONE_RANK, False),
-    inapplicable("zero_optimization.stage3_allgather_sequential", boolean(), _ONE_RANK, False),
-    inapplicable("zero_optimization.stage3_partition_stream_chunk_size", integer(), _ONE_RANK, 0),
+    inapplicable("zero_optimization.stage3_use_all_reduce_for_fetch_params", boolean(), _GATHERED, False),
+    inapplicable("zero_optimization.stage3_allgather_sequential", boolean(), _GATHERED, False),
+    inapplicable("zero_optimization.stage3_partition_stream_chunk_size", integer(), _UNIT_TRANSFERS, 0),
     inapplicable(
         "zero_optimization.ignore_unused_parameters",
         boolean(),
         "an unused parameter has no gradient and is not updated, as in plain PyTorch",
         True,
     ),
-    inapplicable("zero_optimization.legacy_stage1", boolean(), _ONE_RANK, False),
-    inapplicable("zero_optimization.round_robin_gradients", boolean(), _ONE_RANK, False),
+    inapplicable("zero_optimization.legacy_stage1", boolean(), _OWNERS, False),
+    inapplicable("zero_optimization.round_robin_gradients", boolean(), _EQUAL_CUTS, False),
     inapplicable("zero_optimization.parameter_alignment", boolean(), "every parameter is aligned, always", False),
-    inapplicable("zero_optimization.zero_hpz_partition_size", integer(), _ONE_RANK, 1),
+    inapplicable("zero_optimization.zero_hpz_partition_size", integer(), _EQUAL_CUTS, 1),
     *(
         refused(
             f"zero_optimization.zero_quantized_{what}", boolean(), "weights and gradients are never quantised", False
@@ -118,8 +123,8 @@ _ZERO = (
         for what in ("weights", "nontrainable_weights", "gradients")
     ),
     refused("zero_optimization.zeropp_loco_param", present_group(), "gradients are never quantised", "off"),
-    inapplicable("zero_optimization.mics_shard_size", integer(-1), _ONE_RANK, -1),
-    inapplicable("zero_optimization.mics_hierarchical_params_gather", boolean(), _ONE_RANK, False),
+    inapplicable("zero_optimization.mics_shard_size", integer(-1), _EQUAL_CUTS, -1),
+    inapplicable("zero_optimization.mics_hierarchical_params_gather", boolean(), _EQUAL_CUTS, False),
     inapplicable(
         "zero_optimization.memory_efficient_linear",
         boolean(),

@@ -284,9 +284,10 @@ def honoured(path: str, kind: ValueKind, what: str, default: object = None, fiel
     return Key(path, kind, Treatment.HONOURED, what, default, field=field or path)
 
 
-def inapplicable(path: str, kind: ValueKind, why: str, default: object = None) -> Key:
-    """A key of DeepSpeed's that changes nothing here, and why."""
-    return Key(path, kind, Treatment.INAPPLICABLE, why, default)
+def inapplicable(path: str, kind: ValueKind, why: str, default: object = None, field: str | None = None) -> Key:
+    """A key of DeepSpeed's that changes nothing here, and why. ``field``: where the parser finds it all the same, which
+    refuses it where there are several ranks."""
+    return Key(path, kind, Treatment.INAPPLICABLE, why, default, field=field)
 
 
 def refused(path: str, kind: ValueKind, why: str, default: object = None, *harmless: object) -> Key:

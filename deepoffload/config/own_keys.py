@@ -13,6 +13,7 @@ from deepoffload.config.keys import (
     ValueKind,
     boolean,
     choice,
+    choice_of,
     integer,
     names_or_classes,
     number,
@@ -82,8 +83,13 @@ OWN_KEYS = (
         size(1),
         "Bytes of device memory for weights; activations come on top. On a CPU device one pool with `host_budget`.",
     ),
-    _own("host_budget", size(1), "Bytes of host memory for weights, gradients, optimizer state and transfer buffers."),
-    _own("nvme_budget", size(), "Bytes of disk. 0 keeps everything off the disk."),
+    _own(
+        "host_budget",
+        size(1),
+        "Bytes of host memory for weights, gradients, optimizer state and transfer buffers, of all ranks of a host "
+        "together.",
+    ),
+    _own("nvme_budget", size(), "Bytes of disk, of all ranks of a host together. 0 keeps everything off the disk."),
     _own("nvme_path", paths(), "Directory for the swap file, or a list of them on different disks.", ()),
     _own("offload_param", tier_limit(), "The farthest tier weights may go to; not said: as far as the budgets ask."),
     _own(
@@ -167,6 +173,19 @@ OWN_KEYS = (
         "The share of the disk that a save with `wait=False` takes while the program itself has transfers; all of the "
         "rest, too, while it has none.",
         0.25,
+    ),
+    _own(
+        "ranks.timeout_s",
+        number(1),
+        "Seconds for which a rank waits while nothing happens. Then all ranks raise an error that says where each was.",
+        600.0,
+    ),
+    _own(
+        "ranks.transport",
+        choice_of("auto", "group", "memory"),
+        "How bytes get from rank to rank. `group`: by collectives; `memory`: each rank reads the memory of the others, "
+        "which takes one host; `auto`: `memory` where a test at the start shows that it works.",
+        "auto",
     ),
     _own("debug.poison", boolean(), "Fill every buffer with NaN when it is taken back.", False),
     _own("debug.evict_always", boolean(), "Evict everything as soon as it may be evicted.", False),

@@ -21,8 +21,10 @@ from deepoffload.config.schema import (
     GradientDtype,
     OptimizerConfig,
     Precision,
+    RanksConfig,
     SchedulerConfig,
 )
+from deepoffload.config.several_ranks import check_several_ranks
 from deepoffload.config.source import read_source
 from deepoffload.device import Tier
 from deepoffload.errors import ConfigError
@@ -30,7 +32,10 @@ from deepoffload.schedule.cost_model import StepOverlap
 
 
 def parse_config(
-    source: str | os.PathLike[str] | Mapping[str, object] | Config | None = None, **overrides: object
+    source: str | os.PathLike[str] | Mapping[str, object] | Config | None = None,
+    *,
+    world_size: int = 1,
+    **overrides: object,
 ) -> Config:
     """Read and check a configuration.
 
@@ -38,6 +43,7 @@ def parse_config(
         source: path of a JSON file (DeepSpeed's keys, ours, or both), a dict of the same, a ``Config``, or nothing.
         overrides: keys as keywords, which win over ``source``; a nested one is a dict (``aio={"backend": "pool"}``).
             ``None`` takes back what ``source`` says.
+        world_size: how many ranks train together.
 
     Raises:
         ConfigError: unreadable file, unknown key, wrong type or range, keys that contradict each other, or a key that
@@ -49,7 +55,7 @@ def parse_config(
     top = Layer("", strict=True).collect(overrides)
     fields = _merge(base.fields, top.fields)
     notes, warnings = (source.notes, source.warnings) if isinstance(source, Config) else ((), ())
-    config = _build(fields, tuple(dict.fromkeys((*notes, *base.notes, *top.notes))), where)
+    config = _build(fields, tuple(dict.fromkeys((*notes, *base.notes, *top.notes))), where, world_size)
     warned = [*warnings, *base.warnings, *_path_warnings(base, top, config.nvme_path)]
     autos = [path for path in (*base.autos, *top.autos) if not _said(path, top)]
     if autos:
@@ -79,7 +85,7 @@ def _merge(base: dict[str, object], top: dict[str, object]) -> dict[str, Any]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str) -> Config:
+def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str, world_size: int) -> Config:
     simple = (
         "device",
         "device_budget",
@@ -108,7 +114,7 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str) -> Config
     durability = fields.get("durability") or None  # False is what switches it off above a file
     config = Config(
         **{name: fields[name] for name in simple if name in fields},
-        **_batch_triple(fields, where),
+        **_batch_triple(fields, where, world_size),
         nvme_path=(durability.path if durability is not None else ()) or _nvme_path(fields),
         durability=durability,
         optimizer=_optimizer(fields, where),
@@ -116,12 +122,18 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str) -> Config
         fp16=fp16,
         aio=AioConfig(**_below("aio", fields)),
         checkpoint=CheckpointConfig(**_below("checkpoint", fields)),
+        ranks=RanksConfig(**_below("ranks", fields)),
         debug=DebugConfig(**_below("debug", fields)),
         notes=notes,
     )
     if fields.get("data_types.grad_accum_dtype") is Precision.FP32:
         config = replace(config, gradient_dtype=GradientDtype.FP32)
     _check_together(config, fields, where)
+    if world_size > 1:
+        check_several_ranks(config, fields, where, world_size)
+        if config.zero_stage == 0:
+            taken = "zero_optimization.stage = 0: mapped: taken as 1: optimizer state is partitioned over the ranks"
+            config = replace(config, zero_stage=1, notes=tuple(dict.fromkeys((*config.notes, taken))))
     return config
 
 
@@ -130,7 +142,7 @@ def _below(section: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
 
 
-def _batch_triple(fields: dict[str, Any], where: str, world_size: int = 1) -> dict[str, Any]:
+def _batch_triple(fields: dict[str, Any], where: str, world_size: int) -> dict[str, Any]:
     """DeepSpeed's rule: train_batch_size = micro x accumulation x world; two of them give the third."""
     train = fields.get("train_batch_size")
     micro = fields.get("train_micro_batch_size_per_gpu")

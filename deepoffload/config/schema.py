@@ -77,6 +77,16 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class RanksConfig:
+    """How the ranks that train one model deal with each other."""
+
+    timeout_s: float = 600.0
+    """How long a rank waits for another one while nothing happens."""
+    transport: str = "auto"
+    """``"auto"``, ``"group"`` (collectives) or ``"memory"`` (each reads its neighbours' memory)."""
+
+
+@dataclass(frozen=True)
 class DebugConfig:
     """Switches that make mistakes visible, at a price."""
 
@@ -184,6 +194,7 @@ class Config:
     fp16: Fp16Config = field(default_factory=Fp16Config)
     aio: AioConfig = field(default_factory=AioConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     notes: tuple[str, ...] = ()
     """One line per key that was mapped or does not apply, to be logged once."""

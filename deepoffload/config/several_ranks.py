@@ -1,0 +1,62 @@
+"""What a configuration cannot say where several ranks train one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from deepoffload.config.collect import shown
+from deepoffload.config.schema import Config, Precision
+from deepoffload.device import Device
+from deepoffload.errors import ConfigError, UnsupportedError
+from deepoffload.schedule.cost_model import StepOverlap
+
+_ONLY = {
+    "gradient_allreduce_op": ("mean", "gradients are the mean over the ranks; scale the loss for their sum"),
+    "sequence_parallel_size": (1, "all ranks are data-parallel"),
+    "tensor_parallel": ("off", "all ranks are data-parallel"),
+    "expert_parallel": ("off", "all ranks are data-parallel"),
+}
+"""Keys that ask for other numbers, with the value that does not, and what is done in their place."""
+
+
+def check_several_ranks(config: Config, fields: Mapping[str, object], where: str, world_size: int) -> None:
+    """Refuse what would change numbers, and what several ranks cannot do yet.
+
+    Args:
+        fields: what was said, also of keys that set nothing in ``config``.
+
+    Raises:
+        ConfigError: ignoring a key would change numbers. UnsupportedError: not with several ranks.
+    """
+    for name, (harmless, why) in _ONLY.items():
+        said = fields.get(name)
+        if said is not None and said != harmless:
+            raise ConfigError(
+                f"{where}{name} = {shown(said)} with {world_size} ranks: ignoring it would change numbers: {why}"
+            )
+    _check_wire(config, fields.get("communication_data_type"), where, world_size)
+    several = f"with several ranks ({world_size} here)"
+    if config.step_overlap is StepOverlap.IN_BACKWARD:
+        raise UnsupportedError(
+            f'{where}step_overlap = "in_backward" is not available {several}; use "deferred", which hides the update '
+            "behind the next forward"
+        )
+    if config.durability is not None:
+        raise UnsupportedError(f"{where}durability is not available {several}; leave it out, or train with one rank")
+    if config.debug.copies:
+        raise UnsupportedError(f"{where}debug.copies is not available {several}: ranks show copies as they are")
+    if config.device is not None and not Device.parse(config.device).shares_host_memory:
+        raise UnsupportedError(
+            f'{where}device = "{config.device}" is not available {several}: they compute on the CPU; set device = "cpu"'
+        )
+
+
+def _check_wire(config: Config, asked: object, where: str, world_size: int) -> None:
+    """Gradients travel in the type that autograd makes them in, which is the weights'."""
+    if asked is None or asked is Precision.FP32 or asked is config.precision:
+        return
+    raise ConfigError(
+        f"{where}communication_data_type = {shown(asked)} with {world_size} ranks: ignoring it would change numbers: "
+        f"gradients travel in the dtype of the weights, and precision is {shown(config.precision)}; set precision to "
+        "the same dtype, or leave this out"
+    )
