@@ -49,8 +49,8 @@ _ZERO = (
         "zero_optimization.stage",
         integer(0, 3),
         Treatment.MAPPED,
-        "stages 1 to 3 are one: weights, gradients and optimizer state are partitioned over the ranks, and whole weights "
-        "are kept as long as there is room. 0 is taken as 1",
+        "stages 1 to 3 are one: weights, gradients and optimizer state are partitioned over the ranks, and whole "
+        "weights are kept as long as there is room. 0 is taken as 1",
         0,
         field="zero_stage",
     ),
