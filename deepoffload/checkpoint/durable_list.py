@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 from deepoffload.checkpoint.values import parse_json
@@ -13,12 +14,25 @@ from deepoffload.errors import IoFailure, UsageError
 from deepoffload.io.durable_store import newest_slot, read_body
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.header_pages import HEADER_BYTES, MARK_PAGE, Mark, owner_of, read_at
-from deepoffload.io.named_files import NAME
+from deepoffload.io.named_files import NAME, refuse_cut_off
 from deepoffload.native.aio import PAGE_BYTES
 
 
-def durable_states(directory: str | os.PathLike[str]) -> list[str]:
-    """A line for each file of a durable state in ``directory``; none where there is none.
+@dataclass(frozen=True)
+class DurableFile:
+    """A file of a durable state.
+
+    Attributes:
+        text: what it holds and who uses it. usable: whether a run can resume from what it holds, or begin there.
+    """
+
+    name: str
+    text: str
+    usable: bool
+
+
+def durable_states(directory: str | os.PathLike[str]) -> list[DurableFile]:
+    """The files of durable states in ``directory``; none where there is none.
 
     Raises:
         UsageError: the directory cannot be read.
@@ -30,29 +44,33 @@ def durable_states(directory: str | os.PathLike[str]) -> list[str]:
     if not found:
         return []
     with IoEngine(backend="pool", queue_depth=1) as io:
-        return [f"{path.name}: {_line(io, path)}" for path in found]
+        return [_looked_at(io, path) for path in found]
 
 
-def _line(io: IoEngine, path: Path) -> str:
+def _looked_at(io: IoEngine, path: Path) -> DurableFile:
     try:
         ordinary = stat.S_ISREG(path.lstat().st_mode)
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    return f"{_described(io, path)}; {_use(path)}" if ordinary else "no ordinary file"
+        return DurableFile(path.name, f"cannot be read: {error.strerror}", usable=False)
+    if not ordinary:
+        return DurableFile(path.name, "no ordinary file", usable=False)
+    text, usable = _described(io, path)
+    return DurableFile(path.name, f"{text}; {_use(path)}", usable)
 
 
-def _described(io: IoEngine, path: Path) -> str:
-    """What a file holds; a damaged one is said to be so."""
+def _described(io: IoEngine, path: Path) -> tuple[str, bool]:
+    """What a file holds, and whether that can be used."""
     try:
         if path.stat().st_size < HEADER_BYTES:
-            return "no durable step"
+            refuse_cut_off(str(path))
+            return "no durable step", True
         file = io.open_file(path, readonly=True)
         mark = Mark.of(read_at(io, file, MARK_PAGE * PAGE_BYTES, PAGE_BYTES))
         if mark is not None and mark.index:
-            return f"part {mark.index + 1} of {len(mark.paths)} of the durable state in {mark.paths[0]}"
+            return f"part {mark.index + 1} of {len(mark.paths)} of the durable state in {mark.paths[0]}", True
         _, slot = newest_slot(io, file)
         if slot is None:
-            return "no durable step"
+            return "no durable step", True
         directories = mark.paths if mark is not None and slot.files > 1 else (str(path.parent),)
         others = [io.open_file(Path(other) / path.name, readonly=True) for other in directories[1:]]
         step = read_body(io, [file, *others], slot)
@@ -60,9 +78,9 @@ def _described(io: IoEngine, path: Path) -> str:
         tensors = sum(map(len, said["tensors"].values()))
         nbytes = sum(part.nbytes for stored in step.extents for part in stored.extent.pieces)
         where = f" on {len(directories)} paths ({', '.join(directories)})" if len(directories) > 1 else ""
-        return f"durable step {step.step}, {tensors} tensors, {format_bytes(nbytes)}{where}"
+        return f"durable step {step.step}, {tensors} tensors, {format_bytes(nbytes)}{where}", True
     except (UsageError, IoFailure, OSError, KeyError, TypeError, AttributeError) as error:
-        return f"cannot be read: {error}"
+        return f"cannot be used: {error}", False
 
 
 def _use(path: Path) -> str:

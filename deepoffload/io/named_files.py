@@ -46,7 +46,7 @@ def open_named_files(engine: IoEngine, paths: Sequence[str], direct: str) -> lis
         for path in paths:
             files.append(_open(engine, path, direct))
             if files[-1].size_at_open < HEADER_BYTES:
-                _refuse_cut_off(durable_path(path))
+                refuse_cut_off(durable_path(path))
                 files[-1].grow(HEADER_BYTES)
                 sync_directory(path)
             write_at(engine, files[-1], OWNER_PAGE * PAGE_BYTES, owner_page())
@@ -58,8 +58,12 @@ def open_named_files(engine: IoEngine, paths: Sequence[str], direct: str) -> lis
     return files
 
 
-def _refuse_cut_off(path: str) -> None:
-    """A file of ours gets its header before anything is written to it."""
+def refuse_cut_off(path: str) -> None:
+    """Raise for a file shorter than a header that holds anything: ours get their header before anything is written.
+
+    Raises:
+        UsageError: it was cut off. IoFailure: it cannot be read.
+    """
     try:
         with open(path, "rb") as file:
             content = file.read(HEADER_BYTES)

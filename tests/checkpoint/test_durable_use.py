@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 import deepoffload
-from deepoffload.checkpoint.durable_list import durable_states
+from deepoffload.checkpoint.convert.commands import run as show
+from deepoffload.checkpoint.durable_list import DurableFile, durable_states
 from deepoffload.errors import ConfigError, PlacementError, UnsupportedError, UsageError
+from deepoffload.native.aio import PAGE_BYTES
 from tests.checkpoint.durable_model import PLACES, Make, Run, trained
 from tests.support.loops import assert_same_bits
 from tests.support.models import TinyGPT, batch, next_token_loss
@@ -133,17 +135,18 @@ def test_client_state_and_the_list_of_states(make: Make, tmp_path: Path) -> None
     run = make()
     run.step()
     run.state.commit(wait=True, client_state={"epoch": 3, "seen": torch.arange(5)})
-    (line,) = durable_states(swap)
-    assert "durable step 1, " in line and f"in use by process {os.getpid()}" in line
+    (found,) = durable_states(swap)
+    assert found.usable and "durable step 1, " in found.text and f"in use by process {os.getpid()}" in found.text
     with pytest.raises(UsageError, match=f"is used by process {os.getpid()}"):
         make()
     run.close()
-    assert "last used by process" in durable_states(swap)[0]
+    assert "last used by process" in durable_states(swap)[0].text
     run = make()
     assert run.state.resume() == 1
     assert run.state.client_state["epoch"] == 3 and torch.equal(run.state.client_state["seen"], torch.arange(5))
     run.state.discard()
-    assert durable_states(swap) == [durable_states(swap)[0]] and "no durable step" in durable_states(swap)[0]
+    (found,) = durable_states(swap)
+    assert found.usable and "no durable step" in found.text
     run.close()
     assert durable_states(swap) == [] == os.listdir(swap)
 
@@ -152,8 +155,30 @@ def test_what_is_no_file_is_listed_and_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "deepoffload-rank0.durable")
     os.symlink("/etc/passwd", tmp_path / "deepoffload-rank1.durable")
     (tmp_path / "deepoffload-rank2.durable").mkdir()
-    expected = [f"deepoffload-rank{rank}.durable: no ordinary file" for rank in range(3)]
+    expected = [DurableFile(f"deepoffload-rank{rank}.durable", "no ordinary file", usable=False) for rank in range(3)]
     assert durable_states(tmp_path) == expected
+
+
+def test_a_durable_state_that_cannot_be_used_ends_show_with_1(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swap = tmp_path / "swap"
+    run = make()
+    run.step()
+    run.state.commit(wait=True)
+    run.close()
+    assert show(["show", str(swap)]) == 0
+    assert "durable step 1, " in capsys.readouterr().out
+    file = swap / "deepoffload-rank0.durable"
+    content = bytearray(file.read_bytes())
+    content[2 * PAGE_BYTES : 4 * PAGE_BYTES] = b"\1" * (2 * PAGE_BYTES)
+    file.write_bytes(content)
+    for why in ("both records of the durable state are damaged", "it was cut off"):
+        assert show(["show", str(swap)]) == 1
+        said = capsys.readouterr()
+        assert f"{file.name}: cannot be used: " in said.out and why in said.out
+        assert f"1 of 1 cannot be used: {file.name}" in said.err
+        file.write_bytes(content[: 2 * PAGE_BYTES])
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

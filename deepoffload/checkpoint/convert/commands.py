@@ -98,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(parsed: argparse.Namespace) -> None:
+    """Lists everything first: what cannot be used is an error at the end."""
     directory = checked_directory(parsed.directory)
     if not os.path.isdir(directory):
         raise UsageError(f"{directory} is no directory")
@@ -108,16 +109,26 @@ def _show(parsed: argparse.Namespace) -> None:
     durable = durable_states(directory) if parsed.tag is None else []
     if not tags and not durable:
         raise UsageError(f"{directory} has no checkpoints (folders with a manifest.json) and no durable state")
-    for line in durable:
-        _say(line)
+    unusable = [state.name for state in durable if not state.usable]
+    for state in durable:
+        _say(f"{state.name}: {state.text}")
     for tag in tags:
+        name = f"{tag}{' (latest)' if tag == newest else ''}"
         try:
-            text = _described(read_manifest(os.path.join(directory, tag)))
+            manifest = read_manifest(os.path.join(directory, tag))
         except DeepOffloadError as error:
-            text = f"cannot be used: {error}"
-        _say(f"{tag}{' (latest)' if tag == newest else ''}: {text}")
+            _say(f"{name}: cannot be used: {error}")
+            unusable.append(tag)
+            continue
+        _say(f"{name}: {_described(manifest)}")
         if parsed.tag is not None:
-            _show_tensors(read_manifest(os.path.join(directory, tag)))
+            _show_tensors(manifest)
+    if unusable:
+        raise UsageError(f"{directory}: {len(unusable)} of {len(tags) + len(durable)} cannot be used: {_few(unusable)}")
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _described(manifest: Manifest) -> str:

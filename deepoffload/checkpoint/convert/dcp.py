@@ -8,6 +8,7 @@ Names are those of ``torch.distributed.checkpoint.state_dict.get_state_dict``: `
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from deepoffload.checkpoint.convert.archive import ByteSource
+from deepoffload.checkpoint.convert.completeness import check_complete
 from deepoffload.checkpoint.convert.deepspeed_files import STEP, kind_of_arrays, listing, number, tensor
 from deepoffload.checkpoint.convert.pickle_reader import Record, read_pickle
 from deepoffload.checkpoint.convert.plain import PlainValues
@@ -26,6 +28,8 @@ from deepoffload.checkpoint.convert.tensors import Values, in_fp32
 from deepoffload.checkpoint.convert.torch_reader import NAMED_DTYPES, PICKLE_BYTES_MAX, TorchFile
 from deepoffload.checkpoint.convert.training_run import GroupOfParams, TrainingRun
 from deepoffload.errors import UnsupportedError, UsageError
+
+log = logging.getLogger("deepoffload")
 
 METADATA = ".metadata"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
@@ -217,6 +221,8 @@ def read_dcp(directories: Sequence[str]) -> TrainingRun:
     plain = not any(name.startswith((_MODEL, _OPTIMIZER)) for name in (*tensors, *values))
     prefix = "" if plain else _MODEL
     weights = {name.removeprefix(prefix): held for name, held in tensors.items() if name.startswith(prefix)}
+    if plain:
+        log.warning("%s: no name begins with %r, so all its tensors are taken for weights", directories[0], _MODEL)
     if not weights:
         raise UsageError(f"{directories[0]} has no weights: names of a model begin with {_MODEL!r}")
     arrays: dict[str, dict[str, Values]] = {}
@@ -236,7 +242,7 @@ def read_dcp(directories: Sequence[str]) -> TrainingRun:
     steps = [int(number(state[STEP], "step")) for state in small.values() if STEP in state]
     others = {name: notes.of(values[name](), name) for name in values if not name.startswith((_MODEL, _OPTIMIZER))}
     notes.report()
-    return TrainingRun(
+    run = TrainingRun(
         source="torch.distributed.checkpoint",
         step=max(steps, default=0),
         weights=weights,
@@ -246,6 +252,10 @@ def read_dcp(directories: Sequence[str]) -> TrainingRun:
         small=small,
         client_state=others or None,
     )
+    check_complete(run, directories[0])
+    if arrays and not steps:
+        log.warning("%s does not say how many steps were made: taken as 0", directories[0])
+    return run
 
 
 def _reader(storage: _Items, name: str) -> Callable[[], Any]:

@@ -244,7 +244,9 @@ def bookkeeping(state: Mapping[Any, Any], where: str, scaler: Any) -> Bookkeepin
         scaler: the loss scaler of an optimizer file.
     """
     plain = PlainValues(where)
-    steps = whole(state.get("global_steps", 0), f"{where}: global_steps")
+    if "global_steps" not in state:
+        raise UsageError(f"{where}: its model file has no global_steps, the number of steps: it is not complete")
+    steps = whole(state["global_steps"], f"{where}: global_steps")
     config = state.get("ds_config")
     accumulation = config.get("gradient_accumulation_steps", 1) if isinstance(config, dict) else 1
     loop = {

@@ -17,6 +17,7 @@ import torch
 
 from deepoffload.checkpoint.block_writer import write_small_file
 from deepoffload.checkpoint.convert.archive import ByteSource
+from deepoffload.checkpoint.convert.completeness import check_complete
 from deepoffload.checkpoint.convert.deepspeed_files import (
     LATEST_UNIVERSAL,
     OWN_KEYS,
@@ -44,7 +45,7 @@ from deepoffload.checkpoint.convert.tensors import Computed, Reshaped, Values, i
 from deepoffload.checkpoint.convert.torch_reader import TorchFile
 from deepoffload.checkpoint.convert.torch_writer import Streamed, write_torch_file
 from deepoffload.checkpoint.convert.training_run import ADAM, GroupOfParams, TrainingRun
-from deepoffload.checkpoint.convert.zero import frozen_parts
+from deepoffload.checkpoint.convert.zero import buffers, check_buffers, frozen_parts
 from deepoffload.checkpoint.tags import checked_tag
 from deepoffload.errors import UnsupportedError, UsageError
 
@@ -95,7 +96,7 @@ def read_universal(directory: str, tag: str | None = None) -> TrainingRun:
     known = {_checked_name(name, folder): shape for part in by_part for name, shape in part.items()}
     optimizer = read_file(os.path.join(folder, ZERO_FOLDER, OPTIMIZER_STATE))
     groups = _groups(optimizer, by_part, folder)
-    common_step = _common_step(optimizer, folder)
+    steps = _common_steps(optimizer, groups, folder)
     weights: dict[str, Values] = {}
     arrays: dict[str, dict[str, Values]] = {}
     small: dict[str, dict[str, float]] = {}
@@ -105,16 +106,16 @@ def read_universal(directory: str, tag: str | None = None) -> TrainingRun:
             raise UsageError(f"{os.path.join(folder, ZERO_FOLDER, name)} has no {FP32}.pt: it is not complete")
         weights[name] = held.pop(FP32)
         arrays[name] = held
-        step = common_step if step is None else step
-        if held and step is not None:
+        step = steps.get(name) if step is None else step
+        if step is not None:
             small[name] = {STEP: step}
-    _check_complete(arrays, os.path.join(folder, ZERO_FOLDER))
+    _check_files(arrays, small, os.path.join(folder, ZERO_FOLDER))
     aliases = aliases_of(model, folder)
     for name, values in _rest(files, model, known, ranked).items():
         if name not in aliases:
             weights[name] = values
     notes = bookkeeping(model, folder, optimizer.get("loss_scaler"))
-    return TrainingRun(
+    run = TrainingRun(
         source="a universal checkpoint of DeepSpeed",
         step=notes.steps,
         weights=weights,
@@ -122,10 +123,12 @@ def read_universal(directory: str, tag: str | None = None) -> TrainingRun:
         kind=kind_of_arrays(arrays, [group.settings for group in groups]),
         groups=groups,
         arrays=arrays,
-        small=small,
+        small={name: state for name, state in small.items() if arrays[name]},
         others=notes.others,
         client_state=notes.client_state,
     )
+    check_complete(run, folder)
+    return run
 
 
 def _checked_name(name: str, where: str) -> str:
@@ -139,11 +142,13 @@ def _checked_name(name: str, where: str) -> str:
     return name
 
 
-def _check_complete(arrays: Mapping[str, Mapping[str, Values]], folder: str) -> None:
-    """DeepSpeed writes the same arrays for every parameter, so one without them has lost its files."""
-    expected = {key for held in arrays.values() for key in held}
+def _check_files(
+    arrays: Mapping[str, Mapping[str, Values]], small: Mapping[str, Mapping[str, float]], folder: str
+) -> None:
+    """DeepSpeed writes the same files for every parameter, so one without them has lost its files."""
+    expected = {key for held in arrays.values() for key in held} | {key for held in small.values() for key in held}
     for name, held in arrays.items():
-        lacking = ", ".join(f"{key}.pt" for key in sorted(expected - held.keys()))
+        lacking = ", ".join(f"{key}.pt" for key in sorted(expected - held.keys() - small.get(name, {}).keys()))
         if lacking:
             raise UsageError(
                 f"{os.path.join(folder, name)} has no {lacking}, which other parameters have: the checkpoint is not "
@@ -165,13 +170,18 @@ def _groups(optimizer: Mapping[Any, Any], by_part: list[dict[str, tuple[int, ...
     return groups
 
 
-def _common_step(optimizer: Mapping[Any, Any], where: str) -> float | None:
-    """The step of ZeRO-3, which is the same for all parameters."""
+def _common_steps(optimizer: Mapping[Any, Any], groups: list[GroupOfParams], where: str) -> dict[str, float]:
+    """Steps by parameter where the optimizer's file has them: one for all (ZeRO-3), or one of each group."""
     inner = optimizer.get("optimizer_state_dict")
     states = inner.get("state") if isinstance(inner, dict) else None
     first = states.get(0) if isinstance(states, dict) else None
-    step = first.get(STEP) if isinstance(first, dict) else None
-    return None if step is None else number(step, f"{where}: step")
+    common = first.get(STEP) if isinstance(first, dict) else None
+    found = {}
+    for saved, group in zip(listing(optimizer.get("param_groups"), where), groups, strict=True):
+        step = mapping(saved, where).get(STEP) if common is None else common
+        if step is not None:
+            found.update(dict.fromkeys(group.names, number(step, f"{where}: {STEP} in {OPTIMIZER_STATE}")))
+    return found
 
 
 def _read_param(folder: str, shape: tuple[int, ...]) -> tuple[dict[str, Values], float | None]:
@@ -199,13 +209,9 @@ def _rest(
     """Buffers and frozen weights."""
     if None in files.model:
         module = tensors_of(model.get("module"), files.folder)
+        check_buffers(model, module, files)
         return {name: value for name, value in module.items() if name not in known}
-    rest: dict[str, Values] = dict(frozen_parts(files, model, len(ranked)))
-    module = mapping(model.get("module"), "module")
-    for name in listing(model.get("buffer_names", []), "buffer_names"):
-        if isinstance(name, str) and name in module:
-            rest[name] = tensor(module[name], f"the buffer {name[:80]}")
-    return rest
+    return {**dict(frozen_parts(files, model, len(ranked))), **buffers(files, model)}
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepoffload.checkpoint.convert.completeness import check_complete
 from deepoffload.checkpoint.convert.deepspeed_files import (
     LATEST,
     STEP,
@@ -149,7 +150,8 @@ def _read_stage12(files: CheckpointFiles, ranks: int, stage: int) -> TrainingRun
                         raise UsageError(f"{where}: {name[:80]} lies behind the end of the rank's {key[:80]}")
                     held = fragments.setdefault(name, {}).setdefault(key, [])
                     held.append(Fragment(flat_array, start, numel))
-                parts.steps[name] = step
+                if step is not None:
+                    parts.steps[name] = step
     for name, by_key in fragments.items():
         parts.values[name] = {key: _joined(f"{name}.{key}", known[name], held) for key, held in by_key.items()}
     module = tensors_of(model.get("module"), files.folder)
@@ -157,8 +159,10 @@ def _read_stage12(files: CheckpointFiles, ranks: int, stage: int) -> TrainingRun
     return _run(_source(stage, ranks), files, model, known, parts, rest, scaler)
 
 
-def _arrays_of(base: Mapping[Any, Any], index: int, fp32: Any, where: str) -> tuple[dict[str, TorchTensor], float]:
-    """The flat arrays of a group or sub-group, and its step count."""
+def _arrays_of(
+    base: Mapping[Any, Any], index: int, fp32: Any, where: str
+) -> tuple[dict[str, TorchTensor], float | None]:
+    """The flat arrays of a group or sub-group, and its step count where it has one."""
     state = mapping(mapping(base.get("state"), f"{where}: state").get(index, {}), f"{where}: state of {index}")
     arrays = {_FP32: tensor(fp32, f"{where}: fp32 weights of group {index}")}
     if len(arrays[_FP32].shape) != 1:
@@ -172,7 +176,7 @@ def _arrays_of(base: Mapping[Any, Any], index: int, fp32: Any, where: str) -> tu
     groups = listing(base.get("param_groups"), f"{where}: param_groups")
     of_group = groups[index].get(STEP) if index < len(groups) and isinstance(groups[index], dict) else None
     step = state.get(STEP, of_group)
-    return arrays, 0.0 if step is None else number(step, f"{where}: step")
+    return arrays, None if step is None else number(step, f"{where}: step")
 
 
 # -- ZeRO-3 ----------------------------------------------------------------------------------------------------------
@@ -200,14 +204,11 @@ def _read_stage3(files: CheckpointFiles, ranks: int) -> TrainingRun:
             arrays, step = _arrays_of(base, index, flat[index], where)
             for key, flat_array in arrays.items():
                 flats[index].setdefault(key, []).append(flat_array)
-            parts.steps.update(dict.fromkeys(shapes_of_part, step))
+            if step is not None:
+                parts.steps.update(dict.fromkeys(shapes_of_part, step))
     for shapes_of_part, held in zip(by_part, flats, strict=True):
         parts.values.update(_partitioned(shapes_of_part, held, ranks, files.folder))
-    rest: dict[str, Values] = dict(frozen_parts(files, model, ranks))
-    module = mapping(model.get("module"), "module")
-    for name in listing(model.get("buffer_names", []), "buffer_names"):
-        if isinstance(name, str) and name in module:
-            rest[name] = tensor(module[name], f"the buffer {name[:80]}")
+    rest: dict[str, Values] = {**dict(frozen_parts(files, model, ranks)), **buffers(files, model)}
     return _run(_source(3, ranks), files, model, known, parts, rest, scaler)
 
 
@@ -241,6 +242,29 @@ def _name_groups(parts: _Parts, base: Mapping[Any, Any], by_part: list[dict[str,
             raise UsageError(f"{where} has a parameter group of sub-groups that are not there")
         parts.settings.append(settings_of(group, where))
         parts.names.append([name for index in numbers for name in by_part[index]])
+
+
+def check_buffers(model: Mapping[str, Any], module: Mapping[Any, Any], files: CheckpointFiles) -> None:
+    """Check that a model file has the buffers that it names. One of several model files may have names alone.
+
+    Raises:
+        UsageError: it lacks some.
+    """
+    names = listing(model.get("buffer_names", []), "buffer_names")
+    lacking = [str(name)[:80] for name in names if not isinstance(name, str) or name not in module]
+    if lacking:
+        raise UsageError(
+            f"{files.folder}: its model file has no values of {', '.join(lacking[:5])}, which it names among its "
+            "buffers: another *_model_states.pt is missing; copy the checkpoint again"
+        )
+
+
+def buffers(files: CheckpointFiles, model: Mapping[str, Any]) -> dict[str, Values]:
+    """The buffers of a model file of ZeRO-3. Raises as :func:`check_buffers`."""
+    module = mapping(model.get("module"), "module")
+    check_buffers(model, module, files)
+    names = listing(model.get("buffer_names", []), "buffer_names")
+    return {name: tensor(module[name], f"the buffer {name[:80]}") for name in names}
 
 
 def frozen_parts(files: CheckpointFiles, model: Mapping[str, Any], ranks: int) -> Iterator[tuple[str, Values]]:
@@ -296,7 +320,7 @@ def _run(
         raise UsageError(f"{files.folder}: its parameter groups and its parameters do not agree")
     notes = bookkeeping(model, files.folder, scaler)
     small = {name: {STEP: step} for name, step in parts.steps.items() if arrays[name]}
-    return TrainingRun(
+    run = TrainingRun(
         source=source,
         step=notes.steps,
         weights=weights,
@@ -308,6 +332,8 @@ def _run(
         others=notes.others,
         client_state=notes.client_state,
     )
+    check_complete(run, files.folder)
+    return run
 
 
 def _joined(name: str, shape: tuple[int, ...], fragments: list[Fragment]) -> Joined:

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
-ALLOWED_BYTES = 36 * MIB
+ALLOWED_BYTES = 40 * MIB
 """Blocks on their way, pieces that are converted, Python's own objects. One array of the run alone takes more."""
 
 PROGRAM = """
@@ -83,7 +83,7 @@ print(json.dumps({"peaks": peaks, "sums": sums}))
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
-    rows = 10_000  # 10 M elements in each of two parameters: 38 MiB per array, 229 MiB in all
+    rows = 12_000  # 12 M elements in each of two parameters: 46 MiB per array, 275 MiB in all
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(rows)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT)

@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import shutil
-import types
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from deepoffload.checkpoint.convert.training_run import TrainingRun
 from deepoffload.checkpoint.convert.universal import read_universal
 from deepoffload.checkpoint.convert.zero import read_zero
 from deepoffload.errors import DeepOffloadError
-from tests.checkpoint.damaged import BYTES_MAX, CPU_SECONDS_MAX, Watched, nodes, without_checksums
+from tests.checkpoint.damaged import BYTES_MAX, CPU_SECONDS_MAX, Stub, Watched, inert, nodes, without_checksums
 from tests.checkpoint.training import ALL
 from tests.support.deepspeed_peer import STEPS
 
@@ -81,28 +80,11 @@ def test_changed_bytes(name: str, fixtures: Path, tmp_path: Path) -> None:
 
 def resaved(file: Path, change: Callable[[Any], None]) -> None:
     """The same file with another description; its tensors stay as they are."""
-    value = torch.load(file, weights_only=False, pickle_module=_inert())
+    value = torch.load(file, weights_only=False, pickle_module=inert())
     change(value)
     out = io.BytesIO()
     torch.save(value, out)
     file.write_bytes(out.getvalue())
-
-
-class _Stub:
-    """Takes the place of DeepSpeed's classes."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-
-def _inert() -> Any:
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            return _Stub if module.startswith("deepspeed") else super().find_class(module, name)
-
-    made = types.ModuleType("inert")
-    made.__dict__.update(Unpickler=Unpickler, load=pickle.load)
-    return made
 
 
 HUGE = 2**50
@@ -212,7 +194,7 @@ NASTY: tuple[Callable[[], Any], ...] = (
     lambda: nested(90),
     lambda: doubling(60),
     round_list,
-    lambda: _Stub(1, 2),
+    lambda: Stub(1, 2),
 )
 
 

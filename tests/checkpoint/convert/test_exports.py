@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,13 @@ def load_distributed(model: nn.Module, optimizer: Any, place: Path) -> None:
     set_state_dict(model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
 
 
-def save_distributed(model: nn.Module, optimizer: Any, place: Path) -> None:
+def named(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=place)
+    return {"model": weights, "optimizer": state}
+
+
+def save_distributed(model: nn.Module, optimizer: Any, place: Path) -> None:
+    dcp.save(named(model, optimizer), checkpoint_id=place)
 
 
 def test_a_paged_run_that_torch_has_saved(paged: Callable[..., Any], tmp_path: Path) -> None:
@@ -293,6 +298,17 @@ def test_show_and_verify(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "no checkpoints" in capsys.readouterr().err
 
 
+def test_show_says_what_cannot_be_used(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(saved / "global_step3", saved / "old")
+    (saved / "old" / "training.json").unlink()
+    for arguments, count in (([], "1 of 2"), (["--tag", "old"], "1 of 1")):
+        assert command(["show", str(saved), *arguments]) == 1
+        said = capsys.readouterr()
+        assert "old: cannot be used: " in said.out and "training.json is missing" in said.out
+        assert f"{count} cannot be used: old" in said.err
+    assert command(["show", str(saved), "--tag", "global_step3"]) == 0
+
+
 def numbered(model: nn.Module, optimizer: Any) -> Any:
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
@@ -320,9 +336,68 @@ def test_distributed_checkpoints_with_numbers_of_parameters(
     said = capsys.readouterr().err
     assert "by numbers of parameters" in said and "get_state_dict(model, optimizer)" in said
     assert "get_optimizer_state_dict" in said and not (tmp_path / "out").exists()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / "named")
+    dcp.save(named(model, optimizer), checkpoint_id=tmp_path / "named")
     assert command(["from-dcp", str(tmp_path / "named"), str(tmp_path / "out")]) == 0
+
+
+def without(*path: str) -> Callable[[dict[str, Any]], None]:
+    """Takes one key out of a nested state; "*": of all."""
+
+    def change(state: dict[str, Any]) -> None:
+        found = [state]
+        for key in path[:-1]:
+            found = [inner for each in found for inner in (each.values() if key == "*" else [each[key]])]
+        for each in found:
+            each.pop(path[-1])
+
+    return change
+
+
+STATE = ("optimizer", "state")
+INCOMPLETE: dict[str, tuple[Any, Callable[[dict[str, Any]], None], str]] = {
+    "one step": (torch.optim.AdamW, without(*STATE, "embedding.weight", "step"), "and not the number of its steps"),
+    "all steps": (torch.optim.AdamW, without(*STATE, "*", "step"), "and not the number of its steps"),
+    "steps of Adagrad": (torch.optim.Adagrad, without(*STATE, "*", "step"), "and not the number of its steps"),
+    "one moment": (torch.optim.AdamW, without(*STATE, "head.weight", "exp_avg"), "has no exp_avg of head.weight, and"),
+    "the model": (torch.optim.AdamW, without("model"), "has no weights"),
+    "a weight": (torch.optim.AdamW, without("model", "head.weight"), "which is no parameter of a group"),
+    "the groups": (torch.optim.AdamW, without("optimizer", "param_groups"), "which is no parameter of a group"),
+}
+ASSUMED: dict[str, tuple[Any, Callable[[dict[str, Any]], None], str]] = {
+    "the optimizer": (torch.optim.AdamW, without("optimizer"), "has no optimizer state: weights alone are taken over"),
+    "the state": (torch.optim.AdamW, without(*STATE), "has no optimizer state: weights alone are taken over"),
+    "one state": (
+        torch.optim.AdamW,
+        without(*STATE, "head.weight"),
+        "no optimizer state of head.weight: taken as",
+    ),
+    "steps of SGD": (
+        partial(torch.optim.SGD, momentum=0.9),
+        lambda state: None,
+        "does not say how many steps were made: taken as 0",
+    ),
+    "names": (
+        torch.optim.AdamW,
+        lambda state: state.update(net=state.pop("model"), opt=state.pop("optimizer")),
+        "no name begins with 'model.', so all its tensors are taken for weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", [*INCOMPLETE, *ASSUMED])
+def test_what_a_distributed_checkpoint_lacks_is_said(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, change, said = (INCOMPLETE | ASSUMED)[what]
+    model = untied_gpt()
+    optimizer = kind(model.parameters(), lr=0.1)
+    steps(model, optimizer, 0)
+    state = named(model, optimizer)
+    change(state)
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    status = command(["from-dcp", str(tmp_path / "theirs"), str(tmp_path / "out")])
+    assert said in capsys.readouterr().err
+    assert (tmp_path / "out").exists() is (what in ASSUMED) is (status == 0)
 
 
 def test_an_optimizer_that_the_format_does_not_have(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from deepoffload.checkpoint.convert.training_run import TrainingRun
 from deepoffload.checkpoint.convert.universal import read_universal, write_universal
 from deepoffload.checkpoint.convert.zero import read_zero
 from deepoffload.errors import UnsupportedError, UsageError
+from tests.checkpoint.damaged import inert
 from tests.support.deepspeed_peer import ARRAYS, FIXTURES, STEPS, PeerModel, configuration, param_groups, tokens_of
 
 UNIVERSAL = [name for name, (*_, universal) in FIXTURES.items() if universal]
@@ -101,6 +103,52 @@ def test_a_universal_checkpoint_that_has_lost_files(lost: tuple[str, ...], fixtu
         (out / tag / "zero" / "up.weight" / f"{key}.pt").unlink()
     with pytest.raises(UsageError, match=rf"up.weight has no {', '.join(f'{key}.pt' for key in lost)}, which other"):
         read_universal(str(out))
+
+
+@pytest.mark.parametrize("name, ours", [("zero2", False), ("zero3", False), ("zero2", True)])
+def test_each_file_of_a_universal_checkpoint_is_missed(
+    name: str, ours: bool, fixtures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without any one of its files the conversion says which, or gives the same tensors, counters and settings."""
+    place = tmp_path / "universal"
+    if ours:
+        write_universal(read_zero(str(fixtures / name)), str(place), None, lambda nbytes: None)
+    else:
+        shutil.copytree(fixtures / name, place)
+    tag = (place / "latest_universal").read_text().strip()
+    missed = set()
+    for file in [file for file in sorted((place / tag).rglob("*")) if file.is_file()]:
+        content = file.read_bytes()
+        file.unlink()
+        if command(["from-universal", str(place), str(tmp_path / "out")]) == 0:
+            check(read_universal(str(place)), fixtures / name)
+        else:
+            missed.add(file.name)
+        file.write_bytes(content)
+    assert "is not complete" in capsys.readouterr().err
+    assert missed >= {"fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "optimizer_state.pt"}
+    assert ("mp_rank_00_model_states.pt" in missed) is (name == "zero2")
+    assert ("step.pt" in missed) is (name == "zero2" and not ours)
+
+
+def test_a_universal_checkpoint_without_any_step(fixtures: Path, tmp_path: Path) -> None:
+    place = tmp_path / "universal"
+    shutil.copytree(fixtures / "zero2", place)
+    for file in place.rglob("step.pt"):
+        file.unlink()
+    with pytest.raises(UsageError, match="and not the number of its steps"):
+        read_universal(str(place))
+    file = next(place.rglob("optimizer_state.pt"))
+    state = torch.load(file, weights_only=False, pickle_module=inert())
+    for group in state["param_groups"]:  # as DeepSpeed's FusedAdam counts
+        group["step"] = STEPS
+    torch.save(state, file)
+    check(read_universal(str(place)), fixtures / "zero2")
+
+
+def test_a_model_file_without_the_number_of_steps() -> None:
+    with pytest.raises(UsageError, match="no global_steps"):
+        bookkeeping({"ds_config": {}}, "a file", None)
 
 
 def losses_of(model: nn.Module, optimizer: Any, first: int) -> list[float]:
