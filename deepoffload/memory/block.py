@@ -69,7 +69,7 @@ class Block:
         leased_by: that thread, 0 when several have leases. It means nothing while there are none.
         nbytes: of its stored bytes, in the arena and on NVMe.
         forms: of its tensors; none where they are stored as they are shown.
-        shown_nbytes: what the program is shown of it.
+        shown_nbytes: what the program is shown of it: what the forms reach to, where no more is said.
         room_bytes: what it takes in the arena, whole pages. Blocks of about the same size take the same, so that each
             fits where another was.
         copying: how many copies between host memory and a device's are in flight from or to it; until they have ended
@@ -82,6 +82,7 @@ class Block:
         "kind",
         "nbytes",
         "forms",
+        "_forms_nbytes",
         "room_bytes",
         "state",
         "offset",
@@ -103,12 +104,14 @@ class Block:
         census: Census,
         owner: BlockOwner | None = None,
         forms: tuple[Form, ...] = (),
+        shown_nbytes: int | None = None,
     ) -> None:
         self.id = block_id
         self.name = name
         self.kind = kind
         self.nbytes = nbytes
         self.forms = forms
+        self._forms_nbytes = shown_bytes(forms) if shown_nbytes is None else shown_nbytes
         self.room_bytes = nbytes
         self.state = BlockState.EMPTY
         self.offset: int | None = None
@@ -131,7 +134,7 @@ class Block:
 
     @property
     def shown_nbytes(self) -> int:
-        return shown_bytes(self.forms) if self.forms else self.nbytes
+        return self._forms_nbytes if self.forms else self.nbytes
 
     @property
     def shown_room_bytes(self) -> int:

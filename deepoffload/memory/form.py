@@ -8,6 +8,10 @@ from dataclasses import dataclass
 AS_SHOWN = "as shown"
 """The encoding of bytes that are stored as they are shown."""
 
+SHARD = "shard"
+"""The encoding of a tensor of which a rank stores the run of elements that it owns, as they are shown, and other ranks
+store the rest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Form:

@@ -106,12 +106,14 @@ class TierManager:
         nbytes: int,
         owner: BlockOwner | None = None,
         forms: tuple[Form, ...] = (),
+        shown_nbytes: int | None = None,
     ) -> Block:
         """A new block without bytes; it takes memory when it is first acquired.
 
         Args:
             nbytes: that are stored.
             forms: of its tensors, where what is shown of them is something else.
+            shown_nbytes: that are shown of it, where that is more than the forms reach to.
 
         Raises:
             UnsupportedError: tensors show the arena itself, so all is shown as it is stored.
@@ -123,7 +125,7 @@ class TierManager:
             )
         with self.lock:
             self._ids += 1
-            block = Block(self._ids, name, kind, nbytes, self._census, owner, forms)
+            block = Block(self._ids, name, kind, nbytes, self._census, owner, forms, shown_nbytes)
             block.room_bytes = round_up(nbytes)
             self._blocks[block.id] = block
             return block

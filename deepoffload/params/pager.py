@@ -39,7 +39,7 @@ from deepoffload.params.hook_stack import HookStack
 from deepoffload.params.lifetime import Lifetime
 from deepoffload.params.mapped import MappedCopies
 from deepoffload.params.open_graphs import OpenGraphs
-from deepoffload.params.ports import CommitPort, GradientDoor, PagerOwner
+from deepoffload.params.ports import CommitPort, GradientDoor, PagerOwner, RankPort
 from deepoffload.params.prefetcher import Prefetcher
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.unit import BlockView, ParamHandle, Unit
@@ -51,6 +51,8 @@ from deepoffload.schedule.trace import Phase, UseKey
 class Pager:
     """Composes what paging consists of, and is what doors, windows and updates call.
 
+    It has more attributes than other classes, because each of these parts is one.
+
     Args:
         tiers: the arena and the blocks.
         order: of uses, by which ``tiers`` decides what leaves.
@@ -60,6 +62,7 @@ class Pager:
         prefetch: False for the serial reference: every transfer is waited for where it is needed.
         evict_always: evict everything that may leave after every use (tests).
         defer_updates: an optimizer step updates each unit right before its next use, instead of all at once.
+        link: joins this rank with the others, of which each keeps a part of every unit; None with one rank.
 
     Attributes:
         units: of all models.
@@ -83,6 +86,7 @@ class Pager:
         prefetch: bool = True,
         evict_always: bool = False,
         defer_updates: bool = False,
+        link: RankPort | None = None,
     ) -> None:
         self.tiers = tiers
         self.lock = tiers.lock
@@ -94,6 +98,7 @@ class Pager:
         self.prefetch = prefetch
         self.evict_always = evict_always
         self.defer_updates = defer_updates
+        self.link = link
         self.units: list[Unit] = []
         self.storages: dict[int, TensorSlot] = {}
         self.gradients: GradientDoor | None = None

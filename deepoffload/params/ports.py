@@ -16,6 +16,7 @@ from deepoffload.memory.block import Block
 from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.params.held import HeldUntilStep
+from deepoffload.ranks.places import RankMap
 
 if TYPE_CHECKING:
     from deepoffload.params.hook_stack import HookStack
@@ -72,11 +73,20 @@ class CommitPort(Protocol):
         """
 
 
+class RankPort(Protocol):
+    """What joins this rank with the others that train the same model."""
+
+    @property
+    def ranks(self) -> RankMap:
+        """Who they are."""
+
+
 class PagerPort(Protocol):
     """The pager as its slots see it (implemented by :class:`deepoffload.params.pager.Pager`)."""
 
     tiers: TierManager
     memory: ShownMemory
+    link: RankPort | None
     lock: BooksLock
     storages: dict[int, TensorSlot]
     units: list[Unit]

@@ -148,15 +148,23 @@ class ShardLayout:
         ranks."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"there is no rank {rank} among {self.world_size}")
-        for index, (numel, itemsize, _) in enumerate(self.tensors):
-            section = self.sections[self.section_of[index]]
-            range_begin = section.whole_offset + rank * section.range_nbytes
-            begin = max(self.offsets[index], range_begin)
-            end = min(self.offsets[index] + numel * itemsize, range_begin + section.range_nbytes)
-            if begin < end:
-                start = (begin - self.offsets[index]) // itemsize
-                shard_offset = section.shard_offset + begin - range_begin
-                yield OwnedRun(index, start, (end - begin) // itemsize, shard_offset, begin)
+        for index in range(len(self.tensors)):
+            run = self.run_of(rank, index)
+            if run is not None:
+                yield run
+
+    def run_of(self, rank: int, tensor: int) -> OwnedRun | None:
+        """What ``rank`` owns of one tensor, None where that is nothing."""
+        numel, itemsize, _ = self.tensors[tensor]
+        section = self.sections[self.section_of[tensor]]
+        range_begin = section.whole_offset + rank * section.range_nbytes
+        begin = max(self.offsets[tensor], range_begin)
+        end = min(self.offsets[tensor] + numel * itemsize, range_begin + section.range_nbytes)
+        if begin >= end:
+            return None
+        start = (begin - self.offsets[tensor]) // itemsize
+        shard_offset = section.shard_offset + begin - range_begin
+        return OwnedRun(tensor, start, (end - begin) // itemsize, shard_offset, begin)
 
     def runs_between(self, rank: int, begin: int, end: int) -> Iterator[OwnedRun]:
         """What of :meth:`runs` lies in the bytes from ``begin`` to ``end`` of the shard, neither of them inside an

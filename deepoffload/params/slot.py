@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from deepoffload.errors import UnsupportedError
-from deepoffload.memory.form import AS_SHOWN, Form
+from deepoffload.memory.form import AS_SHOWN, SHARD, Form
+from deepoffload.params.cut import TensorCut
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.reference_counts import LONE, Holding
 from deepoffload.params.torch_private import (
@@ -93,6 +94,7 @@ class TensorSlot:
     elsewhere, because every way to show, hide, replace or ask for a tensor's bytes is a short one that begins here.
 
     Attributes:
+        cut: how the tensor is cut for several ranks; None where its block stores all of it.
         storage: what the tensor object shows the bytes by, None while it shows the stand-in.
         data_ptr: ``data_ptr()`` of the tensor object then, for those who ask often whether it still shows them.
     """
@@ -102,6 +104,7 @@ class TensorSlot:
         "name",
         "block",
         "form",
+        "cut",
         "dtype",
         "device",
         "shape",
@@ -130,6 +133,7 @@ class TensorSlot:
         self.device = device
         self.block: Block | None = None
         self.form = Form.as_shown(0, 0)
+        self.cut: TensorCut | None = None
         self.dtype = dtype
         self.shape = shape
         self.stride = stride
@@ -182,34 +186,60 @@ class TensorSlot:
         """Say where the bytes lie from now on."""
         self.block = block
         self.form = form
+        self.cut = None
+
+    def bind_cut(self, block: Block, cut: TensorCut) -> None:
+        """The same of bytes of which the block stores this rank's run."""
+        self.bind(block, cut.form())
+        self.cut = cut
 
     def bind_as_shown(self, block: Block, offset: int) -> None:
         """The same of bytes that are stored as they are shown, from ``offset`` on."""
         self.bind(block, Form.as_shown(offset, self.nbytes))
 
     def check_stored_as_shown(self, what: str) -> None:
-        """Raise ``UnsupportedError`` where the host's bytes are not the elements that the program is shown. ``what``:
-        wants them."""
-        if self.form.encoding != AS_SHOWN:
+        """Raise ``UnsupportedError`` where the host's bytes are not the elements that the program is shown, all or this
+        rank's run of them. ``what``: wants them."""
+        if self.form.encoding not in (AS_SHOWN, SHARD):
             raise UnsupportedError(
                 f"{self.name} is stored as {self.form.encoding} and shown as {self.dtype}: {what} works on the stored "
                 "bytes, and only where they are what is shown. Freeze the parameter (requires_grad_(False)), or let "
                 "an optimizer of torch change what is shown"
             )
 
+    def _check_stored_whole(self, what: str) -> None:
+        self.check_stored_as_shown(what)
+        if self.cut is not None:
+            raise UnsupportedError(
+                f"{self.name} is cut for several ranks, and this one stores a part of it: {what} works on all stored "
+                "bytes. Take a copy of what the tensor shows (clone()), or use one rank"
+            )
+
     def address(self) -> int:
-        """Host memory address of the first element, which must be stored as it is shown; the block must be resident."""
+        """Host memory address of the first element. All must be stored as they are shown; the block must be
+        resident."""
         if self.block is None:
             raise RuntimeError(f"{self.name} has no block")
-        self.check_stored_as_shown("what takes its address")
+        self._check_stored_whole("what takes its address")
         return self.pager.tiers.address(self.block) + self.form.offset_stored
+
+    def element_address(self, start: int) -> int:
+        """Host memory address of element ``start``, in the order of memory; those after it follow, as far as this rank
+        owns them. They must be stored as they are shown; the block must be resident.
+
+        Raises:
+            ValueError: another rank owns the element.
+        """
+        if self.cut is None or self.block is None:
+            return self.address() + start * self.dtype.itemsize
+        return self.pager.tiers.address(self.block) + self.cut.shard_offset(start)
 
     def host_view(self) -> Tensor:
         """A new tensor over the bytes in host memory, which must be stored as they are shown. The block must be
         resident. Call inside :func:`outside_user_modes`."""
         if self.block is None or self.block.offset is None:
             raise RuntimeError(f"{self.name} is not resident")
-        self.check_stored_as_shown("what reads host memory")
+        self._check_stored_whole("what reads host memory")
         buffer, offset = self.pager.tiers.arena.buffer, self.block.offset + self.form.offset_stored
         return torch.frombuffer(buffer, dtype=self.dtype, count=self.numel, offset=offset).as_strided(
             self.shape, self.stride

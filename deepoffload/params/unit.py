@@ -13,6 +13,7 @@ from deepoffload.memory.block import Alias, Block
 from deepoffload.native.cpu_adam import StateDType, StateLayout
 from deepoffload.params.layout import PieceLayout
 from deepoffload.params.ports import PagerPort
+from deepoffload.params.shards import ShardLayout
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import count_change, outside_user_modes, version_of
 from deepoffload.schedule.block_state import BlockState
@@ -301,16 +302,31 @@ class Unit:
     Attributes:
         gradients: of the parameters that were trainable when the unit was made; None where all were frozen.
         late_gradients: of each parameter that was unfrozen later.
+        layout: how the weights are cut for several ranks, tensor by tensor in the order of ``handles``; None with one.
+        gradient_layout: the same of ``gradients``, whose tensors are the ``handles`` that were trainable, in fp32.
+        rank: this one, 0 where nothing is cut.
         pending: the optimizer step that it still has to make before anybody uses it. See [Note: deferred updates] in
             ``params.pager``.
     """
 
-    def __init__(self, index: int, name: str, handles: list[ParamHandle], weights: Block, owner: BlockView) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        handles: list[ParamHandle],
+        weights: Block,
+        owner: BlockView,
+        layout: ShardLayout | None = None,
+        rank: int = 0,
+    ) -> None:
         self.index = index
         self.name = name
         self.handles = handles
         self.weights = weights
         self.owner = owner
+        self.layout = layout
+        self.gradient_layout: ShardLayout | None = None
+        self.rank = rank
         self.gradients: Block | None = None
         self.late_gradients: list[Block] = []
         self.pieces: list[StatePiece] = []

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepoffload.memory.form import SHARD
 from deepoffload.native.cpu_adam import STATE_BLOCK, SUM_BLOCK
+from deepoffload.params.cut import TensorCut
 from deepoffload.params.layout import TensorRun, byte_offsets, cut_pieces, whole_tensors
 from deepoffload.params.shards import (
     FilePlace,
@@ -309,3 +311,26 @@ def test_ranges_of_a_shard_have_its_runs_between_them(tensors: list[FlatTensor],
                 else:
                     found.append(run)
         assert found == list(layout.runs(rank))
+
+
+@given(units(), RANKS)
+def test_a_tensors_forms_say_where_its_bytes_are_kept(tensors: list[FlatTensor], world_size: int) -> None:
+    layout = shard_layout(tensors, world_size)
+    whole = whole_bytes(layout)
+    shards = shards_of(layout, whole)
+    for index, (numel, itemsize, _) in enumerate(tensors):
+        kept = []
+        for rank in range(world_size):
+            cut = TensorCut(layout, index, rank)
+            form, run = cut.form(), cut.run()
+            assert (form.offset_shown, form.nbytes_shown) == (layout.offsets[index], numel * itemsize)
+            assert form.encoding == SHARD
+            assert form.nbytes_stored == (0 if run is None else run.numel * itemsize)
+            if run is not None:
+                assert cut.shard_offset(run.start) == form.offset_stored
+                assert cut.shard_offset(run.start + run.numel - 1) == form.offset_stored + (run.numel - 1) * itemsize
+                with pytest.raises(ValueError, match="element"):
+                    cut.shard_offset(run.start + run.numel)
+            kept.append(shards[rank][form.offset_stored : form.offset_stored + form.nbytes_stored])
+        begin = layout.offsets[index]
+        assert np.array_equal(np.concatenate(kept), whole[begin : begin + numel * itemsize])
