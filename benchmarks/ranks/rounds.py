@@ -65,7 +65,6 @@ class Model:
         self.sum = torch.zeros(shard_numel)
         self.reduction = Reduction(tuple(range(ranks.world_size)), shard_numel, torch.bfloat16)
         self.scratch = torch.empty(self.exchange.scratch_bytes(self.reduction), dtype=torch.uint8)
-        self.asked: set[int] = set()
         self.gathers: dict[int, Flight] = {}
         self.served: list[Flight] = []
         self.reductions: list[Any] = []
@@ -76,10 +75,10 @@ class Model:
     def launch(self, payload: Payload) -> Flight:
         self.finish_reduction()
         if payload.kind is WantKind.GATHER:
-            whole = self.wholes[payload.unit % 2]
-            flight = self.exchange.gather(self.shard, whole, f"unit {payload.unit}")
-            if payload.unit in self.asked:
-                self.asked.remove(payload.unit)
+            takes = self.exchange.ranks.rank in payload.ranks
+            whole = self.wholes[payload.unit % 2] if takes else None
+            flight = self.exchange.gather(self.shard, whole, f"unit {payload.unit}", payload.ranks)
+            if takes:
                 self.gathers[payload.unit] = flight
             else:  # this rank was slow and has been nudged
                 self.served.append(flight)
@@ -98,8 +97,6 @@ class Model:
             flight.release()
 
     def want(self, kind: WantKind, unit: int, with_rounds: bool) -> None:
-        if kind is WantKind.GATHER:
-            self.asked.add(unit)
         if with_rounds:
             self.rounds.post(Want(kind, unit))
         else:

@@ -62,6 +62,19 @@ class Flight(ABC):
     def wait(self) -> None:
         """Return when what this rank takes is there."""
 
+    def arrive(self) -> None:
+        """Called once, when it is ``ready``, by the thread that notices it: takes the bytes now. So the ranks that gave
+        them need not wait until this rank's program comes to use them."""
+        self.wait()
+
+    def releasable(self) -> bool:
+        """Whether ``release`` would not wait for another rank."""
+        return self.releasable_within(0.0)
+
+    @abstractmethod
+    def releasable_within(self, limit_s: float) -> bool:
+        """Wait for that in C++ at most so long, but not for what this rank takes itself. Returns ``releasable()``."""
+
     @abstractmethod
     def release(self) -> None:
         """Return when nobody reads any more what this rank has given, so that it may change. Waits for the transfer

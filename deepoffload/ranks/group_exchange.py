@@ -39,6 +39,9 @@ class _CollectiveFlight(Flight):
     def ready_within(self, limit_s: float) -> bool:
         return self._exchange.ended_within(self._works, limit_s, self._waiting)
 
+    def releasable_within(self, limit_s: float) -> bool:
+        return self.ready_within(limit_s)
+
     def wait(self) -> None:
         while self._works:
             self._exchange.finish(self._works[0], self._waiting)

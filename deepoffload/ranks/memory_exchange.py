@@ -67,6 +67,15 @@ class _MemoryFlight(Flight):
             self._offered_within(rank, memory, until - time.monotonic()) for rank, memory in self._sources
         )
 
+    def releasable_within(self, limit_s: float) -> bool:
+        if not self.arrived:
+            return False
+        until = time.monotonic() + limit_s
+        return self._given is None or all(
+            self._taken_within(rank, memory, until - time.monotonic())
+            for rank, memory in self._exchange.neighbours.others()
+        )
+
     def release(self) -> None:
         self.wait()
         self.await_readers()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from deepoffload.errors import RankError
 from deepoffload.ranks.collectives import wait_within
 from deepoffload.ranks.links import RoundLink
 from deepoffload.ranks.rounds import NOTHING, PAYLOADS, RESTS, Payload, Rounds, Want, WantKind
@@ -17,13 +18,17 @@ AHEAD = 2
 
 
 class PayloadFlight(Protocol):
-    """A collective that has been launched. Both methods raise RuntimeError (RankError is one) if it has failed."""
+    """A collective that has been launched. All methods raise RuntimeError (RankError is one) if it has failed."""
 
     def ready(self) -> bool:
         """Whether it need not wait for another rank any more."""
 
     def ready_within(self, limit_s: float) -> bool:
         """Wait for that in C++, at most so long. Returns :meth:`ready`."""
+
+    def arrive(self) -> None:
+        """Called once, when it is ready, by any thread: takes what has come. Those of reductions are called in the
+        order in which they were launched."""
 
 
 Launch = Callable[[Payload], PayloadFlight | None]
@@ -61,7 +66,8 @@ class PeersClosedError(RuntimeError):
 
 
 class LaunchError(RuntimeError):
-    """A payload could not be launched here; the others launch it. The cause is the error that was raised."""
+    """A payload could not be launched here, or not be taken when it had come; the others do so. The cause is the error
+    that was raised."""
 
     def __init__(self, payload: Payload) -> None:
         super().__init__(payload)
@@ -76,6 +82,8 @@ class RoundRunner:
         met: what all ranks have met at, until somebody takes note of it.
         bytes_wanted: whether any rank asked for a payload in the last round.
         heard: when a payload was launched or over, or something met, on the clock of ``time.monotonic``.
+        held: above zero no round is taken and nothing is launched: what a launch calls, or an update, is in the middle
+            of something.
     """
 
     def __init__(self, link: RoundLink, rank: int, world_size: int, launch: Launch) -> None:
@@ -85,7 +93,9 @@ class RoundRunner:
         self.met: WantKind | None = None
         self.bytes_wanted = False
         self._link, self._launch = link, launch
-        self._flights: list[tuple[int, PayloadFlight]] = []
+        self._flights: list[tuple[int, Payload, PayloadFlight]] = []
+        self._landing = False
+        self.held = 0
         self.heard = time.monotonic()
 
     def advance(self) -> None:
@@ -94,16 +104,31 @@ class RoundRunner:
         Raises:
             LinkError, PeersFailedError, PeersClosedError, LaunchError, or what a flight raises.
         """
-        self._drop_flights()
-        while True:
+        self.take_arrived(land=not self.held)
+        while not self.held:
             if self.rounds.asked is not None:
                 if not self._link.is_over():
                     return
                 self._take()
-            upcoming = self.rounds.upcoming
-            if upcoming is None or (upcoming.kind in PAYLOADS and len(self._flights) >= AHEAD):
+            if not self.enter():
                 return
-            self.rounds.enter()
+
+    def enter(self) -> bool:
+        """Enter the next round, if this rank has something to say and there is room for it. Returns whether it has."""
+        upcoming = self.rounds.upcoming
+        if upcoming is None or (upcoming.kind in PAYLOADS and len(self._flights) >= AHEAD):
+            return False
+        self.rounds.enter()
+        return True
+
+    @property
+    def oldest_flight(self) -> PayloadFlight | None:
+        """The first of those that have not arrived here."""
+        return self._flights[0][2] if self._flights else None
+
+    def has_arrived(self, flight: PayloadFlight) -> bool:
+        """Whether it is ready, and has been taken if it was launched here."""
+        return all(known is not flight for _, _, known in self._flights) and flight.ready()
 
     def waitable(self, flight: PayloadFlight | None = None) -> Waitable:
         """What to wait for: ``flight``, the round under way, or room for the next payload."""
@@ -113,19 +138,41 @@ class RoundRunner:
             assert work is not None
             helps = self.rounds.has_queue or asked.kind not in RESTS - {WantKind.WAIT} | {WantKind.NOTHING}
             return Waitable(lambda limit_s: wait_within(work, limit_s), self.rounds.counts.rounds, helps)
-        for launched, known in self._flights:
-            if flight is None or known is flight:
+        reduces = any(p.kind is WantKind.REDUCE and known is flight for _, p, known in self._flights)
+        for launched, payload, known in self._flights:
+            if flight is None or known is flight or (reduces and payload.kind is WantKind.REDUCE):
                 return Waitable(known.ready_within, launched, True)
         assert flight is not None, "nothing to wait for"
         return Waitable(flight.ready_within, self.rounds.counts.rounds - 1, True)
 
-    def _drop_flights(self) -> None:
-        over = [flight for _, flight in self._flights if flight.ready()]
-        if over:
-            for flight in over:
-                flight.ready_within(0.0)  # raises if it has failed
-            self._flights = [entry for entry in self._flights if entry[1] not in over]
+    def take_arrived(self, *, land: bool) -> None:
+        """Take what has come of the payloads that are in flight. ``land``: of reductions, too."""
+        while (entry := self._next_arrived(land)) is not None:
+            _, payload, flight = entry
+            self._flights.remove(entry)  # before: what is called may come back here
             self.heard = time.monotonic()
+            lands, self._landing = self._landing, self._landing or payload.kind is WantKind.REDUCE
+            self.held += 1
+            try:
+                flight.arrive()
+            except RankError:
+                raise
+            except Exception as error:
+                raise LaunchError(payload) from error
+            finally:
+                self._landing = lands
+                self.held -= 1
+
+    def _next_arrived(self, land: bool) -> tuple[int, Payload, PayloadFlight] | None:
+        lands = land and not self._landing
+        for entry in self._flights:
+            _, payload, flight = entry
+            if payload.kind is WantKind.REDUCE and not lands:
+                continue
+            if flight.ready():
+                return entry
+            lands = lands and payload.kind is not WantKind.REDUCE  # one after the other
+        return None
 
     def _say(self, want: Want) -> None:
         self.said = want
@@ -147,9 +194,14 @@ class RoundRunner:
         if outcome.payloads or outcome.met is not None:
             self.heard = time.monotonic()
         for payload in outcome.payloads:
+            self.held += 1
             try:
                 flight = self._launch(payload)
+            except RankError:
+                raise
             except Exception as error:
                 raise LaunchError(payload) from error
+            finally:
+                self.held -= 1
             if flight is not None:
-                self._flights.append((number, flight))
+                self._flights.append((number, payload, flight))

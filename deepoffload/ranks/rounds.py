@@ -56,7 +56,8 @@ class Want(NamedTuple):
 class Payload(NamedTuple):
     """A collective that all ranks launch now.
 
-    ``ranks``: of a gather, those that asked for it in this round; of a reduction, those that have a part in it.
+    ``ranks``: of a gather, those that asked for it in this round, and take it; of a reduction, those that have a part
+    in it.
     """
 
     kind: WantKind
@@ -228,8 +229,8 @@ class Rounds:
         for want in dict.fromkeys(wants):
             asking = tuple(rank for rank, other in enumerate(wants) if other == want)
             if want.kind is WantKind.GATHER:
-                if want in self._queue:  # another rank needed it first; this rank has reserved its room
-                    self._queue.remove(want)
+                # A rank that still has the same want in its queue takes nothing now: the others cannot know that it
+                # would.
                 yield Payload(want.kind, want.unit, asking)
             elif want.kind is WantKind.REDUCE:
                 for rank in asking:

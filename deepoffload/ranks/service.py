@@ -7,6 +7,12 @@ for it. If the program stays away, the thread answers the rounds that follow wit
 move bytes. All waits are gloo's, in C++ and without the GIL; they return to Python to nudge, to hear Ctrl-C, and to
 give up.
 
+`[Note: held]` A launch runs what it finds to do: it may update a unit's weights, and evict others. So a thread that is
+in the middle of such a thing holds the rounds (:meth:`RoundService.hold`), and nothing is launched until it lets go.
+Meanwhile it may wait for payloads that are in flight (:meth:`RoundService.wait_out`): all ranks have agreed on these,
+so none of them needs another round for them. Each takes what has come in every wait. So of all payloads that are in
+flight the first one always ends.
+
 `[Note: ends]` A rank whose connection closes, for which another has waited ``timeout_s`` in vain, or that says that it
 has failed, is an error on all ranks, with one text. After it every call raises it again. The links are cut, so that
 gloo's own threads end and the other ranks notice.
@@ -22,7 +28,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -42,7 +48,7 @@ from deepoffload.ranks.round_runner import (
 )
 from deepoffload.ranks.rounds import NOTHING, PAYLOADS, Want, WantKind
 from deepoffload.ranks.sleeper import Sleeper
-from deepoffload.ranks.wait_times import Patience
+from deepoffload.ranks.wait_times import Patience, RoundStats
 
 log = logging.getLogger("deepoffload")
 
@@ -58,28 +64,10 @@ VERDICT_WITHIN_S = 3.0
 """How long another rank may take to find out what has happened."""
 
 
-@dataclass(frozen=True)
-class RoundStats:
-    """What rounds have cost this rank so far.
-
-    Attributes:
-        mixed_rounds: those in which not all ranks said the same.
-        nudges: messages that this rank has sent because it had waited longer than is usual.
-        answers: rounds in which this rank had nothing to say because its program was elsewhere.
-        waited_s: seconds in which it waited, for rounds and for bytes.
-        waited_for_s: by rank, how much of this was waiting for a rank that is slower. The rest is what all wait for.
-    """
-
-    rounds: int
-    mixed_rounds: int
-    nudges: int
-    answers: int
-    waited_s: float
-    waited_for_s: tuple[float, ...]
-
-
 class RoundService:
     """One rank's part in the rounds. Any thread may call it.
+
+    It has many methods, because every wait for another rank is one of them: who waits elsewhere serves nobody.
 
     Args:
         store: nobody else uses its keys.
@@ -130,17 +118,25 @@ class RoundService:
     # -- what the program says --------------------------------------------------------------------------------------
     def post(self, want: Want) -> None:
         """This rank needs a gather, or has its part of a reduction. Once for each; does not wait."""
-        with self._judged(want), self._lock:
+        with self.judged(want), self._lock:
             self._calls += 1
-            self._check()
+            self.check()
             self._runner.rounds.post(want)
             self._runner.advance()
 
+    def queue(self, want: Want) -> None:
+        """The same for a caller that is in the middle of something: it launches nothing."""
+        with self.judged(want), self._lock:
+            self._calls += 1
+            self.check()
+            self._runner.rounds.post(want)
+            self._runner.enter()
+
     def pump(self) -> None:
         """Take what is over and say what comes next, without waiting."""
-        with self._judged(), self._lock:
+        with self.judged(), self._lock:
             self._calls += 1
-            self._check()
+            self.check()
             self._runner.advance()
 
     def wait_launched(self, want: Want) -> None:
@@ -150,9 +146,42 @@ class RoundService:
 
     def wait_flight(self, flight: PayloadFlight, want: Want) -> None:
         """Return when a payload is over."""
-        self._until(flight.ready, want, flight=flight)
-        with self._judged(want), self._lock:
+        self._until(lambda: self._runner.has_arrived(flight), want, flight=flight)
+        with self.judged(want), self._lock:
             flight.ready_within(0.0)  # raises if it has failed
+
+    def wait_out(self, flight: PayloadFlight, want: Want) -> None:
+        """Return when a payload that is in flight is over, without taking a round meanwhile. [Note: held]"""
+        self._until(lambda: self._runner.has_arrived(flight), want, flight=flight, serve=False)
+
+    def take_all(self, want: Want) -> None:
+        """Return when everything that is in flight has arrived here, without taking a round meanwhile."""
+        while (flight := self._runner.oldest_flight) is not None:
+            self._until(partial(self._runner.has_arrived, flight), want, flight=flight, serve=False, land=True)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """While this lasts nothing is launched. To be called with the lock held. [Note: held]"""
+        self._runner.held += 1
+        try:
+            yield
+        finally:
+            self._runner.held -= 1
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing may be launched now. To be asked with the lock held."""
+        return self._runner.held > 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether every call raises."""
+        return self._failure is not None
+
+    def is_pending(self, want: Want) -> bool:
+        """Whether what this rank has posted has still to be launched."""
+        with self._lock:
+            return self._runner.rounds.is_pending(want)
 
     def meet(self, kind: WantKind) -> WantKind:
         """Wait at STEP, JOIN or CLOSE until all ranks are there, and serve them until then.
@@ -201,14 +230,29 @@ class RoundService:
         want: Want,
         rest: WantKind | None = None,
         flight: PayloadFlight | None = None,
+        *,
+        serve: bool = True,
+        land: bool = False,
     ) -> None:
+        """Wait until ``over``.
+
+        Args:
+            rest: what this rank says meanwhile, if it has nothing else to say.
+            flight: what is waited for, if it is a payload that has been launched.
+            serve: take rounds meanwhile, and launch what they say.
+            land: take what has come of reductions, too; who serves does.
+        """
         started = time.monotonic()
         patience = Patience(self._runner.times.nudge_after_s, started)
-        with self._counted_in(), self._judged(want):
+        with self._counted_in(), self.judged(want):
             while True:
                 with self._lock:
-                    self._check()
-                    self._runner.advance()
+                    self.check()
+                    if serve:
+                        self._refuse_hold(want)
+                        self._runner.advance()
+                    else:
+                        self._runner.take_arrived(land=land)
                     if over():
                         break
                     if rest is not None:
@@ -216,6 +260,10 @@ class RoundService:
                     waitable = self._runner.waitable(flight)
                 self._wait(waitable, patience, want)
             self._runner.times.ended(time.monotonic() - started)
+
+    def _refuse_hold(self, want: Want) -> None:
+        if self._runner.held:
+            raise RuntimeError(f"rank {self.rank} waits for {self._words(want)} where it can serve nobody")
 
     def _wait(self, waitable: Waitable, patience: Patience, want: Want) -> None:
         """One wait in C++. Nudges the others when it is time to; gives up when nothing has happened for too long."""
@@ -250,7 +298,7 @@ class RoundService:
     def _counted_in(self) -> Iterator[None]:
         with self._lock:
             self._inside += 1
-            self._calls += 1
+            self._calls += not self._sleeper.is_current()
         try:
             yield
         finally:
@@ -262,7 +310,7 @@ class RoundService:
         """Take round ``number`` for a program that is elsewhere; the next ones too, if it has not called since the last
         time."""
         try:
-            with self._judged():
+            with self.judged():
                 stays = self._calls == self._answered_at
                 waitable = self._serve_once(number, stays)
                 while waitable is not None and waitable.within(SERVE_S):
@@ -271,7 +319,11 @@ class RoundService:
             log.debug("rank %d: the thread has ended its service: %s", self.rank, self._failure)
 
     def _serve_once(self, number: int, stays: bool) -> Waitable | None:
+        # The program may wait with the lock held, and serves then. In any case this thread must hear the next message.
+        if not self._lock.acquire(timeout=SERVE_S):
+            return None
         with self._lock:
+            self._lock.release()
             if self._inside or self._failure is not None:
                 return None
             self._runner.advance()
@@ -284,6 +336,14 @@ class RoundService:
                 self._answered_at = self._calls
             return self._runner.waitable()
 
+    def hear(self) -> None:
+        """Raise what another rank has said to all, for a wait that is not in a round. Asks the store."""
+        with self.judged(), self._lock:
+            self.check()
+            said = self._roll_call.verdict()
+            if said is not None:
+                raise self._give_up(said)
+
     def _answer_alarm(self) -> None:
         self._roll_call.answer(self._here())
         verdict = self._roll_call.verdict(VERDICT_WITHIN_S)
@@ -291,12 +351,13 @@ class RoundService:
             self._give_up(verdict)
 
     # -- when something is wrong ------------------------------------------------------------------------------------
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise what has failed before, if anything has."""
         if self._failure is not None:
             raise RankError(self._failure)
 
     @contextmanager
-    def _judged(self, want: Want = NOTHING) -> Iterator[None]:
+    def judged(self, want: Want = NOTHING) -> Iterator[None]:
         """Errors of the links and of payloads become the one that all ranks raise."""
         try:
             yield

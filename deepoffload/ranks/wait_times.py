@@ -1,8 +1,9 @@
-"""How long this rank waits for others: what is usual, for whom, and when it is long enough to nudge them."""
+"""How long this rank waits for others: how long it has, for whom, what is usual, and when it is time to nudge them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 NUDGE_AFTER_S = 0.1
 """Nobody is nudged before. A nudge costs an extra round if its rank is only slow."""
@@ -13,6 +14,26 @@ NOT_A_WAIT_S = 0.001
 """What takes less does not count for what is usual."""
 _NEW_SHARE = 0.2
 """How much the newest wait counts for what is usual."""
+
+
+@dataclass(frozen=True)
+class RoundStats:
+    """What rounds have cost this rank so far.
+
+    Attributes:
+        mixed_rounds: those in which not all ranks said the same.
+        nudges: messages that this rank has sent because it had waited longer than is usual.
+        answers: rounds in which this rank had nothing to say because its program was elsewhere.
+        waited_s: seconds in which it waited, for rounds and for bytes.
+        waited_for_s: by rank, how much of this was waiting for a rank that is slower. The rest is what all wait for.
+    """
+
+    rounds: int
+    mixed_rounds: int
+    nudges: int
+    answers: int
+    waited_s: float
+    waited_for_s: tuple[float, ...]
 
 
 class WaitTimes:

@@ -32,18 +32,18 @@ class Flight:
 
     def __init__(self, work: Any, then: Callable[[], None] | None) -> None:
         self._work, self._then = work, then
-        self._lock = threading.Lock()
 
     def ready(self) -> bool:
         return self._work.is_completed()
 
     def ready_within(self, limit_s: float) -> bool:
-        over = wait_within(self._work, limit_s)
-        with self._lock:
-            if over and self._then is not None:
-                self._then()
-                self._then = None
-        return over
+        return wait_within(self._work, limit_s)
+
+    def arrive(self) -> None:
+        self.ready_within(1.0)  # raises if it has failed
+        if self._then is not None:
+            self._then()
+            self._then = None
 
 
 class Side:
@@ -82,15 +82,17 @@ class Side:
         got = [torch.empty(NUMEL) for _ in range(self.world_size)]
         flight = Flight(self.payload.allgather(got, given), lambda: self.arrived(payload, got))
         if payload.kind is WantKind.GATHER:
-            self.flights[payload.unit] = flight
-            self.asked.discard(payload.unit)
+            if self.rank in payload.ranks:
+                self.flights[payload.unit] = flight
+                self.asked.remove(payload.unit)
         else:
             self.reductions.append(flight)
         return flight
 
     def arrived(self, payload: Payload, got: list[Tensor]) -> None:
         if payload.kind is WantKind.GATHER:
-            self.whole[payload.unit] = torch.cat(got)
+            if self.rank in payload.ranks:
+                self.whole[payload.unit] = torch.cat(got)
         else:
             for rank in payload.ranks:
                 self.sums[payload.unit] += got[rank]

@@ -171,11 +171,13 @@ def test_parts_that_all_wait_for_each_other_are_added_as_they_are():
     assert rounds.take([WAIT, WAIT, STEP]) == RoundOutcome((Payload(REDUCE, 1, (0, 2)), Payload(REDUCE, 2, (1,))))
 
 
-def test_what_another_rank_gathered_first_is_not_asked_for_again():
+def test_who_has_not_asked_yet_takes_nothing():
     rounds = ready(0, Want(GATHER, 1))
     rounds.post(Want(GATHER, 2))
-    rounds.take([Want(GATHER, 1), Want(GATHER, 2)])
-    assert rounds.upcoming is None
+    outcome = rounds.take([Want(GATHER, 1), Want(GATHER, 2)])
+    assert outcome.payloads == (Payload(GATHER, 1, (0,)), Payload(GATHER, 2, (1,)))
+    assert rounds.upcoming == Want(GATHER, 2)
+    assert rounds.is_pending(Want(GATHER, 2))
 
 
 def test_a_failure_comes_before_everything_else():

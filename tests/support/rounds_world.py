@@ -54,8 +54,8 @@ class SimulatedRank:
             self.launched.append(payload)
             if payload.kind is WantKind.REDUCE:
                 self.steps_reduced[-1].append((payload.unit, payload.ranks))
-            elif payload.unit in self.asked or (payload.unit not in self.present and self.world.dice.random() < 0.5):
-                self.asked.discard(payload.unit)  # what was not asked for is kept where there is room
+            elif self.index in payload.ranks:
+                self.asked.remove(payload.unit)
                 self.present[payload.unit] = len(self.launched) - 1
         if outcome.met is not None:
             self.met = outcome.met

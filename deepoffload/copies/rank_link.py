@@ -1,0 +1,228 @@
+"""The way between this rank and the others, as copies and contributions use it: what is served, and what is waited for.
+
+Every payload that the ranks agree on is launched here, by any thread that takes its round. A payload has a number:
+weights of the unit with index i have 2 i, its gradients 2 i + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from deepoffload.errors import RankError
+from deepoffload.ranks.collectives import as_bytes, has_gone, start_all_gather, wait_within
+from deepoffload.ranks.exchange import Exchange
+from deepoffload.ranks.group import RankGroup
+from deepoffload.ranks.round_runner import PayloadFlight
+from deepoffload.ranks.rounds import Payload, Want, WantKind
+from deepoffload.ranks.service import RoundService
+from deepoffload.ranks.sums import PART_BYTES, SquareSum, packed, unpacked
+
+SLICE_S = 1.0
+"""A wait for sums looks this often whether another rank has gone or failed."""
+
+
+def weights_number(unit_index: int) -> int:
+    """The number of a unit's weights."""
+    return 2 * unit_index
+
+
+def gradients_number(unit_index: int) -> int:
+    """The number of a unit's gradients."""
+    return 2 * unit_index + 1
+
+
+class Gatherer(Protocol):
+    """What serves gathers of one block."""
+
+    def serve(self, takers: tuple[int, ...]) -> PayloadFlight:
+        """Start a gather that all ranks launch now. Called with the lock held, on every rank, also where the rank's
+        program has not asked for it."""
+
+
+Reducer = Callable[[int, tuple[int, ...]], "PayloadFlight | None"]
+"""Starts the reduction of a unit (its index) to which these ranks contribute."""
+
+
+class RankLink:
+    """Args:
+        group: who trains this model.
+        exchange: moves the bytes.
+        lock: the tier manager's: it guards what launches do. [Note: held] in ``ranks.service`` says who waits for what
+            with it.
+        timeout_s: how long a rank waits while nothing happens.
+
+    All methods that post or wait raise RankError, on all ranks the same one.
+
+    Attributes:
+        ranks: who is where.
+        rounds: what waits for other ranks.
+        on_reduce: starts reductions; none are posted before it is there.
+        before_meeting: called before this rank waits at a step or at the end, in order.
+    """
+
+    def __init__(self, group: RankGroup, exchange: Exchange, lock: Any, *, timeout_s: float) -> None:
+        self.ranks = group.ranks
+        self.exchange = exchange
+        self.timeout_s = timeout_s
+        self.on_reduce: Reducer | None = None
+        self.before_meeting: list[Callable[[], None]] = []
+        self._lock = lock
+        self._shown: dict[int, tuple[str, Gatherer]] = {}
+        self._sums = group.new_private_group("sums")
+        self._closed = False
+        self.rounds = RoundService(
+            group.store("rounds"),
+            self.ranks.rank,
+            self.ranks.world_size,
+            self._launch,
+            self._name_of,
+            timeout_s=timeout_s,
+            lock=lock,
+            abandon=exchange.abandon,
+        )
+
+    # -- what is served --------------------------------------------------------------------------------------------
+
+    def show(self, number: int, name: str, gatherer: Gatherer) -> None:
+        """From now on ``gatherer`` serves the gathers of ``number``; errors call it ``name``."""
+        with self._lock:
+            self._shown[number] = name, gatherer
+
+    def forget(self, number: int) -> None:
+        """Nobody serves it any more: a gather of it is an error. It counts as closed for no other rank."""
+        with self._lock:
+            self._shown.pop(number, None)
+
+    def _launch(self, payload: Payload) -> PayloadFlight | None:
+        if payload.kind is WantKind.REDUCE:
+            if self.on_reduce is None:
+                raise RuntimeError(f"nothing reduces {self._name_of(payload.unit)} here")
+            return self.on_reduce(payload.unit // 2, payload.ranks)
+        known = self._shown.get(payload.unit)
+        if known is None:
+            raise RuntimeError(f"rank {self.ranks.rank} has no {self._name_of(payload.unit)} to give")
+        return known[1].serve(payload.ranks)
+
+    def _name_of(self, number: int) -> str:
+        known = self._shown.get(number) or self._shown.get(number ^ 1)
+        return f"block {number}" if known is None else known[0]
+
+    def hold(self) -> AbstractContextManager[None]:
+        """While this lasts nothing is launched here. To be called with the lock held, by what must not be interrupted
+        by the update of another unit, such as an update."""
+        return self.rounds.hold()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing may be launched now, so that nobody may wait for a launch."""
+        return self.rounds.is_held
+
+    def pump(self) -> None:
+        """Take what is over and launch what is agreed on, unless that is held. Does not wait for other ranks."""
+        self.rounds.pump()
+
+    # -- gathers ---------------------------------------------------------------------------------------------------
+
+    def post_gather(self, number: int) -> None:
+        """Ask for the whole of a block. Once, until it is launched. Launches nothing."""
+        self.rounds.queue(Want(WantKind.GATHER, number))
+
+    def wait_launched(self, number: int) -> None:
+        """Return when a gather that was posted has been launched. Serves other ranks meanwhile."""
+        self.rounds.wait_launched(Want(WantKind.GATHER, number))
+
+    def wait_gathered(self, number: int, flight: PayloadFlight, *, serve: bool) -> None:
+        """Return when a gather has arrived. ``serve``: launch what others ask for meanwhile."""
+        wait = self.rounds.wait_flight if serve else self.rounds.wait_out
+        wait(flight, Want(WantKind.GATHER, number))
+
+    # -- reductions ------------------------------------------------------------------------------------------------
+
+    def post_reduce(self, unit_index: int) -> None:
+        """Say that this rank has its part of a unit's gradients. Launches nothing."""
+        self.rounds.queue(Want(WantKind.REDUCE, gradients_number(unit_index)))
+
+    def wait_reduced(self, unit_index: int) -> None:
+        """Return when this rank's parts of a unit have been launched. Serves other ranks meanwhile."""
+        self.rounds.wait_launched(Want(WantKind.REDUCE, gradients_number(unit_index)))
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def meet_step(self) -> None:
+        """Return when all ranks are at their step, and everything that was launched before has arrived here."""
+        self._meet(WantKind.STEP)
+
+    def _meet(self, kind: WantKind) -> None:
+        for prepare in self.before_meeting:
+            prepare()
+        self.rounds.meet(kind)
+        self.rounds.take_all(Want(kind))
+
+    def exchange_sums(self, part: SquareSum) -> SquareSum:
+        """The sum over all ranks, the same on each. Collective: all ranks call it in the same order, when they have
+        met. Nobody is served meanwhile."""
+        part_bytes = torch.frombuffer(bytearray(packed(part)), dtype=torch.uint8)
+        gathered = torch.empty(self.ranks.world_size * PART_BYTES, dtype=torch.uint8)
+        self.rounds.check()
+        with self.rounds.judged(Want(WantKind.STEP)):
+            work = start_all_gather(as_bytes(gathered), part_bytes, self._sums)
+            waited_s = 0.0
+            while not wait_within(work, SLICE_S):
+                waited_s += SLICE_S
+                self._look_after(waited_s)
+        return unpacked(gathered.numpy().tobytes(), self.ranks.world_size)
+
+    def _look_after(self, waited_s: float) -> None:
+        """Raise when the sums of the others will not come."""
+        self.rounds.hear()
+        for rank in range(self.ranks.world_size):
+            if has_gone(rank, self._sums):
+                raise RankError(f"rank {rank} has gone, its connection is closed")
+        if waited_s >= self.timeout_s:
+            raise RankError(f"not every rank has sent its sum within {self.timeout_s:g} s")
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def fail(self, message: str) -> None:
+        """Tell all ranks that this one cannot continue, and why."""
+        self.rounds.fail(message)
+
+    def close(self) -> None:
+        """Wait until all ranks close, serve them until then, and end. Idempotent.
+
+        Raises:
+            RankError: others train on. This rank's part has ended all the same.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if not self.rounds.has_failed:
+                for prepare in self.before_meeting:
+                    prepare()
+            self.rounds.close()
+        except BaseException:
+            self.exchange.abandon()
+            raise
+        if self.rounds.has_failed:
+            self.exchange.abandon()
+        else:
+            self.exchange.close()
+
+    def stats(self) -> dict[str, float]:
+        """Numbers of the run so far."""
+        stats = self.rounds.stats()
+        return {
+            "rounds": stats.rounds,
+            "mixed_rounds": stats.mixed_rounds,
+            "nudges": stats.nudges,
+            "rounds_answered": stats.answers,
+            "rank_wait_s": stats.waited_s,
+            **{f"rank_{rank}_waited_for_s": seconds for rank, seconds in enumerate(stats.waited_for_s)},
+            "gather_bytes": self.exchange.gather_bytes,
+            "reduce_bytes": self.exchange.part_bytes,
+        }

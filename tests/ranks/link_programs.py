@@ -1,0 +1,58 @@
+"""What ranks do in the tests of the link between them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from deepoffload.copies.rank_link import RankLink
+from deepoffload.errors import RankError
+from deepoffload.memory.lock import BooksLock
+from deepoffload.ranks.group import open_group
+from deepoffload.ranks.sums import SquareSum
+from deepoffload.ranks.transport import open_exchange
+
+
+@contextmanager
+def linked(transport: str = "auto", timeout_s: float = 30.0) -> Iterator[RankLink]:
+    """A link that is closed at the end, together with the others'."""
+    group = open_group(torch.device("cpu"), timeout_s=timeout_s)
+    assert group is not None
+    link = RankLink(group, open_exchange(group, transport), BooksLock(), timeout_s=timeout_s)
+    try:
+        yield link
+    finally:
+        link.close()
+        group.close()
+
+
+def add_up(turns: int) -> list[SquareSum]:
+    """Every rank gives other sums, and meets the others before each."""
+    found = []
+    with linked() as link:
+        for turn in range(turns):
+            link.meet_step()
+            found.append(link.exchange_sums(SquareSum(10**turn + (link.ranks.rank << 300), turn == link.ranks.rank)))
+    return found
+
+
+def lose_a_rank_at_sums(what: str) -> tuple[str, float]:
+    """The last rank meets the others and gives no sum."""
+    begin = time.monotonic()
+    try:
+        with linked() as link:
+            link.meet_step()
+            begin = time.monotonic()
+            if link.ranks.rank == link.ranks.world_size - 1:
+                if what == "SIGKILL":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                link.fail("ValueError: the batch is empty")
+            link.exchange_sums(SquareSum(1, False))
+    except RankError as error:
+        return str(error), time.monotonic() - begin
+    raise AssertionError("a sum without a rank")

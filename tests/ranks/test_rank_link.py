@@ -1,0 +1,31 @@
+"""The link between ranks: sums that all ranks have alike, and what goes wrong meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepoffload.ranks.sums import SquareSum
+from tests.ranks import link_programs as programs
+from tests.support.rank_processes import run_ranks, values_of
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_have_the_same_sum(world_size: int) -> None:
+    turns = 4
+    results = values_of(programs.add_up, world_size, turns, limit_s=60.0)
+    of_ranks = sum(rank << 300 for rank in range(world_size))
+    expected = [SquareSum(world_size * 10**turn + of_ranks, turn < world_size) for turn in range(turns)]
+    assert results == [expected] * world_size
+
+
+@pytest.mark.parametrize("what", ["SIGKILL", "fails"])
+def test_a_sum_that_does_not_come_is_an_error_on_all(what: str) -> None:
+    ended = run_ranks(programs.lose_a_rank_at_sums, 3, what, limit_s=60.0)
+    if what == "SIGKILL":
+        assert ended.pop().exit_code == -9
+    assert all(one.error is None for one in ended), "\n".join(one.text for one in ended)
+    texts = {one.value[0] for one in ended}
+    assert len(texts) == 1
+    said = texts.pop()
+    assert said.startswith("rank 2 has gone" if what == "SIGKILL" else "rank 2 has failed at step: ValueError"), said
+    assert all(one.value[1] < 5.0 for one in ended)
