@@ -43,9 +43,10 @@ def may_use_nvme(config: Config) -> bool:
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes that may be used on each tier, and why these.
+    """Bytes that one rank may use on each tier, and why these.
 
     On a CPU device ``device_bytes`` is 0: DEVICE and HOST are one pool of ``host_bytes``, without ``debug.copies``.
+    ``host_bytes`` and ``nvme_bytes`` are the rank's equal share of what its host has.
     """
 
     device_bytes: int
@@ -53,14 +54,19 @@ class Budgets:
     nvme_bytes: int
     reasons: tuple[str, ...]
     """One line per tier."""
+    host_ranks: int = 1
+    """Ranks of the host, which share its budgets."""
 
 
-def resolve_budgets(config: Config, machine: Machine, device: Device, device_free_bytes: int = 0) -> Budgets:
-    """The budgets in bytes.
+def resolve_budgets(
+    config: Config, machine: Machine, device: Device, device_free_bytes: int = 0, host_ranks: int = 1
+) -> Budgets:
+    """The budgets in bytes, of one rank.
 
     Args:
         machine: measured with the paths of ``config.nvme_path``.
         device_free_bytes: free memory of a device that has its own.
+        host_ranks: how many ranks share the machine.
 
     Raises:
         ConfigError: an NVMe path was not measured.
@@ -75,7 +81,11 @@ def resolve_budgets(config: Config, machine: Machine, device: Device, device_fre
         host_said = config.host_budget
     host_bytes, host_reason = _host(host_said, machine)
     nvme_bytes, nvme_reason = _nvme(config, machine)
-    return Budgets(device_bytes, host_bytes, nvme_bytes, (device_reason, host_reason, nvme_reason))
+    if host_ranks > 1:
+        host_bytes, nvme_bytes = host_bytes // host_ranks, nvme_bytes // host_ranks
+        host_reason += f"; {format_bytes(host_bytes)} for each of its {host_ranks} ranks"
+        nvme_reason += f"; {format_bytes(nvme_bytes)} for each of its {host_ranks} ranks" if nvme_bytes else ""
+    return Budgets(device_bytes, host_bytes, nvme_bytes, (device_reason, host_reason, nvme_reason), host_ranks)
 
 
 def _device(said: int | None, device: Device, free_bytes: int) -> tuple[int, str]:

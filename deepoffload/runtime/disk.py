@@ -17,6 +17,8 @@ from deepoffload.io.named_files import durable_path
 from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
 from deepoffload.io.swap_files import warn_of_shared
 from deepoffload.io.swap_space import SwapSpace
+from deepoffload.runtime.agreement import Agreement
+from deepoffload.runtime.host_share import least_rates, measure_together
 from deepoffload.runtime.plan import NO_DISK
 from deepoffload.schedule.cost_model import Bandwidths
 
@@ -49,8 +51,8 @@ class EngineDisk:
         self.store: DurableStore | None = None
         self.bandwidths = NO_DISK
 
-    def open(self, config: Config, paths: list[str], nvme_bytes: int) -> None:
-        """Measure the disks, and make the swap files.
+    def open(self, config: Config, paths: list[str], nvme_bytes: int, agreement: Agreement) -> None:
+        """Measure the disks, and make the swap files. With several ranks all of them call it.
 
         Raises:
             ConfigError: a path cannot be used. UsageError: the durable state there is another run's, or damaged, or
@@ -62,9 +64,9 @@ class EngineDisk:
             return
         aio = config.aio
         warn_of_shared(paths)
-        self.io = IoEngine(backend=aio.backend.value, queue_depth=aio.queue_depth, block_bytes=aio.block_bytes)
-        rates = [measure_bandwidth(path, self.io) for path in paths]
-        self.bandwidths = _together(rates)
+        io = self.io = IoEngine(backend=aio.backend.value, queue_depth=aio.queue_depth, block_bytes=aio.block_bytes)
+        rates, ranks = measure_together(agreement, paths, lambda: [measure_bandwidth(path, io) for path in paths])
+        self.bandwidths = least_rates(agreement, _together(rates, ranks))
         self.space = SwapSpace(
             self.io,
             paths,
@@ -88,11 +90,11 @@ class EngineDisk:
                 self.store.remove_if_empty()
 
 
-def _together(rates: Sequence[Bandwidth]) -> Bandwidths:
-    """What the paths give when extents are striped over all of them."""
+def _together(rates: Sequence[Bandwidth], ranks: int) -> Bandwidths:
+    """What the paths give one of ``ranks`` that use them when extents are striped over all of them."""
     return Bandwidths(
-        sum(rate.read_bytes_per_s for rate in rates),
-        sum(rate.write_bytes_per_s for rate in rates),
-        sum(rate.mixed_bytes_per_s for rate in rates),
+        sum(rate.read_bytes_per_s for rate in rates) / ranks,
+        sum(rate.write_bytes_per_s for rate in rates) / ranks,
+        sum(rate.mixed_bytes_per_s for rate in rates) / ranks,
         NO_DISK.memory_bytes_per_s,
     )

@@ -19,11 +19,10 @@ from deepoffload import machine
 from deepoffload.config import Config, StepOverlap
 from deepoffload.config.resolve import Budgets, resolve_budgets
 from deepoffload.device import Device
-from deepoffload.errors import DevicePlacementError, PlacementError, UsageError
+from deepoffload.errors import PlacementError, UsageError
 from deepoffload.io.swap_files import check_paths
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.lock import SHIELD
-from deepoffload.native.aio import round_up
 from deepoffload.optim.device_landing import DeviceLandings
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.in_backward import EarlyUpdates
@@ -34,22 +33,23 @@ from deepoffload.params.root_watch import RootWatch
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.use_order import UseOrder
 from deepoffload.params.window import Window
+from deepoffload.runtime.agreement import Agreement
 from deepoffload.runtime.announce import OutsideWatch, announce, summary
 from deepoffload.runtime.choice import Room
 from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adoptable, bring_residents
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
-from deepoffload.runtime.device import find_accelerator, open_memory, take_device_memory, with_ring
+from deepoffload.runtime.device import find_accelerator, open_memory, take_device_memory
 from deepoffload.runtime.disk import EngineDisk, measure_machine
 from deepoffload.runtime.durability import Durability
 from deepoffload.runtime.kept_views import budget_for_kept
-from deepoffload.runtime.plan import ModelPlan, plan_model, refusal_of
+from deepoffload.runtime.plan import ModelPlan, plan_model
 from deepoffload.runtime.ranks import refuse_several_ranks
+from deepoffload.runtime.refusals import Refusals
 from deepoffload.runtime.registration import ConstructionHooks, ShortageError, refuse_meta, take
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import BlockKind
 from deepoffload.schedule.durable import every_of, written_for_durability
-from deepoffload.schedule.nvme_room import set_up_nvme_bytes
 from deepoffload.schedule.placement import Placement
 from deepoffload.timeline import Summary, Timeline
 
@@ -88,7 +88,7 @@ class Engine:
         self.durability: Durability | None = None
         self._grain_bytes = self.budgets.host_bytes
         try:
-            self._disk.open(config, paths, self.budgets.nvme_bytes)
+            self._disk.open(config, paths, self.budgets.nvme_bytes, Agreement(None))
             arena = Arena(self.budgets.host_bytes, lends=accelerator is None)
             self.timeline = Timeline() if config.timeline else None
             graphs = OpenGraphs()
@@ -151,7 +151,7 @@ class Engine:
         try:
             plan = self._plan(roots, registered, self._capacity_bytes())
         except PlacementError as error:
-            raise self._with_ring(error) from None
+            raise self._refusals().for_host(error) from None
         self._grain_bytes = plan.grain_bytes
         memory = self.pager.memory
         take_device_memory(memory, plan)
@@ -190,51 +190,14 @@ class Engine:
         extra_s = written_for_durability(placement) / disk.bandwidths.write_bytes_per_s if said.every is None else 0.0
         return Durability(self.pager, disk.space, disk.store, every, extra_s)
 
-    def _refusal(self, roots: Sequence[nn.Module], shortage: ShortageError, built_bytes: int) -> PlacementError:
-        """The error for models, paged and on the meta device, of which one parameter did not fit: with a budget for all
-        of them. ``built_bytes``: what was registered at once while they were built."""
-        why = partial(
-            refusal_of,
-            roots,
+    def _refusals(self) -> Refusals:
+        return Refusals(
+            self.pager,
+            self.config,
+            self.budgets,
             capacity_bytes=self._capacity_bytes(),
             nvme_bytes=self._nvme_bytes(),
             bandwidths=self._disk.bandwidths,
-            device_bytes=self.pager.memory.capacity_bytes,
-        )
-        try:
-            whole = why(self.config)
-        except UsageError:  # keep_fp32 names what is not built yet
-            whole = why(replace(self.config, keep_fp32=()))
-        too_coarse = f"{whole}. " if isinstance(whole, DevicePlacementError) else ""
-        covered = whole is not None and (whole.enough_bytes is None or whole.enough_bytes >= built_bytes)
-        if shortage.on_disk and not too_coarse:
-            return self._nvme_refusal(roots, shortage, built_bytes, whole)
-        if not too_coarse and whole is not None and covered:
-            whole = self._with_ring(whole)
-            text = f"{shortage}. {whole}"
-            return PlacementError(text, whole.enough_bytes, enough_nvme_bytes=whole.enough_nvme_bytes)
-        enough = built_bytes if self.pager.memory.on_host else with_ring(built_bytes)
-        return PlacementError(
-            f"{shortage}. {too_coarse}Parameters of {built_bytes:,} bytes are there at once while the model is built, "
-            f"although not all of them stay. Raise host_budget to at least {enough} bytes",
-            enough,
-        )
-
-    def _nvme_refusal(
-        self, roots: Sequence[nn.Module], shortage: ShortageError, built_bytes: int, whole: PlacementError | None
-    ) -> PlacementError:
-        """NVMe was full while models were built; ``whole`` is why they cannot run, if they cannot."""
-        rooms = [round_up(param.nbytes) for root in roots for param in root.parameters()]
-        rooms += [block.room_bytes for block in self.pager.tiers.blocks()]
-        enough = set_up_nvme_bytes(self._capacity_bytes(), built_bytes, max(rooms))
-        if whole is not None and (whole.enough_bytes is not None or (whole.enough_nvme_bytes or 0) >= enough):
-            whole = self._with_ring(whole)
-            text = f"{shortage}. {whole}"
-            return PlacementError(text, whole.enough_bytes, enough_nvme_bytes=whole.enough_nvme_bytes)
-        return PlacementError(
-            f"{shortage}. A model may take more there while it is built than later: raise nvme_budget to at least "
-            f"{enough} bytes, or give nvme_path a file system with more free space",
-            enough_nvme_bytes=enough,
         )
 
     def _nvme_bytes(self) -> int | None:
@@ -253,16 +216,6 @@ class Engine:
             bandwidths=self._disk.bandwidths,
             device_bytes=memory.capacity_bytes,
         )
-
-    def _with_ring(self, error: PlacementError) -> PlacementError:
-        """The same error, naming a budget that holds the ring of gradients, too."""
-        memory = self.pager.memory
-        if error.enough_bytes is None or memory.on_host or isinstance(error, DevicePlacementError):
-            return error
-        enough = with_ring(error.enough_bytes)
-        named = f"to at least {error.enough_bytes} bytes"
-        more = f"to at least {enough} bytes, in which gradients on their way from {memory.device} have theirs"
-        return PlacementError(str(error).replace(named, more), enough, enough_nvme_bytes=error.enough_nvme_bytes)
 
     def _reserve(self, placement: Placement, roots: Sequence[nn.Module]) -> None:
         self.placement = placement
@@ -285,7 +238,7 @@ class Engine:
                 try:
                     handles.append(take(self.pager, param, name, self._capacity_bytes()))
                 except ShortageError as error:
-                    raise self._refusal([model], error, 0) from None
+                    raise self._refusals().of_shortage([model], error, 0) from None
         if not handles:
             where = "the CPU" if self.pager.memory.on_host else f"the CPU or {self.pager.memory.device}"
             raise UsageError(f"{type(model).__name__} has no parameters on {where} that could be offloaded")
@@ -293,7 +246,7 @@ class Engine:
 
     def construction(self) -> ConstructionHooks:
         """What adopts parameters while models are being built."""
-        self._building = ConstructionHooks(self.pager, self._capacity_bytes(), self._refusal)
+        self._building = ConstructionHooks(self.pager, self._capacity_bytes(), self._refusals().of_shortage)
         return self._building
 
     def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:

@@ -85,3 +85,13 @@ def test_unknown_devices(name):
 def test_tiers_have_an_order():
     assert sorted(Tier, key=lambda tier: tier.distance) == [Tier.DEVICE, Tier.HOST, Tier.NVME]
     assert str(GPU) == "cuda:0" and CPU.shares_host_memory and not GPU.shares_host_memory
+
+
+def test_the_ranks_of_a_host_share_its_budgets_equally():
+    config = Config(host_budget=9 * GIB, nvme_budget=30 * GIB, nvme_path=("/a",))
+    budgets = resolve_budgets(config, MACHINE, CPU, host_ranks=3)
+    assert (budgets.host_bytes, budgets.nvme_bytes, budgets.host_ranks) == (3 * GIB, 10 * GIB, 3)
+    assert "9.00 GiB as the configuration says; 3.00 GiB for each of its 3 ranks" in budgets.reasons[1]
+    assert "30.00 GiB as nvme_budget says; 10.00 GiB for each of its 3 ranks" in budgets.reasons[2]
+    with pytest.raises(BudgetError, match="host_budget is 33.00 GiB, but this process may use 32.00 GiB"):
+        resolve_budgets(Config(host_budget=33 * GIB), MACHINE, CPU, host_ranks=3)

@@ -1,0 +1,61 @@
+"""What one rank has of its host: budgets are a host's, and so is the rate of a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+
+from deepoffload.config.resolve import Budgets
+from deepoffload.config.units import format_bytes
+from deepoffload.io.probe import Bandwidth
+from deepoffload.runtime.agreement import Agreement
+from deepoffload.schedule.cost_model import Bandwidths
+
+
+def host_ranks(agreement: Agreement) -> int:
+    """How many ranks this host has."""
+    return 1 if agreement.group is None else len(agreement.group.ranks.host_ranks)
+
+
+def agree_on_budgets(agreement: Agreement, budgets: Budgets) -> Budgets:
+    """The least that any rank has: all cut their models alike, and each unit is as large on every rank."""
+    if agreement.group is None:
+        return budgets
+    everybody: list[Budgets] = agreement.gather(budgets, "comparing budgets")
+    least = {name: min(getattr(each, name) for each in everybody) for name in ("host_bytes", "nvme_bytes")}
+    if least == {name: getattr(budgets, name) for name in least}:
+        return budgets
+    said = (
+        f"ranks: all take what the one with the least has, {format_bytes(least['host_bytes'])} of host memory and "
+        f"{format_bytes(least['nvme_bytes'])} of NVMe"
+    )
+    return replace(budgets, **least, reasons=(*budgets.reasons, said))
+
+
+def measure_together(
+    agreement: Agreement, paths: Sequence[str], measure: Callable[[], list[Bandwidth]]
+) -> tuple[list[Bandwidth], int]:
+    """The rates of the paths' disks, each measured by one rank of its host while the others wait.
+
+    Returns:
+        The rates while nobody else uses the disks, and how many ranks of this host use them.
+    """
+    if agreement.group is None:
+        return measure(), 1
+    ranks = agreement.group.ranks
+    mine = (ranks.hosts[ranks.rank], tuple(paths))
+    keys: list[tuple[int, tuple[str, ...]]] = agreement.gather(mine, "the paths of NVMe")
+    found: dict[tuple[int, tuple[str, ...]], list[Bandwidth]] = {}
+    while set(found) != set(keys):
+        # the disks of one host after each other: directories may share one
+        turn = {key[0]: rank for rank, key in reversed(list(enumerate(keys))) if key not in found}
+        measures = ranks.rank in turn.values()
+        rates = agreement.gather(measure() if measures else None, "measuring the disks")
+        found |= {keys[rank]: rates[rank] for rank in turn.values()}
+    return found[mine], keys.count(mine)
+
+
+def least_rates(agreement: Agreement, rates: Bandwidths) -> Bandwidths:
+    """The least of every rate over all ranks: they plan alike."""
+    everybody: list[Bandwidths] = agreement.gather(rates, "comparing the rates of disks")
+    return Bandwidths(*(min(getattr(each, field.name) for each in everybody) for field in fields(Bandwidths)))

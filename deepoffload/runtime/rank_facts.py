@@ -1,0 +1,84 @@
+"""What has to be equal on all ranks that train one model: versions, the configuration, the model, and its values."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from deepoffload.config import Config
+from deepoffload.errors import ConfigError, UnsupportedError, UsageError
+from deepoffload.io.checksums import crc32c
+from deepoffload.params.unit import ParamHandle
+from deepoffload.runtime.agreement import Agreement
+
+_OF_A_RANK = frozenset(
+    ("nvme_path", "timeline", "steps_per_print", "wall_clock_breakdown", "aio", "checkpoint", "notes", "warnings")
+)
+"""Fields of a configuration that a rank may have otherwise than the others: no number depends on them."""
+
+_DISTRIBUTED = ("torch.distributed.tensor", "torch.distributed._tensor")
+
+_SEED_ADVICE = (
+    "Each rank builds the whole model: call torch.manual_seed with the same number on all ranks before it is built (or "
+    "load the same checkpoint), and seed by rank only after it"
+)
+
+
+def compare_settings(agreement: Agreement, config: Config) -> None:
+    """Raise ConfigError on all ranks where versions or configurations differ. To be called before anything is built."""
+    facts = {
+        "the version of torch": torch.__version__,
+        "the version of deepoffload": sys.modules["deepoffload"].__version__,
+    }
+    for field in dataclasses.fields(Config):
+        if field.name not in _OF_A_RANK:
+            facts[field.name] = repr(getattr(config, field.name))
+    agreement.compare(facts, "the configuration", error=ConfigError)
+
+
+def compare_models(agreement: Agreement, roots: Sequence[nn.Module]) -> None:
+    """Raise UsageError on all ranks where models have other parameters, shapes, dtypes, or trainable ones."""
+    facts = {}
+    for number, root in enumerate(roots, start=1):
+        where = "" if len(roots) == 1 else f"model {number}: "
+        for name, param in root.named_parameters():
+            facts[where + name] = _words(param)
+    agreement.compare(facts, "the model", error=UsageError)
+
+
+def _words(param: Tensor) -> str:
+    if is_lazy(param):
+        return "a lazy parameter"
+    dtype, use = str(param.dtype).removeprefix("torch."), "trained" if param.requires_grad else "frozen"
+    return f"{dtype}{list(param.shape)} ({use})"
+
+
+def refuse_distributed_tensors(roots: Sequence[nn.Module]) -> None:
+    """Raise UnsupportedError for a model with DTensors among its parameters."""
+    for root in roots:
+        for name, param in root.named_parameters():
+            if any(kind.__module__.startswith(_DISTRIBUTED) for kind in (type(param), type(param.data))):
+                raise UnsupportedError(
+                    f"{name} is a DTensor: a model that is sharded already cannot be paged yet. Build it without "
+                    "parallelize_module and fully_shard; deepoffload partitions it over the ranks"
+                )
+
+
+class ValueSums:
+    """The checksums of what parameters are registered with, taken while their bytes move into units."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, str] = {}
+
+    def take(self, handle: ParamHandle, address: int) -> None:
+        """``address``: of the whole value, in host memory."""
+        self._facts[handle.name] = f"{crc32c(address, handle.nbytes):08x}"
+
+    def compare(self, agreement: Agreement) -> None:
+        """Raise UsageError on all ranks where values differ; the message names the first such parameter."""
+        agreement.compare(self._facts, "the checksum of the model's values", _SEED_ADVICE, error=UsageError)

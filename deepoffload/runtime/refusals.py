@@ -1,0 +1,121 @@
+"""Errors for models that the budgets do not hold, which name budgets that do. Those are a host's, as the configuration
+says them, also where what was planned for is less: the share of one rank, without what transfers take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+
+from deepoffload.config import Config
+from deepoffload.config.resolve import Budgets
+from deepoffload.errors import BudgetError, DevicePlacementError, PlacementError, UsageError
+from deepoffload.native.aio import round_up
+from deepoffload.params.pager import Pager
+from deepoffload.runtime.device import with_ring
+from deepoffload.runtime.plan import refusal_of
+from deepoffload.runtime.registration import ShortageError
+from deepoffload.schedule.cost_model import Bandwidths
+from deepoffload.schedule.nvme_room import set_up_nvme_bytes
+
+
+class Refusals:
+    """Makes them for one engine.
+
+    Args:
+        capacity_bytes: of the arena, for blocks.
+        nvme_bytes: None without NVMe.
+    """
+
+    def __init__(
+        self,
+        pager: Pager,
+        config: Config,
+        budgets: Budgets,
+        *,
+        capacity_bytes: int,
+        nvme_bytes: int | None,
+        bandwidths: Bandwidths,
+    ) -> None:
+        self._pager = pager
+        self._config = config
+        self._host_ranks = budgets.host_ranks
+        self._capacity_bytes = capacity_bytes
+        self._nvme_bytes = nvme_bytes
+        self._bandwidths = bandwidths
+
+    def of_shortage(self, roots: Sequence[nn.Module], shortage: ShortageError, built_bytes: int) -> BudgetError:
+        """The error for models, paged and on the meta device, of which one parameter did not fit: with a budget for all
+        of them. ``built_bytes``: what was registered at once while they were built."""
+        return self.for_host(self._of_shortage(roots, shortage, built_bytes))
+
+    def _of_shortage(self, roots: Sequence[nn.Module], shortage: ShortageError, built_bytes: int) -> PlacementError:
+        why = partial(
+            refusal_of,
+            roots,
+            capacity_bytes=self._capacity_bytes,
+            nvme_bytes=self._nvme_bytes,
+            bandwidths=self._bandwidths,
+            device_bytes=self._pager.memory.capacity_bytes,
+        )
+        try:
+            whole = why(self._config)
+        except UsageError:  # keep_fp32 names what is not built yet
+            whole = why(replace(self._config, keep_fp32=()))
+        too_coarse = f"{whole}. " if isinstance(whole, DevicePlacementError) else ""
+        covered = whole is not None and (whole.enough_bytes is None or whole.enough_bytes >= built_bytes)
+        if shortage.on_disk and not too_coarse:
+            return self._of_nvme(roots, shortage, built_bytes, whole)
+        if not too_coarse and whole is not None and covered:
+            text = f"{shortage}. {whole}"
+            return PlacementError(text, whole.enough_bytes, enough_nvme_bytes=whole.enough_nvme_bytes)
+        return PlacementError(
+            f"{shortage}. {too_coarse}Parameters of {built_bytes:,} bytes are there at once while the model is built, "
+            f"although not all of them stay. Raise host_budget to at least {built_bytes} bytes",
+            built_bytes,
+        )
+
+    def _of_nvme(
+        self, roots: Sequence[nn.Module], shortage: ShortageError, built_bytes: int, whole: PlacementError | None
+    ) -> PlacementError:
+        """NVMe was full while models were built; ``whole`` is why they cannot run, if they cannot."""
+        rooms = [round_up(param.nbytes) for root in roots for param in root.parameters()]
+        rooms += [block.room_bytes for block in self._pager.tiers.blocks()]
+        enough = set_up_nvme_bytes(self._capacity_bytes, built_bytes, max(rooms))
+        if whole is not None and (whole.enough_bytes is not None or (whole.enough_nvme_bytes or 0) >= enough):
+            text = f"{shortage}. {whole}"
+            return PlacementError(text, whole.enough_bytes, enough_nvme_bytes=whole.enough_nvme_bytes)
+        return PlacementError(
+            f"{shortage}. A model may take more there while it is built than later: raise nvme_budget to at least "
+            f"{enough} bytes, or give nvme_path a file system with more free space",
+            enough_nvme_bytes=enough,
+        )
+
+    def for_host(self, error: PlacementError) -> PlacementError:
+        """The same error. Where it names memory for blocks or NVMe of one rank, it names budgets of the host that give
+        each rank so much."""
+        if isinstance(error, DevicePlacementError):
+            return error
+        text, enough, enough_nvme = str(error), error.enough_bytes, error.enough_nvme_bytes
+        share = f" ({{}} for each of the {self._host_ranks} ranks of a host)" if self._host_ranks > 1 else ""
+        if enough is not None:
+            each_bytes, why = self._of_blocks(enough)
+            text = _renamed(text, enough, each_bytes * self._host_ranks, share.format(each_bytes) + why)
+            enough = each_bytes * self._host_ranks
+        if enough_nvme is not None:
+            text = _renamed(text, enough_nvme, enough_nvme * self._host_ranks, share.format(enough_nvme))
+            enough_nvme *= self._host_ranks
+        return PlacementError(text, enough, enough_nvme_bytes=enough_nvme)
+
+    def _of_blocks(self, capacity_bytes: int) -> tuple[int, str]:
+        """The budget of one rank that leaves so much for blocks, and what else it is for."""
+        memory = self._pager.memory
+        if memory.on_host:
+            return capacity_bytes, ""
+        return with_ring(capacity_bytes), f", in which gradients on their way from {memory.device} have theirs"
+
+
+def _renamed(text: str, nbytes: int, other_bytes: int, words: str) -> str:
+    return text.replace(f"to at least {nbytes} bytes", f"to at least {other_bytes} bytes{words}")
