@@ -8,7 +8,7 @@ squares and notes non-finite values. Each landing replaces the parameter's sum o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from deepoffload.optim.gradient_state import (
 from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.optim.state import PIECE_BYTES, make_pieces
 from deepoffload.optim.threads import num_threads
+from deepoffload.params.cut import Place
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedGradient, show_stand_in
 from deepoffload.params.reference_counts import LONE
@@ -90,15 +91,15 @@ class Gradients:
         return torch.float32 if self.in_fp32 and weight_dtype in NATIVE_DTYPES else weight_dtype
 
     def give_block(
-        self, block: Block, handles: list[ParamHandle], offsets: list[int], dtypes: list[torch.dtype]
+        self, block: Block, handles: list[ParamHandle], places: Sequence[Place], dtypes: list[torch.dtype]
     ) -> None:
         """Say where the gradients of ``handles`` land, and in which dtype."""
         owner = GradientOwner(self.pager)
         block.owner = owner
-        for handle, offset, dtype in zip(handles, offsets, dtypes, strict=True):
+        for handle, place, dtype in zip(handles, places, dtypes, strict=True):
             record = self._record(handle)
             record.slot = slot = GradientSlot(record, dtype)
-            slot.bind_as_shown(block, offset)
+            slot.bind_at(block, place)
             owner.add(slot)
 
     def _record(self, handle: ParamHandle) -> GradientRecord:
@@ -412,14 +413,15 @@ class Gradients:
         record = self._records[handle]
         return record.slot if record.state in IN_BLOCK else None
 
-    def address(self, handle: ParamHandle, keep: list[Tensor]) -> tuple[int, DType]:
-        """Address and type of a gradient, in the order of the weight's bytes; ``keep`` holds a copy alive if one is
-        needed. Its block is resident."""
+    def address(self, handle: ParamHandle, start: int, keep: list[Tensor]) -> tuple[int, DType]:
+        """Address and type of a gradient from element ``start`` on, in the order of the weight's bytes. ``keep`` holds
+        a copy alive if one is needed. Its block is resident."""
         record = self._records[handle]
         if record.state in IN_BLOCK:
             slot = _slot(record)
-            return slot.address(), NATIVE_DTYPES[slot.dtype]
-        return outside_gradient.address(handle, keep)
+            return slot.element_address(start), NATIVE_DTYPES[slot.dtype]
+        address, dtype = outside_gradient.address(handle, keep)
+        return address + start * (4 if dtype is DType.FP32 else 2), dtype
 
 
 def _slot(record: GradientRecord) -> GradientSlot:

@@ -62,7 +62,7 @@ def lay_out(
         return
     old = [piece for piece in unit.pieces if any(handle in changed for handle in piece.handles)]
     kept = [piece for piece in unit.pieces if piece not in old]
-    moved = list(dict.fromkeys(handle for piece in old for handle in piece.handles))
+    moved = list(dict.fromkeys(handle for piece in old for handle in piece.handles if handle in present))
     target = {handle: changed.get(handle, present[handle]) for handle in moved}
     limit_bytes = max(piece.block.nbytes for piece in old)
     new: list[StatePiece] = []

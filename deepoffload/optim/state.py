@@ -8,7 +8,7 @@ remainder of the fp32 master (bf16 weights) or the fp32 master itself (fp16 weig
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType, StateLayout
 from deepoffload.optim.eight_bit import SIGNED_FIELDS, num_blocks, torch_dtype
 from deepoffload.optim.rule import SCALE_SUFFIX
 from deepoffload.optim.threads import num_threads
-from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceLayout, PieceSegment, cut_pieces, whole_tensors
+from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceLayout, PieceSegment, cut_pieces
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, StatePiece, Unit
 from deepoffload.schedule.placement import BlockKind
@@ -145,13 +145,15 @@ def make_pieces(
     state_format: StateFormat = PLAIN_FORMAT,
     alignment_numel: int = ALIGNMENT_NUMEL,
     typical_bytes: int | None = None,
+    range_numels: Mapping[torch.dtype, int] | None = None,
 ) -> list[StatePiece]:
     """Blocks for the state of trainable parameters, given with their compute dtypes; they take memory when first
-    used.
+    used. With several ranks they hold what this one owns.
 
     Args:
         typical_bytes: of the weights of a unit of the same model, whose pieces these ought to be like; the unit's own
             when not given.
+        range_numels: by type, so many elements there are at least. What all ranks have as much of lets them plan alike.
     """
     pieces: list[StatePiece] = []
     present = len(unit.pieces)
@@ -159,7 +161,8 @@ def make_pieces(
         group = [handle for handle, compute_dtype in trained if compute_dtype is dtype]
         weight_bytes = unit.weights.nbytes if typical_bytes is None else typical_bytes
         numel = piece_numel(weight_bytes, layout, limit_bytes, state_format, alignment_numel)
-        for piece in cut_pieces(whole_tensors([h.numel for h in group]), numel, alignment_numel):
+        least_numel = 0 if range_numels is None else range_numels.get(dtype, 0)
+        for piece in cut_pieces(unit.own_runs(group), numel, alignment_numel, least_numel):
             name = block_name(unit.name, BlockKind.STATE, present + len(pieces))
             block = tiers.create(name, BlockKind.STATE, _piece_bytes(piece.numel, layout, state_format))
             pieces.append(StatePiece(block, piece, layout, group, state_format))
@@ -167,8 +170,11 @@ def make_pieces(
 
 
 def ensure_pieces(tiers: TierManager, handle: ParamHandle) -> None:
-    """Give a parameter that was frozen when its unit was made a piece of state; others have theirs."""
+    """Give a parameter that was frozen when its unit was made a piece of state; others have theirs. Of one that other
+    ranks own, this one needs none."""
     unit = handle.unit
+    if handle.cut is not None and handle.cut.run() is None:
+        return
     if unit is not None and not any(handle in piece.handles for piece in unit.pieces):
         limit_bytes = tiers.arena.capacity_bytes // PIECES_PER_ARENA
         unit.pieces += make_pieces(tiers, unit, [(handle, handle.dtype)], limit_bytes)
@@ -278,7 +284,7 @@ def follow_weight(tiers: TierManager, piece: StatePiece, segment: PieceSegment, 
     elif piece.kind is StateLayout.MASTER:
         with outside_user_modes():
             buffer, base = tiers.arena.buffer, tiers.arena.address
-            source = handle.address() + segment.start * handle.itemsize - base
+            source = handle.element_address(segment.start) - base
             weight = torch.frombuffer(buffer, dtype=handle.dtype, count=segment.numel, offset=source)
             target = view.lead(segment) - base
             torch.frombuffer(buffer, dtype=torch.float32, count=segment.numel, offset=target).copy_(weight)

@@ -15,7 +15,7 @@ import torch
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
-from deepoffload.native.cpu_adam import DType, Segment, StateLayout
+from deepoffload.native.cpu_adam import Segment, StateLayout
 from deepoffload.optim.device_update import run_piece, updates_on_device
 from deepoffload.optim.gradients import NATIVE_DTYPES, Gradients
 from deepoffload.optim.relayout import fit_pieces
@@ -215,6 +215,8 @@ class HostUpdate:
                     for handle in unit.handles:
                         handle.rewritten()  # the pieces before this one were no edit by the program
                 raise
+        if not started:  # other ranks own all that is updated; what the program has written may be this one's
+            self.memory.settle(unit.weights)
         self.memory.refresh(unit.weights)
 
     def _blocks(self, unit: Unit) -> list[Block]:
@@ -237,14 +239,14 @@ class HostUpdate:
                 continue
             if not hypers or (hypers[-1] is not job.hyper and hypers[-1] != job.hyper):
                 hypers.append(job.hyper)
-            grad, grad_dtype = self.gradients.address(handle, keep)
+            grad, grad_dtype = self.gradients.address(handle, part.start, keep)
             segments.append(
                 Segment(
                     numel=part.numel,
                     hyper_index=len(hypers) - 1,
-                    grad=grad + part.start * (4 if grad_dtype is DType.FP32 else 2),
+                    grad=grad,
                     grad_dtype=grad_dtype,
-                    weight=handle.address() + part.start * handle.itemsize,
+                    weight=handle.element_address(part.start),
                     weight_dtype=NATIVE_DTYPES[handle.dtype],
                     **(self._state(piece, view, part, handle, job) if view is not None else {}),
                 )

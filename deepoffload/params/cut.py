@@ -38,3 +38,12 @@ class TensorCut:
         if run is None:
             return Form(0, 0, shown_at, numel * itemsize, SHARD)
         return Form(run.shard_offset, run.numel * itemsize, shown_at, numel * itemsize, SHARD)
+
+
+def cuts_of(layout: ShardLayout, rank: int) -> list[TensorCut]:
+    """All tensors of a layout, as one rank sees them."""
+    return [TensorCut(layout, tensor, rank) for tensor in range(len(layout.tensors))]
+
+
+Place = int | TensorCut
+"""Where a tensor lies in its block: at an offset in bytes, stored as it is shown, or cut for several ranks."""

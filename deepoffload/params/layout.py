@@ -58,12 +58,15 @@ class PieceLayout:
 
 
 def cut_pieces(
-    runs: Sequence[TensorRun], piece_numel: int, alignment_numel: int = ALIGNMENT_NUMEL
+    runs: Sequence[TensorRun], piece_numel: int, alignment_numel: int = ALIGNMENT_NUMEL, least_numel: int = 0
 ) -> list[PieceLayout]:
     """Cut runs of tensors, laid one after the other, into pieces of at most ``piece_numel`` elements.
 
     A run may span pieces and a piece may hold several runs; each segment starts at a multiple of ``alignment_numel``
     inside its piece and inside its tensor.
+
+    Args:
+        least_numel: so many elements there are at least; pieces beyond the runs hold nothing.
 
     Raises:
         ValueError: ``piece_numel`` is not a positive multiple of ``alignment_numel``, or a run starts at none.
@@ -84,6 +87,8 @@ def cut_pieces(
             segments.append(PieceSegment(tensor, start, numel, filled))
             filled = round_up(filled + numel, alignment_numel)
             start, left = start + numel, left - numel
-    if segments:
-        pieces.append(PieceLayout(filled, tuple(segments)))
+    missing = least_numel - len(pieces) * piece_numel
+    while segments or missing > 0:
+        pieces.append(PieceLayout(max(filled, min(missing, piece_numel)), tuple(segments)))
+        segments, filled, missing = [], 0, missing - piece_numel
     return pieces

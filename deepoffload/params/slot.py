@@ -35,7 +35,7 @@ from torch import Tensor
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.form import AS_SHOWN, SHARD, Form
-from deepoffload.params.cut import TensorCut
+from deepoffload.params.cut import Place, TensorCut
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.reference_counts import LONE, Holding
 from deepoffload.params.torch_private import (
@@ -188,14 +188,17 @@ class TensorSlot:
         self.form = form
         self.cut = None
 
-    def bind_cut(self, block: Block, cut: TensorCut) -> None:
-        """The same of bytes of which the block stores this rank's run."""
-        self.bind(block, cut.form())
-        self.cut = cut
-
     def bind_as_shown(self, block: Block, offset: int) -> None:
         """The same of bytes that are stored as they are shown, from ``offset`` on."""
         self.bind(block, Form.as_shown(offset, self.nbytes))
+
+    def bind_at(self, block: Block, place: Place) -> None:
+        """The same of bytes that are stored as they are shown, all or this rank's run of them."""
+        if isinstance(place, TensorCut):
+            self.bind(block, place.form())
+            self.cut = place
+        else:
+            self.bind_as_shown(block, place)
 
     def check_stored_as_shown(self, what: str) -> None:
         """Raise ``UnsupportedError`` where the host's bytes are not the elements that the program is shown, all or this

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from deepoffload.memory.block import Alias, Block
 from deepoffload.native.cpu_adam import StateDType, StateLayout
-from deepoffload.params.layout import PieceLayout
+from deepoffload.params.layout import PieceLayout, TensorRun, whole_tensors
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.shards import ShardLayout
 from deepoffload.params.slot import TensorSlot
@@ -337,6 +338,15 @@ class Unit:
         if self.owner.installed:
             return UnitState.RESIDENT
         return UnitState.FETCHING if self.weights.state is BlockState.READING else UnitState.EVICTED
+
+    def own_runs(self, handles: Sequence[ParamHandle]) -> list[TensorRun]:
+        """The elements of some of its parameters that this rank owns: all with one rank. A run's tensor is the number
+        among ``handles``."""
+        if self.layout is None:
+            return whole_tensors([handle.numel for handle in handles])
+        numbers = {handle: number for number, handle in enumerate(self.handles)}
+        runs = [self.layout.run_of(self.rank, numbers[handle]) for handle in handles]
+        return [TensorRun(index, run.start, run.numel) for index, run in enumerate(runs) if run is not None]
 
     def blocks(self) -> list[Block]:
         """All of its blocks: weights, gradients, pieces of state."""

@@ -18,16 +18,18 @@ from torch import Tensor, nn
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
-from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType
 from deepoffload.optim.gradients import Gradients
-from deepoffload.optim.state import LAYOUTS, PieceView, block_name, equalise_room, make_pieces, whole_segment
-from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceSegment, byte_offsets
+from deepoffload.optim.state import LAYOUTS, PieceView, whole_segment
+from deepoffload.params.cut import Place, TensorCut
+from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter, plain_again
+from deepoffload.params.shards import OwnedRun
 from deepoffload.params.slot import dense_stride
 from deepoffload.params.torch_private import get_data, outside_user_modes, version_of
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, StatePiece, Unit, WeightView
 from deepoffload.runtime.compute_types import KEEP_TYPES, ComputeTypes
+from deepoffload.runtime.draft import UnitDraft, draft_unit
 from deepoffload.schedule.placement import BlockKind, Placement
 
 
@@ -199,25 +201,23 @@ class Assembly:
         try:
             ctypes.memset(self.tiers.address(unit.weights), 0, unit.weights.nbytes)
             for index, handle in enumerate(draft.handles):
-                self._move(unit, handle, draft.offsets[index], draft.dtypes[index])
+                self._move(unit, handle, draft.place(index), draft.dtypes[index])
         finally:
             self.tiers.release(unit.weights)
 
-    def _move(self, unit: Unit, handle: ParamHandle, offset: int, dtype: torch.dtype) -> None:
+    def _move(self, unit: Unit, handle: ParamHandle, place: Place, dtype: torch.dtype) -> None:
         old = handle.block
         if old is None:
             raise RuntimeError(f"{handle.name} has no block")
         self._take_edits(handle, old)
+        if isinstance(place, TensorCut):
+            run = place.run()
+        else:
+            run = OwnedRun(len(unit.owner.slots), 0, handle.numel, place, place)
         self.tiers.acquire(old)
         try:
-            if dtype is handle.dtype:
-                ctypes.memmove(self.tiers.address(unit.weights) + offset, handle.address(), handle.nbytes)
-            elif handle.dtype is torch.float32 and dtype is torch.bfloat16 and _has_state(unit, handle):
-                self._split(unit, handle, offset)
-            else:
-                self._convert(unit, handle, offset, dtype)
-                if dtype is torch.float16:
-                    self._fill_master(unit, handle)
+            if run is not None:
+                self._move_run(unit, handle, run, dtype)
         finally:
             self.tiers.release(old)
         # The state holds the fp32 value now. The master of a weight that came in fp16 is made at the first step.
@@ -225,7 +225,7 @@ class Assembly:
         self.tiers.remove(old)
         if dtype is not handle.dtype:
             handle.retype(dtype)
-        handle.bind_as_shown(unit.weights, offset)
+        handle.bind_at(unit.weights, place)
         handle.unit = unit
         if handle.device != self.pager.memory.device:
             with outside_user_modes():
@@ -233,6 +233,18 @@ class Assembly:
             tensor = handle.tensor
             handle.version = version_of(tensor) if tensor is not None else 0
         unit.owner.slots.append(handle)
+
+    def _move_run(self, unit: Unit, handle: ParamHandle, run: OwnedRun, dtype: torch.dtype) -> None:
+        """Bring a run of what is registered to where the unit's block stores it."""
+        if dtype is handle.dtype:
+            source = handle.element_address(run.start)
+            ctypes.memmove(self.tiers.address(unit.weights) + run.shard_offset, source, run.numel * handle.itemsize)
+        elif handle.dtype is torch.float32 and dtype is torch.bfloat16 and _has_state(unit, handle):
+            self._split(unit, handle, run)
+        else:
+            self._convert(unit, handle, run, dtype)
+            if dtype is torch.float16:
+                self._fill_master(unit, handle)
 
     def _take_edits(self, handle: ParamHandle, block: Block) -> None:
         """Let what the program has done to a parameter since it was registered reach the host's bytes."""
@@ -247,7 +259,7 @@ class Assembly:
             memory.release(block)
         memory.settle(block)
 
-    def _split(self, unit: Unit, handle: ParamHandle, offset: int) -> None:
+    def _split(self, unit: Unit, handle: ParamHandle, run: OwnedRun) -> None:
         """fp32 to bf16 as ``Tensor.to`` does it; what rounding leaves over goes into the optimizer state, so that the
         fp32 value stays the master."""
         threads = torch.get_num_threads()
@@ -255,9 +267,10 @@ class Assembly:
             self.tiers.acquire(piece.block)
             try:
                 self.tiers.will_change(piece.block)
+                offset = run.shard_offset + (part.start - run.start) * 2
                 cpu_adam.split_fp32(  # addresses are taken now: to make room for the piece, others may have moved
-                    handle.address() + part.start * 4,
-                    self.tiers.address(unit.weights) + offset + part.start * 2,
+                    handle.element_address(part.start),
+                    self.tiers.address(unit.weights) + offset,
                     PieceView(self.tiers, piece).lead(part),
                     part.numel,
                     num_threads=threads,
@@ -273,7 +286,7 @@ class Assembly:
             try:
                 self.tiers.will_change(piece.block)
                 buffer, base = self.tiers.arena.buffer, self.tiers.arena.address
-                start = handle.address() + part.start * handle.itemsize - base
+                start = handle.element_address(part.start) - base
                 target = PieceView(self.tiers, piece).lead(part) - base
                 with outside_user_modes():
                     value = torch.frombuffer(buffer, dtype=handle.dtype, count=part.numel, offset=start)
@@ -287,77 +300,14 @@ class Assembly:
         if handle.block is not None:
             self.tiers.shrink(handle.block, start * handle.itemsize)
 
-    def _convert(self, unit: Unit, handle: ParamHandle, offset: int, dtype: torch.dtype) -> None:
+    def _convert(self, unit: Unit, handle: ParamHandle, run: OwnedRun, dtype: torch.dtype) -> None:
         """Any other change of dtype, as ``Tensor.to`` does it."""
         with outside_user_modes():
-            block = unit.weights
-            converted = torch.frombuffer(
-                self.tiers.arena.buffer, dtype=dtype, count=handle.numel, offset=(block.offset or 0) + offset
-            )
-            converted.as_strided(handle.shape, handle.stride).copy_(handle.host_view())
-
-
-class UnitDraft:
-    """A unit to be: which parameters, which dtypes, at which offsets of its weights block.
-
-    Attributes:
-        trained: those of its parameters whose gradients land, and that have optimizer state; with their dtypes.
-    """
-
-    def __init__(self, index: int, name: str, handles: list[ParamHandle], dtypes: list[torch.dtype]) -> None:
-        # Trainable parameters first, and those of one dtype together: their state arrays then follow the weights'
-        # order.
-        order = sorted(range(len(handles)), key=lambda i: (not _trainable(handles[i]), str(dtypes[i])))
-        self.index = index
-        self.name = name
-        self.handles = [handles[i] for i in order]
-        self.dtypes = [dtypes[i] for i in order]
-        self.offsets, self.nbytes = byte_offsets(
-            [h.numel * d.itemsize for h, d in zip(self.handles, self.dtypes, strict=True)]
-        )
-        pairs = zip(self.handles, self.dtypes, strict=True)
-        self.trained = [(handle, dtype) for handle, dtype in pairs if _trainable(handle) and dtype in LAYOUTS]
-        self.unit: Unit
-
-    def block_name(self, kind: BlockKind, piece: int = 0) -> str:
-        """``piece``: the number of a piece of state."""
-        return block_name(self.name, kind, piece)
-
-    def make(
-        self,
-        pager: Pager,
-        gradients: Gradients,
-        piece_bytes: int,
-        state_format: StateFormat,
-        typical_bytes: int | None,
-    ) -> Unit:
-        tiers = pager.tiers
-        owner = WeightView(pager)
-        weights = tiers.create(self.block_name(BlockKind.WEIGHT), BlockKind.WEIGHT, self.nbytes, owner)
-        self.unit = Unit(self.index, self.name, self.handles, weights, owner)
-        if self.trained:
-            landing = [gradients.landing_dtype(d) for _, d in self.trained]
-            numels = [h.numel for h, _ in self.trained]
-            offsets, nbytes = byte_offsets([n * d.itemsize for n, d in zip(numels, landing, strict=True)])
-            block = tiers.create(self.block_name(BlockKind.GRADIENT), BlockKind.GRADIENT, nbytes)
-            self.unit.gradients = block
-            gradients.give_block(block, [handle for handle, _ in self.trained], offsets, landing)
-            self.unit.pieces = make_pieces(
-                tiers, self.unit, self.trained, piece_bytes, state_format, alignment_numel(state_format), typical_bytes
-            )
-            equalise_room(self.unit.blocks())
-        return self.unit
-
-
-def draft_unit(pager: Pager, types: ComputeTypes, name: str, handles: list[ParamHandle]) -> UnitDraft:
-    params = [handle.tensor for handle in handles]
-    dtypes = [h.dtype if p is None else types.of(p) for h, p in zip(handles, params, strict=True)]
-    return UnitDraft(pager.life.new_unit_index(), name, handles, dtypes)
-
-
-def alignment_numel(state_format: StateFormat) -> int:
-    """Elements that a tensor's part of a piece is padded to."""
-    return STATE_BLOCK if state_format.dtype is StateDType.EIGHT_BIT else ALIGNMENT_NUMEL
+            buffer, base, numel = self.tiers.arena.buffer, self.tiers.arena.address, run.numel
+            target = self.tiers.address(unit.weights) + run.shard_offset - base
+            source = handle.element_address(run.start) - base
+            value = torch.frombuffer(buffer, dtype=handle.dtype, count=numel, offset=source)
+            torch.frombuffer(buffer, dtype=dtype, count=numel, offset=target).copy_(value)
 
 
 def _has_state(unit: Unit, handle: ParamHandle) -> bool:
@@ -379,8 +329,3 @@ def parts_to_fill(unit: Unit, handle: ParamHandle, dtype: torch.dtype) -> list[t
     pieces = [piece for piece in unit.pieces if piece.kind is kind and handle in piece.handles]
     parts = [(p, part) for p in pieces for part in whole_segment(p.layout, p.handles.index(handle))]
     return parts[::-1]
-
-
-def _trainable(handle: ParamHandle) -> bool:
-    param = handle.tensor
-    return param is not None and param.requires_grad

@@ -15,7 +15,8 @@ from deepoffload.optim.state import pieces_per_unit
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle, StateFormat
 from deepoffload.runtime.compute_types import ComputeTypes
-from deepoffload.runtime.construct import Assembly, UnitDraft, draft_unit
+from deepoffload.runtime.construct import Assembly
+from deepoffload.runtime.draft import UnitDraft, draft_unit
 from deepoffload.runtime.sizes import Sizer, UnitSizes
 from deepoffload.runtime.unit_finder import RootUnits, UnitFinder
 

@@ -26,8 +26,9 @@ from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat
 from deepoffload.params.use_order import UseOrder
 from deepoffload.runtime.choice import ChosenCut, Room, choose
 from deepoffload.runtime.compute_types import compute_types
-from deepoffload.runtime.construct import Assembly, UnitDraft
+from deepoffload.runtime.construct import Assembly
 from deepoffload.runtime.cuts import Cutter
+from deepoffload.runtime.draft import UnitDraft
 from deepoffload.schedule.cost_model import Bandwidths
 from deepoffload.schedule.placement import Placement
 
@@ -134,7 +135,7 @@ def cutter_of(
     Raises:
         UsageError: ``keep_fp32`` names something that the model does not have.
     """
-    gradients.in_fp32 = config.gradient_dtype is GradientDtype.FP32
+    gradients.in_fp32 = config.gradient_dtype is GradientDtype.FP32 or pager.link is not None
     types = compute_types(config, roots)
     return Cutter(pager, gradients, types, state_format(config), roots, _alive(pager, handles))
 

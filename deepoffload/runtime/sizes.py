@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from deepoffload.native.aio import round_up
 from deepoffload.native.cpu_adam import StateLayout
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.state import LAYOUTS, equal_rooms, piece_runs
 from deepoffload.params.layout import byte_offsets
+from deepoffload.params.shards import ShardLayout
 from deepoffload.params.unit import StateFormat
-from deepoffload.runtime.construct import UnitDraft, alignment_numel, fills_state
+from deepoffload.runtime.construct import fills_state
+from deepoffload.runtime.draft import UnitDraft, alignment_numel
 from deepoffload.schedule.cost_model import BlockKind
 
 
@@ -33,15 +36,20 @@ class BlockSizes:
 class UnitSizes:
     """Blocks of a unit in the order in which they are made: weights, gradients, pieces of state.
 
+    With several ranks these are the same on each: of what one rank stores, and the most that any needs for the set-up.
+
     set_up_bytes: what must be in memory at once while the unit is filled, and everything else can leave.
     set_up_peak_bytes, set_up_net_bytes: by how much the memory in use grows at most, and until the end, while the unit
     is filled and nothing can leave.
+    whole_weight_bytes, whole_gradient_bytes: the room of a copy of all weights, and of all gradients.
     """
 
     blocks: tuple[BlockSizes, ...]
     set_up_bytes: int
     set_up_peak_bytes: int
     set_up_net_bytes: int
+    whole_weight_bytes: int
+    whole_gradient_bytes: int
 
     def room_bytes(self, kind: BlockKind) -> int:
         """Of all its blocks of a kind."""
@@ -74,18 +82,17 @@ class Sizer:
         return self._known[key]
 
     def _sizes(self, draft: UnitDraft) -> UnitSizes:
-        trained = [(handle.numel, dtype) for handle, dtype in draft.trained]
         sorts = [(BlockKind.WEIGHT, draft.nbytes, 1)]
         runs: list[tuple[StateLayout, int, int, int]] = []
-        if trained:
-            landing = self._gradients.landing_dtype
-            _, nbytes = byte_offsets([numel * landing(dtype).itemsize for numel, dtype in trained])
-            sorts.append((BlockKind.GRADIENT, nbytes, 1))
+        if draft.trained:
+            sorts.append((BlockKind.GRADIENT, self._gradient_nbytes(draft), 1))
             like = draft.nbytes if self._typical_bytes is None else self._typical_bytes
-            runs = list(piece_runs(trained, like, self._piece_bytes, self._format, self._alignment_numel))
+            ranges = [(numel, dtype) for dtype, numel in draft.range_numels().items()]
+            numels = ranges or [(handle.numel, dtype) for handle, dtype in draft.trained]
+            runs = list(piece_runs(numels, like, self._piece_bytes, self._format, self._alignment_numel))
             sorts += [(BlockKind.STATE, nbytes, count) for _, _, nbytes, count in runs]
         rooms = {nbytes: round_up(nbytes) for _, nbytes, _ in sorts}
-        if trained:
+        if draft.trained:
             rooms = equal_rooms(rooms.items())
         blocks = tuple(BlockSizes(kind, nbytes, rooms[nbytes], count) for kind, nbytes, count in sorts)
         largest = max(handle.nbytes for handle in draft.handles)
@@ -93,34 +100,53 @@ class Sizer:
         pieces: dict[StateLayout, list[tuple[int, int, int]]] = {}
         for layout, numel, nbytes, count in runs:
             pieces.setdefault(layout, []).append((numel, rooms[nbytes], count))
-        used = peak = 0
-        for change in self._set_up_changes(draft, rooms[draft.nbytes], pieces):
-            used += change
-            peak = max(peak, used)
-        return UnitSizes(blocks, rooms[draft.nbytes] + round_up(largest) + piece, peak, used)
+        used: list[list[int]] = []
+        for rank in range(1 if draft.layout is None else draft.layout.world_size):
+            used.append(list(accumulate(self._set_up_changes(draft, rank, rooms[draft.nbytes], pieces), initial=0)))
+        return UnitSizes(
+            blocks,
+            set_up_bytes=rooms[draft.nbytes] + round_up(largest) + piece,
+            set_up_peak_bytes=max(map(max, used)),
+            set_up_net_bytes=max(changes[-1] for changes in used),
+            whole_weight_bytes=_copy_bytes(draft.layout, blocks, BlockKind.WEIGHT),
+            whole_gradient_bytes=_copy_bytes(draft.gradient_layout, blocks, BlockKind.GRADIENT),
+        )
+
+    def _gradient_nbytes(self, draft: UnitDraft) -> int:
+        if draft.gradient_layout is not None:
+            return draft.gradient_layout.shard_nbytes
+        landing = self._gradients.landing_dtype
+        return byte_offsets([handle.numel * landing(dtype).itemsize for handle, dtype in draft.trained])[1]
 
     def _set_up_changes(
-        self, draft: UnitDraft, weight_room_bytes: int, pieces: dict[StateLayout, list[tuple[int, int, int]]]
+        self, draft: UnitDraft, rank: int, weight_room_bytes: int, pieces: dict[StateLayout, list[tuple[int, int, int]]]
     ) -> Iterator[int]:
-        """By how many bytes the memory in use changes, in order. ``pieces``: elements, room and number of the full
-        ones, and of the rest, by layout."""
+        """By how many bytes the memory of a rank in use changes, in order. ``pieces``: elements, room and number of the
+        full ones, and of the rest, by layout."""
         yield weight_room_bytes
         trained = {id(handle) for handle, _ in draft.trained}
         filled = dict.fromkeys(pieces, 0)  # elements of a layout's state that belong to the parameters before
         made: set[tuple[StateLayout, int]] = set()
-        for handle, dtype in zip(draft.handles, draft.dtypes, strict=True):
+        for index, (handle, dtype) in enumerate(zip(draft.handles, draft.dtypes, strict=True)):
             held = round_up(handle.nbytes)
-            if id(handle) in trained:
+            start, own_numel = draft.own_run(index, rank)
+            if id(handle) in trained and own_numel:
                 layout = LAYOUTS[dtype]
                 (numel, _, full), *_ = pieces[layout]
                 begin = filled[layout]
-                filled[layout] = begin + round_up(handle.numel, self._alignment_numel)
-                last = (begin + handle.numel - 1) // numel
+                filled[layout] = begin + round_up(own_numel, self._alignment_numel)
+                last = (begin + own_numel - 1) // numel
                 for number in range(last, begin // numel - 1, -1) if fills_state(handle, dtype) else ():
                     if (layout, number) not in made:
                         made.add((layout, number))
                         yield pieces[layout][0 if number < full else -1][1]
-                    left = round_up(max((number * numel - begin) * handle.itemsize, 1))
+                    left = round_up(max((start + max(number * numel - begin, 0)) * handle.itemsize, 1))
                     yield left - held
                     held = left
             yield -held
+
+
+def _copy_bytes(layout: ShardLayout | None, blocks: tuple[BlockSizes, ...], kind: BlockKind) -> int:
+    """What a copy of a unit's block of a kind takes: with one rank as much as the block."""
+    rooms = (block.room_bytes for block in blocks if block.kind is kind)
+    return max(rooms, default=0) if layout is None else round_up(layout.whole_nbytes)

@@ -20,8 +20,9 @@ from deepoffload.optim.state import pieces_per_unit
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.choice import Room
 from deepoffload.runtime.compute_types import ComputeTypes, compute_types
-from deepoffload.runtime.construct import Assembly, UnitDraft, draft_unit, parts_to_fill
+from deepoffload.runtime.construct import Assembly, parts_to_fill
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET, grain_above, grain_below
+from deepoffload.runtime.draft import UnitDraft, draft_unit
 from deepoffload.runtime.plan import dry_pager, state_format
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.cost_model import BlockKind, Workload
