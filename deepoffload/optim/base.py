@@ -25,7 +25,9 @@ from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.handles import early_of, gradients_of, handle_of
 from deepoffload.optim.held_state import HeldState
 from deepoffload.optim.in_backward import InBackward
-from deepoffload.optim.ordinary import OrdinaryUpdate, check_has_bytes, check_ordinary, sum_of_squares
+from deepoffload.optim.norm import squares_of
+from deepoffload.optim.ordinary import OrdinaryUpdate, check_has_bytes, check_ordinary
+from deepoffload.optim.rank_step import RankStep, rank_step_of, refuse_ordinary
 from deepoffload.optim.rule import Hyper, Rule, UpdateJob, step_count
 from deepoffload.optim.state_dict import load_into, pack
 from deepoffload.optim.update import HostUpdate, check_paged
@@ -135,6 +137,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
+            refuse_ordinary(self.param_groups)
         except (ValueError, UnsupportedError):
             self.param_groups.pop()
             raise
@@ -231,16 +234,31 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             self._in_backward.refuse_looking_at_all(self.max_grad_norm, self.skip_non_finite)
             self._in_backward.refuse_changed(self.param_groups)
         self._held.move_into_pieces(self)
-        work = self._work()
-        grad_factor, finite = self._grad_factor(work, unscale, skip_non_finite)
-        if overflow or (skip_non_finite and not finite):
+        ranks = rank_step_of(pagers)
+        with _NOTHING if ranks is None else ranks.met():
+            updates = self._decide(pagers, unscale, skip_non_finite, overflow, ranks)
+        if updates is None:
             for pager in pagers:
                 pager.end_of_step(self)
             return False
-        for update in self._enter_step(work, pagers, grad_factor, whole=True):
+        for update in updates:
             update.run(defer=update.pager.defer_updates)
         self._finish_step(pagers)
         return True
+
+    def _decide(
+        self, pagers: list[Pager], unscale: float, skip_non_finite: bool, overflow: bool, ranks: RankStep | None
+    ) -> list[HostUpdate] | None:
+        """What the step will do, from here on for certain; None when it is not made."""
+        work = self._work()
+        if ranks is not None:
+            refuse_ordinary(self.param_groups)
+            settings = unscale, skip_non_finite, self.max_grad_norm
+            overflow = ranks.agree(work.paged, settings, overflow)
+        grad_factor, finite = self._grad_factor(work, unscale, skip_non_finite, ranks)
+        if overflow or (skip_non_finite and not finite):
+            return None
+        return self._enter_step(work, pagers, grad_factor, whole=True)
 
     def _enter_step(self, work: _Work, pagers: list[Pager], grad_factor: float, *, whole: bool) -> list[HostUpdate]:
         """From here on the step happens: it counts, ordinary parameters make it, and every unit has it to make.
@@ -355,21 +373,16 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             if job.arrays:
                 self._held.take(handle)
 
-    def _grad_factor(self, work: _Work, unscale: float, need_finite: bool) -> tuple[float, bool]:
+    def _grad_factor(
+        self, work: _Work, unscale: float, need_finite: bool, ranks: RankStep | None
+    ) -> tuple[float, bool]:
         """Unscale times clip factor (as ``torch.nn.utils.clip_grad_norm_`` defines it), and whether all is finite."""
         if self.max_grad_norm is None and not need_finite:
             self.grad_norm = None
             return unscale, True
-        total = 0  # exact: the norm knows neither the order of parameters nor what they are cut into
-        finite = True
-        for handle in sorted(work.paged, key=lambda h: h.unit.index if h.unit is not None else -1):
-            squares, bad = gradients_of(handle.pager).sum_of_squares(handle)
-            total += squares
-            finite &= not bad
-        for param, _ in work.ordinary:
-            squares, bad = sum_of_squares(param.grad)  # type: ignore[arg-type]
-            total += squares
-            finite &= not bad
+        owned = squares_of(work.paged, (param for param, _ in work.ordinary))
+        total, non_finite = owned if ranks is None else ranks.sum_over_ranks(owned)
+        finite = not non_finite
         norm = norm_of(total) * abs(unscale) if finite else math.nan
         self.grad_norm = norm
         if self.max_grad_norm is None or not math.isfinite(norm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -182,11 +183,21 @@ class GradientSlot(TensorSlot):
 
 class GradientOwner(BlockView):
     """Owner of a gradient block: knows which gradients it holds, and when the program wrote to a shown one through a
-    view of it."""
+    view of it.
+
+    Attributes:
+        lands: with several ranks, what lands that has been reduced before the ranks gather the block.
+    """
 
     def __init__(self, pager: PagerPort) -> None:
         super().__init__(pager)
         self.records: list[GradientRecord] = []
+        self.lands: Callable[[], None] | None = None
+
+    def before_gather(self) -> None:
+        """All ranks are about to gather the block."""
+        if self.lands is not None:
+            self.lands()
 
     def add(self, slot: GradientSlot) -> None:
         """The block holds this gradient, too."""

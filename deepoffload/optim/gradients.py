@@ -378,14 +378,14 @@ class Gradients:
         if record.sum_sq is None:
             self.tiers.acquire(block)
             try:
-                record.measured(
-                    *cpu_adam.sum_of_squares(
-                        slot.address(), slot.numel, dtype=NATIVE_DTYPES[slot.dtype], num_threads=num_threads()
-                    )
-                )
+                record.measured(*self._measure(slot))
             finally:
                 self.tiers.release(block)
         return record.sum_sq or 0, record.non_finite
+
+    def _measure(self, slot: GradientSlot) -> tuple[int, bool]:
+        dtype = NATIVE_DTYPES[slot.dtype]
+        return cpu_adam.sum_of_squares(slot.address(), slot.numel, dtype=dtype, num_threads=num_threads())
 
     def is_watched(self, handles: Iterable[ParamHandle]) -> bool:
         """Whether the program may change the gradient of one of these at any time: it has a view of it, or it is a

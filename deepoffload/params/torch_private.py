@@ -60,6 +60,8 @@ _dispatch_mode = _need(torch._C, "_get_dispatch_mode")
 _no_dispatch: Callable[[], object] = _need(torch._C, "_DisableTorchDispatch")
 _PROXY = _need(_need(torch._C, "_TorchDispatchModeKey"), "PROXY")
 _current_node = _need(torch._C, "_current_autograd_node")
+graph_task: Callable[[], int] = _need(torch._C, "_current_graph_task_id")  # the innermost backward's; -1 outside
+call_at_end_of_backward: Any = _need(_need(torch.autograd.Variable, "_execution_engine"), "queue_callback")
 _len_dispatch_stack = _need(torch._C, "_len_torch_dispatch_stack")
 _len_function_stack = _need(torch._C, "_len_torch_function_stack")
 
@@ -76,7 +78,6 @@ TorchDispatchMode: Any = _need(_python_dispatch, "TorchDispatchMode")
 tree_flatten = _pytree.tree_flatten
 tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
-
 
 _say_why: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 """Has a ``c10::StorageImpl`` refuse every access, with a message. Builds for CUDA have it."""

@@ -6,6 +6,7 @@ the inside of an engine moves, this file changes. ``tests/house`` holds it.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from deepoffload.checkpoint.background import SaveHandle
@@ -13,6 +14,7 @@ from deepoffload.checkpoint.training_state import TrainingState
 from deepoffload.copies.shown import ShownMemory
 from deepoffload.io.engine import IoEngine
 from deepoffload.memory.tier_manager import TierManager
+from deepoffload.optim.rank_gradients import RankGradients
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.runtime.context import engine_of
@@ -73,3 +75,18 @@ def save_of(state: TrainingState) -> SaveHandle | None:
 def leases_of(paged: nn.Module | Engine) -> int:
     """How many leases all blocks have together."""
     return sum(block.leases for block in tiers_of(paged).blocks())
+
+
+def owned_gradient(gradients: RankGradients, handle: ParamHandle) -> tuple[int, Tensor] | None:
+    """What this rank owns of a landed gradient: its first element, and a copy of the values. None where it owns
+    none."""
+    slot = gradients.in_block(handle)
+    assert slot is not None and slot.cut is not None and slot.block is not None
+    run, tiers = slot.cut.run(), gradients.tiers
+    if run is None:
+        return None
+    tiers.acquire(slot.block)
+    start = slot.element_address(run.start) - tiers.arena.address
+    found = torch.frombuffer(tiers.arena.buffer, dtype=slot.dtype, count=run.numel, offset=start).clone()
+    tiers.release(slot.block)
+    return run.start, found

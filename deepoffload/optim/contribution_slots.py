@@ -1,0 +1,115 @@
+"""The memory of contributions: slots in the arena in which they are filled and sent, and room for what arrives."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepoffload.errors import BudgetError
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.optim.contribution_layout import CARRIER, ContributionLayout
+from deepoffload.params.torch_private import outside_user_modes
+from deepoffload.ranks.exchange import Exchange, Reduction
+
+SLOTS_MIN = 2
+"""One contribution is being filled while another is on its way."""
+SLOTS_MAX = 4
+SLOTS_SHARE = 16
+"""More than ``SLOTS_MIN`` slots take at most this part of the host budget."""
+SCRATCHES = {"group": 1, "memory": 2}
+"""Reductions that may have arrived and not landed. By collectives each takes as much memory as a contribution."""
+
+
+class SlotSizes(NamedTuple):
+    """How many slots and scratch ranges there are, and the bytes of each."""
+
+    slots: int = 0
+    slot_bytes: int = 0
+    scratches: int = 0
+    scratch_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all together."""
+        return self.slots * self.slot_bytes + self.scratches * self.scratch_bytes
+
+
+def slot_sizes(part_bytes: int, exchange: Exchange, host_bytes: int) -> SlotSizes:
+    """What contributions take of a rank's host budget.
+
+    Args:
+        part_bytes: the largest ``ContributionLayout.part_nbytes`` of any unit; 0 where nothing is trained.
+        exchange: moves them.
+        host_bytes: the rank's host budget.
+    """
+    if not part_bytes:
+        return SlotSizes()
+    world_size = exchange.ranks.world_size
+    slot_bytes = part_bytes * world_size
+    slots = min(max(host_bytes // SLOTS_SHARE // slot_bytes, SLOTS_MIN), SLOTS_MAX)
+    scratch_bytes = exchange.scratch_bytes(reduction_of(part_bytes, tuple(range(world_size))))
+    return SlotSizes(slots, slot_bytes, SCRATCHES[exchange.transport], scratch_bytes)
+
+
+def reduction_of(part_bytes: int, contributors: tuple[int, ...]) -> Reduction:
+    """A reduction as transports see it."""
+    return Reduction(contributors, part_bytes // CARRIER.itemsize, CARRIER)
+
+
+class ContributionSlots:
+    """Slots and scratch memory in the arena, whose addresses other ranks know: they do not move. Guarded by the tier
+    manager's lock.
+
+    Attributes:
+        sizes: of what there is.
+        free: offsets of slots in the arena.
+        free_scratch: scratch memory, as uint8.
+    """
+
+    def __init__(self, tiers: TierManager) -> None:
+        self._tiers = tiers
+        self.sizes = SlotSizes()
+        self.free: list[int] = []
+        self.free_scratch: list[Tensor] = []
+        self._ranges: list[int] = []
+
+    def reserve(self, sizes: SlotSizes) -> None:
+        """Take these, instead of those that were there. None may be in use.
+
+        Raises:
+            BudgetError: the host budget has no room for them.
+        """
+        while self._ranges:
+            self._tiers.arena.free(self._ranges.pop())
+        self.sizes = sizes
+        self.free = [self._range(sizes.slot_bytes) for _ in range(sizes.slots)]
+        scratch = [self._range(sizes.scratch_bytes) for _ in range(sizes.scratches)]
+        self.free_scratch = [self.view(offset, torch.uint8, sizes.scratch_bytes) for offset in scratch]
+
+    def view(self, offset: int, dtype: torch.dtype, nbytes: int) -> Tensor:
+        """A part of the arena as a tensor with one dimension."""
+        with outside_user_modes():
+            buffer = self._tiers.arena.buffer
+            return torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
+
+    def slot(self, offset: int, layout: ContributionLayout) -> Tensor:
+        """A contribution in a slot, as transports see it."""
+        return self.view(offset, CARRIER, layout.nbytes)
+
+    def _range(self, nbytes: int) -> int:
+        tiers = self._tiers
+        start = tiers.arena.allocate(nbytes, high=True)
+        if start is None:
+            tiers.evict_all()
+            for block in tiers.transfers.in_flight():
+                tiers.transfers.settle(block)
+            start = tiers.arena.allocate(nbytes, high=True)
+        if start is None:
+            raise BudgetError(
+                f"this rank's part of host_budget is {tiers.arena.capacity_bytes} bytes; {nbytes} bytes in one piece "
+                "are needed for gradients on their way to other ranks, and are not free. Raise host_budget"
+            )
+        self._ranges.append(start)
+        return start

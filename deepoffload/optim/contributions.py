@@ -1,0 +1,392 @@
+"""Gradients on their way from autograd to the ranks that own them.
+
+What autograd has made of a unit is collected in a *contribution*. When every gradient that is expected has come it is
+*announced*: a reduction is posted, which starts when all ranks have announced theirs. The parts that arrive are landed
+by :class:`~deepoffload.optim.rank_gradients.RankGradients`, in the order in which the reductions started.
+
+`[Note: which gradients are expected]` Autograd does not say which gradients will come. In the first step all of a unit
+are expected, later those that came in the step before. If one stays away its unit is announced at the end of backward,
+or when somebody looks at the gradient. One that comes after its unit has been announced, or a second time, makes
+another contribution. So a wrong guess costs a transfer, and never a gradient. A backward inside another one (reentrant
+checkpointing) cannot see where the outer one ends: at its own end all that is there is announced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deepoffload.copies.rank_link import RankLink, gradients_number
+from deepoffload.errors import RankError, UnsupportedError
+from deepoffload.memory.block import Block
+from deepoffload.memory.lock import SHIELD
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.native import cpu_adam
+from deepoffload.optim import outside_gradient
+from deepoffload.optim.contribution_layout import ContributionLayout
+from deepoffload.optim.contribution_slots import ContributionSlots, reduction_of, slot_sizes
+from deepoffload.optim.gradient_state import GradientOwner
+from deepoffload.optim.threads import num_threads
+from deepoffload.params.torch_private import call_at_end_of_backward, graph_task, outside_user_modes
+from deepoffload.params.unit import ParamHandle, Unit
+from deepoffload.ranks.exchange import PartsFlight
+from deepoffload.ranks.rounds import Want, WantKind
+
+
+class Lands(Protocol):
+    """What lands parts (implemented by :class:`~deepoffload.optim.rank_gradients.RankGradients`)."""
+
+    def before_landing(self, unit: Unit) -> None:
+        """Parts of a unit are about to land."""
+
+    def land_parts(self, unit: Unit, layout: ContributionLayout, parts: PartsFlight) -> None:
+        """Take all parts of this rank's shard."""
+
+    def after_landing(self, unit: Unit) -> None:
+        """They have landed."""
+
+
+@dataclass(eq=False)
+class _Contribution:
+    """This rank's gradients of a unit, in a slot of the arena.
+
+    Attributes:
+        memory: the slot, as transports see it.
+        present: numbers of the parameters that it has.
+        missing: how many expected ones it lacks.
+    """
+
+    plan: _Plan
+    offset: int
+    memory: Tensor
+    missing: int
+    present: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _Plan:
+    """A unit and what is under way of it.
+
+    Attributes:
+        numbers: of its trained parameters, in the order of the gradient layout.
+        expected: numbers of those whose gradients complete a contribution; ``came``: of those that came in this step.
+        open: what is being filled.
+        posted: what has been announced and not been launched, in order.
+    """
+
+    unit: Unit
+    layout: ContributionLayout
+    numbers: dict[ParamHandle, int]
+    expected: frozenset[int]
+    came: set[int] = field(default_factory=set)
+    open: _Contribution | None = None
+    posted: deque[_Contribution] = field(default_factory=deque)
+
+
+class _Reducing:
+    """A reduction that has been launched, as rounds know it.
+
+    Attributes:
+        given: this rank's part in it, if it has one.
+    """
+
+    def __init__(
+        self, owner: Contributions, plan: _Plan, flight: PartsFlight, given: _Contribution | None, scratch: Tensor
+    ) -> None:
+        self._owner = owner
+        self.plan, self.flight, self.given, self.scratch = plan, flight, given, scratch
+        self.ready = flight.ready
+        self.ready_within = flight.ready_within
+
+    def arrive(self) -> None:
+        """Land it, and those before it. For rounds, which tell all ranks when this raises. Idempotent."""
+        self._owner.land_through(self)
+
+
+class _Reading:
+    """A reduction that has landed here, for a wait until the other ranks have read this rank's part."""
+
+    def __init__(self, flight: PartsFlight) -> None:
+        self.ready_within = flight.releasable_within
+
+    def ready(self) -> bool:
+        return self.ready_within(0.0)
+
+    def arrive(self) -> None:
+        """All has been taken."""
+
+
+class Contributions:
+    """This rank's contributions, and the reductions that are under way. Guarded by the tier manager's lock.
+
+    Waits for other ranks are those of rounds, which serve the others meanwhile. Only inside a launch a flight is waited
+    for directly: the other ranks have agreed on it, too.
+
+    Args:
+        link: to the other ranks. Its ``on_reduce`` is set, and ``before_meeting`` gets :meth:`land_launched`.
+        gradients: lands parts.
+    """
+
+    def __init__(self, link: RankLink, tiers: TierManager, gradients: Lands) -> None:
+        self._link = link
+        self._tiers = tiers
+        self._gradients = gradients
+        self._plans: dict[int, _Plan] = {}
+        self._slots = ContributionSlots(tiers)
+        self._announced: deque[_Contribution] = deque()  # the posted ones of all units
+        self._reducing: deque[_Reducing] = deque()
+        self._landed: deque[_Reducing] = deque()  # others may still read this rank's parts in them
+        self._is_landing = False
+        self._graph_tasks: set[int] = set()  # those whose end we are told of
+        link.on_reduce = self.launch
+        link.before_meeting.append(self.land_launched)
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def reserve(self, units: Iterable[Unit]) -> None:
+        """Have memory for contributions to these units and those before. Units without gradients have none.
+
+        Raises:
+            BudgetError: the host budget has no room for it.
+            UnsupportedError: the gradients of smaller units are under way.
+        """
+        with self._tiers.lock:
+            for unit in units:
+                if unit.gradient_layout is not None and unit.gradients is not None and unit.index not in self._plans:
+                    handles = _trained(unit)
+                    dtypes = [handle.dtype for handle in handles]
+                    layout = ContributionLayout(unit.gradient_layout, dtypes, self._link.ranks.rank)
+                    numbers = {handle: number for number, handle in enumerate(handles)}
+                    self._plans[unit.index] = _Plan(unit, layout, numbers, frozenset(numbers.values()))
+            largest = max((plan.layout.part_nbytes for plan in self._plans.values()), default=0)
+            sizes = slot_sizes(largest, self._link.exchange, self._tiers.arena.capacity_bytes)
+            if sizes.slot_bytes > self._slots.sizes.slot_bytes:
+                if self._is_busy():
+                    raise UnsupportedError("a larger module came while gradients are under way to other ranks")
+                self._slots.reserve(sizes)
+
+    def _is_busy(self) -> bool:
+        is_open = any(plan.open is not None for plan in self._plans.values())
+        return bool(is_open or self._announced or self._reducing or self._landed)
+
+    # -- from autograd ---------------------------------------------------------------------------------------------
+
+    def take(self, handle: ParamHandle, grad: Tensor) -> None:
+        """Copy a gradient, of the parameter's type, into its unit's contribution; announce that when it is complete."""
+        plan = self._plans[handle.unit.index]  # type: ignore[union-attr]
+        number = plan.numbers[handle]
+        if self._announced or self._reducing:
+            self._link.pump()
+            self.poll()
+        if plan.open is not None and number in plan.open.present:
+            self._announce(plan.open)
+        contribution = plan.open or self._begin(plan)
+        self._copy(contribution, number, handle, grad)
+        contribution.present.add(number)
+        contribution.missing -= number in plan.expected
+        plan.came.add(number)
+        if contribution.missing == 0:
+            self._announce(contribution)
+        task = graph_task()
+        if task >= 0 and task not in self._graph_tasks:
+            self._graph_tasks.add(task)
+            call_at_end_of_backward(lambda: self._backward_ends(task))
+
+    def _backward_ends(self, task: int) -> None:
+        """[Note: which gradients are expected]"""
+        with self._tiers.lock:
+            self._graph_tasks.discard(task)
+            self.announce_all()
+
+    def announce_all(self) -> None:
+        """Announce what is there, complete or not."""
+        for plan in self._plans.values():
+            if plan.open is not None:
+                self._announce(plan.open)
+
+    def _begin(self, plan: _Plan) -> _Contribution:
+        offset = self._take_slot()
+        memory = self._slots.slot(offset, plan.layout)
+        plan.open = _Contribution(plan, offset, memory, len(plan.expected))
+        return plan.open
+
+    def _take_slot(self) -> int:
+        """A free slot; waits for the oldest contribution where there is none."""
+        while not self._slots.free:
+            if self._reducing:
+                self._await(self._reducing[0])
+            elif self._landed:
+                want = _want(self._landed[0].plan)
+                SHIELD.outside(self._link.rounds.wait_flight, _Reading(self._landed[0].flight), want)
+            elif self._announced:
+                SHIELD.outside(self._link.wait_reduced, self._announced[0].plan.unit.index)
+            else:
+                oldest = next(plan.open for plan in self._plans.values() if plan.open is not None)
+                self._announce(oldest)  # more units are being filled at once than there are slots
+            self._release_what_is_read()
+        return self._slots.free.pop()
+
+    def _copy(self, contribution: _Contribution, number: int, handle: ParamHandle, grad: Tensor) -> None:
+        if grad.stride() != handle.stride or grad.is_neg():
+            grad = outside_gradient.with_stride(grad, handle)
+        base, source, itemsize = self._tiers.arena.address + contribution.offset, grad.data_ptr(), handle.itemsize
+        for start, numel, offset in contribution.plan.layout.stretches(number):
+            threads = 1 if numel <= cpu_adam.CHUNK else num_threads()
+            cpu_adam.copy(base + offset, source + start * itemsize, numel * itemsize, threads)
+
+    def _announce(self, contribution: _Contribution) -> None:
+        plan = contribution.plan
+        plan.open = None
+        present = bytearray(len(plan.numbers))
+        for handle, number in plan.numbers.items():
+            if number in contribution.present:
+                present[number] = 1
+                continue
+            with outside_user_modes():
+                nothing = contribution.memory.view(torch.uint8)
+                for _, numel, offset in plan.layout.stretches(number):
+                    nothing[offset : offset + numel * handle.itemsize].view(handle.dtype).fill_(-0.0)
+        for offset in plan.layout.presence_offsets():
+            ctypes.memmove(self._tiers.arena.address + contribution.offset + offset, bytes(present), len(present))
+        plan.posted.append(contribution)
+        self._announced.append(contribution)
+        self._link.post_reduce(plan.unit.index)
+        self.poll()
+
+    # -- from the other ranks --------------------------------------------------------------------------------------
+
+    def launch(self, unit_index: int, contributors: tuple[int, ...]) -> _Reducing:
+        """All ranks start the reduction of a unit now. Called by the link, in the same order on all ranks."""
+        plan = self._plans[unit_index]
+        given = None
+        if self._link.ranks.rank in contributors:
+            given = plan.posted.popleft()
+            self._announced.remove(given)
+        while not self._slots.free_scratch:
+            self._land_first()
+        scratch, reduction = self._slots.free_scratch.pop(), reduction_of(plan.layout.part_nbytes, contributors)
+        memory = None if given is None else given.memory
+        flight = self._link.exchange.send_parts(memory, reduction, scratch, f"gradients of {plan.unit.name}")
+        reducing = _Reducing(self, plan, flight, given, scratch)
+        self._reducing.append(reducing)
+        return reducing
+
+    def land_through(self, last: _Reducing) -> None:
+        """Land the reductions up to this one, if they have not landed. All ranks have launched them."""
+        while last in self._reducing:
+            self._land_first()
+
+    def land_before_gather(self, block: Block) -> None:
+        """A unit's gradients are about to be gathered: land those of it that were launched before."""
+        for reducing in [one for one in self._reducing if one.plan.unit.gradients is block]:
+            self.land_through(reducing)
+
+    def land_launched(self) -> None:
+        """Land all that has been launched."""
+        with self._tiers.lock:
+            while self._reducing:
+                self._await(self._reducing[-1])
+            self._release_what_is_read()
+
+    def poll(self) -> None:
+        """Land what has arrived, and have the memory back that nobody reads any more. Waits for nobody."""
+        while self._reducing and self._reducing[0].ready():
+            self._land_told(self._reducing[0])
+        self._release_what_is_read()
+
+    def is_under_way(self, unit: Unit) -> bool:
+        """Whether gradients of a unit have not landed yet, as far as this rank knows."""
+        plan = self._plans.get(unit.index)
+        if plan is None:
+            return False
+        return plan.open is not None or bool(plan.posted) or any(one.plan is plan for one in self._reducing)
+
+    def settle(self, unit: Unit) -> None:
+        """Announce what is there of a unit, and land all of it. Waits for the other ranks' parts."""
+        with self._tiers.lock:
+            plan = self._plans[unit.index]
+            if plan.open is not None:
+                self._announce(plan.open)
+            while plan.posted:
+                SHIELD.outside(self._link.wait_reduced, unit.index)
+            for reducing in [one for one in self._reducing if one.plan is plan]:
+                self._await(reducing)
+
+    def end_of_step(self) -> None:
+        """What comes from now on belongs to the next step. [Note: which gradients are expected]"""
+        self._graph_tasks.clear()
+        for plan in self._plans.values():
+            if plan.came:
+                plan.expected, plan.came = frozenset(plan.came), set()
+
+    def no_sync(self) -> None:
+        """Refuse to sum gradients on this rank alone.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "no_sync is not there yet with several ranks: each backward sends its gradients to their owners, who add "
+            "them up, so micro-batches accumulate without it. Leave it out"
+        )
+
+    # -- landing ---------------------------------------------------------------------------------------------------
+
+    def _await(self, reducing: _Reducing) -> None:
+        """Wait for a reduction, serving the others meanwhile, and land it."""
+        if not reducing.ready():
+            want = _want(reducing.plan)
+            SHIELD.outside(self._link.rounds.wait_flight, reducing, want)
+        self._land_told(reducing)
+
+    def _land_told(self, reducing: _Reducing) -> None:
+        """Land a reduction; all ranks are told of an error."""
+        try:
+            self.land_through(reducing)
+        except RankError:
+            raise
+        except Exception as error:
+            self._link.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def _land_first(self) -> None:
+        if self._is_landing:
+            raise RuntimeError("gradients are to land while others are landing")
+        first = self._reducing[0]
+        self._gradients.before_landing(first.plan.unit)
+        if not self._reducing or self._reducing[0] is not first:
+            return  # it has landed meanwhile
+        self._is_landing = True
+        try:
+            self._gradients.land_parts(first.plan.unit, first.plan.layout, first.flight)
+        finally:
+            self._is_landing = False
+        self._reducing.popleft()
+        self._slots.free_scratch.append(first.scratch)
+        self._landed.append(first)
+        self._gradients.after_landing(first.plan.unit)
+
+    def _release_what_is_read(self) -> None:
+        for reducing in [one for one in self._landed if one.flight.releasable()]:
+            reducing.flight.release()
+            self._landed.remove(reducing)
+            if reducing.given is not None:
+                self._slots.free.append(reducing.given.offset)
+
+
+def _trained(unit: Unit) -> list[ParamHandle]:
+    """The parameters whose gradients land, in the order of the gradient layout."""
+    owner = unit.gradients.owner if unit.gradients is not None else None
+    if not isinstance(owner, GradientOwner):
+        raise RuntimeError(f"{unit.name} has no gradients")
+    return [record.handle for record in owner.records]
+
+
+def _want(plan: _Plan) -> Want:
+    return Want(WantKind.REDUCE, gradients_number(plan.unit.index))

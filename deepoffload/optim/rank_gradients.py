@@ -1,0 +1,249 @@
+"""Gradients with several ranks: each rank's go into contributions, and the sums land in the ranks' shards.
+
+Autograd's gradient of a parameter is this rank's part of it. What stands behind ``param.grad`` is the mean over ranks:
+the parts of all ranks, added up in fp32 in the order of ranks, each times 1 / ranks. Each rank keeps its runs of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepoffload.copies.rank_link import RankLink
+from deepoffload.errors import UnsupportedError
+from deepoffload.memory.block import Block
+from deepoffload.native import cpu_adam
+from deepoffload.optim import outside_gradient
+from deepoffload.optim.contribution_layout import CARRIER, ContributionLayout
+from deepoffload.optim.contributions import Contributions
+from deepoffload.optim.dtypes import NATIVE_DTYPES
+from deepoffload.optim.gradient_state import GradientOwner, GradientRecord, GradientSlot, GradientState
+from deepoffload.optim.gradients import Gradients
+from deepoffload.optim.threads import num_threads
+from deepoffload.params.cut import Place
+from deepoffload.params.pager import Pager
+from deepoffload.params.torch_private import get_grad, set_grad
+from deepoffload.params.unit import ParamHandle, Unit
+from deepoffload.ranks.exchange import PartsFlight
+from deepoffload.ranks.sums import mean_scale
+from deepoffload.timeline import Lane
+
+
+@dataclass
+class _Sum:
+    """Of the squares of what one parameter's landing has left in this rank's shard."""
+
+    total: int = 0
+    non_finite: bool = False
+
+
+class RankGradients(Gradients):
+    """All gradients of one pager's parameters, of which this rank keeps its runs.
+
+    Attributes:
+        contributions: this rank's gradients on their way to their owners.
+    """
+
+    def __init__(self, pager: Pager, link: RankLink) -> None:
+        super().__init__(pager)
+        self.in_fp32 = True
+        self.link = link
+        self.ranks = link.ranks
+        self.contributions = Contributions(link, pager.tiers, self)
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def track(self, handle: ParamHandle) -> None:
+        """As above.
+
+        Raises:
+            UnsupportedError: the parameter is trained, and its gradient cannot be added up over ranks.
+        """
+        param = handle.tensor
+        if param is not None and param.requires_grad and handle.dtype not in NATIVE_DTYPES:
+            raise UnsupportedError(
+                f"{handle.name} is {handle.dtype}: with several ranks the gradients of float32, bfloat16 and float16 "
+                "parameters are added up. Freeze it (requires_grad_(False)), or convert it"
+            )
+        super().track(handle)
+
+    def give_block(
+        self, block: Block, handles: list[ParamHandle], places: Sequence[Place], dtypes: list[torch.dtype]
+    ) -> None:
+        """As above; a gather of the block shows what has been reduced before."""
+        super().give_block(block, handles, places, dtypes)
+        if isinstance(block.owner, GradientOwner):
+            block.owner.lands = lambda: self.contributions.land_before_gather(block)
+
+    def _late(self, handle: ParamHandle) -> None:
+        raise UnsupportedError(
+            f"{handle.name} was frozen when the model was built, and is trained now: with several ranks that is not "
+            "there yet. Leave it trainable inside offload_context, and freeze it afterwards"
+        )
+
+    # -- landing ---------------------------------------------------------------------------------------------------
+
+    def land(self, param: Tensor, handle: ParamHandle) -> None:
+        """Take what autograd has just put into ``param.grad`` as this rank's part of the gradient.
+
+        Raises:
+            UnsupportedError: ``.grad`` holds a tensor of the program's, or the gradient is sparse, of another type than
+                the parameter, or has a graph.
+        """
+        record, unit, pager = self._records[handle], handle.unit, self.pager
+        grad = get_grad(param)
+        if grad is None or unit is None:
+            return
+        self._check(record, grad)
+        record.changed_at = self.changes = self.changes + 1
+        if unit.pending is not None:
+            pager.catch_up(unit)
+        with pager.lock:
+            pager.use_backward(unit)
+            self.contributions.take(handle, grad)
+            set_grad(param, None)
+            if pager.evict_always:
+                pager.pump()
+
+    @staticmethod
+    def _check(record: GradientRecord, grad: Tensor) -> None:
+        handle, why = record.handle, ""
+        if record.state is GradientState.USER:
+            why = "is a tensor that the program has assigned: set it to None before backward"
+        elif grad.layout is not torch.strided:
+            why = "is sparse: make it dense (nn.Embedding(sparse=False))"
+        elif grad.grad_fn is not None:
+            why = "has a graph: leave create_graph=True out of backward"
+        elif grad.dtype is not handle.dtype:
+            why = f"is {grad.dtype}, and the parameter {handle.dtype}: let autograd choose the type"
+        if why:
+            raise UnsupportedError(f"{handle.name}.grad {why}. With several ranks gradients are added up over ranks")
+
+    def before_landing(self, unit: Unit) -> None:
+        """Parts of a unit are about to land: what came before is used up, and what the program wrote is in the
+        shard."""
+        self.pager.catch_up(unit)
+        self.pager.memory.settle(_gradients_of(unit)[0])
+
+    def land_parts(self, unit: Unit, layout: ContributionLayout, parts: PartsFlight) -> None:
+        """Add the parts of this rank's shard up in rank order, and note whose gradients were in them."""
+        block, owner = _gradients_of(unit)
+        sums = [_Sum() for _ in owner.records]
+        there = bytearray(len(owner.records))
+        begin_s = time.perf_counter()
+        self.tiers.acquire(block, load=owner.holds_any())
+        try:
+            self.tiers.will_change(block)
+            shard = self.tiers.address(block)
+            for start, chunk in parts.chunks():
+                begin = start * CARRIER.itemsize
+                self._land_chunk(layout, owner.records, shard, begin, chunk, sums)
+                first, last, offset = layout.presence_between(begin, begin + chunk[0].numel() * CARRIER.itemsize)
+                for part in chunk:
+                    said = ctypes.string_at(part.data_ptr() + offset - begin, last - first)
+                    for number, present in enumerate(said, first):
+                        there[number] |= present
+        finally:
+            self.tiers.release(block)
+        if self.tiers.timeline is not None:
+            name = f"gradients of {unit.name}"
+            self.tiers.timeline.add(Lane.LANDING, name, begin_s, time.perf_counter(), block.nbytes)
+        self.changes += 1
+        for record, found, present in zip(owner.records, sums, there, strict=True):
+            if present:
+                self._note(record, found)
+
+    def _land_chunk(
+        self,
+        layout: ContributionLayout,
+        records: Sequence[GradientRecord],
+        shard: int,
+        begin: int,
+        chunk: Sequence[Tensor],
+        sums: Sequence[_Sum],
+    ) -> None:
+        sources = [part.data_ptr() - begin for part in chunk]
+        for run in layout.runs_between(begin, begin + chunk[0].numel() * CARRIER.itemsize):
+            total, non_finite = cpu_adam.land_parts(
+                shard + run.shard_offset,
+                [source + run.part_offset for source in sources],
+                run.numel,
+                dtype=run.dtype,
+                scale=mean_scale(self.ranks.world_size),
+                accumulate=records[run.tensor].state is GradientState.LANDED,
+                num_threads=1 if run.numel <= cpu_adam.CHUNK else num_threads(),
+            )
+            sums[run.tensor].total += total
+            sums[run.tensor].non_finite |= non_finite
+
+    def _note(self, record: GradientRecord, found: _Sum) -> None:
+        """One rank at least had a gradient of the parameter, so it has one on all of them."""
+        if record.state is GradientState.USER:
+            raise UnsupportedError(
+                f"{record.handle.name}.grad is a tensor that the program on rank {self.ranks.rank} has assigned, and "
+                "another rank's backward adds to it: assign on all ranks or on none"
+            )
+        accumulated = record.state is GradientState.LANDED
+        record.landed((found.total, found.non_finite))
+        record.changed_at = self.changes
+        if accumulated and record.slot is not None:
+            record.slot.added_to()
+
+    def after_landing(self, unit: Unit) -> None:
+        """Parts of a unit have landed: copies of what was there before are wrong."""
+        self.pager.memory.refresh(_gradients_of(unit)[0])
+
+    # -- the .grad door --------------------------------------------------------------------------------------------
+
+    def read(self, handle: ParamHandle) -> Tensor | None:
+        """What ``param.grad`` shows: the mean over ranks. Waits for the parts of the others."""
+        self._settle(handle)
+        return super().read(handle)
+
+    def assign(self, handle: ParamHandle, value: Tensor | None) -> None:
+        """``param.grad = value``; None drops the gradient. What is under way of it lands before, on all ranks."""
+        self._settle(handle)
+        super().assign(handle, value)
+
+    def _settle(self, handle: ParamHandle) -> None:
+        unit = handle.unit
+        if unit is not None and self.pager.life.closed_because is None:
+            if self.contributions.is_under_way(unit):
+                self.contributions.settle(unit)
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def sum_of_squares(self, handle: ParamHandle) -> tuple[int, bool]:
+        """As above, of what this rank owns."""
+        record = self._record(handle)
+        if record.state is GradientState.LANDED:
+            return super().sum_of_squares(handle)
+        cut = record.slot.cut if record.slot is not None else None
+        if cut is None:
+            raise UnsupportedError(f"{handle.name}.grad cannot be shared between ranks: it was frozen at the start")
+        run = cut.run()
+        if run is None or get_grad(handle.tensor) is None:  # type: ignore[arg-type]
+            return 0, False
+        keep: list[Tensor] = []
+        address, dtype = outside_gradient.address(handle, keep)
+        address += run.start * keep[0].element_size()
+        return cpu_adam.sum_of_squares(address, run.numel, dtype=dtype, num_threads=num_threads())
+
+    def _measure(self, slot: GradientSlot) -> tuple[int, bool]:
+        run = slot.cut.run() if slot.cut is not None else None
+        if run is None:
+            return 0, False
+        address = slot.element_address(run.start)
+        return cpu_adam.sum_of_squares(address, run.numel, dtype=NATIVE_DTYPES[slot.dtype], num_threads=num_threads())
+
+
+def _gradients_of(unit: Unit) -> tuple[Block, GradientOwner]:
+    block = unit.gradients
+    if block is None or not isinstance(block.owner, GradientOwner):
+        raise RuntimeError(f"{unit.name} has no gradients")
+    return block, block.owner

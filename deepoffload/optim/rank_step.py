@@ -1,0 +1,123 @@
+"""One optimizer step that several ranks make together: they meet, and decide the same.
+
+Each rank updates what it owns. So all must agree on whether the step is made, on which parameters have gradients, and
+on every number that the update is made with. A digest of these is compared; ranks that differ raise, before anything
+has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from deepoffload.copies.rank_link import RankLink
+from deepoffload.errors import RankError, UnsupportedError, UsageError
+from deepoffload.memory.lock import SHIELD
+from deepoffload.optim.handles import gradients_of, handle_of
+from deepoffload.optim.rank_gradients import RankGradients
+from deepoffload.optim.rule import UpdateJob
+from deepoffload.params.pager import Pager
+from deepoffload.params.unit import ParamHandle
+from deepoffload.ranks.sums import SquareSum
+
+DIGEST_BYTES = 8
+
+
+class RankStep:
+    """This rank's side of it.
+
+    Args:
+        pager: whose parameters are updated.
+    """
+
+    def __init__(self, pager: Pager, gradients: RankGradients) -> None:
+        self._lock = pager.lock
+        self._gradients = gradients
+        self._link: RankLink = gradients.link
+
+    @contextmanager
+    def met(self) -> Iterator[None]:
+        """Inside, all ranks have met, and every gradient of the step has landed. Gathers wait until the end: they show
+        the weights after the step. An error inside is raised on all ranks.
+
+        Raises:
+            RankError: another rank has failed, or has not come in time.
+        """
+        contributions = self._gradients.contributions
+        with self._lock:
+            try:
+                contributions.announce_all()
+                SHIELD.outside(self._link.meet_step)
+                contributions.land_launched()
+                contributions.end_of_step()
+                yield
+            except RankError:
+                raise
+            except BaseException as error:
+                self._link.fail(f"{type(error).__name__}: {error}")
+                raise
+
+    def agree(self, jobs: Mapping[ParamHandle, tuple[Tensor, UpdateJob]], settings: object, overflow: bool) -> bool:
+        """Whether any rank has seen an overflow.
+
+        Args:
+            jobs: what this rank updates, and how.
+            settings: what else the update is made with.
+
+        Raises:
+            UsageError: another rank updates something else, or with other numbers.
+        """
+        lines = sorted(f"{handle.name} {job.step} {job.hyper}" for handle, (_, job) in jobs.items())
+        digest = hashlib.blake2b("\n".join([*lines, repr(settings)]).encode(), digest_size=DIGEST_BYTES).digest()
+        mine = int.from_bytes(digest, "little")
+        together = self._link.exchange_sums(SquareSum(mine, overflow))
+        ranks = self._link.ranks
+        if together.total != mine * ranks.world_size:
+            raise UsageError(
+                "the ranks' optimizer.step() differ: in the parameters that have gradients, in their step counts, in a "
+                f"setting such as lr, or in the loss scale. Rank {ranks.rank} updates {len(jobs)} parameters with "
+                f"{settings}, {_shown(lines)}. Give all ranks the same optimizer and schedule"
+            )
+        return together.non_finite
+
+    def sum_over_ranks(self, squares: SquareSum) -> SquareSum:
+        """The sum of what all ranks own."""
+        return self._link.exchange_sums(squares)
+
+
+def rank_step_of(pagers: Sequence[Pager]) -> RankStep | None:
+    """What a step over the parameters of ``pagers`` needs with several ranks; None with one.
+
+    Raises:
+        UnsupportedError: they are of several engines.
+    """
+    found = [(pager, gradients_of(pager)) for pager in pagers if pager.link is not None]
+    if not found:
+        return None
+    pager, gradients = found[0]
+    if len(pagers) > 1 or not isinstance(gradients, RankGradients):
+        raise UnsupportedError(
+            "an optimizer over models of several offload contexts is not there yet with several ranks: build the "
+            "models in one context, or give each its own optimizer"
+        )
+    return RankStep(pager, gradients)
+
+
+def refuse_ordinary(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ``UnsupportedError`` where an optimizer has ordinary parameters next to those that several ranks share."""
+    params = [param for group in groups for param in group["params"]]
+    handles = [handle_of(param) for param in params]
+    if any(handle is not None and handle.pager.link is not None for handle in handles) and None in handles:
+        shape = tuple(params[handles.index(None)].shape)
+        raise UnsupportedError(
+            f"the optimizer has an ordinary parameter, of shape {shape}, next to paged ones: with several ranks nobody "
+            "adds its gradients up. Build it inside offload_context, with the model"
+        )
+
+
+def _shown(lines: Sequence[str]) -> str:
+    return f"first {lines[0]}" if lines else "none"
