@@ -65,7 +65,7 @@ class Commits:
         if not self._may_replace:
             raise UsageError(
                 f"commit: {', '.join(durability.space.paths)} has the durable state of an earlier run (step "
-                f"{durability.store.step}), which this would replace; call state.resume() first, or state.discard()"
+                f"{durability.store.step}), which this would replace; call resume() first, or discard()"
             )
         if step < 1 or step == self._committed:
             if has_client_state and step == self._committed:

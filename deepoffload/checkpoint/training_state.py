@@ -81,8 +81,8 @@ class TrainingState(DurableRun):
             (``scheduler=...``, ``sampler=...``).
 
     Raises:
-        UsageError: an object without these methods, parameters of another model, or the model has a
-        ``TrainingState`` already.
+        UsageError: an object without these methods or one that is given twice, parameters of another model, or the
+        model has a ``TrainingState`` already.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: HasState) -> None:
@@ -337,7 +337,18 @@ class TrainingState(DurableRun):
                     f"TrainingState({name}=...): {type(other).__name__} has no state_dict() and load_state_dict(), so "
                     "there is nothing to save; leave it out, or give it these"
                 )
+        self._check_once()
         self._check_params()
+
+    def _check_once(self) -> None:
+        """Two states of one object would be saved, and loaded one after the other."""
+        known = {id(module): "a part of the model" for module in self._module.modules()}
+        known.update({id(self._module): "the model", id(self._optimizer): "the optimizer"})
+        for name, other in self._others.items():
+            itself = f"the same object as {name}"
+            what = known.setdefault(id(getattr(other, "_orig_mod", other)), itself)
+            if what != itself:
+                raise UsageError(f"TrainingState({name}=...) is {what}, which is saved already; leave {name} out")
 
     def _check_params(self) -> None:
         if self._optimizer is None:

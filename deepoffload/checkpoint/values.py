@@ -24,6 +24,8 @@ from deepoffload.errors import UnsupportedError, UsageError
 DEPTH_MAX = 64
 """Containers inside containers."""
 
+_PLACE_END = 80
+
 INT_BITS_MAX = 8192
 """Python reads no integers of more than 4300 digits from text."""
 
@@ -60,7 +62,10 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int) -> A
     if kind is Tensor:
         return _encode_tensor(value, where, tensors)
     if depth >= DEPTH_MAX:
-        raise UnsupportedError(f"{where} lies in {depth} containers; a checkpoint holds {DEPTH_MAX} at most")
+        raise UnsupportedError(
+            f"{_place(where)} is a {kind.__name__} inside of {depth} other containers, and a checkpoint holds values "
+            f"in at most {DEPTH_MAX}: write it flatter, or leave it out (does it contain itself?)"
+        )
     if kind in (list, tuple):
         items = [_encode(item, f"{where}[{index}]", tensors, depth + 1) for index, item in enumerate(value)]
         return items if kind is list else {"$": "tuple", "items": items}
@@ -82,11 +87,16 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int) -> A
     raise _unsupported(where, value)
 
 
+def _place(where: str) -> str:
+    """``where`` for an error: of a long one, its two ends."""
+    return where if len(where) <= 2 * _PLACE_END else f"{where[:_PLACE_END]} ... {where[-_PLACE_END:]}"
+
+
 def _checked_int(value: int, where: str) -> int:
     if value.bit_length() > INT_BITS_MAX:
         raise UnsupportedError(
-            f"{where} is an integer of {value.bit_length()} bits; a checkpoint holds {INT_BITS_MAX} at most: write "
-            "hex(x), or leave it out"
+            f"{_place(where)} is an integer of {value.bit_length()} bits; a checkpoint holds {INT_BITS_MAX} at most: "
+            "write hex(x), or leave it out"
         )
     return value
 
@@ -96,8 +106,8 @@ def _checked_text(value: str, where: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise UnsupportedError(
-            f"{where} holds {value[error.start]!r}, which is no character (a file name in another encoding?): write "
-            "os.fsencode(x), or leave it out"
+            f"{_place(where)} holds {value[error.start]!r}, which is no character (a file name in another encoding?): "
+            "write os.fsencode(x), or leave it out"
         ) from None
     return value
 
@@ -105,8 +115,8 @@ def _checked_text(value: str, where: str) -> str:
 def _unsupported(where: str, value: Any) -> UnsupportedError:
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return UnsupportedError(
-        f"{where} is of type {name}, and nothing but numbers, strings, bytes, None, lists, tuples, dicts and tensors "
-        f"comes back from a checkpoint with its type: {_how_to_convert(value)}, or leave it out"
+        f"{_place(where)} is of type {name}, and nothing but numbers, strings, bytes, None, lists, tuples, dicts and "
+        f"tensors comes back from a checkpoint with its type: {_how_to_convert(value)}, or leave it out"
     )
 
 
@@ -143,8 +153,8 @@ _CONVERSIONS: tuple[tuple[Any, str], ...] = (
 def _encode_tensor(value: Tensor, where: str, tensors: dict[str, Tensor]) -> Any:
     if value.dtype not in DTYPE_NAMES or value.layout is not torch.strided or value.is_meta:
         raise UnsupportedError(
-            f"{where} is a tensor ({value.dtype}, {value.layout}, on {value.device}) that safetensors files cannot "
-            "hold; convert it before saving"
+            f"{_place(where)} is a tensor ({value.dtype}, {value.layout}, on {value.device}) that safetensors files "
+            "cannot hold; convert it before saving"
         )
     value = value.detach()
     if not value.dim() and value.is_cpu and value.dtype in (torch.float32, torch.int64):  # step counts, mostly

@@ -26,7 +26,8 @@ class Layer:
     """One mapping, read: the fields it sets, which key set each, and what to tell the user.
 
     ``strict``: an unknown key at the top level is an error, too (DeepSpeed ignores those of a file). ``autos``: paths
-    that say ``"auto"``.
+    that say ``"auto"``. ``said``: what each key says, by its first path, with the path under which it does. ``unset``:
+    fields that a key is about whose value sets nothing (``bf16.enabled = false``), with its first path.
     """
 
     where: str
@@ -36,6 +37,8 @@ class Layer:
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     autos: list[str] = field(default_factory=list)
+    said: dict[str, tuple[str, object]] = field(default_factory=dict)
+    unset: dict[str, str] = field(default_factory=dict)
 
     def collect(self, mapping: Mapping[str, object], prefix: str = "") -> Layer:
         """Check every key of ``mapping`` and take over what it says.
@@ -75,6 +78,9 @@ class Layer:
                 self.fields.setdefault(key.field, None)
             return
         value = check(key.kind, raw, f"{self.where}{key.path}")
+        path, before = self.said.setdefault(key.first_path, (key.path, value))
+        if before != value:
+            raise self._contradiction(path, before, key.path, value)
         if key.treatment is Treatment.ERROR and value not in key.harmless:
             raise ConfigError(f"{self.where}{key.path} = {shown(raw)}: ignoring it would change numbers: {key.text}")
         if value != key.default and key.treatment in (Treatment.MAPPED, Treatment.INAPPLICABLE):
@@ -88,15 +94,27 @@ class Layer:
 
     def _set(self, field_name: str, path: str, value: object) -> None:
         if value is None:
+            self.unset[field_name] = KEYS[path].first_path
             return
         before = self.fields.get(field_name)
         if before is not None and before != value:
-            raise ConfigError(
-                f"{self.where}{self.origin[field_name]} and {path} contradict each other "
-                f"({shown(before)} and {shown(value)}); leave one out"
-            )
+            raise self._contradiction(self.origin[field_name], before, path, value)
         self.fields[field_name] = value
         self.origin[field_name] = path
+
+    def _contradiction(self, path: str, value: object, other: str, other_value: object) -> ConfigError:
+        return ConfigError(
+            f"{self.where}{path} and {other} contradict each other ({shown(value)} and {shown(other_value)}); leave "
+            "one out"
+        )
+
+    def takes_back(self, below: Layer) -> list[str]:
+        """Fields that ``below`` sets by a key which this layer gives a value that sets nothing."""
+        return [
+            name
+            for name, first_path in self.unset.items()
+            if name in below.origin and KEYS[below.origin[name]].first_path == first_path
+        ]
 
 
 def _fields_below(section: str) -> list[str]:
@@ -117,7 +135,10 @@ def shown(value: object) -> str:
     """A value as it stands in a message, cut to a line."""
     if isinstance(value, enum.Enum):
         value = value.value
-    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    try:
+        text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    except ValueError:  # Python shows no integers of more than 4300 digits
+        text = f"({type(value).__name__} of very many digits)"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

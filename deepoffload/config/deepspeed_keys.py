@@ -22,6 +22,7 @@ from deepoffload.config.keys import (
     names_or_classes,
     number,
     refused,
+    renamed,
     switched_group,
     text,
 )
@@ -37,6 +38,10 @@ _DTYPES = choice(
         **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), Precision.BF16),
         **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), Precision.FP16),
     }
+)
+
+_SEQUENCE_DTYPE = inapplicable(
+    "seq_parallel_communication_data_type", choice_of("fp32", "bf16", "fp16"), _NO_SEQUENCES, "fp32"
 )
 
 _BATCH = (
@@ -72,8 +77,8 @@ _BATCH = (
         "with several ranks",
         field="communication_data_type",
     ),
-    inapplicable("seq_parallel_communication_data_type", choice_of("fp32", "bf16", "fp16"), _NO_SEQUENCES, "fp32"),
-    inapplicable("seq_parallel_comm_data_type", choice_of("fp32", "bf16", "fp16"), _NO_SEQUENCES, "fp32"),
+    _SEQUENCE_DTYPE,
+    renamed(_SEQUENCE_DTYPE, "seq_parallel_comm_data_type"),
     inapplicable("sparse_gradients", boolean(), "what lands is dense, so nothing sparse travels", False),
     inapplicable("disable_allgather", boolean(), "weights are gathered when they are used", False),
 )
@@ -154,6 +159,27 @@ def _fp16_when_on(enabled: object) -> object:
     return Precision.FP16 if enabled else None
 
 
+_BF16 = (
+    Key(
+        "bf16.enabled",
+        boolean(),
+        Treatment.MAPPED,
+        "becomes precision = bf16, over fp32 master weights",
+        False,
+        field="precision",
+        convert=_bf16_when_on,
+    ),
+    inapplicable("bf16.immediate_grad_update", boolean(), "gradients always land on the host during backward", False),
+    inapplicable(
+        "bf16.check_grad_overflow",
+        boolean(),
+        "non-finite gradients are always looked for, in the pass that lands them",
+        True,
+    ),
+    refused("bf16.bf16_master_weights_and_grads", boolean(), "master weights are kept in fp32", False),
+    refused("bf16.bf16_optimizer_states", boolean(), "moments are kept in fp32", False),
+)
+
 _PRECISION = (
     Key(
         "fp16.enabled",
@@ -178,35 +204,8 @@ _PRECISION = (
     honoured("fp16.min_loss_scale", integer(1), "The least scale; an overflow there raises `LossScaleError`.", 1),
     inapplicable("fp16.fused_mode", boolean(), "the update is always one fused pass", True),
     refused("fp16.fp16_master_weights_and_grads", boolean(), "master weights are kept in fp32", False),
-    *(
-        key
-        for section in ("bf16", "bfloat16")
-        for key in (
-            Key(
-                f"{section}.enabled",
-                boolean(),
-                Treatment.MAPPED,
-                "becomes precision = bf16, over fp32 master weights",
-                False,
-                field="precision",
-                convert=_bf16_when_on,
-            ),
-            inapplicable(
-                f"{section}.immediate_grad_update",
-                boolean(),
-                "gradients always land on the host during backward",
-                False,
-            ),
-            inapplicable(
-                f"{section}.check_grad_overflow",
-                boolean(),
-                "non-finite gradients are always looked for, in the pass that lands them",
-                True,
-            ),
-            refused(f"{section}.bf16_master_weights_and_grads", boolean(), "master weights are kept in fp32", False),
-            refused(f"{section}.bf16_optimizer_states", boolean(), "moments are kept in fp32", False),
-        )
-    ),
+    *_BF16,
+    *(renamed(key, key.path.replace("bf16.", "bfloat16.", 1)) for key in _BF16),
     refused(
         "torch_autocast.enabled",
         boolean(),

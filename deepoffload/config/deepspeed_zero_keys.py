@@ -7,7 +7,6 @@ Source: DeepSpeed 0.19.8 (``runtime/zero/config.py``, ``runtime/zero/offload_con
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 from deepoffload.config.keys import (
     Key,
@@ -21,6 +20,7 @@ from deepoffload.config.keys import (
     paths,
     present_group,
     refused,
+    renamed,
     text,
 )
 from deepoffload.config.own_keys import tier_limit
@@ -43,6 +43,22 @@ def _host_when_true(value: object) -> object:
 def _off_when_zero(value: object) -> object:
     return False if value == 0 else None
 
+
+_CPU_OFFLOAD_PARAM = Key(
+    "zero_optimization.cpu_offload_param",
+    boolean(),
+    Treatment.MAPPED,
+    "becomes offload_param = host",
+    False,
+    field="offload_param",
+    convert=_host_when_true,
+)
+_GATHER_ON_SAVE = inapplicable(
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    boolean(),
+    "save_pretrained always writes whole weights, streamed",
+    False,
+)
 
 _ZERO = (
     Key(
@@ -90,18 +106,8 @@ _ZERO = (
     inapplicable("zero_optimization.stage3_model_persistence_threshold", integer(), _BUDGETS, sys.maxsize),
     inapplicable("zero_optimization.stage3_max_live_parameters", integer(), _BUDGETS, 1_000_000_000),
     inapplicable("zero_optimization.stage3_max_reuse_distance", integer(), _BUDGETS, 1_000_000_000),
-    inapplicable(
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        boolean(),
-        "save_pretrained always writes whole weights, streamed",
-        False,
-    ),
-    inapplicable(
-        "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-        boolean(),
-        "save_pretrained always writes whole weights, streamed",
-        False,
-    ),
+    _GATHER_ON_SAVE,
+    renamed(_GATHER_ON_SAVE, "zero_optimization.stage3_gather_fp16_weights_on_model_save"),
     inapplicable("zero_optimization.stage3_module_granularity_threshold", integer(), _UNITS, 0),
     inapplicable("zero_optimization.stage3_use_all_reduce_for_fetch_params", boolean(), _GATHERED, False),
     inapplicable("zero_optimization.stage3_allgather_sequential", boolean(), _GATHERED, False),
@@ -158,18 +164,8 @@ _ZERO = (
         field="offload_optimizer",
         convert=_host_when_true,
     ),
-    *(
-        Key(
-            f"zero_optimization.{name}",
-            boolean(),
-            Treatment.MAPPED,
-            "becomes offload_param = host",
-            False,
-            field="offload_param",
-            convert=_host_when_true,
-        )
-        for name in ("cpu_offload_param", "cpu_offload_params")
-    ),
+    _CPU_OFFLOAD_PARAM,
+    renamed(_CPU_OFFLOAD_PARAM, "zero_optimization.cpu_offload_params"),
     inapplicable(
         "zero_optimization.cpu_offload_use_pin_memory",
         boolean(),
@@ -182,7 +178,7 @@ _ZERO = (
 _WITHOUT_FIELD_NAME = ("gather_fp16_weights_on_model_save", "partition_stream_chunk_size")
 _STAGE3 = "zero_optimization.stage3_"
 _ZERO_FIELD_NAMES = tuple(
-    replace(key, path="zero_optimization." + key.path.removeprefix(_STAGE3))
+    renamed(key, "zero_optimization." + key.path.removeprefix(_STAGE3))
     for key in _ZERO
     if key.path.startswith(_STAGE3) and not key.path.endswith(_WITHOUT_FIELD_NAME)
 )

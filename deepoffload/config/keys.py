@@ -6,7 +6,7 @@ import enum
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepoffload.config.units import parse_bytes
 
@@ -52,6 +52,13 @@ class Key:
     """The path of ours that it sets, where it sets one."""
     convert: Callable[[object], object] | None = None
     """From the checked value to the field's value; ``None`` as the result says nothing."""
+    same_as: str | None = None
+    """The path of the key of which this is another name."""
+
+    @property
+    def first_path(self) -> str:
+        """The path that all names of this key have in common."""
+        return self.same_as or self.path
 
     def means_auto(self, value: object) -> bool:
         """Whether ``value`` asks somebody else to decide. ``"auto"`` is an ordinary value where it is the default."""
@@ -82,7 +89,7 @@ def integer(low: int = 0, high: int | None = None, multiple: int = 1) -> ValueKi
     def normalise(value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise Mismatch
-        if not math.isfinite(value) or value != int(value):
+        if isinstance(value, float) and not value.is_integer():
             raise Mismatch
         if value < low or (high is not None and value > high) or int(value) % multiple:
             raise Mismatch
@@ -98,13 +105,19 @@ def number(low: float | None = None, high: float | None = None, below: float | N
     words = " and ".join(limit for limit in limits if limit)
 
     def normalise(value: object) -> object:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise Mismatch
+        try:
+            value = float(value)
+        except OverflowError:
+            raise Mismatch from None
+        if not math.isfinite(value):
             raise Mismatch
         if (low is not None and value < low) or (high is not None and value > high):
             raise Mismatch
         if below is not None and value >= below:
             raise Mismatch
-        return float(value)
+        return value
 
     return ValueKind(f"a finite number {words}".strip(), normalise)
 
@@ -277,6 +290,11 @@ def group_of_parts(*parts: str) -> ValueKind:
 def keys_by_path(*tables: Sequence[Key]) -> dict[str, Key]:
     """One mapping of several tables. Each path is in one table only (a test holds it)."""
     return {key.path: key for table in tables for key in table}
+
+
+def renamed(key: Key, path: str) -> Key:
+    """Another name of a key: both may be said if they say the same."""
+    return replace(key, path=path, same_as=key.first_path)
 
 
 def honoured(path: str, kind: ValueKind, what: str, default: object = None, field: str | None = None) -> Key:

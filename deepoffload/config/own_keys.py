@@ -46,13 +46,17 @@ def device() -> ValueKind:
     return ValueKind('a device, such as "cuda:0" or "cpu"', normalise)
 
 
+EVERY_MAX = 1_000_000
+"""Steps that may be lost. More is a mistake: nothing would ever be durable."""
+
+
 def durability() -> ValueKind:
     """A switch, or its settings: :class:`DurabilityConfig`, or False."""
-    kinds = {"every": integer(1), "path": paths()}
+    kinds = {"every": integer(1, EVERY_MAX), "path": paths()}
 
     def normalise(value: object) -> object:
         if isinstance(value, DurabilityConfig):
-            return value
+            value = {"every": value.every, "path": value.path}
         if isinstance(value, bool):
             return DurabilityConfig() if value else False
         if not isinstance(value, Mapping):

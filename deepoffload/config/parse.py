@@ -30,6 +30,9 @@ from deepoffload.device import Tier
 from deepoffload.errors import ConfigError
 from deepoffload.schedule.cost_model import StepOverlap
 
+_GRADIENT_DTYPES = ("gradient_dtype", "data_types.grad_accum_dtype")
+"""Two keys about one thing: a keyword for one of them wins over a file's for the other."""
+
 
 def parse_config(
     source: str | os.PathLike[str] | Mapping[str, object] | Config | None = None,
@@ -53,14 +56,22 @@ def parse_config(
     where = f"configuration {file_name}: " if file_name else ""
     base = Layer(where).collect(mapping)
     top = Layer("", strict=True).collect(overrides)
-    fields = _merge(base.fields, top.fields)
+    fields = _merge(base.fields, {**dict.fromkeys(_taken_back(base, top)), **top.fields})
     notes, warnings = (source.notes, source.warnings) if isinstance(source, Config) else ((), ())
     config = _build(fields, tuple(dict.fromkeys((*notes, *base.notes, *top.notes))), where, world_size)
-    warned = [*warnings, *base.warnings, *_path_warnings(base, top, config.nvme_path)]
+    warned = [*warnings, *base.warnings, *_path_warnings(base, top, config)]
     autos = [path for path in (*base.autos, *top.autos) if not _said(path, top)]
     if autos:
         warned.append(auto_warning(autos, config, where))
     return replace(config, warnings=tuple(dict.fromkeys(warned)))
+
+
+def _taken_back(base: Layer, top: Layer) -> list[str]:
+    """Fields of ``base`` that ``top`` takes back without a value of its own for them."""
+    taken_back = top.takes_back(base)
+    if any(top.fields.get(name) is not None for name in _GRADIENT_DTYPES):
+        taken_back += _GRADIENT_DTYPES
+    return taken_back
 
 
 def _said(path: str, layer: Layer) -> bool:
@@ -126,8 +137,7 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str, world_siz
         debug=DebugConfig(**_below("debug", fields)),
         notes=notes,
     )
-    if fields.get("data_types.grad_accum_dtype") is Precision.FP32:
-        config = replace(config, gradient_dtype=GradientDtype.FP32)
+    config = replace(config, gradient_dtype=_gradient_dtype(config, fields, where))
     _check_together(config, fields, where)
     if world_size > 1:
         check_several_ranks(config, fields, where, world_size)
@@ -135,6 +145,19 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str, world_siz
             taken = "zero_optimization.stage = 0: mapped: taken as 1: optimizer state is partitioned over the ranks"
             config = replace(config, zero_stage=1, notes=tuple(dict.fromkeys((*config.notes, taken))))
     return config
+
+
+def _gradient_dtype(config: Config, fields: dict[str, Any], where: str) -> GradientDtype:
+    """Our key, or DeepSpeed's, which names a dtype where ours says "as the weights"."""
+    own, theirs = (fields.get(name) for name in _GRADIENT_DTYPES)
+    if own is None or theirs is None:
+        return GradientDtype.FP32 if theirs is Precision.FP32 else config.gradient_dtype
+    if theirs is not (Precision.FP32 if own is GradientDtype.FP32 else config.precision):
+        raise ConfigError(
+            f"{where}{' and '.join(_GRADIENT_DTYPES)} contradict each other ({shown(own)} and {shown(theirs)}); leave "
+            "one out"
+        )
+    return config.gradient_dtype
 
 
 def _below(section: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -180,20 +203,21 @@ def _nvme_path(fields: dict[str, Any]) -> tuple[str, ...]:
     return tuple(fields.get("nvme_path", tuple(dict.fromkeys(theirs))))
 
 
-def _path_warnings(base: Layer, top: Layer, used: tuple[str, ...]) -> Iterator[str]:
+def _path_warnings(base: Layer, top: Layer, config: Config) -> Iterator[str]:
     """Where DeepSpeed's two sections name other directories than those that weights and state both go to."""
     if top.fields.get("nvme_path") is not None:
         return  # a keyword, which is to win
-    own = base.fields.get("nvme_path") is not None
+    used = set(config.nvme_path)
+    own = base.fields.get("nvme_path") is not None or config.path_key != "nvme_path"
     differing = []
     for name in ("nvme_path.offload_param", "nvme_path.offload_optimizer"):
         layer = base if top.fields.get(name) is None else top
         paths = cast("tuple[str, ...]", layer.fields.get(name) or ())
-        if paths and (not set(paths) <= set(used) if own else set(paths) != set(used)):
+        if paths and (not set(paths) <= used if own else set(paths) != used):
             differing.append(f"{layer.origin[name]} = {shown(paths[0] if len(paths) == 1 else paths)}")
     if differing:
         what = "weights and optimizer state both go to both; nvme_path can name directories for everything"
-        yield f"{base.where}{' and '.join(differing)}: {'not used, because nvme_path is set' if own else what}"
+        yield f"{base.where}{' and '.join(differing)}: {f'not used, because {config.path_key} is set' if own else what}"
 
 
 def _optimizer(fields: dict[str, Any], where: str) -> OptimizerConfig | None:

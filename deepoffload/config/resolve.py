@@ -126,7 +126,7 @@ def _nvme(config: Config, machine: Machine) -> tuple[int, str]:
     measured = {disk.path: disk for disk in machine.disks}
     missing = [path for path in config.nvme_path if path not in measured]
     if missing:
-        raise ConfigError(f"nvme_path {missing[0]}: its free space was not measured")
+        raise ConfigError(f"{config.path_key} {missing[0]}: its free space was not measured")
     filesystems = {measured[path].filesystem_id: measured[path].free_bytes for path in config.nvme_path}
     free = sum(filesystems.values())
     if config.nvme_budget is None:

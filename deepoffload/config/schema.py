@@ -200,3 +200,8 @@ class Config:
     """One line per key that was mapped or does not apply, to be logged once."""
     warnings: tuple[str, ...] = ()
     """What is probably not meant so: unknown keys, and every ``"auto"`` with what it became."""
+
+    @property
+    def path_key(self) -> str:
+        """The key that names the directories in ``nvme_path``: what errors about them ask people to change."""
+        return "durability.path" if self.durability is not None and self.durability.path else "nvme_path"

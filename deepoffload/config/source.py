@@ -73,6 +73,8 @@ def _read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"configuration {path}: not valid JSON: {error} is not a number in JSON") from error
     except RecursionError as error:
         raise ConfigError(f"configuration {path}: nested too deeply") from error
+    except ValueError as error:  # a number of more than 4300 digits
+        raise ConfigError(f"configuration {path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"configuration {path}: expected an object {{...}}, not {type(value).__name__}")
     return value

@@ -86,6 +86,10 @@ class EngineCheckpoints:
         """See :meth:`TrainingEngine.resume`."""
         return self._state.resume()
 
+    def discard(self) -> None:
+        """See :meth:`TrainingEngine.discard`."""
+        self._state.discard()
+
     def load(self, directory: str | os.PathLike[str], tag: object, wanted: Wanted) -> tuple[str | None, Any]:
         """See :meth:`TrainingEngine.load_checkpoint`."""
         if self._load_universal:

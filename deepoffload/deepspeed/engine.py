@@ -339,6 +339,15 @@ class TrainingEngine:
         """
         return self._checkpoints().resume()
 
+    def discard(self) -> None:
+        """With the key ``durability``: give up the durable state of an earlier run, and of this one. The next update
+        makes the run durable again. To begin from a checkpoint, or from the start, where :meth:`resume` would not.
+
+        Raises:
+            UsageError: there is no durable state. IoFailure: the disk failed, and it may still be there.
+        """
+        self._checkpoints().discard()
+
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],

@@ -103,7 +103,7 @@ def measure_rates(
         return spec
     progress(f"disk at {nvme_path}")
     with IoEngine() as engine:
-        disk = measure_bandwidth(nvme_path, engine, use_cache=not fresh, time_s=DISK_TIME_S)
+        disk = measure_bandwidth(nvme_path, engine, use_cache=not fresh, time_s=DISK_TIME_S, key="--measure")
         share = disk_share_while_computing(nvme_path, engine)
     return replace(
         spec,
@@ -129,7 +129,9 @@ def disk_share_while_computing(path: str, engine: IoEngine) -> float:
     half = SHARE_BATCH // 2
     with (
         HostMapping(SHARE_REQUEST_BYTES * SHARE_BATCH) as memory,
-        SwapSpace(engine, [path], budget_bytes=SHARE_REQUEST_BYTES * SHARE_BATCH, label="measure") as swap,
+        SwapSpace(
+            engine, [path], budget_bytes=SHARE_REQUEST_BYTES * SHARE_BATCH, label="measure", key="--measure"
+        ) as swap,
     ):
         swap.reserve(SHARE_REQUEST_BYTES * SHARE_BATCH)
         extents = [swap.allocate(SHARE_REQUEST_BYTES) for _ in range(SHARE_BATCH)]

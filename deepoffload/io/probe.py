@@ -88,30 +88,34 @@ def probe_path(path: str | os.PathLike[str], engine: IoEngine) -> PathReport:
 
 
 def measure_bandwidth(
-    path: str | os.PathLike[str], engine: IoEngine, *, time_s: float = 1.0, use_cache: bool = True
+    path: str | os.PathLike[str],
+    engine: IoEngine,
+    *,
+    time_s: float = 1.0,
+    use_cache: bool = True,
+    key: str = "nvme_path",
 ) -> Bandwidth:
     """Reads, writes, and does both on a temporary file (up to 256 MiB) for about ``time_s`` in all.
 
     Args:
         use_cache: Return what was measured on this path with this backend in the last 30 days, if anything was. The
             result is stored either way; a cache that cannot be written is no error.
+        key: What names the path, of the configuration or a command: for errors.
 
     Raises:
         ConfigError: The path is missing, not a directory, or not writable.
         BudgetError: There is not even room for a small file.
     """
-    (directory,) = check_paths([path])
+    (directory,) = check_paths([path], key)
     known = cached_bandwidth(directory, engine.backend) if use_cache else None
     if known is not None:
         return known
     size = min(FILE_BYTES, (free_bytes(directory) - SPACE_MARGIN_BYTES) // 2) // REQUEST_BYTES * REQUEST_BYTES
     if size < 2 * REQUEST_BYTES:
-        raise BudgetError(
-            f"nvme_path: {directory} has no room for a measurement: {free_bytes(directory)} bytes are free"
-        )
+        raise BudgetError(f"{key}: {directory} has no room for a measurement: {free_bytes(directory)} bytes are free")
     with (
         HostMapping(REQUEST_BYTES * REQUESTS_IN_FLIGHT) as memory,
-        SwapSpace(engine, [directory], budget_bytes=size, label="measure") as swap,
+        SwapSpace(engine, [directory], budget_bytes=size, label="measure", key=key) as swap,
     ):
         measured = _measure(swap, memory, directory, engine.backend, size, time_s)
     store_bandwidth(measured)

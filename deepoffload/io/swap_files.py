@@ -63,8 +63,11 @@ def check_paths(paths: Sequence[str | os.PathLike[str]], key: str = "nvme_path")
     return checked
 
 
-def warn_of_shared(paths: Sequence[str]) -> None:
-    """Warns of directories in which others may replace our files: writable for them, without a sticky bit."""
+def warn_of_shared(paths: Sequence[str], key: str = "nvme_path") -> None:
+    """Warns of directories in which others may replace our files: writable for them, without a sticky bit.
+
+    ``key``: of the configuration, that names them.
+    """
     for path in paths:
         status = os.stat(path)
         by_group = status.st_mode & stat.S_IWGRP and not _group_of_one(status.st_gid)
@@ -72,7 +75,7 @@ def warn_of_shared(paths: Sequence[str]) -> None:
             continue
         who = "everybody" if status.st_mode & stat.S_IWOTH else f"every member of group {status.st_gid}"
         warnings.warn(
-            f"nvme_path: {path} can be written to by {who} and has no sticky bit: others can remove and replace what "
+            f"{key}: {path} can be written to by {who} and has no sticky bit: others can remove and replace what "
             f"this run makes there. Give a directory of your own, or run `chmod +t {path}`.",
             RuntimeWarning,
             stacklevel=2,
@@ -93,7 +96,7 @@ def free_bytes(path: str) -> int:
     return disk_space(path).free_bytes
 
 
-def create_swap_file(engine: IoEngine, directory: str, label: str, direct: str) -> IoFile:
+def create_swap_file(engine: IoEngine, directory: str, label: str, direct: str, key: str = "nvme_path") -> IoFile:
     """A new, empty, locked file of this process, already without a name: nothing can leave it behind.
 
     It never has one where the file system has ``O_TMPFILE``. Elsewhere (on network file systems) a process killed
@@ -115,8 +118,8 @@ def create_swap_file(engine: IoEngine, directory: str, label: str, direct: str) 
             remedy = (
                 "direct I/O is required and does not work there" if direct_failed else "no swap file can be created"
             )
-            raise ConfigError(f"nvme_path: {directory}: {remedy}: {failure.strerror}") from failure
-    raise ConfigError(f"nvme_path: {directory}: other processes keep locking or removing our new files")
+            raise ConfigError(f"{key}: {directory}: {remedy}: {failure.strerror}") from failure
+    raise ConfigError(f"{key}: {directory}: other processes keep locking or removing our new files")
 
 
 def reclaim_stale(directory: str) -> list[str]:

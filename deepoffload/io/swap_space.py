@@ -54,6 +54,7 @@ class SwapSpace:
         label: Part of the files' names.
         weights: Relative bandwidths of the paths; equal when not given.
         verify: Keep a CRC-32C of every block written and compare when it is read (key ``aio.verify``).
+        key: Of the configuration, that names ``paths``: for errors.
         named: The files have names and outlive the process (``io.named_files``); what they hold is
             :class:`~deepoffload.io.durable_store.DurableStore`'s to say. Checksums are kept then, for its records.
 
@@ -73,8 +74,10 @@ class SwapSpace:
         weights: Sequence[float] | None = None,
         verify: bool = False,
         named: bool = False,
+        key: str = "nvme_path",
     ) -> None:
-        self.paths = check_paths(paths)
+        self.paths = check_paths(paths, key)
+        self._key = key
         self.budget_bytes = budget_bytes
         self.weights = [1.0] * len(self.paths) if weights is None else [float(weight) for weight in weights]
         if len(self.weights) != len(self.paths) or not all(weight > 0 for weight in self.weights):
@@ -97,7 +100,7 @@ class SwapSpace:
             for path in self.paths:
                 reclaim_stale(path)
                 if not named:
-                    self._open.append(create_swap_file(engine, path, label, direct))
+                    self._open.append(create_swap_file(engine, path, label, direct, key))
             if named:
                 self._open += open_named_files(engine, self.paths, direct)
                 self._take_over()
@@ -149,7 +152,7 @@ class SwapSpace:
         """An extent for ``nbytes``; files grow as needed.
 
         Raises:
-            BudgetError: Over the budget (key ``nvme_budget``), or no room on the paths (key ``nvme_path``).
+            BudgetError: Over the budget (key ``nvme_budget``), or no room on the paths (``key``).
         """
         if nbytes <= 0:
             raise UsageError(f"an extent of {nbytes} bytes cannot be allocated")
@@ -378,8 +381,8 @@ class SwapSpace:
         available = sum(rooms.values())
         if missing > available:
             raise BudgetError(
-                f"nvme_path: {missing} more bytes are needed on {', '.join(self.paths)}, but only {available} are free "
-                f"there (after a margin of {SPACE_MARGIN_BYTES} bytes per file system). Free space, name another "
+                f"{self._key}: {missing} more bytes are needed on {', '.join(self.paths)}, but only {available} are "
+                f"free there (after a margin of {SPACE_MARGIN_BYTES} bytes per file system). Free space, name another "
                 "path, or give more host_budget."
             )
         target = split_by_weight(self.capacity_bytes + min(wanted, available), self.weights, PAGE_BYTES)
@@ -404,7 +407,7 @@ class SwapSpace:
             if failure.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise BudgetError(
-                f"nvme_path: {path}: {share} more bytes cannot be allocated, {free_bytes(path)} "
+                f"{self._key}: {path}: {share} more bytes cannot be allocated, {free_bytes(path)} "
                 f"are free: {failure.strerror}. Free space, name another path, or give more host_budget."
             ) from failure
         self._free[index].extend(size)

@@ -16,8 +16,8 @@ WAIT_SLICE_MS = 100
 WAIT_SLICE_S = WAIT_SLICE_MS / 1000
 
 _REMEDIES = {
-    errno.ENOSPC: "The file system is full: free space there or name another nvme_path.",
-    errno.EDQUOT: "The disk quota is used up: free space or name another nvme_path.",
+    errno.ENOSPC: "The file system is full: free space there, or use another directory.",
+    errno.EDQUOT: "The disk quota is used up: free space, or use another directory.",
     errno.EFBIG: "The file would exceed a size limit: see `ulimit -f` and the file system's maximum.",
     errno.EIO: "The device or file system reports an error: see the kernel's log (dmesg).",
     errno.ENODATA: "The file ends before this offset: was it truncated while in use?",

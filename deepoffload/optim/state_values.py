@@ -34,7 +34,9 @@ from deepoffload.params.unit import ParamHandle
 from deepoffload.params.value_source import ValueSource, View, view_of
 
 _CPU = torch.device("cpu")
-_REMEDY = "torch.save and safetensors need room for a copy of the optimizer's state on nvme_path (else in TMPDIR)"
+_REMEDY = (
+    "torch.save and safetensors need room for a copy of the optimizer's state where the swap files are (else in TMPDIR)"
+)
 
 
 class _CopySource(ValueSource):

@@ -111,7 +111,9 @@ class MappedCopies:
         return self._directory or tempfile.gettempdir()
 
     def _memory(self, handle: ParamHandle) -> memoryview:
-        remedy = "torch.save and safetensors need room for a copy of the weights on nvme_path (else in TMPDIR)"
+        remedy = (
+            "torch.save and safetensors need room for a copy of the weights where the swap files are (else in TMPDIR)"
+        )
         if handle not in self._places:
             self._find_places(handle, remedy)
         return self.memory(self._places[handle], handle.pager.lock, handle.name, remedy)

@@ -63,9 +63,12 @@ class EngineDisk:
                 raise UsageError("durability needs disk space, and nvme_budget is 0; leave nvme_budget out or raise it")
             return
         aio = config.aio
-        warn_of_shared(paths)
+        warn_of_shared(paths, config.path_key)
         io = self.io = IoEngine(backend=aio.backend.value, queue_depth=aio.queue_depth, block_bytes=aio.block_bytes)
-        rates, ranks = measure_together(agreement, paths, lambda: [measure_bandwidth(path, io) for path in paths])
+        key = config.path_key
+        rates, ranks = measure_together(
+            agreement, paths, lambda: [measure_bandwidth(path, io, key=key) for path in paths]
+        )
         self.bandwidths = least_rates(agreement, _together(rates, ranks))
         self.space = SwapSpace(
             self.io,
@@ -75,6 +78,7 @@ class EngineDisk:
             weights=stripe_weights(rates),
             verify=aio.verify,
             named=config.durability is not None,
+            key=key,
         )
         if config.durability is not None:
             self.store = DurableStore(self.space)

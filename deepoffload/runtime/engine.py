@@ -69,7 +69,7 @@ class Engine:
         if SHIELD.is_engaged():
             gc.collect()  # models that are gone, but kept by reference cycles, give their budgets back first
         self.config = config
-        paths = check_paths(config.nvme_path) if config.nvme_path else []
+        paths = check_paths(config.nvme_path, config.path_key) if config.nvme_path else []
         accelerator = find_accelerator(config)
         device = Device.parse("cpu" if accelerator is None else str(accelerator.device))
         free_bytes = 0 if accelerator is None else accelerator.free_bytes()

@@ -89,7 +89,7 @@ class Refusals:
             return PlacementError(text, whole.enough_bytes, enough_nvme_bytes=whole.enough_nvme_bytes)
         return PlacementError(
             f"{shortage}. A model may take more there while it is built than later: raise nvme_budget to at least "
-            f"{enough} bytes, or give nvme_path a file system with more free space",
+            f"{enough} bytes, or give {self._config.path_key} a file system with more free space",
             enough_nvme_bytes=enough,
         )
 

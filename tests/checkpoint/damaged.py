@@ -138,3 +138,18 @@ def inert() -> Any:
     made = types.ModuleType("inert")
     made.__dict__.update(Unpickler=Unpickler, load=pickle.load)
     return made
+
+
+def nested(depth: int) -> Any:
+    """A number in so many lists."""
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def round_list() -> Any:
+    """A list that contains itself."""
+    value: list[Any] = []
+    value.append(value)
+    return value

@@ -25,6 +25,7 @@ import deepoffload
 from deepoffload.checkpoint.values import encode
 from deepoffload.errors import IoFailure, UnsupportedError, UsageError
 from deepoffload.params.parameter import OffloadedParameter
+from tests.checkpoint.damaged import nested, round_list
 from tests.checkpoint.training import snapshot
 from tests.support.loops import assert_same_bits
 from tests.support.models import mlp, rows
@@ -223,11 +224,25 @@ class Number(int):
         ({"a": nn.Parameter(torch.ones(2))}, r"Parameter,.*write x.detach\(\).clone\(\)"),
         ({"a": print}, "builtin_function_or_method,.*write what rebuilds it"),
         (Namespace(lr=1), r"client_state is of type argparse.Namespace,.*write vars\(x\)"),
+        ({"a" * 10_000: {1}}, r"^client_state\['a{60,80} \.\.\. a{60,80}'\] is of type set"),
+        (
+            nested(65),
+            r"^client_state(\[0\])+\S* \.\.\. \S+ is a list inside of 64 other containers, and",
+        ),
+        (
+            round_list(),
+            r"a checkpoint holds values in at most 64: write it flatter, or leave it out \(does it contain itself\?\)",
+        ),
     ],
 )
 def test_values_that_no_checkpoint_holds(value: Any, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         encode(value, "client_state", {})
+
+
+def test_values_as_deep_as_a_checkpoint_holds_come_back(run: Run, tmp_path: Path) -> None:
+    run.state.save_as(tmp_path, "one", client_state=nested(63))
+    assert run.state.load(tmp_path).client_state == nested(63)
 
 
 # -- modes -----------------------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from torch import nn
 import deepoffload
 from deepoffload.checkpoint.convert.commands import run as show
 from deepoffload.checkpoint.durable_list import DurableFile, durable_states
-from deepoffload.errors import ConfigError, PlacementError, UnsupportedError, UsageError
+from deepoffload.errors import BudgetError, ConfigError, IoFailure, PlacementError, UnsupportedError, UsageError
 from deepoffload.native.aio import PAGE_BYTES
 from tests.checkpoint.durable_model import PLACES, Make, Run, trained
+from tests.support.disks import largest_file
 from tests.support.loops import assert_same_bits
 from tests.support.models import TinyGPT, batch, next_token_loss
 from tests.support.paging import TIGHT, Paging
@@ -124,8 +125,12 @@ def test_an_engine_commits_each_update_and_resumes(tmp_path: Path) -> None:
 
     losses = [*run(6), *run(12)]
     assert len(losses) == 12
-    shutil.rmtree(tmp_path)
-    tmp_path.mkdir()
+    torch.manual_seed(0)
+    engine, *_ = deepoffload.initialize(model=TinyGPT(width=32, depth=3), config=config)
+    engine.discard()
+    torch.manual_seed(1)
+    assert engine.resume() == engine.global_steps == 0
+    engine.close()
     assert losses == run(12)
 
 
@@ -184,6 +189,27 @@ def test_a_durable_state_that_cannot_be_used_ends_show_with_1(
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("key", ["durability.path", "nvme_path"])
+def test_errors_and_warnings_name_the_key_that_says_where(key: str, tmp_path: Path) -> None:
+    def build(place: Path) -> None:
+        path = str(place)
+        said = {"durability": {"path": path}} if key == "durability.path" else {"durability": True, "nvme_path": path}
+        with deepoffload.offload_context(host_budget="400KiB", **said):
+            nn.Linear(256, 256)
+
+    with pytest.raises(ConfigError, match=f"^{key}: {tmp_path}/nowhere does not exist"):
+        build(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"^{key}: {tmp_path}/file is not a directory"):
+        build(tmp_path / "file")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with largest_file(1 << 20), pytest.warns(RuntimeWarning, match=f"^{key}: {shared} can be written to by everybody"):
+        with pytest.raises((BudgetError, IoFailure), match=rf"{key}: {shared}: \d+ more bytes cannot be allocated"):
+            build(shared)
+
+
 def test_commits_that_are_refused(make: Make, paging: Paging) -> None:
     run = make()
     with pytest.raises(UsageError, match="commit without a step: call optimizer.step"):
@@ -223,7 +249,9 @@ def test_an_earlier_runs_state_is_not_replaced_unasked(make: Make) -> None:
     trained(make)
     run = make()
     run.step()
-    with pytest.raises(UsageError, match=r"the durable state of an earlier run \(step 2\).*state.resume\(\) first"):
+    with pytest.raises(
+        UsageError, match=r"the durable state of an earlier run \(step 2\).*call resume\(\) first, or discard"
+    ):
         run.state.commit()
     run.close()
     run = make()

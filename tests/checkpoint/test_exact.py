@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import deepoffload
 from deepoffload.checkpoint.manifest import read_manifest
-from tests.checkpoint.training import ALL, STEPS, adamw, gpt, resumed, snapshot, steps, straight_and_saved
+from tests.checkpoint.training import ALL, STEPS, adamw, gpt, masters, resumed, snapshot, steps, straight_and_saved
 from tests.support.loops import assert_same_bits, nudge
 from tests.support.models import TRANSFORMERS, TinyGPT, llama, mixtral
 from tests.support.paging import EVICTING, RESIDENT, ROOMY, SERIAL, TIGHT, Paging, Setting, plain
@@ -145,22 +145,6 @@ def test_weights_whose_memory_is_not_in_row_major_order(paging: Paging, tmp_path
 
 
 # -- across precisions and formats -----------------------------------------------------------------------------------
-
-
-def masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The exact fp32 value of every weight."""
-    state = optimizer.state_dict()["state"]
-    found = {}
-    for number, (name, param) in enumerate(model.named_parameters()):
-        entry, weight = state.get(number, {}), param.detach()
-        if "master" in entry:
-            found[name] = entry["master"].clone()
-        elif weight.dtype is torch.bfloat16:
-            bits = (weight.view(torch.int16).int() << 16) + entry["remainder"].int()
-            found[name] = bits.view(torch.float32)
-        else:
-            found[name] = weight.float().clone()
-    return found
 
 
 @pytest.mark.parametrize("build", [gpt, mixtral], ids=["gpt", "packed"])

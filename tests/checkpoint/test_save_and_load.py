@@ -204,6 +204,15 @@ def test_objects_that_cannot_be_saved(paging: Paging) -> None:
         deepoffload.TrainingState([model])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="takes a torch optimizer"):
         deepoffload.TrainingState(model, model)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for others, message in (
+        ({"again": optimizer}, r"again=\.\.\.\) is the optimizer, which is saved already; leave again out"),
+        ({"again": model}, r"again=\.\.\.\) is the model, which is saved already"),
+        ({"head": model[0]}, r"head=\.\.\.\) is a part of the model, which is saved already"),
+        (dict.fromkeys(("one", "two"), torch.optim.lr_scheduler.StepLR(optimizer, 1)), "is the same object as one"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            deepoffload.TrainingState(model, optimizer, **others)
     with pytest.raises(UsageError, match="none of the model's"):
         deepoffload.TrainingState(model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0))
     state = deepoffload.TrainingState(model)

@@ -57,6 +57,21 @@ def snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
+def masters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The exact fp32 values of the weights, from ``state_dict()``; of a frozen one, its own."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    state = optimizer.state_dict()["state"]
+    found = {}
+    for number, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
+        entry, weight = state.get(number, {}), param.detach()
+        if "remainder" in entry:
+            bits = (weight.view(torch.int16).int() << 16) + entry["remainder"].int()
+            found[names[id(param)]] = bits.view(torch.float32)
+        else:
+            found[names[id(param)]] = entry.get("master", weight).float().clone()
+    return found
+
+
 Build = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 

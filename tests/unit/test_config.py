@@ -23,6 +23,7 @@ from deepoffload.config import (
     parse_config,
 )
 from deepoffload.config.collect import KEYS
+from deepoffload.config.schema import DurabilityConfig
 from deepoffload.device import Tier
 from deepoffload.errors import ConfigError
 
@@ -170,6 +171,30 @@ def test_keywords_win_over_the_source_and_none_takes_back():
     assert parse_config(source, offload_param="host").offload_param is Tier.HOST
 
 
+OFF_ABOVE_ON = [
+    ({"bf16": {"enabled": True}}, {"bf16": {"enabled": False}}),
+    ({"bf16": {"enabled": True}}, {"bfloat16": {"enabled": False}}),
+    ({"fp16": {"enabled": True}}, {"fp16": {"enabled": False}}),
+    ({"zero_optimization": {"prefetch_bucket_size": 0}}, {"zero_optimization": {"stage3_prefetch_bucket_size": 5}}),
+    ({"zero_optimization": {"cpu_offload": True}}, {"zero_optimization": {"cpu_offload": False}}),
+    ({"data_types": {"keep_in_fp32_modules": ["norm"]}}, {"data_types": {"keep_in_fp32_modules": "auto"}}),
+    ({"data_types": {"grad_accum_dtype": "fp32"}}, {"gradient_dtype": "keep"}),
+    ({"gradient_dtype": "fp32", "precision": "bf16"}, {"data_types": {"grad_accum_dtype": "bf16"}}),
+]
+
+
+@pytest.mark.parametrize(("source", "keywords"), OFF_ABOVE_ON, ids=str)
+def test_a_keyword_that_sets_nothing_takes_back_what_the_source_sets(source, keywords):
+    on, off = parse_config(source), parse_config(source, **keywords)
+    default = Config(precision=Precision.BF16) if "precision" in source else Config()
+    assert replace(off, notes=()) == default != replace(on, notes=())
+
+
+def test_a_keyword_that_sets_nothing_leaves_other_keys_alone():
+    assert parse_config({"precision": "bf16"}, bf16={"enabled": False}).precision is Precision.BF16
+    assert parse_config({"prefetch": False}, zero_optimization={"stage3_prefetch_bucket_size": 5}).prefetch is False
+
+
 def test_a_new_schedule_type_brings_its_own_parameters():
     source = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}
     same = parse_config(source, scheduler={"params": {"warmup_type": "linear"}}).scheduler
@@ -269,7 +294,12 @@ MISTAKES = [
     ({"nvme_path": 3}, "nvme_path = 3: expected a directory"),
     ({"durability": True}, "durability without nvme_path: say in which directory"),
     ({"durability": True, "nvme_path": "/a", "nvme_budget": 0}, "durability with nvme_budget = 0"),
-    ({"durability": {"every": 0, "path": "/a"}}, "every: expected a whole number of at least 1"),
+    ({"durability": {"every": 0, "path": "/a"}}, "every: expected a whole number from 1 to 1000000"),
+    ({"durability": {"every": 10**20, "path": "/a"}}, "every: expected a whole number from 1 to 1000000"),
+    ({"durability": DurabilityConfig(every=10**20, path=("/a",))}, "every: expected a whole number from 1 to 1000000"),
+    ({"steps_per_print": float("inf")}, "steps_per_print = inf: expected a whole number"),
+    ({"gradient_clipping": 10**400}, "expected a finite number"),
+    ({"aio": {"queue_depth": 10**5000}}, "aio.queue_depth = (int of very many digits): expected"),
     ({"durability": {"each": 1}}, "unknown key 'each'; expected every and path"),
     ({"durability": {"path": 3}}, "path: expected a directory"),
     ({"durability": 1}, "durability = 1: expected true, false, or an object"),
@@ -285,6 +315,14 @@ MISTAKES = [
     ({"aio": {"block_bytes": 4096, "block_size": 8192}}, "aio.block_bytes and aio.block_size contradict each other"),
     ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype = 'fp16'"),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, "precision is 'keep'"),
+    (
+        {"gradient_dtype": "keep", "precision": "bf16", "data_types": {"grad_accum_dtype": "fp32"}},
+        "gradient_dtype and data_types.grad_accum_dtype contradict each other ('keep' and 'fp32')",
+    ),
+    (
+        {"gradient_dtype": "fp32", "precision": "bf16", "data_types": {"grad_accum_dtype": "bf16"}},
+        "gradient_dtype and data_types.grad_accum_dtype contradict each other ('fp32' and 'bf16')",
+    ),
     ({"offload_param": "nvme"}, "offload_param is nvme, but there is no nvme_path"),
     ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer is nvme, but there is no"),
     ({"nvme_budget": "1GB"}, "nvme_budget without nvme_path"),

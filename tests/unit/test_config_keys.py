@@ -129,6 +129,60 @@ def test_defaults_are_values_of_their_kind_and_change_nothing():
     collected(rule, KEYS.values())
 
 
+FIRST_NAMES = {  # of those that are named otherwise than with and without "stage3_"
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    "zero_optimization.cpu_offload_params": "zero_optimization.cpu_offload_param",
+    "seq_parallel_comm_data_type": "seq_parallel_communication_data_type",
+}
+
+
+def test_every_second_name_is_known_as_one():
+    for path, key in KEYS.items():
+        first = FIRST_NAMES.get(path, path.replace("bfloat16.", "bf16."))
+        stage3 = first.replace("zero_optimization.", "zero_optimization.stage3_")
+        assert key.first_path == (stage3 if stage3 in KEYS else first), path
+
+
+def test_two_names_of_a_key_say_the_same_or_contradict_each_other():
+    def rule(key: Key) -> None:
+        values = [value for value in OTHER_VALUES if fits(key, value)]
+        default = False if key.default == "off" else key.default  # in the place of a value that is refused
+        values = [default, *(value for value in values if value not in key.harmless and value != default)]
+        for one, other in ((key.path, key.first_path), (key.first_path, key.path)):
+            said = parse_config(merged(nested(one, values[0]), nested(other, values[0])))
+            assert replace(said, notes=()) == replace(parse_config(nested(one, values[0])), notes=())
+            try:
+                parse_config(merged(nested(one, values[0]), nested(other, values[1])))
+            except ConfigError as error:
+                assert f"{one} and {other} contradict each other" in str(error), str(error)
+            else:
+                raise AssertionError(f"{values[:2]} are accepted")
+
+    second_names = [key for key in KEYS.values() if key.same_as is not None]
+    assert len(second_names) > 15
+    collected(rule, second_names)
+
+
+def merged(one: dict[str, object], other: dict[str, object]) -> dict[str, object]:
+    """Two sources as one."""
+    result = dict(one)
+    for name, value in other.items():
+        below = result.get(name)
+        both = isinstance(below, dict) and isinstance(value, dict)
+        result[name] = merged(below, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def fits(key: Key, value: object) -> bool:
+    try:
+        key.kind.normalise(value)
+    except Mismatch:
+        return False
+    return True
+
+
 def test_auto_and_null_say_nothing():
     def rule(key: Key) -> None:
         for value in ("auto", None):

@@ -22,7 +22,17 @@ from deepoffload.checkpoint.convert.training_run import TrainingRun
 from deepoffload.checkpoint.convert.universal import read_universal
 from deepoffload.checkpoint.convert.zero import read_zero
 from deepoffload.errors import DeepOffloadError
-from tests.checkpoint.damaged import BYTES_MAX, CPU_SECONDS_MAX, Stub, Watched, inert, nodes, without_checksums
+from tests.checkpoint.damaged import (
+    BYTES_MAX,
+    CPU_SECONDS_MAX,
+    Stub,
+    Watched,
+    inert,
+    nested,
+    nodes,
+    round_list,
+    without_checksums,
+)
 from tests.checkpoint.training import ALL
 from tests.support.deepspeed_peer import STEPS
 
@@ -140,19 +150,6 @@ CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "round client state": ("model", lambda value: value.update(deep=round_list())),
     "doubling client state": ("model", lambda value: value.update(deep=doubling(60))),
 }
-
-
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-def round_list() -> Any:
-    value: list[Any] = []
-    value.append(value)
-    return value
 
 
 def doubling(depth: int) -> Any:

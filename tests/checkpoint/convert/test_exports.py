@@ -23,7 +23,7 @@ from deepoffload.checkpoint.convert.commands import run as command
 from deepoffload.checkpoint.convert.dcp import _Chunk, _Chunked
 from deepoffload.checkpoint.convert.tensors import Held
 from deepoffload.checkpoint.convert.universal import read_universal
-from tests.checkpoint.training import ALL, adamw, gpt, snapshot, steps
+from tests.checkpoint.training import ALL, adamw, gpt, masters, snapshot, steps
 from tests.support.disks import largest_file
 from tests.support.loops import assert_same_bits
 from tests.support.models import TRANSFORMERS, llama
@@ -54,21 +54,6 @@ def trained(paged: Callable[..., Any], make: Callable[[], nn.Module], precision:
             group["eps"] = 1e-4
     steps(model, optimizer, 0)
     return model, optimizer
-
-
-def masters(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """The exact fp32 weights, from ``state_dict()``."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    state = optimizer.state_dict()["state"]
-    found = {}
-    for number, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
-        held, weight = state[number], param.detach()
-        if "remainder" in held:
-            bits = (weight.view(torch.int16).int() << 16) + held["remainder"].int()
-            found[names[id(param)]] = bits.view(torch.float32)
-        else:
-            found[names[id(param)]] = held.get("master", weight).float().clone()
-    return found
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
