@@ -69,9 +69,22 @@ class TrainingEngine:
         return self.core.pager.memory.device
 
     @property
+    def world_size(self) -> int:
+        """How many ranks train this model."""
+        return self.core.ranks.world_size
+
+    dp_world_size = world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number among them."""
+        return self.core.ranks.rank
+
+    @property
     def local_rank(self) -> int:
-        """Which of the node's processes this is; the index of its device for scripts that move batches to it."""
-        return self.device.index or 0
+        """Which of the ranks of its host this is; with one rank the index of its device, for scripts that move batches
+        to it."""
+        return self.device.index or self.core.ranks.local_rank
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -167,7 +180,16 @@ class TrainingEngine:
         return self._config.train_batch_size
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: with one process there is nothing to synchronise."""
+        """Does nothing with one rank, which has nothing to synchronise.
+
+        Raises:
+            UnsupportedError: with several ranks each backward adds its gradients to the ranks' mean.
+        """
+        if self.world_size > 1:
+            raise UnsupportedError(
+                "engine.no_sync() is not available with several ranks: gradients go to their owners in every backward. "
+                "Leave it out: gradient_accumulation_steps gives the same numbers"
+            )
         return contextlib.nullcontext()
 
     # -- questions -------------------------------------------------------------------------------------------------

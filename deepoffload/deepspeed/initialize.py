@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from deepoffload.config import Config, Precision, StepOverlap, parse_config
+from deepoffload.deepspeed.data import make_loader, split_over_ranks
 from deepoffload.deepspeed.engine import TrainingEngine
 from deepoffload.deepspeed.schedulers import ConfiguredSchedule
 from deepoffload.errors import BudgetError, ConfigError, DeepOffloadError, UnsupportedError, UsageError
@@ -28,6 +29,7 @@ from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.construct import give_back
 from deepoffload.runtime.context import engine_of
 from deepoffload.runtime.engine import Engine
+from deepoffload.runtime.ranks import RankChoice
 
 log = logging.getLogger("deepoffload")
 
@@ -75,6 +77,10 @@ def initialize(
     config: ConfigSource | None = None,
     mesh_param: Any = None,
     config_params: ConfigSource | None = None,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    ranks: str | Mapping[str, Any] | None = None,
 ) -> tuple[TrainingEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]:
     """Make a training engine, with DeepSpeed's arguments.
 
@@ -85,14 +91,18 @@ def initialize(
         optimizer: a torch optimizer over the model's parameters, or a function from parameters to one. None: as the
             configuration's ``optimizer`` says; without one the engine only infers.
         model_parameters: parameters or groups for the optimizer; None: all that require gradients.
-        training_data: a dataset; the loader draws micro-batches from it in random order.
+        training_data: a dataset; the loader draws micro-batches from it in random order. With several ranks each draws
+            its share, by a ``DistributedSampler``: call ``loader.sampler.set_epoch(epoch)`` for another order in each
+            epoch.
         lr_scheduler: a scheduler, or a function from the optimizer to one. None: as the configuration says.
-        distributed_port, dist_init_required: of no use with one process, and accepted.
+        distributed_port, dist_init_required: accepted; the launcher says where ranks meet, and the default group is
+            started where nobody has.
         mpu, mesh_param: only None.
         collate_fn: for the loader.
         config: path, mapping or :class:`Config`. None for a model built in a context: that context's configuration.
             When both are given, what concerns placement has to agree, and the rest may be said in either.
         config_params: older name of ``config``.
+        group, mesh, ranks: as for :class:`deepoffload.offload_context`, which says them for a model built in it.
 
     Returns:
         ``(engine, optimizer, loader, lr_scheduler)``; the last three are None where there is none. The engine clips
@@ -105,10 +115,16 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}")
     if mpu is not None or mesh_param is not None:
-        raise UnsupportedError("initialize: model parallelism (mpu, mesh_param) is not available; one process trains")
+        raise UnsupportedError("initialize: model parallelism (mpu, mesh_param) is not available")
     core = _paging_engine(model)
     source = _config_source(args, config, config_params)
-    settings = parse_config(source)
+    choice = RankChoice(group, mesh, ranks)
+    if core is not None and choice.is_said:
+        raise UsageError(
+            "initialize: the model was built in an offload_context, which says its ranks (group, mesh, ranks)"
+        )
+    world_size = choice.world_size if core is None else core.ranks.world_size
+    settings = parse_config(source, world_size=world_size, **choice.settings)
     if core is not None:
         for warning in settings.warnings:
             log.warning(warning)  # those of its own configuration the engine has said
@@ -117,9 +133,10 @@ def initialize(
     _check_before(settings, model, optimizer, model_parameters, lr_scheduler, training_data)
     built = _optimizer(settings, model, optimizer, model_parameters, clipping)
     scheduler = _scheduler(settings, built, lr_scheduler)
-    loader = _loader(settings, training_data, collate_fn)
+    loader = make_loader(settings, training_data, collate_fn)
     if core is None:  # last: what fails before leaves the model as it was
-        core = _take_over(settings, model)
+        core = _take_over(settings, model, choice)
+    loader = split_over_ranks(loader, core, settings, collate_fn)
     if built is None:
         log.info("initialize: no optimizer, so the engine only infers")
     scale = configured_loss_scale(settings.fp16) if settings.precision is Precision.FP16 else None
@@ -134,9 +151,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _take_over(config: Config, model: nn.Module) -> Engine:
+def _take_over(config: Config, model: nn.Module, choice: RankChoice) -> Engine:
     """Page a model that was built before. One that cannot be placed is left as it was."""
-    core = Engine(config)
+    core = Engine(config, choice.open(config))
     try:
         core.adopt_model(model)
     except BaseException as error:
@@ -333,18 +350,3 @@ def _scheduler(config: Config, optimizer: torch.optim.Optimizer | None, given: A
         _check_schedule(schedule, optimizer)
         return schedule
     return None if config.scheduler is None else ConfiguredSchedule(optimizer, config.scheduler)
-
-
-def _loader(config: Config, data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> DataLoader[Any] | None:
-    if data is None:
-        return None
-    try:
-        return DataLoader(
-            data,
-            batch_size=config.train_micro_batch_size_per_gpu,
-            shuffle=None if isinstance(data, IterableDataset) else True,
-            drop_last=config.dataloader_drop_last,
-            collate_fn=collate_fn,
-        )
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"initialize(training_data=...): {type(data).__name__} is no dataset: {error}") from error

@@ -135,6 +135,27 @@ def open_group(
         RankError: the other ranks do not come.
     """
     launch = read_launch(os.environ)
+    found = _find_group(launch, group, mesh)
+    if found is None and launch is not None:
+        _start_default_group(device, launch)
+        found = dist.group.WORLD
+    if found is None or dist.get_world_size(found) == 1:
+        return None
+    _check_backend(found, device)
+    return RankGroup(found, device, launch, timeout_s)
+
+
+def world_size_of(group: dist.ProcessGroup | None = None, mesh: Any = None) -> int:
+    """How many ranks ``open_group`` finds. Starts nothing. Raises what that raises before it starts anything."""
+    launch = read_launch(os.environ)
+    found = _find_group(launch, group, mesh)
+    if found is not None:
+        return int(dist.get_world_size(found))
+    return 1 if launch is None else launch.world_size
+
+
+def _find_group(launch: Launch | None, group: Any, mesh: Any) -> dist.ProcessGroup | None:
+    """The group that is there: the one that was given, or the default one."""
     if not dist.is_available():
         if launch is not None or group is not None or mesh is not None:
             raise UnsupportedError("this build of torch has no torch.distributed: install one that has, or train alone")
@@ -145,16 +166,12 @@ def open_group(
         group = _group_of(mesh)
     if group is not None:
         _check_membership(group)
-    elif dist.is_initialized():
+        given: dist.ProcessGroup = group
+        return given
+    if dist.is_initialized():
         _check_launch(launch)
-        group = dist.group.WORLD
-    elif launch is not None:
-        _start_default_group(device, launch)
-        group = dist.group.WORLD
-    if group is None or dist.get_world_size(group) == 1:
-        return None
-    _check_backend(group, device)
-    return RankGroup(group, device, launch, timeout_s)
+        return dist.group.WORLD
+    return None
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup:

@@ -13,6 +13,7 @@ from deepoffload.config import Config, parse_config
 from deepoffload.errors import BudgetError, UsageError
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.engine import Engine
+from deepoffload.runtime.ranks import RankChoice
 from deepoffload.runtime.registration import ConstructionHooks, context_is_open
 
 
@@ -24,6 +25,10 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
 
     Args:
         config: path of a JSON file, a mapping (DeepSpeed's keys work), a :class:`Config`, or nothing.
+        group, mesh: the ranks that train this model, as a process group or a ``DeviceMesh`` with one dimension. Not
+            said: those of the default group, or those that the launcher has started.
+        ranks: ``"local"``: this process has the model for itself, also where there are others. Or the section ``ranks``
+            of the configuration.
         overrides: our own keys as keyword arguments, such as ``host_budget="2GiB"``, ``nvme_path="/mnt/nvme"``.
 
     Attributes:
@@ -36,9 +41,16 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
     """
 
     def __init__(
-        self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, **overrides: Any
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+        *,
+        group: Any = None,
+        mesh: Any = None,
+        ranks: str | Mapping[str, Any] | None = None,
+        **overrides: Any,
     ) -> None:
-        self.config = parse_config(config, **overrides)
+        self._ranks = RankChoice(group, mesh, ranks)
+        self.config = parse_config(config, world_size=self._ranks.world_size, **self._ranks.settings, **overrides)
         self.engine: Engine | None = None
         self._hooks: ConstructionHooks | None = None
 
@@ -49,7 +61,7 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
             raise UsageError(
                 "offload_context inside offload_context: build the models one after the other, or all in one"
             )
-        self.engine = Engine(self.config)
+        self.engine = Engine(self.config, self._ranks.open(self.config))
         self._hooks = self.engine.construction()
         self._hooks.__enter__()
         return self

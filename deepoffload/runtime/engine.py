@@ -33,6 +33,8 @@ from deepoffload.params.root_watch import RootWatch
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.use_order import UseOrder
 from deepoffload.params.window import Window
+from deepoffload.ranks.group import RankGroup
+from deepoffload.ranks.places import RankMap
 from deepoffload.runtime.agreement import Agreement
 from deepoffload.runtime.announce import OutsideWatch, announce, summary
 from deepoffload.runtime.choice import Room
@@ -44,7 +46,6 @@ from deepoffload.runtime.disk import EngineDisk, measure_machine
 from deepoffload.runtime.durability import Durability
 from deepoffload.runtime.kept_views import budget_for_kept
 from deepoffload.runtime.plan import ModelPlan, plan_model
-from deepoffload.runtime.ranks import refuse_several_ranks
 from deepoffload.runtime.refusals import Refusals
 from deepoffload.runtime.registration import ConstructionHooks, ShortageError, refuse_meta, take
 from deepoffload.runtime.unit_finder import find_units
@@ -59,16 +60,22 @@ log = logging.getLogger("deepoffload")
 class Engine:
     """Everything deepoffload holds for the models of one context. Made by :class:`offload_context` or ``initialize``.
 
+    Args:
+        group: the ranks that train together, which this closes in the end; None with one rank.
+
     Attributes:
+        agreement: with the other ranks, on what is set up.
+        ranks: who this process is among its ranks.
         training_state: the one that saves and loads the models, while there is one.
         placement: what went where and why; None until the context has ended. ``placement.table()`` is for people.
     """
 
-    def __init__(self, config: Config) -> None:
-        refuse_several_ranks()
+    def __init__(self, config: Config, group: RankGroup | None = None) -> None:
         if SHIELD.is_engaged():
             gc.collect()  # models that are gone, but kept by reference cycles, give their budgets back first
         self.config = config
+        self.agreement = Agreement(group)
+        self.ranks = RankMap(0, (0,)) if group is None else group.ranks
         paths = check_paths(config.nvme_path, config.path_key) if config.nvme_path else []
         accelerator = find_accelerator(config)
         device = Device.parse("cpu" if accelerator is None else str(accelerator.device))
@@ -88,7 +95,7 @@ class Engine:
         self.durability: Durability | None = None
         self._grain_bytes = self.budgets.host_bytes
         try:
-            self._disk.open(config, paths, self.budgets.nvme_bytes, Agreement(None))
+            self._disk.open(config, paths, self.budgets.nvme_bytes, self.agreement)
             arena = Arena(self.budgets.host_bytes, lends=accelerator is None)
             self.timeline = Timeline() if config.timeline else None
             graphs = OpenGraphs()

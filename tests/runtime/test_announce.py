@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import deepoffload
-from deepoffload.errors import ConfigError
+from deepoffload.errors import ConfigError, UsageError
 from deepoffload.runtime.announce import OUTSIDE_BYTES_MIN
 from tests.runtime.conftest import ROOT, STARTED
 from tests.support.paging import Paging
@@ -168,23 +168,26 @@ def test_a_large_parameter_of_a_second_context_is_not_outside(
 
 @pytest.mark.parametrize("how", ["offload_context", "initialize"])
 def test_a_process_that_a_launcher_started_as_one_of_several(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    def start() -> None:
+    def start(**said: str) -> None:
         if how == "offload_context":
-            with deepoffload.offload_context(host_budget="1MiB") as context:
+            with deepoffload.offload_context(host_budget="1MiB", **said) as context:
                 model = nn.Linear(8, 8)
             assert model.weight.sum().isfinite() and context.engine is not None
             context.engine.close()
         else:
             model = nn.Linear(8, 8)
-            engine, *_ = deepoffload.initialize(model=model, config={"host_budget": "1MiB"})
+            engine, *_ = deepoffload.initialize(model=model, config={"host_budget": "1MiB"}, **said)
+            assert (engine.world_size, engine.global_rank, engine.local_rank, engine.dp_world_size) == (1, 0, 0, 1)
             engine.destroy()
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2.*as one of 2.*one rank only.*--nproc_per_node 1"):
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2 in the environment, but no RANK: which of the 2 processes"):
         start()
+    start(ranks="local")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match="as rank 1 of 2"):
         start()
+    start(ranks="local")
     for name, value in {"WORLD_SIZE": "1", "SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     start()
@@ -198,6 +201,32 @@ def test_a_process_that_a_launcher_started_as_one_of_several(monkeypatch: pytest
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="as rank 3 of 4"):
         start()
+    start(ranks="local")
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"ranks": "alone"}, "ranks = 'alone': expected \"local\" for a model that this process has for itself"),
+        ({"ranks": {"timeout": 3}}, "ranks.timeout: unknown key; did you mean ranks.timeout_s"),
+        ({"ranks": "local", "group": object()}, 'ranks="local" and group= contradict each other'),
+        ({"group": object()}, "group= .*has not been started"),
+    ],
+)
+def test_what_is_said_about_ranks_and_cannot_be(said, text):
+    with pytest.raises((ConfigError, UsageError), match=text):
+        deepoffload.offload_context(host_budget="1MiB", **said)
+    with pytest.raises((ConfigError, UsageError), match=text):
+        deepoffload.initialize(model=nn.Linear(8, 8), config={"host_budget": "1MiB"}, **said)
+
+
+def test_the_context_says_the_ranks_of_its_model():
+    with deepoffload.offload_context(host_budget="1MiB", ranks={"timeout_s": 20}) as context:
+        model = nn.Linear(8, 8)
+    assert context.config.ranks.timeout_s == 20.0 and context.engine is not None
+    with pytest.raises(UsageError, match="was built in an offload_context, which says its ranks"):
+        deepoffload.initialize(model=model, ranks="local")
+    context.engine.close()
 
 
 def test_an_engine_that_nobody_closes_leaves_no_hooks(no_other_engine: None, paging: Paging) -> None:

@@ -1,0 +1,75 @@
+"""The loader that ``initialize`` makes of ``training_data``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from deepoffload.config import Config
+from deepoffload.errors import UsageError
+from deepoffload.runtime.engine import Engine
+
+log = logging.getLogger("deepoffload")
+
+Collate = Callable[[list[Any]], Any]
+
+_SEEDS = 1 << 62
+"""torch's seeds have 64 bits, and a sampler adds the epoch to its own."""
+
+
+def make_loader(
+    config: Config, data: Any, collate_fn: Collate | None, sampler: Sampler[int] | None = None
+) -> DataLoader[Any] | None:
+    """Micro-batches in random order; None without ``data``.
+
+    Args:
+        sampler: which samples this rank draws; None: all of them, in an order that torch's generator decides.
+
+    Raises:
+        UsageError: ``data`` is no dataset.
+    """
+    if data is None:
+        return None
+    try:
+        return DataLoader(
+            data,
+            batch_size=config.train_micro_batch_size_per_gpu,
+            shuffle=None if sampler is not None or isinstance(data, IterableDataset) else True,
+            sampler=sampler,
+            drop_last=config.dataloader_drop_last,
+            collate_fn=collate_fn,
+        )
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"initialize(training_data=...): {type(data).__name__} is no dataset: {error}") from error
+
+
+def split_over_ranks(
+    loader: DataLoader[Any] | None, core: Engine, config: Config, collate_fn: Collate | None
+) -> DataLoader[Any] | None:
+    """The loader of this rank's share; ``loader`` itself with one rank. Collective: the order is rank 0's, which
+    ``torch.manual_seed`` decides there."""
+    if core.ranks.world_size == 1 or loader is None:
+        return loader
+    seed = core.agreement.gather(torch.initial_seed() % _SEEDS, "sharing the seed of the data's order")[0]
+    data = loader.dataset
+    if isinstance(data, IterableDataset):
+        if core.ranks.rank == 0:
+            log.warning(
+                "initialize(training_data=...): %s is an IterableDataset, so it decides itself what each of the %d "
+                "ranks draws; where it does not, all of them draw the same samples",
+                type(data).__name__,
+                core.ranks.world_size,
+            )
+        return loader
+    sampler: Sampler[int] = DistributedSampler(
+        data,
+        num_replicas=core.ranks.world_size,
+        rank=core.ranks.rank,
+        seed=seed,
+        drop_last=config.dataloader_drop_last,
+    )
+    return make_loader(config, data, collate_fn, sampler)
