@@ -137,7 +137,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
-            refuse_ordinary(self.param_groups)
+            refuse_ordinary(self.param_groups[-1:])
         except (ValueError, UnsupportedError):
             self.param_groups.pop()
             raise

@@ -71,7 +71,8 @@ class RankStep:
         Raises:
             UsageError: another rank updates something else, or with other numbers.
         """
-        lines = sorted(f"{handle.name} {job.step} {job.hyper}" for handle, (_, job) in jobs.items())
+        shared = {id(job): f"{job.step} {job.hyper}" for _, job in jobs.values()}
+        lines = sorted(f"{handle.name} {shared[id(job)]}" for handle, (_, job) in jobs.items())
         digest = hashlib.blake2b("\n".join([*lines, repr(settings)]).encode(), digest_size=DIGEST_BYTES).digest()
         mine = int.from_bytes(digest, "little")
         together = self._link.exchange_sums(SquareSum(mine, overflow))

@@ -59,9 +59,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, dtype: torch.dtype, blocks: int = 3) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         for block in self.blocks:
             for name, param in block.named_parameters():
                 if name != "scale":
@@ -99,7 +99,29 @@ def reentrant(model: Model, rank: int, micro_batch: int) -> None:
     x.float().square().sum().backward()
 
 
-PROGRAMS = {"same": same, "uneven": uneven, "reentrant": reentrant}
+def changing(model: Model, rank: int, micro_batch: int) -> None:
+    """All ranks use another expert in each micro-batch: gradients come that nobody expects, others stay away."""
+    x = model.batch(rank, micro_batch)
+    for block in model.blocks:
+        x = block(x, micro_batch % 3)
+    x.float().square().sum().backward()
+
+
+def overflowing(model: Model, rank: int, micro_batch: int) -> None:
+    """The last rank's gradients are not finite in the second step."""
+    x = model.batch(rank, micro_batch)
+    for block in model.blocks:
+        x = block(x, 0)
+    (x.float().square().sum() * (float("inf") if (rank, micro_batch) == (1, 1) else 1.0)).backward()
+
+
+PROGRAMS = {
+    "same": same,
+    "uneven": uneven,
+    "reentrant": reentrant,
+    "changing": changing,
+    "overflowing": overflowing,
+}
 
 
 def gradients_of(model: Model, program: Backward, rank: int, micro_batch: int) -> dict[str, list[Tensor]]:
@@ -167,7 +189,7 @@ class Side:
 
 
 @contextmanager
-def side(transport: str, width: int, dtype: torch.dtype, timeout_s: float = 30.0) -> Iterator[Side]:
+def side(transport: str, width: int, dtype: torch.dtype, blocks: int = 3, timeout_s: float = 30.0) -> Iterator[Side]:
     group = open_group(torch.device("cpu"), timeout_s=timeout_s)
     assert group is not None
     exchange = open_exchange(group, transport)
@@ -177,7 +199,7 @@ def side(transport: str, width: int, dtype: torch.dtype, timeout_s: float = 30.0
     pager = Pager(tiers, tiers.policy, graphs, link=link)  # type: ignore[arg-type]
     gradients = RankGradients(pager, link)
     torch.manual_seed(0)
-    model = Model(width, dtype)
+    model = Model(width, dtype, blocks)
     handles = {name: adopt(pager, param, name) for name, param in model.named_parameters()}
     for index, name in enumerate(dict.fromkeys(name[: len("blocks.0")] for name in handles)):
         mine = [handle for key, handle in handles.items() if key.startswith(name)]
@@ -228,13 +250,13 @@ def check(here: Side, expected: dict[str, Tensor]) -> dict[str, tuple[int, bool]
 
 
 def accumulate(
-    transport: str, program_name: str, dtype: torch.dtype, width: int, micro_batches: int
+    transport: str, program_name: str, dtype: torch.dtype, width: int, micro_batches: int, blocks: int = 3
 ) -> dict[str, object]:
     """Two steps; returns the sums of squares of this rank and of the whole gradients, in the last one."""
     program = PROGRAMS[program_name]
     torch.manual_seed(0)
-    plain = Model(width, dtype)
-    with side(transport, width, dtype) as here:
+    plain = Model(width, dtype, blocks)
+    with side(transport, width, dtype, blocks) as here:
         for step in range(2):
             batches = range(step * micro_batches, (step + 1) * micro_batches)
             expected = expected_sums(plain, program, here.ranks.world_size, batches)

@@ -16,6 +16,7 @@ CASES = [
     ("uneven", "group", torch.float16, 4, 96, 1),
     ("reentrant", "memory", torch.bfloat16, 2, 96, 2),
     ("reentrant", "group", torch.float32, 3, 96, 1),
+    ("changing", "memory", torch.bfloat16, 2, 64, 2),
 ]
 """Units of width 256 are landed in several chunks."""
 
@@ -28,3 +29,17 @@ def test_shards_hold_the_sum_in_rank_order(program, transport, dtype, world_size
     for name, squares in whole.items():
         of_ranks = [one["squares"][name] for one in said]
         assert (sum(total for total, _ in of_ranks), any(bad for _, bad in of_ranks)) == squares, name
+
+
+def test_more_units_than_slots_are_filled_at_once():
+    """In the first step nobody knows which gradients will come: eight units are open until the end of backward."""
+    for one in values_of(contributing.accumulate, 2, "memory", "same", torch.bfloat16, 64, 2, 8):
+        assert one["squares"].keys() == one["whole"].keys()
+
+
+def test_all_ranks_know_where_a_gradient_is_not_finite():
+    said = values_of(contributing.accumulate, 2, "group", "overflowing", torch.float32, 64, 1)
+    bad = [name for name, (_, non_finite) in said[0]["whole"].items() if non_finite]
+    assert bad
+    for name in bad:
+        assert any(one["squares"][name][1] for one in said), name

@@ -1,0 +1,117 @@
+"""What ranks do in the tests of steps and of what contributions refuse."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from deepoffload.errors import DeepOffloadError, RankError, UnsupportedError
+from deepoffload.native.cpu_adam import AdamHyper
+from deepoffload.optim.rule import UpdateJob
+from deepoffload.ranks.sums import SquareSum
+from tests.ranks.contributing import Side, expected_sums, same, side
+from tests.support.inspect import owned_gradient
+
+WIDTH = 64
+
+
+def _jobs(here: Side, lr: float, step: int = 1):  # type: ignore[no-untyped-def]
+    hyper = AdamHyper(lr, 0.9, 0.999, 1e-8, 0.0, True, step)
+    job = UpdateJob(step, hyper, {}, {}, True)
+    return {handle: (handle.tensor, job) for handle in here.handles.values() if here.gradients.present(handle)}
+
+
+def decide(*lrs: float) -> tuple[bool, int]:
+    """Each rank has a learning rate of its own, and the last one an overflow."""
+    with side("memory", WIDTH, torch.float32) as here:
+        same(here.model, here.ranks.rank, 0)
+        last = here.ranks.rank == here.ranks.world_size - 1
+        with here.step().met():
+            jobs = _jobs(here, lrs[here.ranks.rank])
+            overflow = here.step().agree(jobs, (1.0, False, None), last)
+            total = here.step().sum_over_ranks(SquareSum(1 << here.ranks.rank, False)).total
+        return overflow, total
+
+
+def lack_a_gradient() -> None:
+    """Rank 1 drops a gradient that the others keep."""
+    with side("group", WIDTH, torch.float32) as here:
+        same(here.model, here.ranks.rank, 0)
+        with here.step().met():
+            if here.ranks.rank == 1:
+                here.gradients.assign(here.handles["blocks.1.scale"], None)
+            here.step().agree(_jobs(here, 0.1), (1.0, False, None), False)
+
+
+def fail_inside(rank: int) -> float:
+    """One rank finds a setting out of range, inside the step. Returns how long after it the others know."""
+    begin = time.monotonic()
+    with side("memory", WIDTH, torch.float32) as here:
+        same(here.model, here.ranks.rank, 0)
+        try:
+            with here.step().met():
+                begin = time.monotonic()
+                if here.ranks.rank == rank:
+                    raise ValueError("lr must not be negative, got -1")
+                here.step().sum_over_ranks(SquareSum(1, False))
+        except RankError as error:
+            assert "ValueError: lr must not be negative" in str(error), error
+            raise RuntimeError(f"heard after {time.monotonic() - begin:.1f} s: {error}") from None
+    return 0.0
+
+
+def _refused(here: Side, do: Callable[[], object]) -> str:
+    try:
+        do()
+    except UnsupportedError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
+def refuse() -> list[str]:
+    """Every rank does what cannot be done with several ranks; then all train."""
+    found = []
+    with side("memory", WIDTH, torch.bfloat16) as here:
+        model, gradients, handles = here.model, here.gradients, here.handles
+        param = handles["blocks.0.scale"].tensor
+        assert param is not None
+        gradients.assign(handles["blocks.0.scale"], torch.ones(WIDTH))
+        found.append(_refused(here, lambda: (param * 2).sum().backward()))
+        gradients.assign(handles["blocks.0.scale"], None)
+        found.append(_refused(here, lambda: (param**3).sum().backward(create_graph=True)))
+        param.__class__.grad.__set__(param, None)
+        found.append(_refused(here, gradients.contributions.no_sync))
+        same(model, here.ranks.rank, 0)
+        with here.step().met():
+            pass
+    return found
+
+
+def drop_while_under_way() -> None:
+    """zero_grad() after a backward that no step follows; then a micro-batch whose sum must know nothing of it."""
+    with side("memory", WIDTH, torch.float32) as here:
+        torch.manual_seed(0)
+        plain = type(here.model)(WIDTH, torch.float32)
+        same(here.model, here.ranks.rank, 0)
+        for handle in here.handles.values():
+            here.gradients.assign(handle, None)
+        same(here.model, here.ranks.rank, 1)
+        expected = expected_sums(plain, same, here.ranks.world_size, range(1, 2))
+        with here.step().met():
+            for name, handle in here.handles.items():
+                if name in expected:
+                    owned = owned_gradient(here.gradients, handle)
+                    if owned is not None:
+                        start, found = owned
+                        assert torch.equal(found, expected[name][start : start + found.numel()]), name
+
+
+def error_of(program: Callable[..., object], *arguments: object) -> str:
+    """The class and the text of what ``program`` raises."""
+    try:
+        program(*arguments)
+    except (DeepOffloadError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -1,0 +1,39 @@
+"""Ranks decide on a step together: all make the same one, or all raise."""
+
+from __future__ import annotations
+
+from tests.ranks import deciding
+from tests.support.rank_processes import values_of
+
+
+def test_an_overflow_on_one_rank_counts_for_all():
+    assert values_of(deciding.decide, 3, 0.1, 0.1, 0.1) == [(True, 7)] * 3
+
+
+def test_ranks_with_other_settings_are_refused():
+    errors = values_of(deciding.error_of, 2, deciding.decide, 0.1, 0.2)
+    assert any(error.startswith("UsageError: the ranks' optimizer.step() differ") for error in errors), errors
+    assert all("the ranks' optimizer.step() differ" in error for error in errors), errors
+
+
+def test_ranks_that_do_not_agree_on_who_has_a_gradient_are_refused():
+    errors = values_of(deciding.error_of, 3, deciding.lack_a_gradient)
+    assert all("the ranks' optimizer.step() differ" in error for error in errors), errors
+
+
+def test_an_error_inside_the_step_is_raised_on_all_ranks():
+    errors = values_of(deciding.error_of, 3, deciding.fail_inside, 1)
+    assert errors[1] == "ValueError: lr must not be negative, got -1"
+    for error in (errors[0], errors[2]):
+        assert error.startswith(("RuntimeError: heard after 0.", "RuntimeError: heard after 1.")), error
+
+
+def test_what_cannot_be_added_up_is_refused_and_the_rest_goes_on():
+    for assigned, graph, no_sync in values_of(deciding.refuse, 2):
+        assert "blocks.0.scale.grad is a tensor that the program has assigned" in assigned
+        assert "blocks.0.scale.grad has a graph" in graph
+        assert "no_sync is not there yet" in no_sync
+
+
+def test_gradients_that_are_dropped_on_their_way_are_dropped_on_all_ranks():
+    values_of(deciding.drop_while_under_way, 2)
