@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from deepoffload.io.probe import Bandwidth
 from tests.support import cuda, session
+from tests.support.disks import disk_of, lies_on
 from tests.support.paging import STRICT, Paging, Same
 from tests.support.simulated_gpu.isolation import CHILD
 
@@ -36,10 +39,33 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def measured_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bandwidth]:
+    """The disk that all temporary directories lie on. It is measured once for this user. What is known of directories
+    that only these tests have is kept apart from the user's cache."""
+    directory, base = Path(tempfile.gettempdir()), tmp_path_factory.getbasetemp()
+    measured = disk_of(directory if directory.stat().st_dev == base.stat().st_dev else base)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        lies_on(measured, Path(measured.path))
+        yield measured
+
+
 @pytest.fixture(scope="session")
-def nvme_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One directory for the whole session, so that its bandwidth is measured once."""
-    return tmp_path_factory.mktemp("nvme")
+def nvme_path(tmp_path_factory: pytest.TempPathFactory, measured_disk: Bandwidth) -> Path:
+    """One directory for the whole session."""
+    path = tmp_path_factory.mktemp("nvme")
+    lies_on(measured_disk, path)
+    return path
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path, measured_disk: Bandwidth) -> Iterator[Path]:
+    """As ever. Engines that swap there need not measure it first."""
+    kept = lies_on(measured_disk, tmp_path)
+    yield tmp_path
+    for path in kept:
+        path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")

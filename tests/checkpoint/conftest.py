@@ -16,6 +16,7 @@ import deepoffload
 from deepoffload import offload_context
 from tests.checkpoint.damaged import Opener, trained
 from tests.checkpoint.durable_model import PLACES, Make, Run
+from tests.support.disks import folder_on_disk
 
 transformers = pytest.importorskip("transformers")
 
@@ -119,7 +120,7 @@ def opener() -> Iterator[Opener]:
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     """Makes runs whose durable state lies in ``tmp_path / "swap"``, and closes them."""
-    (tmp_path / "swap").mkdir()
+    folder_on_disk(tmp_path / "swap")
     runs: list[Run] = []
 
     def build(place: str = "half", **said: Any) -> Run:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import deepoffload
 from deepoffload.io.named_files import durable_path
 from tests.checkpoint.training import snapshot
+from tests.support.disks import folder_on_disk
 
 WIDTH = 96
 PLACES: dict[str, dict[str, Any]] = {
@@ -97,5 +98,5 @@ def trained(make: Make, **said: Any) -> dict[str, Any]:
 def image(source: Path, target: Path) -> None:
     """What a death at this moment leaves: the durable file as it is now."""
     shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
+    folder_on_disk(target)
     shutil.copyfile(durable_path(str(source)), durable_path(str(target)))

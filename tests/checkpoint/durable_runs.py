@@ -12,7 +12,6 @@ parent sees from these lines what a child had been promised when it died.
 from __future__ import annotations
 
 import gc
-import os
 import random
 import sys
 import zlib
@@ -27,6 +26,7 @@ from torch import nn
 import deepoffload
 from tests.checkpoint.kill_moments import KINDS, Kills, Life, life_of
 from tests.checkpoint.training import snapshot
+from tests.support.disks import folder_on_disk
 from tests.support.models import TinyGPT, batch, next_token_loss
 
 STEPS = 40
@@ -143,7 +143,7 @@ def main(directory: str, how: tuple[str, str, str], every: int, num_paths: int, 
         assert not rounds or when != "committed", "the run ended before it was killed so often"
         paths = [str(Path(directory) / f"{len(rounds)}-{number}") for number in range(num_paths)]
         for path in paths:
-            os.mkdir(path)
+            folder_on_disk(Path(path))
         rounds.append(check_round(paths, every, how, kills, expected, end))
     print(f"lives began at {rounds}")
     print(f"killed {count} times: {dict(kills.phases)}")

@@ -25,6 +25,7 @@ from deepoffload.checkpoint.tags import known_tags, latest_tag
 from deepoffload.errors import DeepOffloadError, UsageError
 from tests.checkpoint.durable_runs import digest
 from tests.checkpoint.training import adamw
+from tests.support.disks import folder_on_disk
 from tests.support.failing_calls import FailingCalls
 from tests.support.models import TinyGPT, batch, next_token_loss
 
@@ -56,8 +57,9 @@ class Operation:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.swap = directory.with_name("elsewhere")
+        directory.parent.mkdir()
         for path in (directory, self.swap):
-            path.mkdir(parents=True)
+            folder_on_disk(path)
 
     def prepare(self) -> None: ...
 

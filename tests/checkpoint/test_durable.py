@@ -11,6 +11,7 @@ import torch
 
 from tests.checkpoint.durable_model import PLACES, WIDTH, Run, image
 from tests.checkpoint.training import ALL
+from tests.support.disks import folder_on_disk
 from tests.support.loops import assert_same_bits
 
 
@@ -100,8 +101,7 @@ def test_what_a_death_leaves_is_a_step_as_it_was_committed(place: str, overlap: 
         for hazard in after:
             hazard(plain)
     plain.close()
-    swap = tmp_path / "swap"
-    swap.mkdir()
+    swap = folder_on_disk(tmp_path / "swap")
     run = Run(**said, durability={"every": every, "path": str(swap)})
     promised = 0
     images = []

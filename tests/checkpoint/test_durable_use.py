@@ -18,7 +18,7 @@ from deepoffload.checkpoint.durable_list import DurableFile, durable_states
 from deepoffload.errors import BudgetError, ConfigError, IoFailure, PlacementError, UnsupportedError, UsageError
 from deepoffload.native.aio import PAGE_BYTES
 from tests.checkpoint.durable_model import PLACES, Make, Run, trained
-from tests.support.disks import largest_file
+from tests.support.disks import folder_on_disk, largest_file
 from tests.support.loops import assert_same_bits
 from tests.support.models import TinyGPT, batch, next_token_loss
 from tests.support.paging import TIGHT, Paging
@@ -36,7 +36,7 @@ def test_another_budget_takes_it_over(place: str, make: Make) -> None:
 
 @pytest.mark.parametrize("optimizer", [{"state_dtype": "8bit"}, {"state_dtype": "bf16"}, {"amsgrad": True}])
 def test_other_formats_of_state(optimizer: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "swap").mkdir()
+    folder_on_disk(tmp_path / "swap")
     ends = []
     for resumes in (False, True):
         if resumes:
@@ -75,7 +75,7 @@ def test_an_optimizer_of_torchs_own(tmp_path: Path) -> None:
     """It changes weights through the doors, and keeps its state in memory."""
     losses = []
     for path, kill in ((tmp_path / "one", None), (tmp_path / "two", 3)):
-        path.mkdir()
+        folder_on_disk(path)
         mine: list[float] = []
         for _ in range(2):
             torch.manual_seed(0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import deepoffload
+from tests.support.disks import folder_on_disk
 
 HELD = {"roomy": "64MiB", "tight": "200KiB"}
 
@@ -46,7 +47,7 @@ def nothing(state: Any, folder: Path) -> None:
 
 def run(between: Callable[[Any, Path], Any], folder: Path, held: str, overlap: str) -> list[Tensor]:
     """Gradients of three steps, with two micro-batches each, and the weights after them."""
-    folder.mkdir()
+    folder_on_disk(folder)
     durability = {"every": 1} if between is commit else False
     torch.manual_seed(0)
     with deepoffload.offload_context(

@@ -20,6 +20,9 @@ from tests.support.loops import assert_same_bits, in_dtype, to_bf16
 
 PLENTY_BYTES = 64 << 20
 
+QUICK_BACKEND = "pool"
+"""The kernel takes 35 ms to close a queue of the others, which is most of the time of a small test."""
+
 PACKAGE = os.path.join(os.path.dirname(deepoffload.__file__), "")
 """Where the files of deepoffload's own code lie. The folder of the checkout may have the package's name, too."""
 
@@ -31,6 +34,7 @@ class Setting:
     Attributes:
         room: budget as a multiple of the least that this model is accepted with; None for one that holds everything.
         evict_always: everything that may be evicted is, after every use.
+        backend: of transfers; the tests of ``io`` hold that all do the same.
     """
 
     name: str
@@ -39,6 +43,7 @@ class Setting:
     evict_always: bool = False
     step_overlap: str = "deferred"
     precision: str = "keep"
+    backend: str = "auto"
 
     def __str__(self) -> str:
         return self.name
@@ -48,7 +53,7 @@ RESIDENT = Setting("resident", None)
 TIGHT = Setting("tight", 1.6)
 SERIAL = Setting("serial", 1.6, prefetch=False, step_overlap="none")
 ROOMY = Setting("roomy", 3.0)
-EVICTING = Setting("evicting", 1.8, prefetch=False, evict_always=True)
+EVICTING = Setting("evicting", 1.8, prefetch=False, evict_always=True, backend=QUICK_BACKEND)
 STRICT = (EVICTING, TIGHT)
 EVERY = (RESIDENT, ROOMY, TIGHT, SERIAL, EVICTING)
 
@@ -70,7 +75,7 @@ class Paging:
             prefetch=setting.prefetch,
             precision=setting.precision,
             debug=debug,
-            **config,
+            **{"aio": {"backend": setting.backend}, **config},
         ) as context:
             yield context
 
@@ -85,13 +90,13 @@ class Paging:
 
     def least_bytes(self, build: Callable[[], Any], setting: Setting, *, seed: int = 0, key: object = None) -> int:
         """The least budget, to within a seventh, that is accepted for this model."""
-        key = (key or build, setting.precision)
+        key, quick = (key or build, setting.precision), replace(setting, evict_always=False, backend=QUICK_BACKEND)
         if key not in self._least:
             budget = _ring_bytes() + (16 << 10)
-            enough = self._enough_bytes(build, replace(setting, evict_always=False), budget, seed)
+            enough = self._enough_bytes(build, quick, budget, seed)
             while enough is not None:
                 budget = max(enough, budget + max(4096, (budget - _ring_bytes()) // 7))
-                enough = self._enough_bytes(build, replace(setting, evict_always=False), budget, seed)
+                enough = self._enough_bytes(build, quick, budget, seed)
             self._least[key] = budget
         return self._least[key]
 
