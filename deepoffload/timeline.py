@@ -40,6 +40,8 @@ class Lane(enum.Enum):
     """A copy to a device's memory, from when it was asked for to when its end was noticed."""
     FROM_DEVICE = "from device"
     """A copy from a device's memory, likewise."""
+    GATHER = "gather"
+    """This rank's shard given to a gather, from its launch to when the end of the others' reading was noticed."""
 
 
 TRANSFERS = (Lane.READ, Lane.WRITE)

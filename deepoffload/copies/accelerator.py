@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from deepoffload.errors import ConfigError
 
@@ -46,11 +47,26 @@ class ComputeDevice(Protocol):
     def free_bytes(self) -> int:
         """Memory that this process may still take."""
 
+    def empty(self, nbytes: int) -> Tensor:
+        """Memory for all copies, ``(nbytes,)`` uint8. Raises ``torch.OutOfMemoryError``, or BudgetError where it is
+        the host's."""
+
+    def no_room(self, needed_bytes: int, capacity_bytes: int) -> tuple[str, str]:
+        """For errors: "<block> needs ... held by", and what to change."""
+
     def register(self, address: int, nbytes: int) -> str | None:
         """Page-lock host memory for this device. None when that went well, else why it did not."""
 
     def unregister(self, address: int) -> None:
         """Undo :meth:`register`. A forked child has nothing to undo."""
+
+
+def device_budget_words(device: torch.device, needed_bytes: int, capacity_bytes: int) -> tuple[str, str]:
+    """What :meth:`ComputeDevice.no_room` says of a device that has its own budget."""
+    return (
+        f"{needed_bytes} bytes on {device}, whose device_budget of {capacity_bytes} bytes is",
+        "Raise device_budget",
+    )
 
 
 class Accelerator:
@@ -111,6 +127,13 @@ class Accelerator:
         if share is None:  # not every backend has it
             return free
         return max(0, min(free, int(total * share(self.device)) - allocated))
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Memory for all copies."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def no_room(self, needed_bytes: int, capacity_bytes: int) -> tuple[str, str]:
+        return device_budget_words(self.device, needed_bytes, capacity_bytes)
 
     def register(self, address: int, nbytes: int) -> str | None:
         """Page-lock host memory for this device. None when that went well, else why it did not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepoffload.copies.rank_device import Coming
 from deepoffload.memory.block import Block
 
 
@@ -18,6 +19,7 @@ class BlockCopy:
         dirty: the program wrote to them, and they alone are right.
         ready: the event of their coming, until it is known to have happened.
         streams: on which they have been used, by id.
+        rewriting: it is gathered again while the program has views of it.
         over: events that were recorded when their last use was over, None while they are used.
     """
 
@@ -28,6 +30,13 @@ class BlockCopy:
     ready: Any = None
     streams: dict[int, Any] = field(default_factory=dict)
     over: list[Any] | None = None
+    rewriting: bool = False
+
+    @property
+    def coming(self) -> Coming | None:
+        """The event of its coming from other ranks, until that has happened: before, the copy cannot go."""
+        ready = self.ready
+        return ready if isinstance(ready, Coming) and not ready.arrived else None
 
     def may_go(self) -> bool:
         """Whether nobody in the program refers to what is shown of it."""
@@ -36,6 +45,6 @@ class BlockCopy:
     def is_dirty(self) -> bool:
         """``dirty``, after a look at what the program has written where no door saw it."""
         owner = self.block.owner
-        if owner is not None and not self.dirty and owner.changed():
+        if owner is not None and not self.dirty and not self.rewriting and owner.changed():
             self.dirty = True
         return self.dirty

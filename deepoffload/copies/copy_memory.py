@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepoffload.copies.accelerator import ComputeDevice
 from deepoffload.copies.fenced_arena import DeviceArena
+from deepoffload.copies.gathered import Gathered, SectionPlace
 from deepoffload.copies.host_link import HostLink
 from deepoffload.copies.materialise import Materialiser
 from deepoffload.copies.movement import Movement
@@ -32,7 +33,8 @@ class CopyMemory:
     It is what others ask, and decides nothing itself: :class:`Residency` knows which copies there are,
     :class:`Movement` moves their bytes.
 
-    It makes the tier manager, because each asks the other.
+    It makes the tier manager, because each asks the other. It has as many methods as there are questions of doors,
+    windows, updates and the tier manager.
 
     Args:
         open_tiers: the tier manager over given copies; called once, while these copies can not yet be asked.
@@ -40,6 +42,7 @@ class CopyMemory:
         outside_user_modes: a context outside of the program's modes, in which bytes are moved.
         storage_at: makes a storage of an address, a device and a number of bytes, which it does not own.
         materialiser: made of the link to the arena; shows blocks that are not stored as they are shown.
+        join: made of the same link; joins this rank with those that store other parts of what is shown.
         poison: fill what is taken back with 0xFF.
     """
 
@@ -54,6 +57,7 @@ class CopyMemory:
         outside_user_modes: Callable[[], AbstractContextManager[None]],
         storage_at: Callable[[int, torch.device, int], Any],
         materialiser: Callable[[HostLink], Materialiser] | None = None,
+        join: Callable[[HostLink], Gathered] | None = None,
         poison: bool = False,
     ) -> None:
         self.tiers = tiers = open_tiers(self)
@@ -63,7 +67,8 @@ class CopyMemory:
         self.link = HostLink(tiers, accelerator)
         self.transfers = self.link.transfers
         between = None if materialiser is None else materialiser(self.link)
-        self._movement = Movement(self.link, self.arena, between, outside_user_modes)
+        self._gathered = None if join is None else join(self.link)
+        self._movement = Movement(self.link, self.arena, between, self._gathered, outside_user_modes)
         self._residency = Residency(tiers, self.arena, self._movement)
         self._outside_user_modes = outside_user_modes
         self._storage_at = storage_at
@@ -98,7 +103,24 @@ class CopyMemory:
         with self.tiers.lock:
             copy = self._residency.need(block, load=load)
             copy.leases += 1
-            self._movement.use(copy)
+            try:
+                self._movement.use(copy)
+            except BaseException:
+                copy.leases -= 1
+                raise
+
+    def serve(self, block: Block, number: int, sections: Sequence[SectionPlace]) -> None:
+        """From now on ranks can gather a block of which each stores a part, under the same number on all of them.
+        ``sections``: how it is cut."""
+        with self.tiers.lock:
+            if self._gathered is None:
+                raise RuntimeError(f"{block.name} is no part of what other ranks have")
+            self._gathered.show(block, number, sections)
+
+    def finish_rewrites(self) -> None:
+        """Wait until copies that the program has views of show what is stored. Serves other ranks meanwhile."""
+        with self.tiers.lock:
+            self._movement.finish_rewrites()
 
     def release(self, block: Block) -> None:
         with self.tiers.lock:
@@ -131,7 +153,9 @@ class CopyMemory:
 
     def checksum(self, block: Block, offset_bytes: int, nbytes: int) -> int:
         copy, current = self._residency.copies[block.id], self.accelerator.current()
-        for event in self._movement.events(copy):  # it may have been written on another stream
+        for event in (
+            () if copy.rewriting else self._movement.events(copy)
+        ):  # it may have been written on another stream
             current.wait_event(event)
         with self._outside_user_modes():
             there = self._movement.shown_bytes(copy)[offset_bytes : offset_bytes + nbytes]
@@ -148,7 +172,7 @@ class CopyMemory:
             if copy is not None and copy.is_dirty():
                 self._movement.copy_out(copy)
             if block.copying:
-                self.transfers.end(block)
+                self.transfers.end_changes(block)
 
     def refresh(self, block: Block) -> None:
         with self.tiers.lock:
@@ -156,6 +180,8 @@ class CopyMemory:
             if copy is None:
                 return
             copy.dirty = False
+            if copy.coming is not None and copy.coming.flight is None:
+                return  # it shows what is stored when its gather is launched
             if not copy.leases and copy.may_go():
                 self._residency.drop(copy)
             else:
@@ -208,12 +234,18 @@ class CopyMemory:
     def pump(self, upcoming: Iterable[tuple[int, int]], in_use: set[int] | frozenset[int]) -> None:
         """Start copies of the weights that are used next and are in host memory, as far as there is room."""
         self.transfers.poll()
+        if self._gathered is not None:
+            if not self._gathered.pump():
+                return
+            self._movement.finish_rewrites()
         self._movement.note_ends()
         self._residency.plan(upcoming, in_use)
 
     def evict_all(self, in_use: set[int] | frozenset[int]) -> None:
         """Evict what may be evicted (the tests' strictest mode)."""
         with self.tiers.lock:
+            if self._gathered is not None and self._gathered.pump():
+                self._movement.finish_rewrites()
             self._residency.evict_all(in_use)
             self.transfers.end()
 

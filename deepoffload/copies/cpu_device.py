@@ -9,8 +9,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from deepoffload import machine
+from deepoffload.copies.accelerator import device_budget_words
 
 
 class DoneEvent:
@@ -57,6 +59,13 @@ class CpuDevice:
     def free_bytes(self) -> int:
         """Memory of the machine that is available now."""
         return machine.measure().memory_available_bytes
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Memory for all copies."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def no_room(self, needed_bytes: int, capacity_bytes: int) -> tuple[str, str]:
+        return device_budget_words(self.device, needed_bytes, capacity_bytes)
 
     def register(self, address: int, nbytes: int) -> str | None:
         return "copies in one memory need none that is page-locked"

@@ -63,9 +63,9 @@ class DeviceArena:
     def capacity_bytes(self) -> int:
         return self._ranges.capacity_bytes
 
-    @property
-    def device(self) -> torch.device:
-        return self._accelerator.device
+    def no_room(self, needed_bytes: int) -> tuple[str, str]:
+        """For errors: what :meth:`ComputeDevice.no_room` says."""
+        return self._accelerator.no_room(needed_bytes, self.capacity_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -89,17 +89,14 @@ class DeviceArena:
         if self._bytes is None:
             with self._outside_user_modes():
                 try:
-                    self._bytes = self._empty()
+                    self._bytes = self._accelerator.empty(self.capacity_bytes)
                 except torch.OutOfMemoryError:
                     gc.collect()  # models that are gone, but kept by reference cycles, hold their arenas
-                    self._bytes = self._empty()
+                    self._bytes = self._accelerator.empty(self.capacity_bytes)
             # torch may give memory that what was launched on this stream before still uses.
             event = self._accelerator.event(self._accelerator.current())
             self._fences.append(_Fence(0, self.capacity_bytes, event))
         return self._bytes
-
-    def _empty(self) -> Tensor:
-        return torch.empty(self.capacity_bytes, dtype=torch.uint8, device=self._accelerator.device)
 
     def holds(self, address: int) -> bool:
         """Whether an address of the device lies in it."""

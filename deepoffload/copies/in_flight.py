@@ -49,7 +49,7 @@ class DeviceTransfers:
         self._in_flight.append(_Launched(event, block, then, lane, nbytes, time.perf_counter()))
         if lane is Lane.TO_DEVICE:
             self.in_bytes += nbytes
-        else:
+        elif lane is Lane.FROM_DEVICE:
             self.out_bytes += nbytes
 
     def poll(self) -> None:
@@ -64,6 +64,12 @@ class DeviceTransfers:
             for copy in waited:
                 self._finish(copy)
             return bool(waited)
+
+    def end_changes(self, block: Block) -> None:
+        """Wait for what overwrites the host's bytes of ``block``."""
+        with self._tiers.lock:
+            for copy in [copy for copy in self._in_flight if copy.block is block and copy.lane is not Lane.GATHER]:
+                self._finish(copy)
 
     def end_oldest(self, why: str) -> bool:
         """Wait for the copy that was launched first; False when none is in flight. The timeline says ``why``."""

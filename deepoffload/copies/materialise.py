@@ -14,17 +14,10 @@ from deepoffload.copies.host_link import HostLink, host_offset
 from deepoffload.memory.block import Block
 
 
-class Materialiser(Protocol):
-    """Makes what is shown of a block from what is stored, and the other way round, both on the current stream and
-    outside of the program's modes. ``shown`` is uint8, ``(block.shown_nbytes,)``, on the device that computes;
-    the stored bytes are in the arena, and leased. How each tensor lies in both, ``block.forms`` says."""
-
-    def bring(self, block: Block, shown: Tensor) -> None:
-        """Start filling ``shown``.
-
-        Raises:
-            UnsupportedError: these stored bytes cannot be shown.
-        """
+class TakesBack(Protocol):
+    """Makes what is stored of a block from what is shown, on the current stream and outside of the program's modes.
+    ``shown`` is uint8, ``(block.shown_nbytes,)``, on the device that computes; the stored bytes are in the arena, and
+    leased. How each tensor lies in both, ``block.forms`` says."""
 
     def take_back(self, block: Block, shown: Tensor) -> None:
         """Start overwriting the stored bytes with what the program has made of ``shown``."""
@@ -34,6 +27,17 @@ class Materialiser(Protocol):
 
         Raises:
             UnsupportedError: what is shown of this block cannot be taken back. Says why, and what to do.
+        """
+
+
+class Materialiser(TakesBack, Protocol):
+    """Also makes what is shown from what is stored, likewise."""
+
+    def bring(self, block: Block, shown: Tensor) -> None:
+        """Start filling ``shown``.
+
+        Raises:
+            UnsupportedError: these stored bytes cannot be shown.
         """
 
 

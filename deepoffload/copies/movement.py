@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from deepoffload.copies.block_copy import BlockCopy
 from deepoffload.copies.fenced_arena import DeviceArena
+from deepoffload.copies.gathered import Gathered, is_shard
 from deepoffload.copies.host_link import HostLink
-from deepoffload.copies.materialise import Materialiser, SameBytes
+from deepoffload.copies.materialise import Materialiser, SameBytes, TakesBack
+from deepoffload.copies.rank_device import Coming
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Alias, Block
 from deepoffload.timeline import Lane
@@ -26,6 +29,7 @@ class Movement:
 
     Args:
         materialiser: of blocks that are not stored as they are shown.
+        gathered: of blocks that are one rank's part of what is shown.
         outside_user_modes: a context outside of the program's modes, in which bytes are moved.
     """
 
@@ -34,6 +38,7 @@ class Movement:
         link: HostLink,
         arena: DeviceArena,
         materialiser: Materialiser | None,
+        gathered: Gathered | None,
         outside_user_modes: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._link = link
@@ -42,6 +47,8 @@ class Movement:
         self._arena = arena
         self._same_bytes = SameBytes(link)
         self._materialiser = materialiser
+        self._gathered = gathered
+        self._rewriting: list[BlockCopy] = []
         self._outside_user_modes = outside_user_modes
         self._used: dict[int, BlockCopy] = {}
 
@@ -51,10 +58,12 @@ class Movement:
         """What the current stream does from now on with the copy comes after its coming, and before its going."""
         stream = self._accelerator.current()
         self._begin_use(copy, stream)
-        if copy.ready is not None:
+        while copy.ready is not None:
             stream.wait_event(copy.ready)
             if copy.ready.query():
                 copy.ready = None
+            elif not isinstance(copy.ready, Coming):  # the stream waits, and the host does not
+                break
 
     def _begin_use(self, copy: BlockCopy, stream: Any) -> None:
         copy.streams[stream.stream_id] = stream
@@ -91,8 +100,15 @@ class Movement:
             )
         return self._materialiser
 
+    def _back(self, block: Block) -> TakesBack:
+        return self._gathered if self._gathered is not None and is_shard(block) else self._between(block)
+
     def copy_in(self, copy: BlockCopy, after: Iterable[Any] = ()) -> None:
-        """Start bringing the host's bytes, when ``after`` has happened. They are leased until that is done."""
+        """Start bringing the host's bytes, when ``after`` has happened. They are leased until that is done. Those of
+        other ranks come when all have agreed on that."""
+        if self._gathered is not None and is_shard(copy.block):
+            copy.ready = self._gathered.request(copy.block, self.shown_bytes(copy))
+            return
         block, stream, there = copy.block, self._accelerator.copy_in, self.shown_bytes(copy)
         self._tiers.acquire(block)
         with self._link.lease_kept(block, stream):
@@ -108,14 +124,48 @@ class Movement:
         self._arena.free(copy.offset, [self._accelerator.event(self._accelerator.copy_in)])
 
     def rewrite(self, copy: BlockCopy) -> None:
-        """The same for a copy that somebody holds views of, who may look at any time."""
+        """The same for a copy that somebody holds views of, who may look at any time. What comes from other ranks is
+        there after :meth:`finish_rewrites`."""
+        if self._gathered is not None and is_shard(copy.block):
+            self._gather_again(copy)
+            return
         self.copy_in(copy, after=self.events(copy))
         self.use(copy)
+
+    def _gather_again(self, copy: BlockCopy) -> None:
+        coming = copy.coming
+        if coming is not None and coming.flight is None:
+            return  # it shows what is stored when it is launched
+        if coming is not None:
+            coming.synchronize()
+        self.copy_in(copy)
+        copy.rewriting = True
+        copy.ready.then = partial(self._rewritten, copy)
+        self._rewriting.append(copy)
+
+    def _rewritten(self, copy: BlockCopy) -> None:
+        copy.rewriting = False
+        self._rewriting.remove(copy)
+        if copy.block.owner is not None:
+            copy.block.owner.rewritten()
+
+    def finish_rewrites(self) -> None:
+        """Wait until copies that the program has views of show what is stored. Serves other ranks meanwhile."""
+        while self._rewriting:
+            self._accelerator.current().wait_event(self._rewriting[0].ready)
+
+    def let_arrive(self, copy: BlockCopy) -> bool:
+        """Wait until a copy that comes from other ranks can go. Serves them meanwhile; False where nobody may."""
+        if copy.coming is not None:
+            if self._gathered is None or not self._gathered.may_serve():
+                return False
+            self._accelerator.current().wait_event(copy.coming)
+        return True
 
     def overwrite(self, copy: BlockCopy) -> None:
         """The current stream is about to write all of a new copy, which nothing is brought for. Raises as
         :meth:`will_change`."""
-        self._between(copy.block).check_take_back(copy.block)
+        self._back(copy.block).check_take_back(copy.block)
         copy.dirty = True
         self._arena.bytes()
         current = self._accelerator.current()
@@ -129,7 +179,7 @@ class Movement:
             UnsupportedError: what is shown cannot be taken back. The copy shows what is stored again.
         """
         try:
-            self._between(copy.block).check_take_back(copy.block)
+            self._back(copy.block).check_take_back(copy.block)
         except UnsupportedError:
             copy.dirty = False
             self.rewrite(copy)
@@ -155,7 +205,7 @@ class Movement:
             for event in self.events(copy):
                 stream.wait_event(event)
             with self._outside_user_modes(), self._accelerator.on(stream):
-                self._between(block).take_back(block, self.shown_bytes(copy))
+                self._back(block).take_back(block, self.shown_bytes(copy))
             self._begin_use(copy, stream)
             done = self._accelerator.event(stream)
         self._link.transfers.launched(Lane.FROM_DEVICE, done, block, block.nbytes)
@@ -168,6 +218,16 @@ class Movement:
     def free(self, copy: BlockCopy, aliases: list[Alias] | None = None) -> None:
         """Give the range of a copy back, which ``aliases`` still show."""
         self._used.pop(copy.block.id, None)
+        if copy.rewriting:
+            copy.rewriting = False
+            self._rewriting.remove(copy)
+        coming = copy.coming
+        if coming is not None and coming.flight is None:
+            coming.then = partial(self.free, copy, aliases)  # the gather that was asked for comes all the same
+            return
+        if coming is not None:
+            coming.then = None
+            coming.synchronize()
         self._arena.free(copy.offset, self.events(copy), aliases)
 
     def forget_all(self) -> None:

@@ -43,6 +43,27 @@ class Gatherer(Protocol):
         program has not asked for it."""
 
 
+class Given(Protocol):
+    """A payload to which this rank has given bytes."""
+
+    def releasable(self) -> bool:
+        """Whether nobody reads these any more."""
+
+    def releasable_within(self, limit_s: float) -> bool:
+        """Wait for that in C++ at most so long. Returns ``releasable()``."""
+
+
+class _Release:
+    """The end of the others' reading, as what a wait is for."""
+
+    def __init__(self, flight: Given) -> None:
+        self.ready = flight.releasable
+        self.ready_within = flight.releasable_within
+
+    def arrive(self) -> None:
+        """Nothing arrives here."""
+
+
 Reducer = Callable[[int, tuple[int, ...]], "PayloadFlight | None"]
 """Starts the reduction of a unit (its index) to which these ranks contribute."""
 
@@ -73,7 +94,7 @@ class RankLink:
         self._lock = lock
         self._shown: dict[int, tuple[str, Gatherer]] = {}
         self._sums = group.new_private_group("sums")
-        self._closed = False
+        self._closed = self._ended = False
         self.rounds = RoundService(
             group.store("rounds"),
             self.ranks.rank,
@@ -91,11 +112,6 @@ class RankLink:
         """From now on ``gatherer`` serves the gathers of ``number``; errors call it ``name``."""
         with self._lock:
             self._shown[number] = name, gatherer
-
-    def forget(self, number: int) -> None:
-        """Nobody serves it any more: a gather of it is an error. It counts as closed for no other rank."""
-        with self._lock:
-            self._shown.pop(number, None)
 
     def _launch(self, payload: Payload) -> PayloadFlight | None:
         if payload.kind is WantKind.REDUCE:
@@ -139,6 +155,15 @@ class RankLink:
         """Return when a gather has arrived. ``serve``: launch what others ask for meanwhile."""
         wait = self.rounds.wait_flight if serve else self.rounds.wait_out
         wait(flight, Want(WantKind.GATHER, number))
+
+    def is_released(self, number: int, flight: Given) -> bool:
+        """Whether nobody reads any more what this rank has given to a gather."""
+        with self.rounds.judged(Want(WantKind.GATHER, number)):
+            return flight.releasable()
+
+    def wait_released(self, number: int, flight: Given) -> None:
+        """Return when that is so. Nothing is launched meanwhile."""
+        self.rounds.wait_out(_Release(flight), Want(WantKind.GATHER, number))
 
     # -- reductions ------------------------------------------------------------------------------------------------
 
@@ -212,6 +237,12 @@ class RankLink:
             self.exchange.abandon()
         else:
             self.exchange.close()
+        self._ended = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no other rank uses memory of this one any more, because all have closed or one has failed."""
+        return self._ended or self.rounds.has_failed
 
     def stats(self) -> dict[str, float]:
         """Numbers of the run so far."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from deepoffload.copies.block_copy import BlockCopy
 from deepoffload.copies.fenced_arena import DeviceArena
+from deepoffload.copies.gathered import is_shard
 from deepoffload.copies.movement import Movement
 from deepoffload.errors import BudgetError
 from deepoffload.memory.block import Alias, Block
@@ -15,6 +16,10 @@ from deepoffload.memory.tier_manager import TierManager
 from deepoffload.schedule.placement import BlockKind
 from deepoffload.schedule.planner import MoveKind, plan_prefetch
 from deepoffload.schedule.victims import leaving_order
+
+GATHERED_AHEAD = 3
+"""So many units that are used next are gathered in advance, where there is room. Ranks with the same program want the
+same ones at the same moment, however fast their bytes come."""
 
 
 @dataclass
@@ -57,7 +62,8 @@ class Residency:
         return copy
 
     def _bring(self, block: Block, load: bool) -> BlockCopy:
-        self._movement.end_copies(block)  # a gradient may be landing in it
+        if not is_shard(block):
+            self._movement.end_copies(block)  # a gradient may be landing in it
         copy = BlockCopy(block, self._make_room(block))
         self.copies[block.id] = copy
         try:
@@ -74,6 +80,9 @@ class Residency:
     def plan(self, upcoming: Iterable[tuple[int, int]], in_use: set[int] | frozenset[int]) -> None:
         """Start copies of the weights that are used next and are in host memory, as far as there is room."""
         weights = [(distance, block) for distance, block in upcoming if self._is_weight(block)]
+        if weights and is_shard(self._tiers.block(weights[0][1])):
+            nearest = set(list(dict.fromkeys(block for _, block in weights))[:GATHERED_AHEAD])
+            weights = [(distance, block) for distance, block in weights if block in nearest]
         moves = plan_prefetch(
             weights,
             is_resident=lambda b: b in self.copies or not self._is_loadable(b),
@@ -110,6 +119,8 @@ class Residency:
         """In host memory, where no update of it is still to come and no copy is on its way."""
         block = self._tiers.block(block_id)
         owner = block.owner
+        if is_shard(block):  # each rank brings its part when the gather is launched
+            return self._tiers.has_bytes(block) and owner is not None and not owner.update_to_come()
         if block.copying:  # what the program wrote may still be coming, on another stream
             return False
         return block.resident and owner is not None and not owner.on_host and not owner.update_to_come()
@@ -117,6 +128,8 @@ class Residency:
     def _is_idle(self, copy: BlockCopy, in_use: set[int] | frozenset[int]) -> bool:
         if copy.block.id in in_use or copy.leases or copy.block.id in self.staying:
             return False
+        if is_shard(copy.block) and not copy.streams:
+            return False  # it may still be coming
         return copy.may_go() and not copy.is_dirty()
 
     # -- going -----------------------------------------------------------------------------------------------------
@@ -137,6 +150,8 @@ class Residency:
     def _evict(self, copy: BlockCopy) -> bool:
         if copy.leases or copy.block.id in self.staying or not copy.may_go():
             return False
+        if not self._movement.let_arrive(copy) or self.copies.get(copy.block.id) is not copy or copy.leases:
+            return False
         if copy.is_dirty():
             self._movement.copy_out(copy)
         self.drop(copy)
@@ -146,7 +161,8 @@ class Residency:
     def _evict_farthest(self) -> bool:
         candidates = [copy.block.id for copy in self.copies.values() if not copy.leases]
         leaving = leaving_order(candidates, self._tiers.policy.next_use, is_clean=lambda b: not self.copies[b].dirty)
-        return any(self._evict(self.copies[block]) for block in leaving)
+        # Waiting for one may have taken others.
+        return any(self._evict(self.copies[block]) for block in leaving if block in self.copies)
 
     def _make_room(self, block: Block) -> int:
         collected = False
@@ -169,10 +185,10 @@ class Residency:
             for copy in self.copies.values()
             if copy.leases or not copy.may_go()
         ]
+        wanted, remedy = self._arena.no_room(block.shown_room_bytes)
         return (
-            f"{block.name} needs {block.shown_room_bytes} bytes on {self._arena.device}, whose device_budget of "
-            f"{self._arena.capacity_bytes} bytes is held by\n" + "\n".join(held[:20]) + "\nRaise device_budget, or let "
-            "go of views of weights and gradients (CPUAdam instead of torch's optimizers)"
+            f"{block.name} needs {wanted} held by\n" + "\n".join(held[:20]) + f"\n{remedy}, or let go of views of "
+            "weights and gradients (CPUAdam instead of torch's optimizers)"
         )
 
     def close(self) -> None:

@@ -54,6 +54,13 @@ class BlockOwner(Protocol):
     def release(self) -> None:
         """The memory is taken away now: everything that shows it must stop doing so."""
 
+    def before_gather(self) -> None:
+        """All ranks are about to read this rank's part: make the update that is still to come, and store what the
+        program has written."""
+
+    def rewritten(self) -> None:
+        """What is shown was overwritten with what is stored: that is no change by the program."""
+
     def relocate(self, offset: int) -> None:
         """The bytes have been moved to another arena offset."""
 

@@ -20,6 +20,7 @@ from deepoffload.memory.disk_room import DiskRoom
 from deepoffload.memory.limbo import Limbo
 from deepoffload.memory.no_room import BudgetFor, no_room
 from deepoffload.memory.transfers import TierCounters, Transfers
+from deepoffload.native.aio import round_up
 from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.placement import BlockKind, Placement
 from deepoffload.schedule.victims import leaving_order, rank
@@ -162,6 +163,11 @@ class RoomMaker:
                 has_nvme=self._disk_room is not None,
                 table="" if placement is None else f"\n{placement.table()}",
             )
+
+    def reserve(self, name: str, nbytes: int) -> int:
+        """Take a range of the arena for good, which is no block's. Called under the memory's lock. Raises as
+        :meth:`find`."""
+        return self.find(Block(0, name, BlockKind.STATE, round_up(nbytes), {state: {} for state in BlockState}))
 
     def give_back(self, offset: int, aliases: list[Alias] | None = None) -> None:
         """Take back a block's range. ``aliases``: what the program still has of it; it is used again when these are

@@ -49,7 +49,7 @@ class TierManager:
 
     Attributes:
         static: ids of the blocks that placement keeps in memory for good: never evicted, so never written.
-        copies: as given.
+        copies, room: as given; what finds room in the arena, also for what is no block.
         is_away: whether a block, by id, exists and has its bytes on NVMe only.
         is_empty: whether a block, by id, exists and has no bytes anywhere yet.
     """
@@ -83,7 +83,7 @@ class TierManager:
         self._compactor = Compactor(arena, self._resident, self.note_changes, self.counters, poison)
         self._ids = 0
         self.copies = copies
-        self._room = RoomMaker(
+        self.room = RoomMaker(
             arena,
             self._resident,
             self.static,
@@ -198,8 +198,8 @@ class TierManager:
 
     def placed(self, placement: Placement, budget_for: BudgetFor | None = None) -> None:
         """The models have their placement: errors show it from now on, and name budgets that ``budget_for`` finds."""
-        self._room.placement = placement
-        self._room.budget_for = budget_for
+        self.room.placement = placement
+        self.room.budget_for = budget_for
 
     def room_bytes(self, block_id: int) -> int:
         """What a block takes in the arena; 0 for one that was removed (an old trace may still name it)."""
@@ -278,7 +278,7 @@ class TierManager:
                 self.counters.waits += 1
             else:
                 self.counters.faults += 1
-        block.offset = self._room.find(block)
+        block.offset = self.room.find(block)
         self._resident[block.id] = block
         if fresh or not load:
             if fresh and load:
@@ -370,7 +370,7 @@ class TierManager:
             raise RuntimeError(f"block {block.name} has no memory to give back")
         block.offset = None
         del self._resident[block.id]
-        self._room.give_back(offset, aliases)
+        self.room.give_back(offset, aliases)
 
     # -- transfers -------------------------------------------------------------------------------------------------
 

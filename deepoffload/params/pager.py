@@ -24,6 +24,7 @@ made (``ParamHandle.count_update``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -217,7 +218,9 @@ class Pager:
                 pending = unit.pending  # asked again: another thread may have made the step meanwhile
                 alive = [handle.tensor for handle in unit.handles]  # held, so that none dies during its update
                 if pending is not None and any(tensor is not None for tensor in alive):
-                    pending.apply(unit)
+                    # What another rank wants may need the update of another unit: not in the middle of this one.
+                    with nullcontext() if self.link is None else self.link.hold():
+                        pending.apply(unit)
                 else:
                     unit.pending = None
 

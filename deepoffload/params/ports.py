@@ -7,6 +7,7 @@ Slots, units and doors see the pager through :class:`PagerPort`. The pager sees 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -79,6 +80,9 @@ class RankPort(Protocol):
     @property
     def ranks(self) -> RankMap:
         """Who they are."""
+
+    def hold(self) -> AbstractContextManager[None]:
+        """While this lasts no other rank is served."""
 
 
 class PagerPort(Protocol):

@@ -236,6 +236,12 @@ class BlockView:
             return False
         return not self.installed or not any(slot.aliased() for slot in self.slots)
 
+    def before_gather(self) -> None:
+        """Nothing to do: nobody but its owner changes the block."""
+
+    def rewritten(self) -> None:
+        """Nothing to do, likewise."""
+
     def aliases(self) -> list[Alias]:
         shown = [slot.alias() for slot in self.slots if slot.aliased()] if self.installed else []
         return [*shown, *self.retired]
@@ -287,6 +293,17 @@ class WeightView(BlockView):
             return False
         changed = [slot.changed() for slot in self.slots if isinstance(slot, ParamHandle)]  # each has to look
         return any(changed)
+
+    def before_gather(self) -> None:
+        for slot in self.slots[:1]:
+            if isinstance(slot, ParamHandle) and slot.block is not None:
+                self.pager.catch_up(slot.unit)
+                self.memory.settle(slot.block)
+
+    def rewritten(self) -> None:
+        for slot in self.slots:
+            if isinstance(slot, ParamHandle):
+                slot.rewritten()
 
     def edits(self) -> int:
         return sum(slot.edits for slot in self.slots if isinstance(slot, ParamHandle))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 ANSWER_WITHIN_S = 2.0
 """How long a rank that is alive may take to say where it is. A thread of ours answers for its program."""
+ASK_AGAIN_S = 0.02
 _VERDICT = "verdict"
 
 
@@ -74,18 +75,22 @@ class RollCall:
         self.answer(here)
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         gone = [rank for rank in others if not self._alarm(rank)]
-        known, silent = {self._rank: here}, []
+        known = {self._rank: here}
+        silent: list[int] = []
         until = time.monotonic() + ANSWER_WITHIN_S
         for rank in others:
-            found = None if rank in gone else self._whereabouts(rank, until - time.monotonic())
+            found = None if rank in gone else self._whereabouts(rank, until)
             if found is not None:
                 known[rank] = found
             elif rank not in gone:
-                silent.append(rank)
+                (silent if self._alarm(rank) else gone).append(rank)
         return self.judge(_text(gone, silent, known, cause))
 
-    def _whereabouts(self, rank: int, limit_s: float) -> Whereabouts | None:
-        said = self._read(str(rank), limit_s)
+    def _whereabouts(self, rank: int, until: float) -> Whereabouts | None:
+        """What another rank answers; None when it does not, or has gone. Its connection may end later than what was
+        noticed of its end, so that is asked again."""
+        while (said := self._read(str(rank), 0.0)) is None and time.monotonic() < until and self._alarm(rank):
+            time.sleep(ASK_AGAIN_S)
         return None if said is None else Whereabouts(**json.loads(said))
 
     def _read(self, key: str, limit_s: float) -> str | None:

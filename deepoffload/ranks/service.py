@@ -249,7 +249,8 @@ class RoundService:
                 with self._lock:
                     self.check()
                     if serve:
-                        self._refuse_hold(want)
+                        if self._runner.held:
+                            raise RuntimeError(f"rank {self.rank} waits for {self._words(want)} and can serve nobody")
                         self._runner.advance()
                     else:
                         self._runner.take_arrived(land=land)
@@ -260,10 +261,6 @@ class RoundService:
                     waitable = self._runner.waitable(flight)
                 self._wait(waitable, patience, want)
             self._runner.times.ended(time.monotonic() - started)
-
-    def _refuse_hold(self, want: Want) -> None:
-        if self._runner.held:
-            raise RuntimeError(f"rank {self.rank} waits for {self._words(want)} where it can serve nobody")
 
     def _wait(self, waitable: Waitable, patience: Patience, want: Want) -> None:
         """One wait in C++. Nudges the others when it is time to; gives up when nothing has happened for too long."""
@@ -399,8 +396,10 @@ class RoundService:
                 number = rounds.counts.rounds + (rounds.asked is not None)
                 rounds.fail()
             self._nudge(number)
-            while self._failure is None and (left_s := until - time.monotonic()) > 0:
+            while (left_s := until - time.monotonic()) > 0:
                 with self._lock:
+                    if self._failure is not None:
+                        break
                     self._runner.advance()
                     waitable = self._runner.waitable()
                 waitable.within(left_s)

@@ -8,6 +8,10 @@ from deepoffload.config import Config
 from deepoffload.copies.accelerator import Accelerator, ComputeDevice
 from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.copies.cpu_device import CpuDevice
+from deepoffload.copies.gathered import Gathered
+from deepoffload.copies.host_link import HostLink
+from deepoffload.copies.rank_device import RankDevice
+from deepoffload.copies.rank_link import RankLink
 from deepoffload.copies.shown import ShownMemory
 from deepoffload.device import Device
 from deepoffload.errors import BudgetError, ConfigError
@@ -17,7 +21,10 @@ from deepoffload.memory.block import DeviceCopies
 from deepoffload.memory.eviction import EvictionPolicy
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim.device_landing import ring_of
+from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import outside_user_modes, storage_at
+from deepoffload.ranks.group import RankGroup
+from deepoffload.ranks.transport import open_exchange
 from deepoffload.runtime.choice import weights_on_device_bytes
 from deepoffload.runtime.plan import ModelPlan
 from deepoffload.timeline import Timeline
@@ -90,6 +97,44 @@ def open_memory(
         poison=poison,
     )
     return memory.tiers, memory
+
+
+def open_rank_memory(
+    arena: Arena,
+    space: SwapSpace | None,
+    policy: EvictionPolicy,
+    group: RankGroup,
+    *,
+    transport: str,
+    timeout_s: float,
+    poison: bool,
+    timeline: Timeline | None,
+) -> tuple[TierManager, CopyMemory, RankLink]:
+    """The blocks' books of one of several ranks, the whole copies that tensors show, and the way to the other ranks.
+    Collective. The copies lie in ``arena``, of which :func:`take_device_memory` takes what they get.
+
+    Raises:
+        ConfigError, UnsupportedError, RankError: as :func:`deepoffload.ranks.transport.open_exchange`.
+    """
+    exchange = open_exchange(group, transport, num_threads())
+    device, links = RankDevice(), []
+
+    def join(host: HostLink) -> Gathered:
+        links.append(RankLink(group, exchange, host.tiers.lock, timeout_s=timeout_s))
+        return Gathered(host, links[0])
+
+    memory = CopyMemory(
+        lambda copies: TierManager(arena, space, policy, copies=copies, poison=poison, timeline=timeline),
+        device,
+        arena.capacity_bytes,
+        outside_user_modes=outside_user_modes,
+        storage_at=storage_at,
+        join=join,
+        poison=poison,
+    )
+    device.tiers = memory.tiers
+    links[0].before_meeting.append(memory.finish_rewrites)
+    return memory.tiers, memory, links[0]
 
 
 def take_device_memory(memory: ShownMemory, plan: ModelPlan) -> None:

@@ -61,6 +61,12 @@ class Owner:
     def can_release(self) -> bool:
         return self.references == 0
 
+    def before_gather(self) -> None:
+        """No other rank gathers it."""
+
+    def rewritten(self) -> None:
+        """Nobody else rewrites it."""
+
     def changed(self) -> bool:
         wrote, self.wrote = self.wrote, False
         return wrote

@@ -1,0 +1,528 @@
+"""What ranks do in the tests of whole copies: blocks of which each rank stores a shard, without models."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepoffload.copies.copy_memory import CopyMemory
+from deepoffload.copies.host_link import host_offset
+from deepoffload.copies.rank_link import weights_number
+from deepoffload.errors import BudgetError, RankError
+from deepoffload.io.engine import IoEngine
+from deepoffload.io.swap_space import SwapSpace
+from deepoffload.memory.arena import Arena
+from deepoffload.memory.block import Alias, Block
+from deepoffload.memory.eviction import UnknownOrder
+from deepoffload.params.cut import TensorCut
+from deepoffload.params.shards import FlatTensor, shard_layout
+from deepoffload.ranks.group import open_group
+from deepoffload.runtime.device import open_rank_memory
+from deepoffload.schedule.placement import BlockKind
+
+CPU = torch.device("cpu")
+LARGE = 1 << 20
+SIZES = ([700], [5000, 3, 1], [256] * 4, [90_000], [1])
+"""Elements of the tensors of each unit. Every second unit has a second section, in another type."""
+
+
+class Shower:
+    """Shows a block to a program: counts what it is asked."""
+
+    on_host = False
+    installed = False
+
+    def __init__(self, memory: CopyMemory) -> None:
+        self.memory = memory
+        self.block: Block | None = None
+        self.views = 0
+        self.gathers = 0
+        self.rewrites = 0
+        self.later = False
+        self.update: Callable[[], None] | None = None
+
+    def can_release(self) -> bool:
+        return self.views == 0
+
+    def may_be_read_unseen(self) -> bool:
+        return False
+
+    def update_to_come(self) -> bool:
+        return self.later
+
+    def changed(self) -> bool:
+        return False
+
+    def edits(self) -> int:
+        return 0
+
+    def aliases(self) -> list[Alias]:
+        return [lambda: self.views > 0] if self.views else []
+
+    def release(self) -> None:
+        """Nothing shows it."""
+
+    def relocate(self, offset: int) -> None:
+        """Nothing shows it."""
+
+    def before_gather(self) -> None:
+        self.gathers += 1
+        update, self.update = self.update, None
+        if update is not None:
+            update()
+        if self.block is not None:
+            self.memory.settle(self.block)
+
+    def rewritten(self) -> None:
+        self.rewrites += 1
+
+
+class Policy(UnknownOrder):
+    """Blocks are used in the order of ``uses``, again and again; ``at``: how many uses there were."""
+
+    def __init__(self) -> None:
+        self.uses: list[int] = []
+        self.at = 0
+
+    def next_use(self, block_id: int) -> float:
+        ahead = self.uses[self.at % max(1, len(self.uses)) :] + self.uses
+        return ahead.index(block_id) if block_id in ahead else float("inf")
+
+    def upcoming(self) -> Iterator[tuple[int, int]]:
+        for distance in range(len(self.uses)):
+            yield distance, self.uses[(self.at + distance) % len(self.uses)]
+
+
+class Side:
+    """One rank: its shards, and the copies that it has."""
+
+    def __init__(
+        self,
+        transport: str,
+        last: ExitStack,
+        *,
+        copy_bytes: int = LARGE,
+        host_bytes: int = 4 * LARGE,
+        path: str | None = None,
+        timeout_s: float = 30.0,
+        sizes: Any = SIZES,
+    ) -> None:
+        group = open_group(CPU, timeout_s=timeout_s)
+        assert group is not None
+        last.callback(group.close)
+        self.rank, self.world_size = group.ranks.rank, group.ranks.world_size
+        space = None
+        if path is not None:
+            io = IoEngine()
+            last.callback(io.close)
+            space = SwapSpace(io, [Path(path)])
+            last.callback(space.close)
+        self.policy = Policy()
+        self.tiers, self.memory, self.link = open_rank_memory(
+            Arena(host_bytes),
+            space,
+            self.policy,
+            group,
+            transport=transport,
+            timeout_s=timeout_s,
+            poison=True,
+            timeline=None,
+        )
+        last.callback(self.tiers.close)
+        last.callback(self.memory.close)
+        last.callback(self.link.close)
+        self.memory.reserve(copy_bytes)
+        self.layouts = []
+        self.blocks: list[Block] = []
+        self.owners: list[Shower] = []
+        for index, numels in enumerate(sizes):
+            self._create(index, numels)
+        self.policy.uses = [block.id for block in self.blocks]
+
+    def _create(self, index: int, numels: list[int]) -> None:
+        tensors = [FlatTensor(numel, 2, "trained") for numel in numels]
+        if index % 2:
+            tensors.append(FlatTensor(300, 4, "frozen"))
+        layout = shard_layout(tensors, self.world_size)
+        forms = tuple(TensorCut(layout, n, self.rank).form() for n in range(len(tensors)))
+        owner = Shower(self.memory)
+        block = self.tiers.create(
+            f"layer {index}", BlockKind.WEIGHT, layout.shard_nbytes, owner, forms, shown_nbytes=layout.whole_nbytes
+        )
+        owner.block = block
+        self.layouts.append(layout)
+        self.blocks.append(block)
+        self.owners.append(owner)
+        self.fill(index, 0)
+        self.memory.serve(block, weights_number(index), layout.sections)
+
+    # -- shards -----------------------------------------------------------------------------------------------------
+    def value(self, rank: int, index: int, version: int) -> int:
+        """What fills a rank's shard of a unit."""
+        return (rank * 100 + index * 7 + version * 13) % 251
+
+    def fill(self, index: int, version: int) -> None:
+        """An update of the shard: the copy shows it afterwards."""
+        block = self.blocks[index]
+        self.tiers.acquire(block)
+        try:
+            self.tiers.will_change(block)
+            self.shard(index).fill_(self.value(self.rank, index, version))
+        finally:
+            self.tiers.release(block)
+
+    def shard(self, index: int) -> Tensor:
+        arena = torch.frombuffer(self.tiers.arena.buffer, dtype=torch.uint8)
+        start = host_offset(self.blocks[index])
+        return arena[start : start + self.blocks[index].nbytes]
+
+    def stored(self, index: int) -> Tensor:
+        """A copy of the shard's bytes."""
+        block = self.blocks[index]
+        with self.tiers.lock:
+            self.memory.settle(block)
+            self.tiers.acquire(block)
+            try:
+                return self.shard(index).clone()
+            finally:
+                self.tiers.release(block)
+
+    # -- whole copies -----------------------------------------------------------------------------------------------
+    @contextmanager
+    def whole(self, index: int) -> Iterator[Tensor]:
+        """The whole copy, leased."""
+        block = self.blocks[index]
+        self.memory.acquire(block)
+        try:
+            yield self.memory.flat(block, 0, torch.uint8, block.shown_nbytes)
+        finally:
+            self.memory.release(block)
+
+    def use(self, index: int) -> None:
+        """As an event of the program: plans, then uses."""
+        if self.blocks[index].id in self.policy.uses:
+            self.policy.at = self.policy.uses.index(self.blocks[index].id)
+        with self.tiers.lock:
+            self.memory.pump(self.policy.upcoming(), {self.blocks[index].id})
+
+    def parts(self, index: int, whole: Tensor) -> list[Tensor]:
+        """What each rank's shard looks like in a whole copy, by rank."""
+        found: list[Tensor] = []
+        for rank in range(self.world_size):
+            pieces = []
+            for section in self.layouts[index].sections:
+                start = section.whole_offset + rank * section.range_nbytes
+                pieces.append(whole[start : start + section.range_nbytes])
+            found.append(torch.cat(pieces))
+        return found
+
+    def check(self, index: int, version: int = 0) -> None:
+        """Read a unit, and compare all of it."""
+        with self.whole(index) as whole:
+            for rank, part in enumerate(self.parts(index, whole)):
+                expected = self.value(rank, index, version)
+                assert bool((part == expected).all()), (index, rank, expected, part[:8].tolist())
+
+
+@contextmanager
+def side(transport: str, **arguments: Any) -> Iterator[Side]:
+    """A rank that closes with the others at the end, or tells them that it has failed."""
+    with ExitStack() as last:
+        one = Side(transport, last, **arguments)
+        try:
+            yield one
+        except RankError:
+            raise
+        except BaseException as error:
+            one.link.fail(f"{type(error).__name__}: {error}")
+            raise
+
+
+def own_group(path: str) -> None:
+    """The program's own, for barriers."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(f"{path}/own", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+# -- programs -------------------------------------------------------------------------------------------------------
+def read_everything(transport: str) -> dict[str, float]:
+    """Twice: the second time every copy is there."""
+    with side(transport) as one:
+        for _ in range(2):
+            for index in range(len(SIZES)):
+                one.check(index)
+        stats = one.memory.stats() | one.link.stats()
+        one.link.meet_step()
+        assert all(block.leases == 0 or block.copying for block in one.blocks)
+        one.memory.transfers.end()
+        assert all(block.leases == 0 and not block.copying for block in one.blocks)
+        return stats
+
+
+def edit(transport: str) -> None:
+    """All ranks write the same to their copies; each stores what it owns, and the copies are gathered again."""
+    with side(transport) as one:
+        for index, block in enumerate(one.blocks):
+            with one.whole(index) as whole:
+                one.memory.will_change(block)
+                for rank, part in enumerate(one.layouts[index].sections):
+                    del rank
+                    end = part.whole_offset + part.range_nbytes * one.world_size
+                    whole[part.whole_offset : end] = (
+                        torch.arange(end - part.whole_offset).remainder(251).to(torch.uint8)
+                    )
+                expected = whole.clone()
+            mine = one.parts(index, expected)[one.rank]
+            assert torch.equal(one.stored(index), mine)
+            one.memory.refresh(block)
+            assert not one.memory.shows(block)
+            with one.whole(index) as again:
+                assert torch.equal(again, expected)
+        one.link.meet_step()
+
+
+def be_served_what_was_written(transport: str) -> int:
+    """The last rank writes to its copy and stores nothing itself; a gather of the others finds what it owns."""
+    with side(transport) as one:
+        last = one.world_size - 1
+        one.check(0)
+        one.link.meet_step()
+        if one.rank == last:
+            with one.whole(0) as whole:
+                one.memory.will_change(one.blocks[0])
+                whole.fill_(99)
+        one.link.meet_step()
+        one.memory.refresh(one.blocks[0]) if one.rank != last else None
+        with one.whole(0) as whole:
+            for rank, part in enumerate(one.parts(0, whole)):
+                own = one.rank == last or rank == last
+                assert bool((part == (99 if own else one.value(rank, 0, 0))).all())
+        one.link.meet_step()
+        return one.owners[0].gathers
+
+
+def prefetch(transport: str) -> dict[str, float]:
+    """Steps in the order of a trace."""
+    with side(transport) as one:
+        for version in range(4):
+            for index in range(len(SIZES)):
+                one.use(index)
+                one.check(index, version)
+            one.link.meet_step()
+            for index, block in enumerate(one.blocks):
+                one.fill(index, version + 1)
+                one.memory.refresh(block)
+        return one.memory.stats() | one.link.stats()
+
+
+def have_little_room(transport: str, path: str, copy_bytes: int, host_bytes: int) -> dict[str, float]:
+    """Room for few copies; shards go to NVMe and come back."""
+    with side(transport, copy_bytes=copy_bytes, host_bytes=host_bytes, path=path) as one:
+        dice = random.Random(7)
+        for version in range(3):
+            order = list(range(len(SIZES)))
+            dice.shuffle(order)
+            for index in order + order[::-1]:
+                one.use(index)
+                one.check(index, version)
+            one.link.meet_step()
+            for index, block in enumerate(one.blocks):
+                one.fill(index, version + 1)
+                one.memory.refresh(block)
+        stats = one.memory.stats() | one.link.stats() | {"evicted": float(one.tiers.counters.evictions)}
+        one.memory.evict_all(set())
+        assert not any(one.memory.shows(block) for block in one.blocks)
+        return stats
+
+
+def need_more_than_there_is(transport: str) -> str:
+    """Copies in use leave no room: an error here, and nothing is lost."""
+    with side(transport, copy_bytes=4096 * 24, sizes=([700], [700], [90_000])) as one:
+        with one.whole(0), one.whole(1):
+            try:
+                one.memory.acquire(one.blocks[2])
+            except BudgetError as error:
+                said = str(error)
+            else:
+                raise AssertionError("there is no such room")
+        one.check(0)
+        one.link.meet_step()
+        return said
+
+
+def read_alone(transport: str, path: str) -> dict[str, float]:
+    """Rank 0 reads everything while the others are in a barrier of their own, or compute."""
+    own_group(path)
+    with side(transport) as one:
+        if one.rank == 0:
+            for index in range(len(SIZES)):
+                one.check(index)
+                one.memory.refresh(one.blocks[index])
+        dist.barrier()
+        one.check(1)
+        one.link.meet_step()
+        return one.memory.stats() | one.link.stats() | {"gathers": float(one.owners[0].gathers)}
+
+
+def hold_views(transport: str) -> int:
+    """A program that has views of a copy sees what is stored after the next event, and only once."""
+    with side(transport) as one:
+        with one.whole(3) as view:
+            one.owners[3].views = 1
+        for version in range(1, 4):
+            one.link.meet_step()
+            one.fill(3, version)
+            one.memory.refresh(one.blocks[3])
+            one.memory.refresh(one.blocks[3])
+            one.use(3)
+            for rank, part in enumerate(one.parts(3, view)):
+                assert bool((part == one.value(rank, 3, version)).all())
+        one.owners[3].views = 0
+        one.link.meet_step()
+        return one.owners[3].rewrites
+
+
+def update_when_served(transport: str, path: str) -> None:
+    """Updates that are still to come are made before a shard is given, also for a program that is elsewhere. One of
+    them rewrites a copy that the program has views of."""
+    own_group(path)
+    with side(transport) as one:
+        with one.whole(0) as view:
+            one.owners[0].views = one.rank
+        one.link.meet_step()
+        for index, owner in enumerate(one.owners):
+            owner.later = True
+            owner.update = lambda index=index: _update(one, index)
+        if one.rank == 0:
+            for index, owner in enumerate(one.owners):
+                owner.before_gather()
+                one.check(index, 1)
+        dist.barrier()
+        assert all(owner.update is None for owner in one.owners)
+        one.memory.finish_rewrites()
+        if one.rank:
+            for rank, part in enumerate(one.parts(0, view)):
+                assert bool((part == one.value(rank, 0, 1)).all())
+        one.owners[0].views = 0
+        one.link.meet_step()
+
+
+def _update(one: Side, index: int) -> None:
+    with one.link.hold():
+        one.fill(index, 1)
+        one.memory.refresh(one.blocks[index])
+        one.owners[index].later = False
+
+
+def forget_what_comes(transport: str) -> None:
+    """Blocks whose bytes are lost while their copies are on their way."""
+    with side(transport, copy_bytes=40 * 4096) as one:
+        for turn in range(3):
+            one.use(0)
+            for index in (0, 1, 2):
+                one.tiers.discard(one.blocks[index])
+                assert not one.memory.shows(one.blocks[index])
+                one.fill(index, turn)
+            for index in (0, 1, 2):
+                one.link.pump()
+                one.check(index, turn)
+            one.link.meet_step()
+            for index in (0, 1, 2):
+                one.memory.refresh(one.blocks[index])
+
+
+def lose_a_rank(transport: str, what: str) -> tuple[str, str, float]:
+    """The last rank goes in the middle of gathers."""
+    begin = time.monotonic()
+    try:
+        with side(transport) as one:
+            for turn in range(1000):
+                if turn == 3:
+                    begin = time.monotonic()
+                    if one.rank == one.world_size - 1:
+                        if what == "SIGKILL":
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        raise ValueError("the batch is empty")
+                for index, block in enumerate(one.blocks):
+                    one.use(index)
+                    one.check(index)
+                    one.memory.refresh(block)
+    except (RankError, ValueError) as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    raise AssertionError("a thousand turns without a rank")
+
+
+def do_anything(transport: str, path: str, seed: int, host_bytes: int) -> dict[str, float]:
+    """Each rank does what its dice say: reads, prefetches, updates its shard, forgets copies, holds the lock, sleeps.
+    What it reads is of one version of each rank's shard, and never an older one than before."""
+    own_group(path)
+    with side(transport, copy_bytes=130 * 4096, host_bytes=host_bytes, path=path) as one:
+        dice = random.Random(seed * 10 + one.rank)
+        versions = [0] * len(SIZES)
+        seen = [[0] * one.world_size for _ in SIZES]
+        for _ in range(3):
+            for _ in range(40):
+                index = dice.randrange(len(SIZES))
+                operation = dice.choice(("read", "read", "read", "event", "update", "forget", "lock", "sleep", "views"))
+                if operation == "event":
+                    one.use(index)
+                elif operation == "update":
+                    versions[index] += 1
+                    with one.tiers.lock, one.link.hold():
+                        one.fill(index, versions[index])
+                        one.memory.refresh(one.blocks[index])
+                elif operation == "forget":
+                    with one.tiers.lock:
+                        one.memory.refresh(one.blocks[index])
+                elif operation == "sleep":
+                    time.sleep(dice.random() * 0.02)
+                elif operation == "views":
+                    one.owners[index].views = dice.randrange(2) * one.memory.shows(one.blocks[index])
+                elif operation == "lock":
+                    with one.tiers.lock:
+                        _read_any(one, index, versions, seen)
+                else:
+                    _read_any(one, index, versions, seen)
+            for owner in one.owners:
+                owner.views = 0
+            dist.barrier()
+            one.link.meet_step()
+            for index, block in enumerate(one.blocks):
+                one.memory.refresh(block)
+                _read_any(one, index, versions, seen)
+            one.link.meet_step()
+        return one.memory.stats() | one.link.stats()
+
+
+def _read_any(one: Side, index: int, versions: list[int], seen: list[list[int]]) -> None:
+    try:
+        _read_one(one, index, versions, seen)
+    except BudgetError:  # views hold memory
+        for owner in one.owners:
+            owner.views = 0
+        one.memory.evict_all(set())
+        _read_one(one, index, versions, seen)
+
+
+def _read_one(one: Side, index: int, versions: list[int], seen: list[list[int]]) -> None:
+    with one.whole(index) as whole:
+        for rank, part in enumerate(one.parts(index, whole)):
+            value = int(part[0])
+            assert bool((part == value).all()), ("torn", index, rank, part.unique().tolist())
+            if rank == one.rank:
+                assert value == one.value(rank, index, versions[index]), ("stale", index)
+            candidates = range(seen[index][rank], seen[index][rank] + 251)
+            found = [version for version in candidates if one.value(rank, index, version) == value]
+            assert found and found[0] - seen[index][rank] < 125, ("older", index, rank, seen[index][rank], value)
+            seen[index][rank] = found[0]

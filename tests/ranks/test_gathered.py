@@ -1,0 +1,107 @@
+"""Whole copies of what ranks store in shards: real processes on gloo, by both transports, without models."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import gather_programs as programs
+from tests.support.rank_processes import run_ranks, values_of
+
+TRANSPORTS = ("group", "memory")
+UNITS = len(programs.SIZES)
+
+both_transports = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+@both_transports
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_copy_is_made_of_all_shards(transport: str, world_size: int) -> None:
+    for stats in values_of(programs.read_everything, world_size, transport):
+        assert stats["device_faults"] == UNITS
+        assert stats["rounds"] >= UNITS
+
+
+@both_transports
+def test_what_the_program_writes_is_stored_as_far_as_a_rank_owns_it(transport: str) -> None:
+    values_of(programs.edit, 3, transport)
+
+
+@both_transports
+def test_what_was_written_is_stored_before_others_gather_it(transport: str) -> None:
+    assert all(gathers >= 2 for gathers in values_of(programs.be_served_what_was_written, 3, transport))
+
+
+@both_transports
+def test_units_that_are_used_next_are_gathered_in_advance(transport: str) -> None:
+    results = values_of(programs.prefetch, 2, transport)
+    for stats in results:
+        assert stats["device_faults"] <= 4
+        assert stats["device_prefetches"] >= 4 * (UNITS - 1)
+    if all(stats["rounds_answered"] == 0 for stats in results):
+        assert all(stats["mixed_rounds"] == 0 for stats in results)
+
+
+@both_transports
+@pytest.mark.parametrize(("copy_pages", "host_pages"), [(60, 1000), (60, 92), (100, 132)])
+def test_copies_and_shards_leave_for_others(transport: str, copy_pages: int, host_pages: int, tmp_path: Path) -> None:
+    arguments = transport, str(tmp_path), copy_pages * 4096, host_pages * 4096
+    for stats in values_of(programs.have_little_room, 2, *arguments):
+        assert stats["device_evictions"] > 0 or copy_pages == 100
+        assert stats["evicted"] > 0 or host_pages == 1000
+
+
+@both_transports
+def test_copies_in_use_that_leave_no_room_are_an_error(transport: str) -> None:
+    for said in values_of(programs.need_more_than_there_is, 2, transport):
+        assert said.startswith("layer 2 needs") and "Raise host_budget" in said, said
+        assert "layer 0: " in said and "in use" in said
+
+
+@both_transports
+def test_ranks_that_are_elsewhere_serve_one_that_reads_alone(transport: str, tmp_path: Path) -> None:
+    alone, *others = values_of(programs.read_alone, 3, transport, str(tmp_path))
+    assert alone["nudges"] > 0
+    assert all(other["gathers"] == 1 and other["device_faults"] == 1 for other in others)
+
+
+@both_transports
+def test_views_of_a_copy_show_what_is_stored_later(transport: str) -> None:
+    assert values_of(programs.hold_views, 2, transport) == [3, 3]
+
+
+@both_transports
+def test_an_update_that_is_to_come_is_made_before_a_shard_is_given(transport: str, tmp_path: Path) -> None:
+    values_of(programs.update_when_served, 2, transport, str(tmp_path))
+
+
+@both_transports
+def test_bytes_are_lost_while_their_copy_comes(transport: str) -> None:
+    values_of(programs.forget_what_comes, 2, transport)
+
+
+@both_transports
+@pytest.mark.parametrize("what", ["SIGKILL", "raise"])
+def test_a_rank_that_goes_is_named_by_all_others(transport: str, what: str) -> None:
+    ended = run_ranks(programs.lose_a_rank, 3, transport, what, limit_s=60.0)
+    gone = ended.pop()
+    assert gone.exit_code == -9 if what == "SIGKILL" else gone.value[:2] == ("ValueError", "the batch is empty")
+    assert all(one.error is None for one in ended), "\n".join(one.text for one in ended)
+    texts = {one.value[1] for one in ended}
+    assert len(texts) == 1
+    expected = (
+        r"rank 2 has gone; rank 0 was at" if what == "SIGKILL" else "rank 2 has failed at .*ValueError: the batch"
+    )
+    assert re.match(expected, texts.pop())
+    assert all(one.value[0] == "RankError" and one.value[2] < 5.0 for one in ended)
+
+
+@both_transports
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("world_size", "host_pages"), [(2, 1000), (3, 168)])
+def test_programs_that_differ_read_no_torn_and_no_old_bytes(
+    transport: str, seed: int, world_size: int, host_pages: int, tmp_path: Path
+) -> None:
+    values_of(programs.do_anything, world_size, transport, str(tmp_path), seed, host_pages * 4096, limit_s=60.0)
