@@ -28,8 +28,9 @@ Our own keys and DeepSpeed's stand side by side, at the top level of one JSON ob
 nested key is a dict (`aio={"queue_depth": 32}`). `null` means "not said", for every key. So does `"auto"`, which a
 trainer should have filled in: one warning lists every `"auto"` and what it became. JSON is read strictly: no comments,
 no repeated keys, `true` without quotes. An unknown key is an error that names the nearest one. At the top level of a
-file or dict, where DeepSpeed ignores such a key, it is a warning. DeepSpeed's keys are those of 0.19.8 and older ones;
-where DeepSpeed takes two names for a key, so do we. `zero_optimization` may be `true` (stage 1) or `false`.
+file or dict, where DeepSpeed ignores such a key, it is a warning. Each warning is logged once per process. DeepSpeed's
+keys are those of 0.19.8 and older ones; where DeepSpeed takes two names for a key, so do we, if both say the same.
+`zero_optimization` may be `true` (stage 1) or `false`.
 
 Sizes are numbers of bytes or text: `"500MB"` is 500 · 1000², `"2GiB"` is 2 · 1024³. "Not said" below means that the
 budgets, the machine or the caller decide, and that the placement table says how.

@@ -26,6 +26,7 @@ from deepoffload.optim.loss_scale import configured_loss_scale
 from deepoffload.optim.sgd import CPUSGD
 from deepoffload.params.parameter import OffloadedParameter
 from deepoffload.params.unit import ParamHandle
+from deepoffload.runtime.announce import warn_of_settings
 from deepoffload.runtime.construct import give_back
 from deepoffload.runtime.context import engine_of
 from deepoffload.runtime.engine import Engine
@@ -126,8 +127,7 @@ def initialize(
     world_size = choice.world_size if core is None else core.ranks.world_size
     settings = parse_config(source, world_size=world_size, **choice.settings)
     if core is not None:
-        for warning in settings.warnings:
-            log.warning(warning)  # those of its own configuration the engine has said
+        warn_of_settings(settings)  # the engine has said those of its own configuration
         settings = core.config if source is None else combine(core.config, settings)
     clipping = _clipping(settings, optimizer)
     _check_before(settings, model, optimizer, model_parameters, lr_scheduler, training_data)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules import module as registry
 from torch.utils.hooks import RemovableHandle
 
+from deepoffload.config import Config
 from deepoffload.config.units import format_bytes
 from deepoffload.params.torch_private import parameter_registration_hooks
 from deepoffload.runtime.registration import context_is_open
@@ -21,6 +22,32 @@ from deepoffload.schedule.placement import Placement
 log = logging.getLogger("deepoffload")
 start_log = logging.getLogger("deepoffload.start")
 progress_log = logging.getLogger("deepoffload.progress")
+
+settings_log = logging.getLogger("deepoffload.settings")
+
+
+class _OncePerText(logging.Filter):
+    """Drops what was said before: a program that makes several engines of one configuration is told once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        first = text not in self._said
+        self._said.add(text)
+        return first
+
+
+settings_log.addFilter(_OncePerText())
+
+
+def warn_of_settings(config: Config) -> None:
+    """Log what is probably not meant so in a configuration, each text once per process."""
+    for warning in config.warnings:
+        settings_log.warning(warning)
+
 
 OUTSIDE_BYTES_MIN = 64 << 20
 OUTSIDE_PER_BUDGET = 10

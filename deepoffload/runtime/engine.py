@@ -36,7 +36,7 @@ from deepoffload.params.window import Window
 from deepoffload.ranks.group import RankGroup
 from deepoffload.ranks.places import RankMap
 from deepoffload.runtime.agreement import Agreement
-from deepoffload.runtime.announce import OutsideWatch, announce, summary
+from deepoffload.runtime.announce import OutsideWatch, announce, summary, warn_of_settings
 from deepoffload.runtime.choice import Room
 from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adoptable, bring_residents
@@ -131,8 +131,7 @@ class Engine:
         os.register_at_fork(after_in_child=partial(_forked, weakref.ref(self)))
         for note in config.notes:
             log.info(note)
-        for warning in config.warnings:
-            log.warning(warning)
+        warn_of_settings(config)
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 

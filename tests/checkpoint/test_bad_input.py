@@ -301,6 +301,30 @@ def test_modes_in_which_the_program_saves_and_loads(mode: str, make: Any, tmp_pa
 
 
 @pytest.mark.parametrize("setting", [RESIDENT, TIGHT], ids=str)
+def test_a_load_between_a_forward_and_its_backward(setting: Setting, paging: Paging, tmp_path: Path) -> None:
+    """That backward raises, as after ``load_state_dict`` in plain PyTorch; what was loaded trains."""
+    run = Run(paging, setting)
+    run.state.save(tmp_path, "one")
+    results = []
+    for between in (False, True):
+        run.model(rows()).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        loss = run.model(rows()).square().mean()
+        run.state.load(tmp_path)
+        if between:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            run.optimizer.zero_grad()
+        del loss
+        run.model(rows()).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        results.append(snapshot(run.model, run.optimizer))
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("setting", [RESIDENT, TIGHT], ids=str)
 def test_calls_in_which_nothing_can_be_loaded(setting: Setting, paging: Paging, tmp_path: Path) -> None:
     """Between two layers, inside a backward, and while another thread is in a forward, which a save does not mind."""
     run = Run(paging, setting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -253,20 +254,32 @@ def test_the_loss_may_be_left_unscaled(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("built_in_context", [False, True])
 def test_what_is_probably_not_meant_so_is_said_once(
-    built_in_context: bool, config: dict[str, Any], caplog: pytest.LogCaptureFixture
+    built_in_context: bool, config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also of several engines with one configuration; another one is another text."""
     said = {"train_batch_size": "auto", "_comment": "copied", "host_budgte": "1GiB"}
-    if built_in_context:
-        with deepoffload.offload_context(config):
+
+    def initialize(name: str, **more: str) -> list[str]:
+        if built_in_context:
+            with deepoffload.offload_context(config):
+                model = mlp(depth=2)
+        else:
             model = mlp(depth=2)
-    else:
-        model = mlp(depth=2)
-        said |= config
-    engine, *_ = deepoffload.initialize(model=model, config=said)
-    engine.close()
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        file = tmp_path / name
+        file.write_text(json.dumps({**said, **({} if built_in_context else config), **more}))
+        caplog.clear()
+        engine, *_ = deepoffload.initialize(model=model, config=str(file))
+        engine.close()
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        return [warning.removeprefix(f"configuration {file}: ") for warning in warnings]
+
+    warnings = initialize("one.json")
     assert [warning.split(" ")[0] for warning in warnings] == ["_comment:", "host_budgte:", '"auto"']
     assert "train_batch_size became unknown (only the trainer" in warnings[2]
+    assert initialize("one.json") == []
+    (warning,) = initialize("one.json", train_micro_batch_size_per_gpu="auto")
+    assert "train_micro_batch_size_per_gpu became unknown" in warning
+    assert initialize("two.json") == warnings
 
 
 def test_progress_is_logged(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
