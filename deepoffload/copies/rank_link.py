@@ -6,6 +6,7 @@ weights of the unit with index i have 2 i, its gradients 2 i + 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -171,9 +172,10 @@ class RankLink:
         """Say that this rank has its part of a unit's gradients. Launches nothing."""
         self.rounds.queue(Want(WantKind.REDUCE, gradients_number(unit_index)))
 
-    def wait_reduced(self, unit_index: int) -> None:
-        """Return when this rank's parts of a unit have been launched. Serves other ranks meanwhile."""
-        self.rounds.wait_launched(Want(WantKind.REDUCE, gradients_number(unit_index)))
+    def wait_reduced(self, unit_index: int, limit_s: float = math.inf) -> bool:
+        """Return when this rank's parts of a unit have been launched, or when about ``limit_s`` are over. Serves other
+        ranks meanwhile. Returns whether they have been launched."""
+        return self.rounds.wait_launched(Want(WantKind.REDUCE, gradients_number(unit_index)), limit_s)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from deepoffload.errors import BudgetError
+from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
+from deepoffload.native import cpu_adam
 from deepoffload.optim.contribution_layout import CARRIER, ContributionLayout
+from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.ranks.exchange import Exchange, Reduction
+from deepoffload.schedule.placement import BlockKind
 
 SLOTS_MIN = 2
 """One contribution is being filled while another is on its way."""
@@ -97,6 +101,39 @@ class ContributionSlots:
     def slot(self, offset: int, layout: ContributionLayout) -> Tensor:
         """A contribution in a slot, as transports see it."""
         return self.view(offset, CARRIER, layout.nbytes)
+
+    def move_out(self, offset: int, layout: ContributionLayout, unit_name: str) -> Block | None:
+        """Free a slot whose contribution other ranks do not know yet: it goes into a block, which is paged like others.
+        None, with nothing done, where there is no room for one."""
+        tiers = self._tiers
+        block = tiers.create(f"a contribution to {unit_name}", BlockKind.GRADIENT, layout.nbytes)
+        try:
+            tiers.acquire(block, load=False)
+        except BudgetError:
+            tiers.remove(block)
+            return None
+        cpu_adam.copy(tiers.address(block), tiers.arena.address + offset, layout.nbytes, num_threads())
+        tiers.release(block)
+        self.free.append(offset)
+        return block
+
+    def bring_back(self, block: Block, layout: ContributionLayout) -> Tensor:
+        """Such a contribution as transports see it. It stays where it is until :meth:`drop`."""
+        self._tiers.acquire(block)
+        block.copying += 1  # else it might move
+        if block.offset is None:
+            raise RuntimeError(f"{block.name} has no memory")
+        return self.slot(block.offset, layout)
+
+    def drop(self, offset: int, block: Block | None) -> None:
+        """A contribution has been read by all: the slot at ``offset`` is free, or the block that it was moved to
+        goes."""
+        if block is None:
+            self.free.append(offset)
+            return
+        block.copying -= 1
+        self._tiers.release(block)
+        self._tiers.remove(block)
 
     def _range(self, nbytes: int) -> int:
         tiers = self._tiers

@@ -38,6 +38,9 @@ from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.ranks.exchange import PartsFlight
 from deepoffload.ranks.rounds import Want, WantKind
 
+WAIT_S = 5.0
+"""A rank waits so long for the others before it moves a contribution out of its slot."""
+
 
 class Lands(Protocol):
     """What lands parts (implemented by :class:`~deepoffload.optim.rank_gradients.RankGradients`)."""
@@ -54,10 +57,11 @@ class Lands(Protocol):
 
 @dataclass(eq=False)
 class _Contribution:
-    """This rank's gradients of a unit, in a slot of the arena.
+    """This rank's gradients of a unit, in a slot of the arena or in a block.
 
     Attributes:
-        memory: the slot, as transports see it.
+        memory: where they lie, as transports see it; meaningless while they wait in a block.
+        block: where they lie when their slot was needed for others before their reduction could start.
         present: numbers of the parameters that it has.
         missing: how many expected ones it lacks.
     """
@@ -67,6 +71,7 @@ class _Contribution:
     memory: Tensor
     missing: int
     present: set[int] = field(default_factory=set)
+    block: Block | None = None
 
 
 @dataclass(eq=False)
@@ -131,6 +136,9 @@ class Contributions:
     Args:
         link: to the other ranks. Its ``on_reduce`` is set, and ``before_meeting`` gets :meth:`land_launched`.
         gradients: lands parts.
+
+    Attributes:
+        wait_s: how long a full slot waits for the other ranks: [Note: contributions that wait].
     """
 
     def __init__(self, link: RankLink, tiers: TierManager, gradients: Lands) -> None:
@@ -143,6 +151,8 @@ class Contributions:
         self._reducing: deque[_Reducing] = deque()
         self._landed: deque[_Reducing] = deque()  # others may still read this rank's parts in them
         self._is_landing = False
+        self.wait_s = WAIT_S
+        self._launched_since_moved = True
         self._graph_tasks: set[int] = set()  # those whose end we are told of
         link.on_reduce = self.launch
         link.before_meeting.append(self.land_launched)
@@ -224,13 +234,31 @@ class Contributions:
             elif self._landed:
                 want = _want(self._landed[0].plan)
                 SHIELD.outside(self._link.rounds.wait_flight, _Reading(self._landed[0].flight), want)
-            elif self._announced:
-                SHIELD.outside(self._link.wait_reduced, self._announced[0].plan.unit.index)
+            elif self._in_slots():
+                self._await_launch(self._in_slots()[0])
             else:
                 oldest = next(plan.open for plan in self._plans.values() if plan.open is not None)
                 self._announce(oldest)  # more units are being filled at once than there are slots
             self._release_what_is_read()
         return self._slots.free.pop()
+
+    def _in_slots(self) -> list[_Contribution]:
+        return [contribution for contribution in self._announced if contribution.block is None]
+
+    def _await_launch(self, contribution: _Contribution) -> None:
+        """Wait for the launch of a contribution that is in a slot. `[Note: contributions that wait]` It may take long:
+        another rank may leave its backward out, and its program wait for this one before it comes to its step. So a
+        contribution that has waited for a while goes into a block, which is paged like others, and those after it do
+        so at once until something is launched."""
+        plan = contribution.plan
+        limit_s = self.wait_s if self._launched_since_moved else 0.0
+        SHIELD.outside(self._link.wait_reduced, plan.unit.index, limit_s)
+        if contribution not in self._announced:
+            return
+        contribution.block = self._slots.move_out(contribution.offset, plan.layout, plan.unit.name)
+        self._launched_since_moved = False
+        if contribution.block is None:
+            SHIELD.outside(self._link.wait_reduced, plan.unit.index)
 
     def _copy(self, contribution: _Contribution, number: int, handle: ParamHandle, grad: Tensor) -> None:
         if grad.stride() != handle.stride or grad.is_neg():
@@ -268,6 +296,9 @@ class Contributions:
         if self._link.ranks.rank in contributors:
             given = plan.posted.popleft()
             self._announced.remove(given)
+            if given.block is not None:
+                given.memory = self._slots.bring_back(given.block, plan.layout)
+            self._launched_since_moved = True
         while not self._slots.free_scratch:
             self._land_first()
         scratch, reduction = self._slots.free_scratch.pop(), reduction_of(plan.layout.part_nbytes, contributors)
@@ -377,7 +408,7 @@ class Contributions:
             reducing.flight.release()
             self._landed.remove(reducing)
             if reducing.given is not None:
-                self._slots.free.append(reducing.given.offset)
+                self._slots.drop(reducing.given.offset, reducing.given.block)
 
 
 def _trained(unit: Unit) -> list[ParamHandle]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-import sys
+import math
 import threading
 import time
 import weakref
@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from deepoffload.errors import RankError
 from deepoffload.ranks.collectives import LinkError
+from deepoffload.ranks.leaving import at_exit_of, text_of
 from deepoffload.ranks.links import NudgeLink, RoundLink, own_client
 from deepoffload.ranks.roll_call import RollCall, Whereabouts
 from deepoffload.ranks.round_runner import (
@@ -58,8 +59,6 @@ SERVE_S = 0.5
 """How long the thread waits for a round that it has answered; then it sleeps again, and hears nudges and alarms."""
 HEARD_WITHIN_S = 1.0
 """How long a rank that has failed waits until the others have heard it."""
-AT_EXIT_S = 60.0
-"""How long a process that ends without having closed waits while nothing happens. The others may wait for its end."""
 VERDICT_WITHIN_S = 3.0
 """How long another rank may take to find out what has happened."""
 
@@ -112,7 +111,7 @@ class RoundService:
         self._runner = RoundRunner(self._link, rank, world_size, launch)
         self._roll_call = RollCall(own_client(store), rank, world_size, lambda other: self._sleeper.alarm(other))
         self._sleeper = Sleeper(nudge_link, rank, world_size, self._serve, self._answer_alarm)
-        self._at_exit = _at_exit_of(weakref.ref(self))
+        self._at_exit = at_exit_of(weakref.ref(self))
         atexit.register(self._at_exit)
 
     # -- what the program says --------------------------------------------------------------------------------------
@@ -139,10 +138,14 @@ class RoundService:
             self.check()
             self._runner.advance()
 
-    def wait_launched(self, want: Want) -> None:
-        """Return when what this rank has posted has been launched: a reduction is held until all have announced it."""
+    def wait_launched(self, want: Want, limit_s: float = math.inf) -> bool:
+        """Return when what this rank has posted has been launched: a reduction is held until all have announced it. Or
+        when about ``limit_s`` are over. Returns whether it has been launched."""
         rest = WantKind.WAIT if want.kind is WantKind.REDUCE else None
-        self._until(lambda: not self._runner.rounds.is_pending(want), want, rest)
+        until, rounds = time.monotonic() + limit_s, self._runner.rounds
+        self._until(lambda: not rounds.is_pending(want) or time.monotonic() >= until, want, rest)
+        with self._lock:
+            return not rounds.is_pending(want)
 
     def wait_flight(self, flight: PayloadFlight, want: Want) -> None:
         """Return when a payload is over."""
@@ -368,7 +371,7 @@ class RoundService:
             cause = error.__cause__
             assert cause is not None
             what = self._words(Want(error.payload.kind, error.payload.unit))
-            self._give_up(self._tell(f"rank {self.rank} has failed at {what}: {_text_of(cause)}"))
+            self._give_up(self._tell(f"rank {self.rank} has failed at {what}: {text_of(cause)}"))
             raise cause from None
         except (LinkError, RankError) as error:
             if self._failure is None:
@@ -426,23 +429,3 @@ class RoundService:
     def _here(self) -> Whereabouts:
         waits = self._inside > 0 or not self._sleeper.is_current()
         return Whereabouts(self._words(self._runner.said), self._runner.rounds.steps, waits)
-
-
-def _text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _at_exit_of(reference: weakref.ref[RoundService]) -> Callable[[], None]:
-    """What the end of the process does: the others are told why, or are served until they end, too."""
-
-    def leave() -> None:
-        service = reference()
-        if service is None:
-            return
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if error is not None:
-            service.fail(f"its program ended with {_text_of(error)}")
-        service.timeout_s = min(service.timeout_s, AT_EXIT_S)
-        service.close()
-
-    return leave

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from deepoffload.errors import DeepOffloadError, RankError, UnsupportedError
 from deepoffload.native.cpu_adam import AdamHyper
 from deepoffload.optim.rule import UpdateJob
 from deepoffload.ranks.sums import SquareSum
-from tests.ranks.contributing import Side, expected_sums, same, side
+from tests.ranks.contributing import Side, check, expected_sums, same, side
 from tests.support.inspect import owned_gradient
 
 WIDTH = 64
@@ -106,6 +107,29 @@ def drop_while_under_way() -> None:
                     if owned is not None:
                         start, found = owned
                         assert torch.equal(found, expected[name][start : start + found.numel()]), name
+
+
+def leave_a_backward_out(transport: str) -> int:
+    """Rank 1 has nothing to train on, and its program waits for the others before its step. Returns how many rounds
+    passed."""
+    with side(transport, WIDTH, torch.float32, 9) as here:
+        torch.manual_seed(0)
+        plain = type(here.model)(WIDTH, torch.float32, 9)
+        here.gradients.contributions.wait_s = 0.2
+
+        def program(model: torch.nn.Module, rank: int, micro_batch: int) -> None:
+            if rank != 1:
+                same(model, rank, micro_batch)  # type: ignore[arg-type]
+
+        for micro_batch in range(2):
+            program(here.model, here.ranks.rank, micro_batch)
+            dist.barrier()
+            expected = expected_sums(plain, program, here.ranks.world_size, range(micro_batch, micro_batch + 1))
+            with here.step().met():
+                check(here, expected)
+            for handle in here.handles.values():
+                here.gradients.assign(handle, None)
+        return int(here.link.stats()["rounds"])
 
 
 def error_of(program: Callable[..., object], *arguments: object) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.ranks import deciding
 from tests.support.rank_processes import values_of
 
@@ -37,3 +39,9 @@ def test_what_cannot_be_added_up_is_refused_and_the_rest_goes_on():
 
 def test_gradients_that_are_dropped_on_their_way_are_dropped_on_all_ranks():
     values_of(deciding.drop_while_under_way, 2)
+
+
+@pytest.mark.parametrize("transport", ["group", "memory"])
+def test_a_rank_may_leave_its_backward_out_and_wait_for_the_others(transport):
+    """Nobody adds anything up before all are at the step. There are more units than slots."""
+    assert min(values_of(deciding.leave_a_backward_out, 2, transport, limit_s=60.0)) > 0

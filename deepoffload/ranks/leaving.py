@@ -1,0 +1,44 @@
+"""What a rank says to the others when its process ends without having closed."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+AT_EXIT_S = 60.0
+"""How long a process that ends without having closed waits while nothing happens. The others may wait for its end."""
+
+
+class Leaves(Protocol):
+    """What serves the other ranks (implemented by :class:`deepoffload.ranks.service.RoundService`)."""
+
+    timeout_s: float
+
+    def fail(self, message: str) -> None:
+        """Tell all ranks that this one cannot continue."""
+
+    def close(self) -> None:
+        """Serve the others until all close."""
+
+
+def text_of(error: BaseException) -> str:
+    """The class of an error and what it says."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def at_exit_of(reference: weakref.ref[Leaves]) -> Callable[[], None]:
+    """What the end of the process does: the others are told why, or are served until they end, too."""
+
+    def leave() -> None:
+        service = reference()
+        if service is None:
+            return
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is not None:
+            service.fail(f"its program ended with {text_of(error)}")
+        service.timeout_s = min(service.timeout_s, AT_EXIT_S)
+        service.close()
+
+    return leave
