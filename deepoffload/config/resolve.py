@@ -5,6 +5,7 @@ A pure function: the machine is measured by :func:`deepoffload.machine.measure` 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from deepoffload.config.schema import Config
@@ -31,6 +32,11 @@ def unsaid_host_bytes(available_bytes: int) -> int:
 def unsaid_nvme_bytes(free_bytes: int) -> int:
     """The NVMe budget where the configuration says none; the estimators take the same."""
     return int(free_bytes * DISK_SHARE)
+
+
+def least_free_bytes(nvme_bytes: int) -> int:
+    """Free disk space of which :func:`unsaid_nvme_bytes` is at least ``nvme_bytes``."""
+    return math.ceil(nvme_bytes / DISK_SHARE) + 1
 
 
 def may_use_nvme(config: Config) -> bool:

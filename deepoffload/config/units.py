@@ -65,3 +65,21 @@ def format_bytes(count: int) -> str:
     while power < len(_SHOWN_UNITS) and count / 1024**power >= _SHOWN_MAX:
         power += 1
     return f"{count / 1024**power:.2f} {_SHOWN_UNITS[power - 1]}"
+
+
+def at_least(nbytes: int) -> str:
+    """:func:`format_bytes`, rounded up: where so much is enough."""
+    text = format_bytes(nbytes)
+    if parse_bytes(text) < nbytes:
+        number, unit = text.split()
+        text = f"{float(number) + 0.01:.2f} {unit}"
+    return text
+
+
+def at_most(nbytes: int) -> str:
+    """:func:`format_bytes`, rounded down: where so much is not too much."""
+    text = format_bytes(nbytes)
+    if parse_bytes(text) > nbytes:
+        number, unit = text.split()
+        text = f"{float(number) - 0.01:.2f} {unit}"
+    return text

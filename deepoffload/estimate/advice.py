@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from deepoffload.config.units import format_bytes, parse_bytes
+from deepoffload.config.resolve import least_free_bytes, may_use_nvme
+from deepoffload.config.units import at_least, at_most, format_bytes
 from deepoffload.estimate.questions import Estimate
 
 _LESS_BESIDE = "smaller batches or sequences, or activation checkpointing"
@@ -18,18 +19,20 @@ def advice(found: Estimate) -> str:
     memory = _memory_for(found, smallest)
     if room == 0:
         return f"Use {_LESS_BESIDE}, or a machine with at least {memory} of host memory."
+    disk = _disk(found)
     if smallest > room:
         more = f"Use a machine with at least {memory} of host memory"
-        if found.whole_bytes > room and _disk_is_short(found):
-            return f"{more}, or {_disk(found)}."
-        return (
-            f"{more}, or {_LESS_BESIDE}: the least budget is {_least(smallest)}, and there is room for {_most(room)}."
-        )
+        if disk:
+            return f"{more}, or {disk}."
+        limits = f"the least budget is {at_least(smallest)}, and there is room for {at_most(room)}"
+        return f"{more}, or {_LESS_BESIDE}: {limits}."
     if found.capacity_bytes < smallest:
-        enough = f"host_budget of at least {_least(smallest)} (there is room for {_most(room)})"
-        return f"Give it a {enough}, or {_disk(found)}." if _disk_is_short(found) else f"Give it a {enough}."
+        enough = f"host_budget of at least {at_least(smallest)} (there is room for {at_most(room)})"
+        return f"Give it a {enough}, or {disk}." if disk else f"Give it a {enough}."
     if found.capacity_bytes > room:
-        return f"Give it a host_budget from {_least(smallest)} to {_most(room)}, so that activations have room, too."
+        return (
+            f"Give it a host_budget from {at_least(smallest)} to {at_most(room)}, so that activations have room, too."
+        )
     return f"Use {_LESS_BESIDE}, or a device with more memory: {found.problem.splitlines()[0]}."
 
 
@@ -40,43 +43,28 @@ def _fits(found: Estimate) -> str:
     said = "as said" if found.config.host_budget is not None else "which is what the engine takes by itself"
     if room <= found.capacity_bytes:
         return f"Train it with a host_budget of {format_bytes(found.capacity_bytes)}, {said}."
-    works = f"from {_least(smallest)} to {_most(min(room, found.whole_bytes))}"
+    works = f"from {at_least(smallest)} to {at_most(min(room, found.whole_bytes))}"
     budget = format_bytes(found.capacity_bytes)
     return f"Train it with a host_budget of {budget}, {said}; anything {works} works, and more is faster."
 
 
-def _disk_is_short(found: Estimate) -> bool:
-    return found.nvme_bytes is None or found.whole_bytes > found.nvme_bytes + found.capacity_bytes
-
-
 def _disk(found: Estimate) -> str:
-    """The disk that, with the memory there is, holds everything."""
-    least = _least(found.whole_bytes - min(found.capacity_bytes, found.room_bytes))
-    if found.nvme_bytes is None:
-        return f"a disk with {least} for it (nvme_path)"
-    return f"more NVMe: {least} for it instead of {format_bytes(found.nvme_bytes)}"
+    """The NVMe with which it fits, and the budget where that is another one; "" where NVMe is no way out."""
+    way = found.with_disk
+    if way is None:
+        return ""
+    needed = at_least(way.nvme_bytes)
+    budget = "" if way.budget_bytes == found.capacity_bytes else f" and host_budget = {format_bytes(way.budget_bytes)}"
+    if not found.machine.nvme_bytes:
+        free = at_least(least_free_bytes(way.nvme_bytes) * found.machine.devices_per_node)
+        return f"a disk with {free} free{budget}: try it with --measure DIRECTORY, and train with nvme_path"
+    if not may_use_nvme(found.config):
+        return f"let it use {needed} of the disk (nvme_budget, offload_param and offload_optimizer){budget}"
+    return f"more NVMe: {needed} for it instead of {format_bytes(found.nvme_bytes or 0)}{budget}"
 
 
 def _memory_for(found: Estimate, budget: int) -> str:
     """Host memory of a node in which such a budget has room."""
     machine = found.machine
     others = machine.host_memory_bytes // machine.devices_per_node - found.room_bytes
-    return _least((others + budget) * machine.devices_per_node)
-
-
-def _least(nbytes: int) -> str:
-    """In words, rounded up: so much is enough."""
-    text = format_bytes(nbytes)
-    if parse_bytes(text) < nbytes:
-        number, unit = text.split()
-        text = f"{float(number) + 0.01:.2f} {unit}"
-    return text
-
-
-def _most(nbytes: int) -> str:
-    """In words, rounded down: so much is not too much."""
-    text = format_bytes(nbytes)
-    if parse_bytes(text) > nbytes:
-        number, unit = text.split()
-        text = f"{float(number) - 0.01:.2f} {unit}"
-    return text
+    return at_least((others + budget) * machine.devices_per_node)

@@ -9,7 +9,7 @@ from typing import Any
 
 from deepoffload.config import Config
 from deepoffload.config.resolve import may_use_nvme, unsaid_host_bytes, unsaid_nvme_bytes
-from deepoffload.config.units import format_bytes
+from deepoffload.config.units import at_least, at_most, format_bytes, parse_bytes
 from deepoffload.errors import ConfigError, PlacementError
 from deepoffload.estimate.blocks import UNBOUNDED_BYTES, BlockPlan, Planner
 from deepoffload.estimate.checks import positive_integer
@@ -30,13 +30,26 @@ HEADS_OF = 128
 
 
 @dataclass(frozen=True)
+class WithDisk:
+    """A way out for a model that does not fit, by more NVMe. Bytes are one rank's.
+
+    budget_bytes: of host memory; the one that was asked about, or the nearest one that works and that
+    ``format_bytes`` says exactly. nvme_bytes: that the rest needs then.
+    """
+
+    budget_bytes: int
+    nvme_bytes: int
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Everything about one model on one machine. Bytes are one rank's.
 
     capacity_bytes: the budget of the arena: as said, or what the engine would take. nvme_bytes: what may be used of
     NVMe; None: there is none. whole_bytes: weights, gradients and optimizer state. room_bytes: the largest budget that
     leaves room for the activations of this batch. problem: why it does not fit (then only ``run`` and
-    ``smallest_bytes`` may be known). smallest_bytes: the least budget with which it can be placed.
+    ``smallest_bytes`` may be known). smallest_bytes: the least budget with which it can be placed. with_disk: how it
+    fits with more NVMe; None where it fits, or where NVMe is not what is missing.
     steps_of_endurance: optimizer steps after which the node's drives are worn out; None where nothing is known of that.
     """
 
@@ -53,6 +66,7 @@ class Estimate:
     memory: MemoryEstimate | None
     step: StepEstimate | None
     problem: str
+    with_disk: WithDisk | None = None
 
     @property
     def fits(self) -> bool:
@@ -126,6 +140,8 @@ def estimate(
         step=None,
         problem=problem if room else NO_ROOM,
     )
+    if blocks is None and room:
+        return replace(found, with_disk=_with_disk(planner, found, bandwidths))
     if blocks is None or not found.fits:
         return found
     if ranks > 1:
@@ -213,6 +229,25 @@ def _smallest(planner: Planner, nvme_bytes: int | None, bandwidths: Bandwidths) 
         return planner.smallest_capacity(nvme_bytes=nvme_bytes, bandwidths=bandwidths)
     except PlacementError:
         return None
+
+
+def _with_disk(planner: Planner, found: Estimate, bandwidths: Bandwidths) -> WithDisk | None:
+    """See ``Estimate.with_disk``."""
+    ranks, budget = found.machine.ranks, found.capacity_bytes
+    smallest = _smallest(planner, UNBOUNDED_BYTES, bandwidths)
+    if smallest is None:
+        return None
+    least, most = parse_bytes(at_least(-(-smallest // ranks))), parse_bytes(at_most(found.room_bytes))
+    if least > most:
+        return None
+    if budget * ranks < smallest or budget > found.room_bytes:
+        budget = min(max(budget, least), most)
+    try:
+        planner.plan(capacity_bytes=budget * ranks, nvme_bytes=0, bandwidths=bandwidths)
+    except PlacementError as error:
+        needed = -(-(error.enough_nvme_bytes or 0) // ranks)
+        return WithDisk(budget, needed) if needed > (found.nvme_bytes or 0) else None
+    return None
 
 
 def _part(blocks: BlockPlan, ranks: int) -> BlockPlan:

@@ -62,22 +62,44 @@ def test_what_does_not_fit_says_so_and_what_would(machine_file, capsys):
     assert "It does not fit." in text and "(the least is" in text
     assert text.splitlines()[-1].startswith("Give it a host_budget of at least")
     assert main([*SMALL, "--machine", machine_file, "--host-budget", "100MiB", "--nvme-budget", "0"]) == 1
-    assert "or a disk with" in capsys.readouterr().out.splitlines()[-1]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "or let it use 17" in last and "of the disk (nvme_budget, offload_param and offload_optimizer)" in last
+
+
+def test_a_disk_is_named_as_a_way_out_where_nobody_gave_one(tmp_path, capsys):
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({"host_memory_bytes": "1 GiB"}))
+    for machine in ([], ["--machine", str(file)]):
+        assert main([*SMALL, *machine, "--host-budget", "100MiB"]) == 1
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert re.search(
+            r"or a disk with [\d.]+ MiB free: try it with --measure DIRECTORY, and train with nvme_path", last
+        )
+    file.write_text(json.dumps({"host_memory_bytes": "300 MiB", "process_bytes": "290 MiB"}))
+    assert main([*SMALL, "--machine", str(file)]) == 1
+    assert "disk" not in capsys.readouterr().out.splitlines()[-1]  # activations need all of the memory
 
 
 GIB = 1 << 30
 MIB = 1 << 20
+DISK = re.compile(
+    r"(?:a disk with (?P<free>[\d.]+ \w+) free|"
+    r"(?:more NVMe:|let it use) (?P<used>[\d.]+ \w+) (?:for it|of the disk)[^:]*?)"
+    r"(?: and host_budget = (?P<budget>[\d.]+ \w+))?(?=:|\.$)"
+)
+"""NVMe as a way out, and the budget that goes with it."""
 
 
 def test_the_last_line_says_what_works():
     """Over budgets, memories and disks: the sentence agrees with the table, and what it names fits."""
     subject = replace(from_counts(20_000_000, 4, 256, vocabulary=1000), loss_of=None)
-    given, wrong, seen = 0, [], set()
+    given, disks, wrong, seen = 0, 0, [], set()
     for memory in (300 * MIB, 420 * MIB, 1 * GIB):
         for budget in (1 * MIB, 60 * MIB, 200 * MIB, 2 * GIB, None):
-            for disk in (0, 40 * MIB, 10 * GIB):
+            for disk, no_nvme in ((0, None), (40 * MIB, None), (10 * GIB, None), (10 * GIB, 0)):
                 machine = MachineSpec(host_memory_bytes=memory, nvme_bytes=disk, process_bytes=64 * MIB)
-                found = estimate(subject, machine, Config(precision=Precision.BF16, host_budget=budget))
+                config = Config(precision=Precision.BF16, host_budget=budget, nvme_budget=no_nvme)
+                found = estimate(subject, machine, config)
                 said = advice(found)
                 seen.add(said.split(" ")[0] + said.split(" ")[1])
                 numbers = re.findall(r"host_budget (?:of at least|from|of) ([\d.]+ [KMGT]?i?B)", said)
@@ -86,10 +108,20 @@ def test_the_last_line_says_what_works():
                     again = replace(found.config, host_budget=parse_bytes(number))
                     if not estimate(subject, machine, again).fits:
                         wrong.append(f"{memory} {budget} {disk}: {said}")
+                for way in DISK.finditer(said):
+                    disks += 1
+                    nbytes = parse_bytes(way["free"] or way["used"])
+                    budget_said = parse_bytes(way["budget"]) if way["budget"] else budget
+                    again = replace(found.config, host_budget=budget_said)
+                    bigger = replace(machine, nvme_bytes=nbytes if way["free"] else 10 * GIB)
+                    if way["used"]:
+                        again = replace(again, nvme_budget=nbytes)
+                    if not estimate(subject, bigger, again).fits:
+                        wrong.append(f"{memory} {budget} {disk} {no_nvme}: {said}")
                 if found.fits != said.startswith("Train"):
                     wrong.append(f"{memory} {budget} {disk}: fits is {found.fits}: {said}")
     assert not wrong, "\n".join(wrong)
-    assert given > 10 and len(seen) > 2
+    assert given > 10 and disks > 20 and len(seen) > 2
 
 
 def test_a_disk_is_needed_for_an_nvme_budget(tmp_path, capsys):
