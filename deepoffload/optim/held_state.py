@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from deepoffload.errors import UsageError
+from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim.handles import gradients_of, handle_of
 from deepoffload.optim.ordinary import OrdinaryUpdate, is_stored_otherwise, plain_state, warn_of_lost_masters
 from deepoffload.optim.paged_state import write_state
@@ -73,6 +73,7 @@ class HeldState:
 
     def full(self, optimizer: StatefulOptimizer, ordinary: OrdinaryUpdate) -> dict[Any, Any]:
         """``optimizer.state`` with what the pieces hold. See [Note: values of optimizer state]."""
+        refuse_several_ranks(optimizer._pagers(), "state_dict()")
         for pager in optimizer._pagers():
             pager.catch_up_all()
         state = dict(optimizer.state)
@@ -107,6 +108,7 @@ class HeldState:
         where they belong. Where there are none, nothing is moved or updated."""
         if not any(self._has_arrays(optimizer, param, group) for param, group in optimizer._each()):
             return
+        refuse_several_ranks(optimizer._pagers(), "load_state_dict()")
         for pager in optimizer._pagers():
             pager.catch_up_all()
         given: dict[ParamHandle, dict[str, Tensor]] = {}
@@ -146,6 +148,16 @@ class HeldState:
         if self._loaded_masters:
             warn_of_lost_masters([handle.name for handle in self._loaded_masters if handle.master_stale])
             self._loaded_masters.clear()
+
+
+def refuse_several_ranks(pagers: Iterable[Pager], what: str) -> None:
+    """Raise ``UnsupportedError`` where each rank has a part of the state of paged parameters. ``what``: needs all."""
+    if any(pager.link is not None for pager in pagers):
+        raise UnsupportedError(
+            f"{what} of an optimizer needs the whole state of paged parameters. Each rank keeps a part of it, and this "
+            "version does not put the parts together. Train with one rank (launch one process) where the state of the "
+            "optimizer is saved or loaded"
+        )
 
 
 def _shown(state: Mapping[str, Any]) -> dict[str, Any]:

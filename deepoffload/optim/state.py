@@ -170,11 +170,9 @@ def make_pieces(
 
 
 def ensure_pieces(tiers: TierManager, handle: ParamHandle) -> None:
-    """Give a parameter that was frozen when its unit was made a piece of state; others have theirs. Of one that other
-    ranks own, this one needs none."""
+    """Give a parameter that was frozen when its unit was made a piece of state; others have theirs. A rank makes none
+    for one that others own."""
     unit = handle.unit
-    if handle.cut is not None and handle.cut.run() is None:
-        return
     if unit is not None and not any(handle in piece.handles for piece in unit.pieces):
         limit_bytes = tiers.arena.capacity_bytes // PIECES_PER_ARENA
         unit.pieces += make_pieces(tiers, unit, [(handle, handle.dtype)], limit_bytes)

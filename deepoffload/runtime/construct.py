@@ -9,7 +9,7 @@ compute in.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -121,6 +121,8 @@ class Assembly:
         state_format: the arrays of optimizer state that pieces are planned with.
 
     Attributes:
+        on_value: called for each parameter before it moves, with the host address of its registered value, which is
+            all there.
         typical_bytes: of the weights of most units of the model, if there are such: pieces of other units are made
             as large, so that each fits where another was.
     """
@@ -140,6 +142,7 @@ class Assembly:
         self.piece_bytes = gradients.piece_bytes = piece_bytes
         self.state_format = state_format
         self.typical_bytes: int | None = None
+        self.on_value: Callable[[ParamHandle, int], None] | None = None
 
     def target_nbytes(self, param: Tensor) -> int:
         """Bytes of a parameter in the dtype it will compute in."""
@@ -216,6 +219,8 @@ class Assembly:
             run = OwnedRun(len(unit.owner.slots), 0, handle.numel, place, place)
         self.tiers.acquire(old)
         try:
+            if self.on_value is not None:
+                self.on_value(handle, handle.address())
             if run is not None:
                 self._move_run(unit, handle, run, dtype)
         finally:

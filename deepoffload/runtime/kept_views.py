@@ -50,7 +50,7 @@ def _budget(
     with outside_user_modes():
         kept = _kept(pager.units, blocks)
         every = {id(handle.tensor) for unit in pager.units for handle in unit.handles}
-        cutter = _cutter(config, [root for ref in root_refs if (root := ref()) is not None], pager.units)
+        cutter = _cutter(config, [root for ref in root_refs if (root := ref()) is not None], pager)
         found = []
         for held in (kept, {**kept, BlockKind.WEIGHT: every}):
             while (needed_bytes := kept_bytes + _needed_bytes(cutter, config, room, held, budget_bytes)) > budget_bytes:
@@ -73,11 +73,12 @@ def _kept(units: Iterable[Unit], blocks: Collection[Block]) -> Kept:
     return kept
 
 
-def _cutter(config: Config, roots: Sequence[nn.Module], units: Iterable[Unit]) -> Cutter:
+def _cutter(config: Config, roots: Sequence[nn.Module], pages: Pager) -> Cutter:
     """Cuts the models as when they are built again. They have the types now that they compute in, and may have been
     registered in fp32."""
-    alive = [(handle.name, handle.tensor) for unit in units for handle in unit.handles]
-    pager, gradients, handles = dry_pager(*roots, others=[(name, t) for name, t in alive if t is not None])
+    alive = [(handle.name, handle.tensor) for unit in pages.units for handle in unit.handles]
+    others = [(name, tensor) for name, tensor in alive if tensor is not None]
+    pager, gradients, handles = dry_pager(*roots, others=others, link=pages.link)
     for handle in handles:
         if config.precision is not Precision.KEEP and handle.dtype.is_floating_point:
             handle.dtype = torch.float32

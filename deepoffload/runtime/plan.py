@@ -21,6 +21,7 @@ from deepoffload.optim.checks import STATE_DTYPES
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.pager import Pager
+from deepoffload.params.ports import RankPort
 from deepoffload.params.slot import dense_stride
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat
 from deepoffload.params.use_order import UseOrder
@@ -152,13 +153,13 @@ def _alive(pager: Pager, handles: Iterable[ParamHandle]) -> list[ParamHandle]:
 
 
 def dry_pager(
-    *roots: nn.Module, others: Iterable[tuple[str, Tensor]] = ()
+    *roots: nn.Module, others: Iterable[tuple[str, Tensor]] = (), link: RankPort | None = None
 ) -> tuple[Pager, Gradients, list[ParamHandle]]:
     """A pager that has no memory and a handle for each parameter, which the parameters know nothing of. ``others``:
-    parameters with names that need not be in ``roots``."""
+    parameters with names that need not be in ``roots``. ``link``: to the other ranks of those that are planned for."""
     graphs = OpenGraphs()
     order = UseOrder(graphs, prefetch=False)
-    pager = Pager(TierManager(Arena(PAGE_BYTES, lends=False), None, order), order, graphs, prefetch=False)
+    pager = Pager(TierManager(Arena(PAGE_BYTES, lends=False), None, order), order, graphs, prefetch=False, link=link)
     params = {id(param): (name, param) for name, param in others}
     params |= {id(param): (name, param) for root in roots for name, param in root.named_parameters()}
     handles = [
@@ -177,9 +178,10 @@ def refusal_of(
     nvme_bytes: int | None,
     bandwidths: Bandwidths,
     device_bytes: int = 0,
+    link: RankPort | None = None,
 ) -> PlacementError | None:
     """Why models cannot run, as :func:`plan_model` says it; None for ones that can."""
-    pager, gradients, handles = dry_pager(*roots)
+    pager, gradients, handles = dry_pager(*roots, link=link)
     room = Room(capacity_bytes, nvme_bytes, bandwidths, device_bytes)
     try:
         choose(cutter_of(pager, gradients, config, roots, handles), config, room)

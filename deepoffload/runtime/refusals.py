@@ -59,6 +59,7 @@ class Refusals:
             nvme_bytes=self._nvme_bytes,
             bandwidths=self._bandwidths,
             device_bytes=self._pager.memory.capacity_bytes,
+            link=self._pager.link,
         )
         try:
             whole = why(self._config)
