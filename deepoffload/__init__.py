@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from deepoffload.checkpoint.pretrained import save_pretrained as save_pretrained
     from deepoffload.checkpoint.training_state import TrainingState as TrainingState
     from deepoffload.config import Config as Config
-    from deepoffload.deepspeed.initialize import add_config_arguments as add_config_arguments
-    from deepoffload.deepspeed.initialize import initialize as initialize
+    from deepoffload.deepspeed.initialization import add_config_arguments as add_config_arguments
+    from deepoffload.deepspeed.initialization import initialize as initialize
     from deepoffload.optim.adagrad import CPUAdagrad as CPUAdagrad
     from deepoffload.optim.adam import CPUAdam as CPUAdam
     from deepoffload.optim.adam import CPUAdamW as CPUAdamW
@@ -38,8 +38,8 @@ _HOMES = {
     "TrainingState": "deepoffload.checkpoint.training_state",
     "offload_context": "deepoffload.runtime.context",
     "stats": "deepoffload.runtime.context",
-    "add_config_arguments": "deepoffload.deepspeed.initialize",
-    "initialize": "deepoffload.deepspeed.initialize",
+    "add_config_arguments": "deepoffload.deepspeed.initialization",
+    "initialize": "deepoffload.deepspeed.initialization",
     "save_pretrained": "deepoffload.checkpoint.pretrained",
 }
 

@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from deepoffload.checkpoint.loading import Wanted
 from deepoffload.config import Config, Precision
 from deepoffload.deepspeed.checkpoints import EngineCheckpoints, save_weights
+from deepoffload.deepspeed.engine_names import EngineNames
+from deepoffload.deepspeed.engine_table import refuse_absent
 from deepoffload.errors import ClosedError, UnsupportedError
 from deepoffload.optim.loss_scale import LossScale
 from deepoffload.runtime.announce import announce, progress_log
@@ -24,7 +26,7 @@ from deepoffload.runtime.loop import TrainingLoop
 from deepoffload.timeline import Summary
 
 
-class TrainingEngine:
+class TrainingEngine(EngineNames):
     """A paged model with its optimizer and schedule. Made by :func:`deepoffload.initialize`.
 
     What is not an attribute here is looked up on the model, so ``engine.generate(...)`` and ``engine.config`` work.
@@ -138,7 +140,6 @@ class TrainingEngine:
         """Drop the gradients of the optimizer's and the model's parameters."""
         self.loop.zero_grad(set_to_none)
 
-    @property
     def gradient_clipping(self) -> float:
         """Largest global norm of the gradients; 0.0 is off."""
         return self.loop.gradient_clipping
@@ -266,6 +267,7 @@ class TrainingEngine:
         try:
             return getattr(self.module, name)
         except AttributeError:
+            refuse_absent(name)
             nearest = difflib.get_close_matches(name, [known for known in dir(type(self)) if known[0] != "_"], 1)
             hint = f"; did you mean engine.{nearest[0]}?" if nearest else ""
             raise AttributeError(

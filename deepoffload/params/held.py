@@ -34,6 +34,10 @@ class HeldUntilStep:
         """``optimizer`` updates ``handle`` for as long as it exists."""
         self._updaters.setdefault(handle, weakref.WeakSet()).add(optimizer)
 
+    def updaters(self, handle: ParamHandle) -> list[object]:
+        """The optimizers that update ``handle``."""
+        return list(self._updaters.get(handle, ()))
+
     def take(self, slot: Any, block: Block) -> None:
         """Lease the block of a parameter (``slot`` is its handle) or of its gradient."""
         if self._leases.get(slot) is not block:

@@ -20,6 +20,7 @@ from deepoffload.params.copies import page_in_context, plain_copy
 from deepoffload.params.metadata import LAYOUT, METADATA
 from deepoffload.params.moved_model import MOVES, of_moved_model
 from deepoffload.params.new_data import set_new_data
+from deepoffload.params.peer_names import PeerNames
 from deepoffload.params.sharding import refuse_sharding
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.state_dict_values import is_weight_itself, lazy_weight
@@ -52,14 +53,13 @@ _ESCAPES = frozenset(
 )
 
 
-class OffloadedParameter(nn.Parameter):
+class OffloadedParameter(PeerNames, nn.Parameter):
     """A parameter whose bytes come and go. Never constructed by users: ``nn.Parameter`` objects become one in place."""
 
     _slot: ParamHandle
 
     def __new__(cls, data: Tensor | None = None, requires_grad: bool = True, *, _slot: Any = None) -> Any:  # noqa: PYI034
-        # type(p)(tensor, requires_grad=...) as accelerate and peft write it: an ordinary parameter, adopted on arrival.
-        # accelerate's init_empty_weights also hands over p.__dict__.
+        # type(p)(tensor, ..., **p.__dict__) as accelerate and peft write it: an ordinary parameter, adopted on arrival.
         return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
 
     @classmethod

@@ -54,6 +54,7 @@ class ParamHandle(TensorSlot):
         edits: how often a change by the program was noticed after it had been made.
         mapped_copy: a copy with an address, while a value of a state dict has been asked for one.
         windows: of which modules' calls it is part.
+        gathered: how many open ``GatheredParameters`` name it.
         version: torch's in-place counter when deepoffload last looked.
         updated_after: which forward made the last graph before its last update (``OpenGraphs.forwards``).
         state_owner: the token of the optimizer whose state the unit's pieces hold for this parameter.
@@ -69,6 +70,7 @@ class ParamHandle(TensorSlot):
         "mapped_copy",
         "updated_after",
         "windows",
+        "gathered",
     )
 
     def __init__(
@@ -84,6 +86,7 @@ class ParamHandle(TensorSlot):
         self.updated_after = 0
         self.escape_crc: int | None = None
         self.windows: set[int] = set()
+        self.gathered = 0
         self.mapped_copy: weakref.ref[Any] | None = None
 
     @property

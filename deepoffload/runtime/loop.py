@@ -85,25 +85,46 @@ class TrainingLoop:
         Raises:
             UsageError: ``loss`` is no scalar tensor, or has no graph.
         """
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shown = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise UsageError(f"engine.backward takes a tensor with one number, not {shown}; reduce the loss first")
-        if not loss.requires_grad:
-            raise UsageError(
-                "engine.backward: the loss has no graph (computed under no_grad, detached, or all weights are frozen)"
-            )
+        _check_loss(loss, "engine.backward")
         steps = self.accumulation_steps
         if steps > 1 and take_mean:
             loss = (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) / steps
+        self._times_scale(loss).backward(retain_graph=retain_graph)
+        return loss
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What a program that calls ``backward()`` itself differentiates: in fp16 the loss times the scale.
+
+        Raises:
+            UsageError: there is no optimizer, or ``loss`` is no scalar tensor, or has no graph.
+        """
+        if self.optimizer is None:
+            raise UsageError("engine.scale(): initialize() was given no optimizer, so the engine only infers")
+        _check_loss(loss, "engine.scale")
+        return self._times_scale(loss)
+
+    def _times_scale(self, loss: Tensor) -> Tensor:
         early = self.core.gradients.early
         if early is not None:
             early.paused = not self.is_boundary
         if self._scale is None:
-            loss.backward(retain_graph=retain_graph)
-        else:
-            (loss.float() * self._scale.value).backward(retain_graph=retain_graph)
-            self._scaled = True
-        return loss
+            return loss
+        self._scaled = True
+        return loss.float() * self._scale.value
+
+    def set_accumulation_steps(self, steps: int) -> None:
+        """Another number of micro-steps for each update, from the next one on.
+
+        Raises:
+            UsageError: micro-steps of an update that is not complete have been made.
+        """
+        if (self.micro_steps - self._counted_from) % self.accumulation_steps and self.forced_boundary is None:
+            raise UsageError(
+                "the number of accumulation steps cannot change in the middle of an update; change it after the "
+                "engine.step() that updates"
+            )
+        self.accumulation_steps = steps
+        self._counted_from = self.micro_steps
 
     def step(self) -> bool:
         """End a micro-step. At a boundary: clip, update, clear the gradients, advance the schedule; True then.
@@ -223,3 +244,11 @@ class TrainingLoop:
         """Scripts written for DeepSpeed read the scale from the optimizer."""
         if isinstance(self.optimizer, HostOptimizer):
             self.optimizer.loss_scale = self.loss_scale
+
+
+def _check_loss(loss: object, call: str) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(f"{call} takes a tensor with one number, not {shown}; reduce the loss first")
+    if not loss.requires_grad:
+        raise UsageError(f"{call}: the loss has no graph (computed under no_grad, detached, or all weights are frozen)")

@@ -27,6 +27,8 @@ NATIVE_CALLERS = ("memory", "copies", "optim", "checkpoint", "ranks")
 PRINTING_PARTS = ("cli", "estimate")
 """Parts of the package whose job is to print."""
 TORCH_PRIVATE = ROOT / "deepoffload" / "params" / "torch_private.py"
+PROGRAMS_GROUPS = ROOT / "deepoffload" / "deepspeed" / "comm.py"
+"""Gives a program torch's process groups by other names; the engine uses none of them."""
 FOREACH = "_foreach_"
 """torch's documentation names these functions, though with an underscore."""
 
@@ -191,7 +193,10 @@ RULES: tuple[tuple[Rule, list[Path]], ...] = (
     (mocks, [*PACKAGE, *TESTS]),
     (private_names_of_torch, [path for path in PACKAGE if path != TORCH_PRIVATE]),
     (long_functions, [*PACKAGE, *OTHERS]),
-    (process_groups, [path for path in PACKAGE if path.relative_to(ROOT).parts[1] != "ranks"]),
+    (
+        process_groups,
+        [path for path in PACKAGE if path.relative_to(ROOT).parts[1] != "ranks" and path != PROGRAMS_GROUPS],
+    ),
     (tensors_of_the_default_dtype, [path for path in PACKAGE if path.relative_to(ROOT).parts[1] in NATIVE_CALLERS]),
 )
 

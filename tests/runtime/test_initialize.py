@@ -253,7 +253,7 @@ def test_training_keys_may_be_said_after_the_context(config: dict[str, Any], ini
     engine, optimizer, *_ = initialize(model=model, config={**said, "gradient_clipping": 0.3})
     assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (6, 2)
     assert engine.gradient_accumulation_steps() == 3
-    assert optimizer.max_grad_norm == engine.gradient_clipping == 0.3
+    assert optimizer.max_grad_norm == engine.gradient_clipping() == 0.3
 
 
 def test_batch_sizes_are_unknown_where_they_are_not_said(config: dict[str, Any], initialize: Initialize) -> None:
@@ -341,7 +341,7 @@ def test_two_clippings_contradict(config: dict[str, Any], initialize: Initialize
     with pytest.raises(ConfigError, match="gradient_clipping = 1.0.*max_grad_norm = 2.0"):
         deepoffload.initialize(model=model, optimizer=optimizer, config={**config, "gradient_clipping": 1.0})
     engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
-    assert engine.gradient_clipping == optimizer.max_grad_norm == 2.0
+    assert engine.gradient_clipping() == optimizer.max_grad_norm == 2.0
 
 
 @pytest.mark.parametrize("swap", [True, False])

@@ -135,7 +135,7 @@ def initialize(
     scheduler = _scheduler(settings, built, lr_scheduler)
     loader = make_loader(settings, training_data, collate_fn)
     if core is None:  # last: what fails before leaves the model as it was
-        core = _take_over(settings, model, choice)
+        core = take_over(settings, model, choice)
     loader = split_over_ranks(loader, core, settings, collate_fn)
     if built is None:
         log.info("initialize: no optimizer, so the engine only infers")
@@ -151,7 +151,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _take_over(config: Config, model: nn.Module, choice: RankChoice) -> Engine:
+def take_over(config: Config, model: nn.Module, choice: RankChoice) -> Engine:
     """Page a model that was built before. One that cannot be placed is left as it was."""
     core = Engine(config, choice.open(config))
     try:
@@ -225,7 +225,7 @@ def _differing(one: Config, other: Config, names: Iterable[str]) -> list[str]:
 def _conflict(name: str, before: object, now: object) -> ConfigError:
     return ConfigError(
         f"{name}: the model was built in an offload_context with {before!r}, and initialize() was given {now!r}; "
-        "say it the same in both, or only in offload_context"
+        "say it the same in both, or only in offload_context (zero.Init takes it as config_dict_or_path)"
     )
 
 

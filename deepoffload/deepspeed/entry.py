@@ -1,0 +1,51 @@
+"""``deepspeed.initialize`` as DeepSpeed has it: it also makes the process group that scripts then use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepoffload.deepspeed.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed, is_initialized
+from deepoffload.deepspeed.initialization import initialize as make_engine
+
+
+def initialize(
+    args: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+    **ranks: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """:func:`deepoffload.initialize`, after :func:`init_distributed`.
+
+    Args:
+        ranks: ``group``, ``mesh`` and ``ranks``, as there.
+        dist_init_required: None: make a process group unless there is one. False: make none; with one process none is
+            needed.
+    """
+    if not is_initialized() and dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    return make_engine(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        mpu=mpu,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=config,
+        mesh_param=mesh_param,
+        config_params=config_params,
+        **ranks,
+    )

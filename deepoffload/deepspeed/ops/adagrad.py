@@ -1,0 +1,7 @@
+"""``deepspeed.ops.adagrad``."""
+
+from __future__ import annotations
+
+from deepoffload.optim.adagrad import CPUAdagrad
+
+DeepSpeedCPUAdagrad = CPUAdagrad

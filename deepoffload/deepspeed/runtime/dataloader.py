@@ -1,0 +1,7 @@
+"""``deepspeed.runtime.dataloader``."""
+
+from __future__ import annotations
+
+from deepoffload.deepspeed.utils import RepeatingLoader
+
+__all__ = ["RepeatingLoader"]

@@ -1,0 +1,140 @@
+"""DeepSpeed's ``safe_get_*`` and ``safe_set_*``: fp32 values, gradients and optimizer state of paged parameters.
+
+Getters give copies, so nothing of the engine's memory is held. They give None for what has no such value: a parameter
+that is not paged, one without a gradient, or a frozen one's optimizer state.
+
+With one rank the *local* part of a parameter is all of it, flat. It is in the order of the parameter's elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from deepoffload.errors import UsageError
+from deepoffload.optim.handles import gradients_of, handle_of
+from deepoffload.optim.one_param import read_array, read_master, write_array, write_master
+from deepoffload.params.unit import ParamHandle
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """The exact fp32 value of a weight, also of a 16-bit one."""
+    handle = _handle(param)
+    return None if handle is None else read_master(param, handle)
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Replace it. The weight shows ``value`` rounded to its type."""
+    handle = _handle(param)
+    if handle is not None:
+        write_master(param, handle, value)
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """The gradient so far, in the type in which it accumulates; in fp16 still times the loss scale."""
+    handle = _handle(param)
+    if handle is not None:
+        gradients_of(handle.pager, handle.name)
+    grad = param.grad
+    return None if grad is None else grad.detach().clone()
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Replace the gradient.
+
+    Raises:
+        UsageError: another shape, or a frozen parameter.
+    """
+    handle = _handle(param)
+    if handle is not None:
+        gradients_of(handle.pager, handle.name)
+    name = "the parameter" if handle is None else handle.name
+    if not isinstance(value, Tensor) or value.shape != param.shape:
+        shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise UsageError(f"a gradient of {name} has its shape {tuple(param.shape)}, not {shown}")
+    if not param.requires_grad:
+        raise UsageError(f"{name} is frozen, so no gradient of it is used; call requires_grad_() before")
+    if param.grad is not None:
+        with torch.no_grad():
+            param.grad.copy_(value)
+    else:
+        param.grad = value.detach().to(param.device, param.dtype, copy=True)
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """An array of optimizer state in fp32, such as ``"exp_avg"``; before the first step what it starts with."""
+    handle = _handle(param)
+    return None if handle is None else read_array(handle, param, optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Replace it.
+
+    Raises:
+        UsageError: the optimizer has no such array, or of another shape.
+    """
+    handle = _handle(param)
+    if handle is not None:
+        write_array(handle, param, optim_state_key, value)
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
+    """This rank's part of the fp32 value."""
+    return _flat(safe_get_full_fp32_param(_paged(param)))
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    safe_set_full_fp32_param(_paged(param), _whole(param, value))
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """This rank's part of the gradient."""
+    return _flat(safe_get_full_grad(_paged(param)))
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    safe_set_full_grad(_paged(param), _whole(param, value))
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """This rank's part of an array of optimizer state."""
+    return _flat(safe_get_full_optimizer_state(_paged(param), optim_state_key))
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    safe_set_full_optimizer_state(_paged(param), _whole(param, value), optim_state_key)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Replace the gradient of each parameter that has one by ``update_func(gradient, parameter)``."""
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
+
+
+def _handle(param: Tensor) -> ParamHandle | None:
+    if not isinstance(param, Tensor):
+        raise UsageError(f"a parameter is wanted, not a {type(param).__name__}")
+    return handle_of(param)
+
+
+def _paged(param: Tensor) -> Tensor:
+    if _handle(param) is None:
+        raise UsageError("the local part is that of a paged parameter; this one belongs to no engine")
+    return param
+
+
+def _flat(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.reshape(-1)
+
+
+def _whole(param: Tensor, value: Tensor) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != param.numel():
+        shown = value.numel() if isinstance(value, Tensor) else type(value).__name__
+        raise UsageError(f"the local part has {param.numel()} elements here, not {shown}")
+    return value.reshape(param.shape)
