@@ -33,6 +33,7 @@ from deepoffload.checkpoint.state_files import plan_state
 from deepoffload.checkpoint.tags import checked_directory, checked_tag, folder_to_load, lacking_in
 from deepoffload.checkpoint.weights_loading import listed
 from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.optim.held_state import refuse_several_ranks
 from deepoffload.optim.optimizer_parts import OptimizerParts, pagers_of, take_apart
 from deepoffload.params.pager import Pager
 from deepoffload.runtime.engine import Engine
@@ -382,6 +383,7 @@ class TrainingState(DurableRun):
             self._half_loaded.refuse()
         self._check_params()
         pagers = pagers_of(list(self._module.parameters()))
+        refuse_several_ranks(pagers, f"TrainingState.{what}()")
         refuse_during_calls(self._module, what, of_all_threads=also_half_loaded)
         refuse_in_forward(pagers, what)
         return pagers

@@ -417,7 +417,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             UsageError: the state that a value of ``state_dict`` showed is no more.
             UnsupportedError: with several ranks.
         """
-        refuse_several_ranks(self._pagers(), "load_state_dict()")
+        refuse_several_ranks(self._pagers(), "optimizer.load_state_dict()")
         for pager in self._pagers():
             gradients_of(pager)
         load_into(self, state_dict, self._import_group, self._check_group, self._arrays)

@@ -73,7 +73,7 @@ class HeldState:
 
     def full(self, optimizer: StatefulOptimizer, ordinary: OrdinaryUpdate) -> dict[Any, Any]:
         """``optimizer.state`` with what the pieces hold. See [Note: values of optimizer state]."""
-        refuse_several_ranks(optimizer._pagers(), "state_dict()")
+        refuse_several_ranks(optimizer._pagers(), "optimizer.state_dict()")
         for pager in optimizer._pagers():
             pager.catch_up_all()
         state = dict(optimizer.state)
@@ -108,7 +108,7 @@ class HeldState:
         where they belong. Where there are none, nothing is moved or updated."""
         if not any(self._has_arrays(optimizer, param, group) for param, group in optimizer._each()):
             return
-        refuse_several_ranks(optimizer._pagers(), "load_state_dict()")
+        refuse_several_ranks(optimizer._pagers(), "optimizer.load_state_dict()")
         for pager in optimizer._pagers():
             pager.catch_up_all()
         given: dict[ParamHandle, dict[str, Tensor]] = {}
@@ -154,9 +154,9 @@ def refuse_several_ranks(pagers: Iterable[Pager], what: str) -> None:
     """Raise ``UnsupportedError`` where each rank has a part of the state of paged parameters. ``what``: needs all."""
     if any(pager.link is not None for pager in pagers):
         raise UnsupportedError(
-            f"{what} of an optimizer needs the whole state of paged parameters. Each rank keeps a part of it, and this "
-            "version does not put the parts together. Train with one rank (launch one process) where the state of the "
-            "optimizer is saved or loaded"
+            f"{what} needs the whole optimizer state of paged parameters. Each rank keeps a part of it, and this "
+            "version does not put the parts together. Train with one rank (launch one process) where that state is "
+            "saved or loaded"
         )
 
 
