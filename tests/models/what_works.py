@@ -22,8 +22,9 @@ losses, gradients, tokens, weights and buffers are compared. The first rows are 
 is accepted with, all with a little more, and all with everything evicted as soon as it may be: every weight goes
 to disk and back all the time. Memory that is taken back is filled with NaN, so that a late reader would be seen.
 
-- **=** the same numbers, bit for bit, as plain PyTorch with what the row is compared with; also after updates
-  (`CPUAdamW` on both sides)
+- **=** the same numbers, bit for bit, as plain PyTorch with what the row is compared with; also after updates, with
+  `CPUAdamW` on both sides (a step of `torch.optim.AdamW` differs [by rounding](optimizers.md#numerics-in-fp32)). The
+  rows of `precision` end with the first gradients: later weights come from fp32 masters, which the plain model lacks
 - **~** the same up to rounding; the note says why
 - **(=)** as **=** when there is memory enough, else refused with an error that says so; the note says more
 - **no** refused with an error that says so
