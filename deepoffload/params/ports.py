@@ -17,6 +17,7 @@ from deepoffload.memory.block import Block
 from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.params.held import HeldUntilStep
+from deepoffload.ranks.exchange import Exchange
 from deepoffload.ranks.places import RankMap
 
 if TYPE_CHECKING:
@@ -80,6 +81,10 @@ class RankPort(Protocol):
     @property
     def ranks(self) -> RankMap:
         """Who they are."""
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What moves bytes between them; None where none are moved."""
 
     def hold(self) -> AbstractContextManager[None]:
         """While this lasts no other rank is served."""

@@ -15,8 +15,10 @@ from deepoffload.config.units import format_bytes
 from deepoffload.device import Tier
 from deepoffload.errors import DevicePlacementError, PlacementError
 from deepoffload.native.aio import round_up
+from deepoffload.ranks.exchange import Exchange
 from deepoffload.runtime.cuts import Cut, Cutter
 from deepoffload.runtime.sizes import UnitSizes
+from deepoffload.runtime.whole_copies import CopySizes, contribution_bytes, with_copies
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, Workload
 from deepoffload.schedule.durable import with_durable_steps
 from deepoffload.schedule.nvme_room import set_up_nvme_bytes, within_nvme
@@ -25,12 +27,14 @@ from deepoffload.schedule.placement import KIND_NUMBERS, BlockColumns, BlockSpec
 
 @dataclass(frozen=True)
 class Room:
-    """What a model may take: memory, NVMe (None: there is no path), and of a device's memory."""
+    """What a model may take: memory, NVMe (None: there is no path), and of a device's memory. ``exchange``: moves bytes
+    between ranks; None for one rank."""
 
     capacity_bytes: int
     nvme_bytes: int | None
     bandwidths: Bandwidths
     device_bytes: int = 0
+    exchange: Exchange | None = None
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,14 @@ class ChosenCut:
     they are made: unit by unit, weights, gradients, pieces of state.
 
     ``on_device``: numbers of blocks of optimizer state that live on a device and are no part of the placement.
+    ``copies_bytes``: memory for whole copies of what several ranks store, which is no part of it either.
     """
 
     cut: Cut
     sizes: list[UnitSizes]
     placement: Placement
     on_device: list[int]
+    copies_bytes: int = 0
 
     def content_bytes(self) -> list[int]:
         """What each block stores."""
@@ -124,7 +130,28 @@ def _both(memory: PlacementError, nvme: PlacementError) -> PlacementError:
 
 def _placed(cutter: Cutter, cut: Cut, config: Config, room: Room, *, with_blocks: bool = True) -> ChosenCut:
     """``with_blocks``: False where only whether it fits is asked; there may be some 100,000 blocks."""
-    drafts, sizes = cut.division.drafts, cutter.sizes(cut)
+    sizes, exchange = cutter.sizes(cut), room.exchange
+    if exchange is None:
+        return _placed_blocks(cut, sizes, config, room, with_blocks=with_blocks)
+    drafts = cut.division.drafts
+    copies = CopySizes.of(sizes, (nbytes for _, nbytes in window_bytes(cut, sizes)))
+    others_bytes = contribution_bytes(drafts, exchange, room.capacity_bytes)
+    left_bytes = room.capacity_bytes - others_bytes
+    refusal: PlacementError | None = None
+    for copies_bytes in copies.choices(left_bytes):
+        rest = replace(room, capacity_bytes=max(left_bytes - copies_bytes, 0))
+        try:
+            placed = _placed_blocks(cut, sizes, config, rest, with_blocks=with_blocks)
+        except PlacementError as error:
+            refusal = error
+        else:
+            return replace(placed, copies_bytes=copies_bytes)
+    assert refusal is not None, "there is always a choice"
+    raise with_copies(refusal, copies, drafts, exchange, others_bytes)
+
+
+def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room, *, with_blocks: bool) -> ChosenCut:
+    drafts = cut.division.drafts
     if room.device_bytes:
         _check_calls(cut, sizes, room.device_bytes)
     columns = _columns(cut, sizes)
@@ -134,7 +161,7 @@ def _placed(cutter: Cutter, cut: Cut, config: Config, room: Room, *, with_blocks
     placed = BlockColumns(*(column[~away] for column in columns))
     limits = {BlockKind.WEIGHT: config.offload_param, BlockKind.STATE: config.offload_optimizer}
     kept_kinds = [KIND_NUMBERS[kind] for kind, tier in limits.items() if tier is not None and tier is not Tier.NVME]
-    event_bytes = max((nbytes for _, nbytes in window_bytes(cut, sizes)), default=0)
+    event_bytes = max((nbytes for _, nbytes in _stored_window_bytes(cut, sizes)), default=0)
     durable = config.durability is not None
     place = partial(
         place_columns,
@@ -249,6 +276,14 @@ def _set_up_nvme_bytes(cut: Cut, sizes: Sequence[UnitSizes], room: Room) -> int:
 
 def window_bytes(cut: Cut, sizes: Sequence[UnitSizes]) -> Iterator[tuple[str, int]]:
     """Each window's name, and the memory that the weights of one call of its module take, on the host or as copies."""
-    rooms = [unit.room_bytes(BlockKind.WEIGHT) for unit in sizes]
+    yield from _window_sums(cut, [unit.whole_weight_bytes for unit in sizes])
+
+
+def _stored_window_bytes(cut: Cut, sizes: Sequence[UnitSizes]) -> Iterator[tuple[str, int]]:
+    """The same of what a rank stores of them."""
+    yield from _window_sums(cut, [unit.room_bytes(BlockKind.WEIGHT) for unit in sizes])
+
+
+def _window_sums(cut: Cut, rooms: Sequence[int]) -> Iterator[tuple[str, int]]:
     for name, numbers in cut.division.window_units:
         yield name, sum(rooms[number] for number in numbers)

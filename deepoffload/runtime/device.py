@@ -138,12 +138,16 @@ def open_rank_memory(
 
 
 def take_device_memory(memory: ShownMemory, plan: ModelPlan) -> None:
-    """Take what the model can use of the device budget. Nothing to do where there is no budget but the host's.
+    """Take what the model can use of the device budget; with several ranks, what it has of the host's for whole copies.
+    Nothing to do where tensors show the arena.
 
     Raises:
-        BudgetError: the device does not have what the budget says.
+        BudgetError: the device, or the arena, does not have what the budget says.
     """
     if memory.on_host:
+        return
+    if plan.chosen.copies_bytes:
+        memory.reserve(plan.chosen.copies_bytes)
         return
     state_bytes = sum(block.shown_room_bytes for block in plan.on_device)
     needed_bytes = weights_on_device_bytes(plan.chosen.sizes) + state_bytes

@@ -114,6 +114,8 @@ def plan_model(
     are tried where it does not. What all weights leave of it is for optimizer state, where the configuration keeps that
     on the device.
 
+    With several ranks ``capacity_bytes`` is also for whole copies, and for gradients on their way.
+
     Raises:
         DevicePlacementError: the host's budgets could run this model, but the device's cannot.
         PlacementError: the budgets cannot run this model; the message carries the table. ``enough_bytes`` is the least
@@ -121,7 +123,8 @@ def plan_model(
         UsageError: ``keep_fp32`` names something that the model does not have.
     """
     cutter = cutter_of(pager, gradients, config, roots, handles)
-    choice = choose(cutter, config, Room(capacity_bytes, nvme_bytes, bandwidths, device_bytes))
+    exchange = None if pager.link is None else pager.link.exchange
+    choice = choose(cutter, config, Room(capacity_bytes, nvme_bytes, bandwidths, device_bytes, exchange))
     assembly = cutter.declare(choice.cut)
     blocks = [block for draft in choice.cut.division.drafts for block in draft.unit.blocks()]
     placement = choice.with_ids([block.id for block in blocks])
@@ -182,7 +185,7 @@ def refusal_of(
 ) -> PlacementError | None:
     """Why models cannot run, as :func:`plan_model` says it; None for ones that can."""
     pager, gradients, handles = dry_pager(*roots, link=link)
-    room = Room(capacity_bytes, nvme_bytes, bandwidths, device_bytes)
+    room = Room(capacity_bytes, nvme_bytes, bandwidths, device_bytes, None if link is None else link.exchange)
     try:
         choose(cutter_of(pager, gradients, config, roots, handles), config, room)
     except PlacementError as error:

@@ -1,0 +1,93 @@
+"""How much of a rank's host budget is for whole copies of units, and for gradients on their way to other ranks.
+
+What is left is for the blocks that the rank stores. Where these all stay in memory, copies get the rest, so that as
+many units as possible stay whole. Where blocks go to NVMe, copies get a quarter, and at least what one call of a module
+and one gradient take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from deepoffload.errors import PlacementError
+from deepoffload.native.aio import PAGE_BYTES, round_up
+from deepoffload.optim.contribution_layout import ContributionLayout
+from deepoffload.optim.contribution_slots import slot_sizes
+from deepoffload.ranks.exchange import Exchange
+from deepoffload.runtime.draft import UnitDraft
+from deepoffload.runtime.sizes import UnitSizes
+
+COPIES_SHARE = 4
+"""Copies get this part of the budget where not everything stays in memory."""
+
+
+def contribution_bytes(drafts: Iterable[UnitDraft], exchange: Exchange, host_bytes: int) -> int:
+    """What gradients on their way to other ranks take of a rank's host budget of ``host_bytes``."""
+    largest = 0
+    for draft in drafts:
+        if draft.gradient_layout is not None and draft.trained:
+            dtypes = [dtype for _, dtype in draft.trained]
+            largest = max(largest, ContributionLayout(draft.gradient_layout, dtypes, draft.rank).part_nbytes)
+    sizes = slot_sizes(largest, exchange, host_bytes)
+    return sizes.slots * round_up(sizes.slot_bytes) + sizes.scratches * round_up(sizes.scratch_bytes)
+
+
+@dataclass(frozen=True)
+class CopySizes:
+    """What whole copies need, for one cut of a model.
+
+    Attributes:
+        least_bytes: those of the largest call of a module, and the largest gradient, which the program may look at.
+        most_bytes: those of all weights, and that gradient.
+        stored_bytes: all blocks that the rank stores.
+    """
+
+    least_bytes: int
+    most_bytes: int
+    stored_bytes: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[UnitSizes], window_bytes: Iterable[int]) -> CopySizes:
+        """``window_bytes``: the whole weights of each module that has a window."""
+        gradient_bytes = max((unit.whole_gradient_bytes for unit in sizes), default=0)
+        largest_bytes = max((unit.whole_weight_bytes for unit in sizes), default=0)
+        return cls(
+            max([largest_bytes, *window_bytes]) + gradient_bytes,
+            sum(unit.whole_weight_bytes for unit in sizes) + gradient_bytes,
+            sum(block.room_bytes * block.count for unit in sizes for block in unit.blocks),
+        )
+
+    def choices(self, capacity_bytes: int) -> Iterator[int]:
+        """How many bytes copies may get of ``capacity_bytes``, the best choice first, the least one last."""
+        rest_bytes = capacity_bytes - self.stored_bytes
+        wanted = [rest_bytes] if rest_bytes >= self.least_bytes else []
+        wanted.append(capacity_bytes // COPIES_SHARE // PAGE_BYTES * PAGE_BYTES)
+        more = [min(self.most_bytes, nbytes) for nbytes in wanted]
+        yield from dict.fromkeys(nbytes for nbytes in more if nbytes > self.least_bytes)
+        yield self.least_bytes
+
+
+def with_copies(
+    error: PlacementError, copies: CopySizes, drafts: Sequence[UnitDraft], exchange: Exchange, least_bytes: int
+) -> PlacementError:
+    """The same error, naming a budget that holds copies and contributions, too.
+
+    Args:
+        least_bytes: what contributions take of the budget that is too small.
+    """
+    if error.enough_bytes is None:
+        return error
+    others_bytes = copies.least_bytes + least_bytes
+    for _ in range(64):  # a larger budget has more slots, never for more than a part of it
+        enough_bytes = error.enough_bytes + others_bytes
+        others_now = copies.least_bytes + contribution_bytes(drafts, exchange, enough_bytes)
+        if others_now <= others_bytes:
+            break
+        others_bytes = others_now
+    text = str(error).replace(
+        f"to at least {error.enough_bytes} bytes",
+        f"to at least {enough_bytes} bytes, of which {others_bytes} are for whole copies and for gradients on their "
+        "way to other ranks",
+    )
+    return PlacementError(text, enough_bytes, enough_nvme_bytes=error.enough_nvme_bytes)
