@@ -266,6 +266,18 @@ def test_edits_by_the_program_are_kept(
         assert_the_same(world)
 
 
+@pytest.mark.parametrize("precision", [Precision.KEEP, Precision.BF16, Precision.FP16])
+def test_shards_that_pass_through_little_memory(make: Make, precision: Precision, tmp_path: Path) -> None:
+    """What is registered, shards, gradients and state leave memory for each other."""
+    world = make(gpt, 3, Config(precision=precision), host_bytes=1 << 20, nvme_path=tmp_path)
+    assert all(rank.plan.placement.paged for rank in world.ranks)
+    optimizers = [OPTIMIZERS["adamw"](parts.model) for parts in (*world.ranks, world.one)]
+    for seed in range(3):
+        set_gradients(world, seed)
+        step_all(world, optimizers)
+    assert_the_same(world)
+
+
 def test_what_a_rank_stores_has_no_address_of_the_whole(make: Make) -> None:
     world = make(gpt, 2)
     for rank in world.ranks:

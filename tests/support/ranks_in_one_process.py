@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ from deepoffload.config import Config, GradientDtype
 from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.copies.cpu_device import CpuDevice
 from deepoffload.copies.host_link import HostLink, host_offset
+from deepoffload.io.engine import IoEngine
+from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
@@ -72,6 +75,7 @@ class RankParts:
         rank: None for the only one, which has no copies.
 
     Attributes:
+        handles: of the parameters, in the order of the model.
         set_up: by how much the memory in use grew at most, and until the end, while each unit was filled.
     """
 
@@ -85,6 +89,7 @@ class RankParts:
         *,
         host_bytes: int,
         defer_updates: bool,
+        nvme_path: Path | None,
     ) -> None:
         self.model = model
         self.rank = rank or 0
@@ -92,14 +97,20 @@ class RankParts:
         order = UseOrder(graphs, prefetch=False)
         arena = Arena(host_bytes, lends=rank is None)
         self._last = ExitStack()
+        space = None
+        if nvme_path is not None:
+            io = IoEngine()
+            self._last.callback(io.close)
+            space = SwapSpace(io, [nvme_path])
+            self._last.callback(space.close)
         memory = None
         if rank is None:
-            tiers = TierManager(arena, None, order, poison=True)
+            tiers = TierManager(arena, space, order, poison=True)
         else:
             memory = CopyMemory(
-                lambda copies: TierManager(arena, None, order, copies=copies, poison=True),
+                lambda copies: TierManager(arena, space, order, copies=copies, poison=True),
                 CpuDevice(),
-                host_bytes,
+                64 << 20,
                 outside_user_modes=outside_user_modes,
                 storage_at=storage_at,
                 materialiser=partial(NeighbouringShards, peers, rank),
@@ -115,7 +126,7 @@ class RankParts:
             link = SimpleNamespace(ranks=RankMap(rank, (0,) * world_size), exchange=None, hold=nullcontext)
         self.pager = Pager(tiers, order, graphs, memory, self, prefetch=False, defer_updates=defer_updates, link=link)
         self.gradients = Gradients(self.pager)
-        handles = [adopt(self.pager, param, name) for name, param in model.named_parameters()]
+        self.handles = handles = [adopt(self.pager, param, name) for name, param in model.named_parameters()]
         self.plan = plan_model(
             self.pager,
             self.gradients,
@@ -123,7 +134,7 @@ class RankParts:
             [model],
             handles,
             capacity_bytes=host_bytes,
-            nvme_bytes=None,
+            nvme_bytes=None if nvme_path is None else 1 << 30,
             bandwidths=NO_DISK,
         )
         self.set_up: list[tuple[int, int]] = []
@@ -139,10 +150,6 @@ class RankParts:
     @property
     def units(self) -> list[Unit]:
         return self.pager.units
-
-    @property
-    def handles(self) -> list[ParamHandle]:
-        return [handle for unit in self.units for handle in unit.handles]
 
     def unit_of(self, block_name: str) -> tuple[Unit, ShardLayout]:
         """Whose block of weights or gradients this is, and how it is cut."""
@@ -230,6 +237,7 @@ class InOneProcess:
         host_bytes: int = 64 << 20,
         one_bytes: int = 64 << 20,
         defer_updates: bool = True,
+        nvme_path: Path | None = None,
     ) -> None:
         self.ranks: list[RankParts] = []
         self._last = ExitStack()
@@ -238,7 +246,14 @@ class InOneProcess:
         def part(rank: int | None) -> RankParts:
             nbytes = one_bytes if rank is None else host_bytes
             made = RankParts(
-                build(), config, self.ranks, rank, world_size, host_bytes=nbytes, defer_updates=defer_updates
+                build(),
+                config,
+                self.ranks,
+                rank,
+                world_size,
+                host_bytes=nbytes,
+                defer_updates=defer_updates,
+                nvme_path=None if rank is None else nvme_path,
             )
             self._last.callback(made.close)
             return made
