@@ -22,7 +22,7 @@ CHECKED := tests/unit tests/house tests/memory tests/native tests/params/test_tr
 NATIVE := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check test-versions lint format sanitize clean
+.PHONY: help install demo test check test-versions lint simulated-gpu format sanitize clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
@@ -42,7 +42,9 @@ $(INSTALLED): pyproject.toml setup.py constraints-dev.txt csrc/aio/build_aio.py 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py $(DEMO_ARGS)
 
-test: lint
+# What one core does before the tests begin: the checks, and compiling the simulated GPU.
+test: $(INSTALLED)
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint simulated-gpu
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 check: lint
@@ -57,6 +59,9 @@ lint: $(INSTALLED)
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+simulated-gpu: $(INSTALLED)
+	$(BIN)/python -c "from tests.support.simulated_gpu.build import build; build()"
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix-only --quiet .

@@ -32,6 +32,10 @@ HOST_BUDGET_BYTES = 900 << 10  # about half of what the model takes
 PHASES = ("construct", "exit", "forward", "backward", "step")
 
 
+def has_saved_tensor_hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def left_behind() -> dict[str, Any]:
     """What this process still holds of an engine: threads, open swap files, locked memory, hooks."""
     files = []
@@ -43,7 +47,7 @@ def left_behind() -> dict[str, Any]:
         "threads": native_threads_left(),
         "files": [name for name in files if SWAP in name],
         "locked_kb": int(status["VmLck"].split()[0]),
-        "saved_tensor_hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        "saved_tensor_hooks": has_saved_tensor_hooks(),
         "registration_hooks": len(torch.nn.modules.module._global_parameter_registration_hooks),
     }
 
@@ -340,7 +344,7 @@ def recovers(phase: str, samples: str) -> None:
         expected = state.step()
         if losses != expected:
             wrong.append([nth, losses, expected])
-    hooks = left_behind()["saved_tensor_hooks"]
+    hooks = has_saved_tensor_hooks()
     leases = [block.name for block in tiers_of(training.engine).blocks() if block.leases]
     same = all(
         torch.equal(one.detach(), other.detach())

@@ -62,7 +62,3 @@ def build() -> Path:
                 )
             partial.replace(target)
     return target
-
-
-if __name__ == "__main__":
-    sys.stdout.write(f"{build()}\n")
