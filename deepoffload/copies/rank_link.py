@@ -172,9 +172,15 @@ class RankLink:
         """Say that this rank has its part of a unit's gradients. Launches nothing."""
         self.rounds.queue(Want(WantKind.REDUCE, gradients_number(unit_index)))
 
+    def post_pass(self, unit_index: int) -> None:
+        """Say that this rank has no part in the next reduction of a unit's gradients. Launches nothing."""
+        self.rounds.queue(Want(WantKind.PASS, gradients_number(unit_index)))
+
     def wait_reduced(self, unit_index: int, limit_s: float = math.inf) -> bool:
-        """Return when this rank's parts of a unit have been launched, or when about ``limit_s`` are over. Serves other
-        ranks meanwhile. Returns whether they have been launched."""
+        """Return when all has been launched for which this rank has announced a part of a unit, or that it has none, or
+        when about ``limit_s`` are over. Serves other ranks meanwhile. Returns whether it has been launched."""
+        if not self.rounds.wait_launched(Want(WantKind.PASS, gradients_number(unit_index)), limit_s):
+            return False
         return self.rounds.wait_launched(Want(WantKind.REDUCE, gradients_number(unit_index)), limit_s)
 
     # -- steps -----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from deepoffload.optim.contribution_layout import ContributionLayout
 from deepoffload.optim.contribution_slots import ContributionSlots, reduction_of, slot_sizes
 from deepoffload.optim.gradient_state import GradientOwner
 from deepoffload.optim.threads import num_threads
-from deepoffload.params.torch_private import call_at_end_of_backward, graph_task, outside_user_modes
+from deepoffload.params.torch_private import call_at_end_of_backward, graph_task, in_backward, outside_user_modes
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.ranks.exchange import PartsFlight
 from deepoffload.ranks.rounds import Want, WantKind
@@ -83,6 +83,8 @@ class _Plan:
         expected: numbers of those whose gradients complete a contribution; ``came``: of those that came in this step.
         open: what is being filled.
         posted: what has been announced and not been launched, in order.
+        passes: about so often this rank has said that it has no part in a reduction that may not have been launched.
+        used: this backward has made a gradient.
     """
 
     unit: Unit
@@ -92,6 +94,8 @@ class _Plan:
     came: set[int] = field(default_factory=set)
     open: _Contribution | None = None
     posted: deque[_Contribution] = field(default_factory=deque)
+    passes: int = 0
+    used: bool = False
 
 
 class _Reducing:
@@ -201,6 +205,7 @@ class Contributions:
         contribution.present.add(number)
         contribution.missing -= number in plan.expected
         plan.came.add(number)
+        plan.used = True
         if contribution.missing == 0:
             self._announce(contribution)
         task = graph_task()
@@ -209,10 +214,18 @@ class Contributions:
             call_at_end_of_backward(lambda: self._backward_ends(task))
 
     def _backward_ends(self, task: int) -> None:
-        """[Note: which gradients are expected]"""
+        """[Note: which gradients are expected] The others need not wait for parts in units that this rank has not used.
+        A backward inside another one does not know these."""
         with self._tiers.lock:
             self._graph_tasks.discard(task)
             self.announce_all()
+            if in_backward():
+                return
+            for plan in self._plans.values():
+                if not plan.used:
+                    plan.passes += 1
+                    self._link.post_pass(plan.unit.index)
+                plan.used = False
 
     def announce_all(self) -> None:
         """Announce what is there, complete or not."""
@@ -299,6 +312,8 @@ class Contributions:
             if given.block is not None:
                 given.memory = self._slots.bring_back(given.block, plan.layout)
             self._launched_since_moved = True
+        elif plan.passes:
+            plan.passes -= 1
         while not self._slots.free_scratch:
             self._land_first()
         scratch, reduction = self._slots.free_scratch.pop(), reduction_of(plan.layout.part_nbytes, contributors)
@@ -336,7 +351,9 @@ class Contributions:
         plan = self._plans.get(unit.index)
         if plan is None:
             return False
-        return plan.open is not None or bool(plan.posted) or any(one.plan is plan for one in self._reducing)
+        return (
+            plan.open is not None or bool(plan.posted or plan.passes) or any(one.plan is plan for one in self._reducing)
+        )
 
     def settle(self, unit: Unit) -> None:
         """Announce what is there of a unit, and land all of it. Waits for the other ranks' parts."""
@@ -344,7 +361,8 @@ class Contributions:
             plan = self._plans[unit.index]
             if plan.open is not None:
                 self._announce(plan.open)
-            while plan.posted:
+            while plan.posted or plan.passes:
+                plan.passes = 0
                 SHIELD.outside(self._link.wait_reduced, unit.index)
             for reducing in [one for one in self._reducing if one.plan is plan]:
                 self._await(reducing)
@@ -353,6 +371,7 @@ class Contributions:
         """What comes from now on belongs to the next step. [Note: which gradients are expected]"""
         self._graph_tasks.clear()
         for plan in self._plans.values():
+            plan.passes, plan.used = 0, False
             if plan.came:
                 plan.expected, plan.came = frozenset(plan.came), set()
 

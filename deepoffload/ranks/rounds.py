@@ -4,8 +4,8 @@ Each rank has a queue of wants. Round i tells every rank the i-th want of every 
 union of these wants, in rank order. So the order of payload collectives is equal on all ranks by construction, also
 where their programs differ. Equal programs have equal queues: their rounds carry one want each, and none is *mixed*.
 
-A reduction is *held* until every rank has announced its part in it, or is at its step and so cannot announce one any
-more. Otherwise the round in which a slow rank answers would decide which parts are added first.
+A reduction is *held* until every rank has announced its part in it, or that it has none, or is at its step and so
+cannot announce one any more. Otherwise the round in which a slow rank answers would decide which parts are added first.
 """
 
 from __future__ import annotations
@@ -36,10 +36,16 @@ class WantKind(enum.IntEnum):
     """The program ends; over when all ranks are at it."""
     FAILED = 7
     """The rank had an error and cannot continue."""
+    PASS = 8
+    """The rank has no part in the next reduction of a unit: the others need not wait for one."""
 
 
 PAYLOADS = frozenset({WantKind.GATHER, WantKind.REDUCE})
-"""What moves bytes, and is queued."""
+"""What moves bytes."""
+PARTS = frozenset({WantKind.REDUCE, WantKind.PASS})
+"""What a rank says of its part in a reduction."""
+OF_UNITS = PAYLOADS | PARTS
+"""What is of a unit, and is queued."""
 STEPPING = frozenset({WantKind.STEP, WantKind.JOIN})
 """Where a rank has announced all of a step's parts."""
 RESTS = STEPPING | {WantKind.WAIT, WantKind.CLOSE}
@@ -86,35 +92,37 @@ class RoundOutcome:
 
 
 class HeldReductions:
-    """Which parts of which reductions every rank has announced, of those that are not launched yet."""
+    """What every rank has announced for which reductions, of those that are not launched yet: parts, or to have none.
+
+    A rank's first announcement belongs to the first reduction, and so on. Where all have none there is no reduction.
+    """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._parts: dict[int, list[int]] = {}  # by unit, how many of each rank; in the order of the first announcement
+        self._parts: dict[int, list[deque[bool]]] = {}  # by unit, those of each rank; in the order of the first one
 
     def __bool__(self) -> bool:
         return bool(self._parts)
 
     def of(self, unit: int, rank: int) -> int:
-        """How many parts of ``rank`` in ``unit`` wait."""
+        """How many announcements of ``rank`` for ``unit`` wait."""
         parts = self._parts.get(unit)
-        return 0 if parts is None else parts[rank]
+        return 0 if parts is None else len(parts[rank])
 
-    def announce(self, unit: int, rank: int) -> None:
-        """``rank`` has one more part."""
-        self._parts.setdefault(unit, [0] * self._world_size)[rank] += 1
+    def announce(self, unit: int, rank: int, *, has_part: bool) -> None:
+        """``rank`` has a part in one more reduction, or has none."""
+        self._parts.setdefault(unit, [deque() for _ in range(self._world_size)])[rank].append(has_part)
 
     def release(self, unit: int, over: frozenset[int]) -> Iterator[Payload]:
         """The reductions of ``unit`` that may start when the ranks ``over`` announce no more parts."""
         parts = self._parts.get(unit)
-        while parts is not None and all(count or rank in over for rank, count in enumerate(parts)):
-            ranks = tuple(rank for rank, count in enumerate(parts) if count)
-            for rank in ranks:
-                parts[rank] -= 1
+        while parts is not None and all(said or rank in over for rank, said in enumerate(parts)):
+            ranks = tuple(rank for rank, said in enumerate(parts) if said and said.popleft())
             if not any(parts):
                 del self._parts[unit]
                 parts = None
-            yield Payload(WantKind.REDUCE, unit, ranks)
+            if ranks:
+                yield Payload(WantKind.REDUCE, unit, ranks)
 
     def release_all(self, over: frozenset[int]) -> Iterator[Payload]:
         """The same of all units."""
@@ -158,8 +166,8 @@ class Rounds:
 
     # -- what this rank says ----------------------------------------------------------------------------------------
     def post(self, want: Want) -> None:
-        """Queue a gather or a reduction. Once for each: a second one would shift all rounds that follow."""
-        assert want.kind in PAYLOADS, want
+        """Queue what is of a unit. Once for each: a second one would shift all rounds that follow."""
+        assert want.kind in OF_UNITS, want
         self._queue.append(want)
 
     @property
@@ -208,7 +216,7 @@ class Rounds:
         """Whether a want of this rank has still to be launched: queued, said, or held."""
         if want == self.asked or want in self._queue:
             return True
-        return want.kind is WantKind.REDUCE and self._held.of(want.unit, self.rank) > 0
+        return want.kind in PARTS and self._held.of(want.unit, self.rank) > 0
 
     def take(self, wants: Sequence[Want]) -> RoundOutcome:
         """The round under way is over; ``wants`` has what each rank said, in rank order."""
@@ -219,7 +227,7 @@ class Rounds:
         kinds = {want.kind for want in wants}
         if WantKind.FAILED in kinds:
             return RoundOutcome(failed=_those_at(wants, WantKind.FAILED))
-        if WantKind.CLOSE in kinds and kinds & (STEPPING | {WantKind.REDUCE, WantKind.WAIT}):
+        if WantKind.CLOSE in kinds and kinds & (STEPPING | PARTS | {WantKind.WAIT}):
             return RoundOutcome(closed=_those_at(wants, WantKind.CLOSE))
         payloads = tuple(self._launched(wants))
         return RoundOutcome(payloads, self._meet(kinds))
@@ -232,9 +240,9 @@ class Rounds:
                 # A rank that still has the same want in its queue takes nothing now: the others cannot know that it
                 # would.
                 yield Payload(want.kind, want.unit, asking)
-            elif want.kind is WantKind.REDUCE:
+            elif want.kind in PARTS:
                 for rank in asking:
-                    self._held.announce(want.unit, rank)
+                    self._held.announce(want.unit, rank, has_part=want.kind is WantKind.REDUCE)
                 yield from self._held.release(want.unit, over)
         if self._held and over:
             released = tuple(self._held.release_all(over))

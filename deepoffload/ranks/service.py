@@ -47,7 +47,7 @@ from deepoffload.ranks.round_runner import (
     RoundRunner,
     Waitable,
 )
-from deepoffload.ranks.rounds import NOTHING, PAYLOADS, Want, WantKind
+from deepoffload.ranks.rounds import NOTHING, OF_UNITS, PARTS, Want, WantKind
 from deepoffload.ranks.sleeper import Sleeper
 from deepoffload.ranks.wait_times import Patience, RoundStats
 
@@ -141,7 +141,7 @@ class RoundService:
     def wait_launched(self, want: Want, limit_s: float = math.inf) -> bool:
         """Return when what this rank has posted has been launched: a reduction is held until all have announced it. Or
         when about ``limit_s`` are over. Returns whether it has been launched."""
-        rest = WantKind.WAIT if want.kind is WantKind.REDUCE else None
+        rest = WantKind.WAIT if want.kind in PARTS else None
         until, rounds = time.monotonic() + limit_s, self._runner.rounds
         self._until(lambda: not rounds.is_pending(want) or time.monotonic() >= until, want, rest)
         with self._lock:
@@ -424,7 +424,7 @@ class RoundService:
 
     def _words(self, want: Want) -> str:
         words = want.kind.name.lower()
-        return f"{words} of {self._unit_name(want.unit)}" if want.kind in PAYLOADS else words
+        return f"{words} of {self._unit_name(want.unit)}" if want.kind in OF_UNITS else words
 
     def _here(self) -> Whereabouts:
         waits = self._inside > 0 or not self._sleeper.is_current()

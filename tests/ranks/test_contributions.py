@@ -13,7 +13,7 @@ CASES = [
     ("same", "memory", torch.float32, 2, 256, 2),
     ("same", "memory", torch.float16, 3, 96, 2),
     ("uneven", "memory", torch.bfloat16, 2, 256, 1),
-    ("uneven", "group", torch.float16, 4, 96, 1),
+    ("uneven", "group", torch.float16, 4, 96, 2),
     ("reentrant", "memory", torch.bfloat16, 2, 96, 2),
     ("reentrant", "group", torch.float32, 3, 96, 1),
     ("changing", "memory", torch.bfloat16, 2, 64, 2),

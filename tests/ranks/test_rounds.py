@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deepoffload.ranks.rounds import NOTHING, Payload, RoundOutcome, Rounds, Want, WantKind
 from tests.support.rounds_world import Op, Program, World
 
-GATHER, REDUCE = WantKind.GATHER, WantKind.REDUCE
+GATHER, REDUCE, PASS = WantKind.GATHER, WantKind.REDUCE, WantKind.PASS
 STEP, JOIN, CLOSE, FAILED, WAIT = (
     Want(kind) for kind in (WantKind.STEP, WantKind.JOIN, WantKind.CLOSE, WantKind.FAILED, WantKind.WAIT)
 )
@@ -38,6 +38,8 @@ def one_step(step: int, units: int, dice: random.Random, own: random.Random, bar
                 ops += [("reduce", unit)] * own.choice((1, 1, 1, 2))
                 if own.random() < 0.3:  # no room for the next part
                     ops.append(("settle", unit))
+    unused = set(range(units)) - set(order)
+    ops += [("pass", unit) for unit in sorted(unused) if own.random() < 0.7]
     return [*ops, ("step", 0)]
 
 
@@ -106,7 +108,7 @@ def test_an_evaluation_on_one_rank_needs_nudges(schedule):
 def ready(rank: int, want: Want, world_size: int = 2) -> Rounds:
     """A rank that says ``want``."""
     rounds = Rounds(rank, world_size, lambda _: None)
-    if want.kind in (GATHER, REDUCE):
+    if want.kind in (GATHER, REDUCE, PASS):
         rounds.post(want)
         rounds.enter()
     elif want.kind is WantKind.FAILED:
@@ -127,6 +129,10 @@ def ready(rank: int, want: Want, world_size: int = 2) -> Rounds:
         ([Want(REDUCE, 0)] * 2, RoundOutcome((Payload(REDUCE, 0, (0, 1)),))),
         ([Want(REDUCE, 0), NOTHING], RoundOutcome()),
         ([Want(REDUCE, 0), STEP], RoundOutcome((Payload(REDUCE, 0, (0,)),))),
+        ([Want(REDUCE, 0), Want(PASS, 0)], RoundOutcome((Payload(REDUCE, 0, (0,)),))),
+        ([Want(PASS, 0), Want(REDUCE, 0)], RoundOutcome((Payload(REDUCE, 0, (1,)),))),
+        ([Want(PASS, 0), Want(PASS, 0)], RoundOutcome()),
+        ([Want(PASS, 0), Want(REDUCE, 1)], RoundOutcome()),
         ([Want(REDUCE, 0), JOIN], RoundOutcome((Payload(REDUCE, 0, (0,)),))),
         ([STEP, STEP], RoundOutcome(met=WantKind.STEP)),
         ([JOIN, STEP], RoundOutcome(met=WantKind.STEP)),
@@ -160,6 +166,18 @@ def test_parts_wait_for_the_slow_rank():
     rounds.rest(WantKind.WAIT)
     assert rounds.take([WAIT, Want(REDUCE, 5)]) == RoundOutcome((Payload(REDUCE, 5, (0, 1)),))
     assert not rounds.is_pending(Want(REDUCE, 5))
+
+
+def test_a_rank_without_a_part_is_not_waited_for_and_its_next_part_is_of_the_next_reduction():
+    rounds = ready(0, Want(PASS, 5))
+    assert rounds.take([Want(PASS, 5), NOTHING]) == RoundOutcome()
+    assert rounds.is_pending(Want(PASS, 5))
+    rounds.post(Want(REDUCE, 5))
+    rounds.enter()
+    assert rounds.take([Want(REDUCE, 5), Want(REDUCE, 5)]) == RoundOutcome((Payload(REDUCE, 5, (1,)),))
+    rounds.answer()
+    assert rounds.take([NOTHING, Want(REDUCE, 5)]) == RoundOutcome((Payload(REDUCE, 5, (0, 1)),))
+    assert not rounds.is_pending(Want(PASS, 5))
 
 
 def test_parts_that_all_wait_for_each_other_are_added_as_they_are():

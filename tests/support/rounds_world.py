@@ -1,8 +1,9 @@
 """Ranks that run programs against `ranks.rounds.Rounds` under a random scheduler: no threads, no torch, no time.
 
 A program is a list of (operation, unit). ``need`` waits for a unit's bytes, ``prefetch`` asks for them, ``drop``
-forgets them, ``reduce`` announces a part, ``settle`` waits until this rank's parts of a unit are reduced, ``barrier``
-is a collective of the program itself (it ends when all ranks are in it), ``step`` and ``join`` are what they are.
+forgets them, ``reduce`` announces a part, ``pass`` none, ``settle`` waits until this rank's parts of a unit are
+reduced, ``barrier`` is a collective of the program itself (it ends when all ranks are in it), ``step`` and ``join`` are
+what they are.
 Messages of a round arrive at every rank at another time, and a payload is over when all ranks have launched it.
 """
 
@@ -74,8 +75,8 @@ class SimulatedRank:
             self.asked.add(unit)
             self.rounds.post(Want(WantKind.GATHER, unit))
             moved = True
-        if operation == "reduce":
-            self.rounds.post(Want(WantKind.REDUCE, unit))
+        if operation in ("reduce", "pass"):
+            self.rounds.post(Want(WantKind.REDUCE if operation == "reduce" else WantKind.PASS, unit))
         if operation == "drop":
             self.present.pop(unit, None)
         self.waits = not self._is_over(operation, unit)

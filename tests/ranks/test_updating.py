@@ -1,0 +1,23 @@
+"""Ranks train: weights, gradients and norms are those of one process that has all micro-batches, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import updating
+from tests.support.rank_processes import values_of
+
+CASES = [
+    # transport, uneven, micro-batches, deferred, evict always, torch clips; ranks
+    ("memory", False, 1, True, False, False, 2),
+    ("group", False, 2, False, False, False, 2),
+    ("memory", True, 1, True, True, False, 3),
+    ("group", False, 1, True, False, True, 2),
+    ("memory", False, 2, False, True, True, 2),
+]
+
+
+@pytest.mark.parametrize(("transport", "uneven", "micro_batches", "defer", "evict", "by_torch", "world_size"), CASES)
+def test_ranks_train_as_one(transport, uneven, micro_batches, defer, evict, by_torch, world_size):
+    said = values_of(updating.train, world_size, transport, uneven, micro_batches, defer, evict, by_torch)
+    assert said == [[]] * world_size
