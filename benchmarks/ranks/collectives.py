@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.end_to_end.meter import read_counters
+from benchmarks.ranks.timing import timed
 from deepoffload.native import cpu_adam
 from deepoffload.native.aio import HostMapping
 from deepoffload.ranks.exchange import Exchange, Reduction
@@ -102,18 +103,6 @@ def rows_of(unit: Unit, exchanges: dict[str, Exchange]) -> dict[str, Row]:
         rows[f"gather by {name}"] = gather
         rows[f"ordered reduction by {name}"] = reduce
     return rows
-
-
-def timed(row: Row) -> tuple[float, float]:
-    """Seconds of the slowest rank, and CPU seconds of all ranks together."""
-    dist.barrier()
-    cpu_s, begin_s = time.process_time(), time.perf_counter()
-    row()
-    seconds = torch.tensor([time.perf_counter() - begin_s], dtype=torch.float64)
-    used = torch.tensor([time.process_time() - cpu_s], dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    dist.all_reduce(used)
-    return float(seconds), float(used)
 
 
 def spread(values: list[float]) -> dict[str, float]:

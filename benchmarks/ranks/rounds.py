@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.end_to_end.meter import read_counters
+from benchmarks.ranks.timing import timed
 from deepoffload.ranks.exchange import Flight, Reduction
 from deepoffload.ranks.group import RankGroup, open_group
 from deepoffload.ranks.rounds import Payload, Want, WantKind
@@ -128,18 +129,6 @@ class Model:
         self.finish_reduction()
         while self.served:
             self.served.pop().release()
-
-
-def timed(row: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of the slowest rank, and CPU seconds of all ranks together."""
-    dist.barrier()
-    cpu_s, begin_s = time.process_time(), time.perf_counter()
-    row()
-    seconds = torch.tensor([time.perf_counter() - begin_s], dtype=torch.float64)
-    used = torch.tensor([time.process_time() - cpu_s], dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    dist.all_reduce(used)
-    return float(seconds), float(used)
 
 
 def round_rows(rounds: RoundService, repeats: int, pause: Computation) -> dict[str, Callable[[], None]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ import deepoffload
 from deepoffload.errors import BudgetError, PlacementError
 from deepoffload.memory.no_room import Hold
 from deepoffload.native.aio import PAGE_BYTES
+from tests.support.seeds import run_seeds
 
 STEPS = 10
 FIRST_BUDGET_BYTES = 16 << 10
@@ -287,15 +287,7 @@ def run(seed: int, directory: str, device: str = "cpu") -> str | None:
 
 
 def main(directory: str, count: int, first: int = 0, say: Callable[[str], None] = print, *, device: str = "cpu") -> int:
-    wrong = 0
-    begin_s = time.monotonic()
-    for seed in range(first, first + count):
-        failure = run(seed, directory, device)
-        if failure is not None:
-            wrong += 1
-            say(failure)
-    say(f"{wrong} of {count} programs go wrong ({time.monotonic() - begin_s:.0f} s)")
-    return wrong
+    return run_seeds(lambda seed: run(seed, directory, device), count, first, say)
 
 
 if __name__ == "__main__":

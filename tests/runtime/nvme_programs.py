@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.nn import functional
 import deepoffload
 from deepoffload.errors import BudgetError
 from deepoffload.native.aio import PAGE_BYTES
+from tests.support.seeds import run_seeds
 
 STEPS = 4
 FIRST_BUDGET_BYTES = 16 << 10
@@ -203,15 +203,7 @@ def run(program: Program, directory: str) -> str | None:
 
 
 def main(directory: str, count: int, first: int = 0, say: Callable[[str], None] = print) -> int:
-    wrong = 0
-    begin_s = time.monotonic()
-    for seed in range(first, first + count):
-        failure = run(Program.drawn(seed), directory)
-        if failure is not None:
-            wrong += 1
-            say(failure)
-    say(f"{wrong} of {count} programs go wrong ({time.monotonic() - begin_s:.0f} s)")
-    return wrong
+    return run_seeds(lambda seed: run(Program.drawn(seed), directory), count, first, say)
 
 
 if __name__ == "__main__":
