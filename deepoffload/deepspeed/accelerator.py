@@ -270,9 +270,9 @@ def _of_process(name: str, device_index: int | None = None) -> Any:
     """The memory calls where the CPU computes: bytes that the process has resident, and the most that it had."""
     if name in ("empty_cache", "reset_peak_memory_stats", *_OLD_MEMORY):
         return None if not name.endswith("cached") or name.startswith("reset") else _of_process(_OLD_MEMORY[name])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with open("/proc/self/statm", encoding="ascii") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # the kernel counts it now and then
     if name == "memory_stats":
         return {"allocated_bytes.all.current": resident, "allocated_bytes.all.peak": peak}
     return peak if name.startswith("max") else resident
