@@ -235,7 +235,6 @@ class InOneProcess:
         config: Config | None = None,
         *,
         host_bytes: int = 64 << 20,
-        one_bytes: int = 64 << 20,
         defer_updates: bool = True,
         nvme_path: Path | None = None,
     ) -> None:
@@ -244,7 +243,7 @@ class InOneProcess:
         config = replace(config or Config(), gradient_dtype=GradientDtype.FP32)
 
         def part(rank: int | None) -> RankParts:
-            nbytes = one_bytes if rank is None else host_bytes
+            nbytes = 64 << 20 if rank is None else host_bytes
             made = RankParts(
                 build(),
                 config,
