@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from deepoffload.errors import RankError
+from deepoffload.memory.lock import SHIELD
 from deepoffload.ranks.collectives import as_bytes, has_gone, start_all_gather, wait_within
 from deepoffload.ranks.exchange import Exchange
 from deepoffload.ranks.group import RankGroup
@@ -105,6 +106,7 @@ class RankLink:
             timeout_s=timeout_s,
             lock=lock,
             abandon=exchange.abandon,
+            outside=SHIELD.outside,
         )
 
     # -- what is served --------------------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ class RankLink:
         with self.rounds.judged(Want(WantKind.STEP)):
             work = start_all_gather(as_bytes(gathered), part_bytes, self._sums)
             waited_s = 0.0
-            while not wait_within(work, SLICE_S):
+            while not SHIELD.outside(wait_within, work, SLICE_S):
                 waited_s += SLICE_S
                 self._look_after(waited_s)
         return unpacked(gathered.numpy().tobytes(), self.ranks.world_size)

@@ -302,6 +302,8 @@ class Pager:
                     tiers.evict(block)
             return
         if not self.prefetch or (self.memory.all_stay() and not tiers.transfers.in_flight()):
+            if self.link is not None:
+                self.memory.pump((), in_use)  # other ranks are served, and nothing is brought
             return  # the serial reference; or everything stays in memory
         self.prefetcher.pump(in_use)
         if self.commits is not None:

@@ -157,7 +157,7 @@ class RoundRunner:
                 flight.arrive()
             except RankError:
                 raise
-            except Exception as error:
+            except BaseException as error:  # an interrupt, too: the others do not know of it
                 raise LaunchError(payload) from error
             finally:
                 self._landing = lands
@@ -199,7 +199,7 @@ class RoundRunner:
                 flight = self._launch(payload)
             except RankError:
                 raise
-            except Exception as error:
+            except BaseException as error:  # an interrupt, too: the others do not know of it
                 raise LaunchError(payload) from error
             finally:
                 self.held -= 1

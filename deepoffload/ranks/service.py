@@ -76,6 +76,7 @@ class RoundService:
         timeout_s: how long a rank waits while nothing happens.
         lock: held while the state changes and while ``launch`` runs, not while this rank waits. Re-entrant.
         abandon: ends the payload that is in flight, after an error.
+        outside: calls a function with interrupts let through, for waits of a caller that has the lock.
 
     Raises:
         RankError: not every rank has come within ``timeout_s``. All methods that post or wait raise it, too: see the
@@ -93,10 +94,11 @@ class RoundService:
         timeout_s: float = 600.0,
         lock: Any = None,
         abandon: Callable[[], None] | None = None,
+        outside: Callable[..., Any] | None = None,
     ) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         self._others = [other for other in range(world_size) if other != rank]
-        self._unit_name, self._abandon = unit_name, abandon
+        self._unit_name, self._abandon, self._outside = unit_name, abandon, outside
         self._lock = threading.RLock() if lock is None else lock
         self._failure: str | None = None
         self._nudges = 0
@@ -270,7 +272,8 @@ class RoundService:
         begun = time.monotonic()
         give_up_at = max(patience.started, self._runner.heard) + self.timeout_s
         until = min(begun + SLICE_S, give_up_at, patience.nudge_at if waitable.may_nudge else give_up_at)
-        over = waitable.within(max(until - begun, 0.001))
+        limit_s = max(until - begun, 0.001)
+        over = waitable.within(limit_s) if self._outside is None else self._outside(waitable.within, limit_s)
         now = time.monotonic()
         self._runner.times.waited_s += now - begun
         if over:

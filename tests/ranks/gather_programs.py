@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Alias, Block
 from deepoffload.memory.eviction import UnknownOrder
+from deepoffload.memory.lock import SHIELD
 from deepoffload.params.cut import TensorCut
 from deepoffload.params.shards import FlatTensor, shard_layout
 from deepoffload.ranks.group import open_group
@@ -461,6 +463,31 @@ def lose_a_rank(transport: str, what: str) -> tuple[str, str, float]:
     except (RankError, ValueError) as error:
         return type(error).__name__, str(error), time.monotonic() - begin
     raise AssertionError("a thousand turns without a rank")
+
+
+def interrupt(transport: str) -> tuple[float, float]:
+    """Ctrl-C on rank 0, which waits with the lock held for rank 1, whose lock keeps everybody from serving. Says how
+    long after it the program has heard of it; then all go on."""
+    SHIELD.engage()
+    heard_s = 0.0
+    with side(transport) as one:
+        one.link.meet_step()
+        begin = time.monotonic()
+        if one.rank == 0:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                with one.tiers.lock, one.whole(0):
+                    pass
+            except KeyboardInterrupt:
+                heard_s = time.monotonic() - begin - 0.5
+            assert heard_s > 0
+        else:
+            with one.tiers.lock:
+                time.sleep(3.0)
+        for index in range(len(SIZES)):
+            one.check(index)
+        one.link.meet_step()
+        return heard_s, time.monotonic() - begin
 
 
 def do_anything(transport: str, path: str, seed: int, host_bytes: int) -> dict[str, float]:

@@ -99,6 +99,13 @@ def test_a_rank_that_goes_is_named_by_all_others(transport: str, what: str) -> N
 
 
 @both_transports
+def test_a_wait_with_the_lock_hears_ctrl_c(transport: str) -> None:
+    interrupted, _ = values_of(programs.interrupt, 2, transport)
+    assert 0 < interrupted[0] < 1.5
+    assert interrupted[1] > 3.0
+
+
+@both_transports
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("world_size", "host_pages"), [(2, 1000), (3, 168)])
 def test_programs_that_differ_read_no_torn_and_no_old_bytes(
