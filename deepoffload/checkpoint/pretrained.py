@@ -11,6 +11,7 @@ from deepoffload.checkpoint.block_writer import write_small_file
 from deepoffload.checkpoint.directory import prepare, publish, staging, sync_file
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.safetensors_file import failure, write_file
+from deepoffload.checkpoint.several_ranks import leaves_it_to_rank_0
 from deepoffload.checkpoint.shards import INDEX_NAME, shard_bytes, split
 from deepoffload.checkpoint.tags import checked_directory
 from deepoffload.checkpoint.weights import HasModule, plan_weights, unwrapped
@@ -35,6 +36,8 @@ def save_pretrained(
     of safetensors can load the files. Weights have the dtype they compute in. Tied weights are stored once. The files
     appear when all of them are complete; a save that fails or is killed leaves an earlier one as it was.
 
+    With several ranks, rank 0 writes, and the call returns at once on others: call it on all ranks, or on rank 0 alone.
+
     Args:
         model: any module, paged in part, in whole or not at all; also what ``initialize`` returns.
         directory: made when it does not exist.
@@ -51,6 +54,8 @@ def save_pretrained(
             "written in pieces, and torch and transformers read them"
         )
     module = unwrapped(model, "save_pretrained")
+    if leaves_it_to_rank_0(module):
+        return
     target = checked_directory(directory)
     transformers_format.refuse_what_is_not_plain(module)
     plan = plan_weights(module, hub_names=transformers_format.is_pretrained_model(module))

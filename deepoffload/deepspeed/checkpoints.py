@@ -17,6 +17,7 @@ from deepoffload.checkpoint.directory import prepare, staging, sync_directory, s
 from deepoffload.checkpoint.loading import Wanted
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.safetensors_file import failure
+from deepoffload.checkpoint.several_ranks import leaves_it_to_rank_0
 from deepoffload.checkpoint.tags import checked_directory, checked_tag
 from deepoffload.checkpoint.training_state import TrainingState
 from deepoffload.checkpoint.values import clipped
@@ -127,6 +128,8 @@ def save_weights(module: nn.Module, directory: str | os.PathLike[str], name: str
             "save_16bit_model writes torch's format; deepoffload.save_pretrained(engine, directory) writes safetensors"
         )
     target = checked_directory(directory)
+    if leaves_it_to_rank_0(module):
+        return os.path.join(target, name)
     frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
     left_out = frozen if leave_out_frozen else set()
     weights = {key: value for key, value in module.state_dict().items() if key not in left_out}

@@ -239,7 +239,7 @@ class TrainingEngine(EngineNames):
 
     def placement_table(self) -> str:
         """What went where and why, for people."""
-        return self.core.placement.table() if self.core.placement is not None else ""
+        return self.core.placement.table(len(self.core.ranks.host_ranks)) if self.core.placement is not None else ""
 
     # -- as the model ----------------------------------------------------------------------------------------------
 

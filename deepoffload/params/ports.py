@@ -52,7 +52,8 @@ class GradientDoor(Protocol):
 class PagerOwner(Protocol):
     """Whose models a pager pages (implemented by :class:`deepoffload.runtime.engine.Engine`)."""
 
-    gradients: GradientDoor
+    @property
+    def gradients(self) -> GradientDoor: ...
 
     def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:
         """Page a parameter that no registration hook has seen; None when that cannot be done."""

@@ -407,6 +407,8 @@ class RoundService:
                     if self._failure is not None:
                         break
                     self._runner.advance()
+                    if rounds.asked is None:
+                        break  # the thread has taken the round in which this was said: all have heard it
                     waitable = self._runner.waitable()
                 waitable.within(left_s)
         except RuntimeError as error:

@@ -54,7 +54,7 @@ class Agreement:
             yield
         except Exception as error:
             if error is not self._failure:
-                self._tell(error, what)
+                self.tell(error, what)
             raise
         self.gather(None, what)
 
@@ -94,7 +94,7 @@ class Agreement:
             raise self._failure
         return [each.value for each in everybody]
 
-    def _tell(self, error: Exception, what: str) -> None:
+    def tell(self, error: Exception, what: str) -> None:
         """Let the others raise what this rank has failed with. They hear it at the next thing that they ask."""
         if self.group is None or self._failure is not None:
             return

@@ -79,17 +79,23 @@ def silently() -> Iterator[None]:
 
 
 def summary(
-    placement: Placement, num_parameters: int, paths: Sequence[str], device: torch.device, durable_every: int | None
+    placement: Placement,
+    num_parameters: int,
+    paths: Sequence[str],
+    device: torch.device,
+    durable_every: int | None,
+    world_size: int = 1,
 ) -> str:
-    """What lies on which tier, how much memory is used, and which steps are durable, in one line."""
+    """What lies on which tier, how much memory is used, and which steps are durable, in one line: of one rank."""
     kept = [f"{row.name} {format_bytes(row.host_bytes)}" for row in placement.rows if row.resident_blocks]
     paged = [f"{row.name} {format_bytes(row.nvme_bytes)}" for row in placement.rows if row.nvme_bytes]
     used = format_bytes(sum(row.host_bytes for row in placement.rows))
     said = {None: "", 1: "; every step is durable"}
     durable = said.get(durable_every, f"; every {durable_every} steps one is durable")
     computing = "" if device.type == "cpu" else f"; computing on {device}"
+    shared = f" on {world_size} ranks, each" if world_size > 1 else ""
     return (
-        f"{num_parameters / 1e6:.1f} M parameters; kept in memory: {', '.join(kept) or 'nothing'}; on NVMe"
+        f"{num_parameters / 1e6:.1f} M parameters{shared}; kept in memory: {', '.join(kept) or 'nothing'}; on NVMe"
         f"{' (' + ', '.join(paths) + ')' if paged else ''}: {', '.join(paged) or 'nothing'}; memory used: {used} of "
         f"{format_bytes(placement.capacity_bytes)}{computing}{durable}"
     )

@@ -76,14 +76,17 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
         self._hooks = None
         short = hooks.shortage is not None and not isinstance(error, BudgetError)
         if error is not None and not (short and isinstance(error, Exception)):
+            if isinstance(error, Exception):
+                engine.agreement.tell(error, "building the model")
             engine.close(f"its offload_context was left by {type(error).__name__}")
             return
         try:
-            if short:
-                raise hooks.refusal(error)
-            roots = hooks.roots()
-            hooks.take_unregistered(roots)
-            engine.assemble(roots, hooks.handles)
+            with engine.agreement.together("building the model"):
+                if short:
+                    raise hooks.refusal(error)
+                roots = hooks.roots()
+                hooks.take_unregistered(roots)
+                engine.assemble(roots, hooks.handles)
         except BaseException as failure:
             engine.close(f"its offload_context ended with {type(failure).__name__}")
             raise

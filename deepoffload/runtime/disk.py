@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
-from deepoffload import machine
 from deepoffload.config import Config
 from deepoffload.errors import UsageError
 from deepoffload.io.durable_store import DurableStore
 from deepoffload.io.engine import IoEngine
-from deepoffload.io.named_files import durable_path
 from deepoffload.io.probe import Bandwidth, measure_bandwidth, stripe_weights
 from deepoffload.io.swap_files import warn_of_shared
 from deepoffload.io.swap_space import SwapSpace
@@ -21,20 +16,6 @@ from deepoffload.runtime.agreement import Agreement
 from deepoffload.runtime.host_share import least_rates, measure_together
 from deepoffload.runtime.plan import NO_DISK
 from deepoffload.schedule.cost_model import Bandwidths
-
-
-def measure_machine(paths: Sequence[str], *, durable: bool) -> machine.Machine:
-    """The machine, with what durable files in ``paths`` have already taken of the disks counted as free: it is ours."""
-    measured = machine.measure(paths)
-    if not durable:
-        return measured
-    ours: dict[int, int] = {}
-    for disk in measured.disks:
-        with contextlib.suppress(OSError):
-            nbytes = os.stat(durable_path(disk.path)).st_blocks * 512
-            ours[disk.filesystem_id] = ours.get(disk.filesystem_id, 0) + nbytes
-    disks = [replace(disk, free_bytes=disk.free_bytes + ours.get(disk.filesystem_id, 0)) for disk in measured.disks]
-    return replace(measured, disks=tuple(disks))
 
 
 class EngineDisk:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import threading
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,15 +16,18 @@ from torch import Tensor, nn
 
 from deepoffload import machine
 from deepoffload.config import Config, StepOverlap
-from deepoffload.config.resolve import Budgets, resolve_budgets
-from deepoffload.device import Device
+from deepoffload.copies.accelerator import ComputeDevice
+from deepoffload.copies.copy_memory import CopyMemory
+from deepoffload.copies.rank_link import RankLink
 from deepoffload.errors import PlacementError, UsageError
 from deepoffload.io.swap_files import check_paths
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.lock import SHIELD
+from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim.device_landing import DeviceLandings
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.in_backward import EarlyUpdates
+from deepoffload.optim.rank_gradients import RankGradients
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.outer_window import OuterWindow
 from deepoffload.params.pager import Pager
@@ -41,15 +43,25 @@ from deepoffload.runtime.choice import Room
 from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adoptable, bring_residents
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
-from deepoffload.runtime.device import find_accelerator, open_memory, take_device_memory
-from deepoffload.runtime.disk import EngineDisk, measure_machine
+from deepoffload.runtime.device import find_accelerator, open_memory, open_rank_memory, take_device_memory
+from deepoffload.runtime.disk import EngineDisk
 from deepoffload.runtime.durability import Durability
+from deepoffload.runtime.host_share import find_budgets
 from deepoffload.runtime.kept_views import budget_for_kept
 from deepoffload.runtime.plan import ModelPlan, plan_model
+from deepoffload.runtime.process_end import close_at_exit, forked
+from deepoffload.runtime.rank_facts import (
+    ValueSums,
+    compare_models,
+    compare_settings,
+    refuse_distributed_tensors,
+    refuse_ordinary,
+)
+from deepoffload.runtime.rank_units import join_units, refuse_late
 from deepoffload.runtime.refusals import Refusals
 from deepoffload.runtime.registration import ConstructionHooks, ShortageError, refuse_meta, take
+from deepoffload.runtime.statistics import run_stats
 from deepoffload.runtime.unit_finder import find_units
-from deepoffload.schedule.cost_model import BlockKind
 from deepoffload.schedule.durable import every_of, written_for_durability
 from deepoffload.schedule.placement import Placement
 from deepoffload.timeline import Summary, Timeline
@@ -76,14 +88,6 @@ class Engine:
         self.config = config
         self.agreement = Agreement(group)
         self.ranks = RankMap(0, (0,)) if group is None else group.ranks
-        paths = check_paths(config.nvme_path, config.path_key) if config.nvme_path else []
-        accelerator = find_accelerator(config)
-        device = Device.parse("cpu" if accelerator is None else str(accelerator.device))
-        free_bytes = 0 if accelerator is None else accelerator.free_bytes()
-        measured = replace(config, nvme_path=tuple(paths))  # relative paths and links have become what they lead to
-        self.budgets: Budgets = resolve_budgets(
-            measured, measure_machine(paths, durable=config.durability is not None), device, free_bytes
-        )
         self.placement: Placement | None = None
         self.training_state: weakref.ref[Any] | None = None
         self._windows: list[Window] = []
@@ -93,26 +97,39 @@ class Engine:
         self._building: ConstructionHooks | None = None
         self._disk = EngineDisk()
         self.durability: Durability | None = None
-        self._grain_bytes = self.budgets.host_bytes
+        self.link: RankLink | None = None
+        self.gradients: Gradients
+        self.timeline = Timeline() if config.timeline else None
         try:
-            self._disk.open(config, paths, self.budgets.nvme_bytes, self.agreement)
-            arena = Arena(self.budgets.host_bytes, lends=accelerator is None)
-            self.timeline = Timeline() if config.timeline else None
-            graphs = OpenGraphs()
-            order = UseOrder(graphs, prefetch=config.prefetch)
-            tiers, memory = open_memory(
-                arena,
-                self._disk.space,
-                order,
-                accelerator,
-                self.budgets.device_bytes,
-                poison=config.debug.poison,
-                timeline=self.timeline,
-            )
-            landings = None if memory is None else DeviceLandings(memory)
+            with self.agreement.together("the start of its engine"):
+                self._open()
         except BaseException:
             self._disk.close()
+            self._leave_ranks()
             raise
+        self._exit = weakref.finalize(self, close_at_exit, weakref.ref(self.pager), self._disk, os.getpid())
+        SHIELD.engage()
+        os.register_at_fork(after_in_child=partial(forked, weakref.ref(self.pager)))
+        if self.ranks.rank == 0:
+            for note in config.notes:
+                log.info(note)
+            warn_of_settings(config)
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """The budgets, the disks, the memory, and what lies in it."""
+        config = self.config
+        compare_settings(self.agreement, config)
+        paths = check_paths(config.nvme_path, config.path_key) if config.nvme_path else []
+        accelerator = find_accelerator(config)
+        self.budgets = find_budgets(self.agreement, config, paths, accelerator)
+        self._grain_bytes = self.budgets.host_bytes
+        self._disk.open(config, paths, self.budgets.nvme_bytes, self.agreement)
+        arena = Arena(self.budgets.host_bytes, lends=accelerator is None)
+        graphs = OpenGraphs()
+        order = UseOrder(graphs, prefetch=config.prefetch)
+        tiers, memory = self._open_memory(arena, order, accelerator)
         self.pager = Pager(
             tiers,
             order,
@@ -122,18 +139,36 @@ class Engine:
             prefetch=config.prefetch,
             evict_always=config.debug.evict_always,
             defer_updates=config.step_overlap is StepOverlap.DEFERRED,
+            link=self.link,
         )
         in_backward = config.step_overlap is StepOverlap.IN_BACKWARD
         early = EarlyUpdates(on_device=accelerator is not None) if in_backward else None
+        if self.link is not None:
+            self.gradients = RankGradients(self.pager, self.link)
+            return
+        landings = None if memory is None else DeviceLandings(memory)
         self.gradients = Gradients(self.pager, early=early, from_device=landings)
-        self._exit = weakref.finalize(self, _close_at_exit, weakref.ref(self.pager), self._disk, os.getpid())
-        SHIELD.engage()
-        os.register_at_fork(after_in_child=partial(_forked, weakref.ref(self)))
-        for note in config.notes:
-            log.info(note)
-        warn_of_settings(config)
 
-    # -- set-up ----------------------------------------------------------------------------------------------------
+    def _open_memory(
+        self, arena: Arena, order: UseOrder, accelerator: ComputeDevice | None
+    ) -> tuple[TierManager, CopyMemory | None]:
+        config, group, space = self.config, self.agreement.group, self._disk.space
+        poison = config.debug.poison
+        if group is None:
+            device_bytes = self.budgets.device_bytes
+            return open_memory(arena, space, order, accelerator, device_bytes, poison=poison, timeline=self.timeline)
+        self.agreement.gather(None, "its memory")  # what has failed until here is known before the ranks are joined
+        tiers, memory, self.link = open_rank_memory(
+            arena,
+            space,
+            order,
+            group,
+            transport=config.ranks.transport,
+            timeout_s=config.ranks.timeout_s,
+            poison=poison,
+            timeline=self.timeline,
+        )
+        return tiers, memory
 
     def _capacity_bytes(self) -> int:
         """Of the arena, for blocks."""
@@ -146,11 +181,20 @@ class Engine:
         Raises:
             PlacementError: the budgets cannot run this model; the message carries the table.
             BudgetError: the host budget does not hold the way of gradients from the device, and there is no model.
-            UsageError: parameters on the meta device, or ``keep_fp32`` names something that no model has.
+            UsageError: parameters on the meta device, or ``keep_fp32`` names something that no model has. With several
+                ranks: they have built different models.
+            RankError: another rank has failed.
         """
+        with self.agreement.together("placing the model"):
+            self._assemble(roots, list(handles))
+
+    def _assemble(self, roots: Sequence[nn.Module], registered: list[ParamHandle]) -> None:
         for root in roots:
             refuse_meta(root)
-        registered = list(handles)
+        refuse_distributed_tensors(roots)
+        if self.link is not None:
+            refuse_ordinary(roots, registered)
+        compare_models(self.agreement, roots)
         landings = self.gradients.from_device
         if landings is not None and landings.no_room is not None:
             raise landings.no_room
@@ -161,13 +205,18 @@ class Engine:
         self._grain_bytes = plan.grain_bytes
         memory = self.pager.memory
         take_device_memory(memory, plan)
+        join_units(memory, self.gradients, self.pager.units)
         self._reserve(plan.placement, roots)
         kept = {block.id for block in plan.on_device}
+        values = ValueSums()
+        if self.link is not None:
+            plan.assembly.on_value = values.take
         for draft in plan.drafts:
             plan.assembly.fill(draft)
             for piece in draft.unit.pieces:
                 if piece.block.id in kept:
                     memory.keep(piece.block)
+        values.compare(self.agreement)
         if not self.pager.evict_always:
             self._pin_residents(plan.placement)
         for root in roots:
@@ -181,11 +230,13 @@ class Engine:
         self._watches = [RootWatch(root, self.refresh, self._windows) for root in roots]
         self._outer = [OuterWindow(self.pager, module, name) for name, module in plan.outer]
         machine.return_free_memory()  # what construction used and freed
-        log.info("placement\n%s", plan.placement.table())
+        log.info("placement\n%s", plan.placement.table(len(self.ranks.host_ranks)))
         num_parameters = sum(handle.numel for unit in self.pager.units for handle in unit.handles)
         self.durability = self._durability(plan.placement)
         every = None if self.durability is None else self.durability.every
-        announce(summary(plan.placement, num_parameters, self.config.nvme_path, memory.device, every))
+        if self.ranks.rank == 0:
+            ranks = self.ranks.world_size
+            announce(summary(plan.placement, num_parameters, self.config.nvme_path, memory.device, every, ranks))
         self._outside = OutsideWatch(self.budgets.host_bytes)
 
     def _durability(self, placement: Placement) -> Durability | None:
@@ -263,6 +314,7 @@ class Engine:
             return building.adopt(param, name) if building is not None and building.is_on() else None
         if not adoptable(self.pager, param):
             return None
+        refuse_late(self.pager, name)
         with self.pager.lock:
             assembly = Assembly(self.pager, self.gradients, self._grain_bytes // PIECES_PER_BUDGET)
             return assembly.take_in(name, [(name, param)])[0]
@@ -274,9 +326,10 @@ class Engine:
         plan = find_units(root, self._grain_bytes // UNITS_PER_BUDGET, assembly.target_nbytes)
         with self.pager.lock:
             for unit in plan.units:
-                assembly.take_in(
-                    unit.name, [(name, param) for name, param in unit.params if adoptable(self.pager, param)]
-                )
+                coming = [(name, param) for name, param in unit.params if adoptable(self.pager, param)]
+                if coming:
+                    refuse_late(self.pager, coming[0][0])
+                assembly.take_in(unit.name, coming)
         watched = {id(window.module()) for window in self._windows}
         fresh = [(name, module) for name, module in plan.windows if id(module) not in watched]
         self._windows += [Window(self.pager, module, name) for name, module in fresh]
@@ -289,34 +342,13 @@ class Engine:
     # -- report ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
-        """Numbers of the run so far: bytes per tier and their peaks, disk bytes, faults, waits. All flat, all
-        numeric."""
-        tiers = self.pager.tiers
-        space = self._disk.space
-        trace = self.pager.order.trace.stats()
-        counters = tiers.counters
+        """Numbers of the run so far, of this rank: bytes per tier and their peaks, disk bytes, faults, waits; with
+        several ranks rounds, bytes from other ranks, and waits for them. All flat, all numeric."""
         return {
-            **self.pager.memory.stats(),
-            "host_budget_bytes": tiers.arena.capacity_bytes,
-            "host_bytes": tiers.arena.used_bytes,
-            "host_peak_bytes": tiers.arena.peak_bytes,
-            "host_weight_bytes": tiers.resident_bytes(BlockKind.WEIGHT),
-            "host_gradient_bytes": tiers.resident_bytes(BlockKind.GRADIENT),
-            "host_state_bytes": tiers.resident_bytes(BlockKind.STATE),
-            "nvme_budget_bytes": self.budgets.nvme_bytes,
-            "nvme_bytes": space.used_bytes if space is not None else 0,
-            "nvme_capacity_bytes": space.capacity_bytes if space is not None else 0,
-            "disk_bytes_read": space.bytes_read if space is not None else 0,
-            "disk_bytes_written": space.bytes_written if space is not None else 0,
-            "faults": counters.faults,
-            "waits": counters.waits,
-            "wait_s": counters.wait_s,
-            "prefetches": counters.prefetches,
-            "evictions": counters.evictions,
-            "compactions": counters.compactions,
-            "order_mismatches": trace.mismatches,
-            "units": len(self.pager.units),
-            "parameters": sum(h.numel for unit in self.pager.units for h in unit.handles),
+            **run_stats(self.pager, self._disk.space, self.budgets),
+            "rank": self.ranks.rank,
+            "world_size": self.ranks.world_size,
+            **({} if self.link is None else self.link.stats()),
         }
 
     def export_trace(self, path: str | os.PathLike[str]) -> None:
@@ -339,17 +371,19 @@ class Engine:
     # -- end -------------------------------------------------------------------------------------------------------
 
     def all_dead(self) -> None:
-        """The last parameter is gone: the engine of models that were built ends with them."""
-        if self.pager.gradients is not None:
+        """The last parameter is gone: the engine of models that were built ends with them. Not with several ranks: this
+        runs when Python finds out, and an end with other ranks is waited for."""
+        if self.pager.gradients is not None and self.link is None:
             self.close("its model was deleted")
 
     def close(self, because: str = "engine.close() was called") -> None:
         """Give everything back: hooks, memory, swap files, threads. Idempotent. Parameters then raise
         ``ClosedError``. A save that is under way is finished first, as far as it needs the engine, and so is the step
-        that was committed last.
+        that was committed last. With several ranks it waits until all of them close.
 
         Raises:
             IoFailure, BudgetError: it could not be made durable; everything is closed all the same.
+            RankError: other ranks train on. It is raised there, too.
         """
         if self.pager.life.closed_because is not None:
             return
@@ -357,8 +391,20 @@ class Engine:
             self.pager.tiers.guards.finish()
         with ExitStack() as last:
             last.callback(self._close, because)
+            last.callback(self._leave_ranks)
             if self.durability is not None:
                 self.durability.finish()
+
+    def _leave_ranks(self) -> None:
+        """End together with the other ranks. While an error is on its way out they do not come here: tell them."""
+        group, error = self.agreement.group, sys.exc_info()[1]
+        with ExitStack() as last:
+            if group is not None:
+                last.callback(group.close)
+            if self.link is not None:
+                last.callback(self.link.close)
+                if error is not None and not self.link.rounds.has_failed:
+                    self.link.fail(f"its engine was closed by {type(error).__name__}: {error}")
 
     def _close(self, because: str) -> None:
         with self.pager.lock:
@@ -382,26 +428,3 @@ class Engine:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Engine:
         return self
-
-
-_LAST_USE_S = 5.0
-"""How long the process waits at its end for what another thread does with the memory at that moment."""
-
-
-def _close_at_exit(reference: weakref.ref[Pager], disk: EngineDisk, pid: int) -> None:
-    pager = reference()
-    if pager is not None:
-        pager.life.ignore_deaths()
-    if os.getpid() != pid:
-        return  # a forked child: the files and threads are the parent's
-    if pager is not None and threading.active_count() > 1:
-        pager.lock.acquire(timeout=_LAST_USE_S)  # for good: a daemon thread that trains stops here and sees no error
-    disk.close()
-    SHIELD.disengage()
-
-
-def _forked(reference: weakref.ref[Engine]) -> None:
-    """In a forked child, which inherits neither the memory nor the transfers: every use is refused from now on."""
-    engine = reference()
-    if engine is not None and engine.pager.life.closed_because is None:
-        engine.pager.life.close("it is the parent process's; a forked child cannot use it (start it with spawn)")

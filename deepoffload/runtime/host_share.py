@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
-from deepoffload.config.resolve import Budgets
+from deepoffload import machine
+from deepoffload.config import Config
+from deepoffload.config.resolve import Budgets, resolve_budgets
 from deepoffload.config.units import format_bytes
+from deepoffload.copies.accelerator import ComputeDevice
+from deepoffload.device import Device
+from deepoffload.io.named_files import durable_path
 from deepoffload.io.probe import Bandwidth
 from deepoffload.runtime.agreement import Agreement
 from deepoffload.schedule.cost_model import Bandwidths
@@ -15,6 +22,37 @@ from deepoffload.schedule.cost_model import Bandwidths
 def host_ranks(agreement: Agreement) -> int:
     """How many ranks this host has."""
     return 1 if agreement.group is None else len(agreement.group.ranks.host_ranks)
+
+
+def measure_machine(paths: Sequence[str], *, durable: bool) -> machine.Machine:
+    """The machine, with what durable files in ``paths`` have already taken of the disks counted as free: it is ours."""
+    measured = machine.measure(paths)
+    if not durable:
+        return measured
+    ours: dict[int, int] = {}
+    for disk in measured.disks:
+        with contextlib.suppress(OSError):
+            nbytes = os.stat(durable_path(disk.path)).st_blocks * 512
+            ours[disk.filesystem_id] = ours.get(disk.filesystem_id, 0) + nbytes
+    disks = [replace(disk, free_bytes=disk.free_bytes + ours.get(disk.filesystem_id, 0)) for disk in measured.disks]
+    return replace(measured, disks=tuple(disks))
+
+
+def find_budgets(
+    agreement: Agreement, config: Config, paths: Sequence[str], accelerator: ComputeDevice | None
+) -> Budgets:
+    """Those of this rank. ``paths``: what those of the configuration lead to.
+
+    Raises:
+        BudgetError: a budget is larger than what it is taken from.
+    """
+    device = Device.parse("cpu" if accelerator is None else str(accelerator.device))
+    free_bytes = 0 if accelerator is None else accelerator.free_bytes()
+    measured = measure_machine(paths, durable=config.durability is not None)
+    found = resolve_budgets(
+        replace(config, nvme_path=tuple(paths)), measured, device, free_bytes, host_ranks(agreement)
+    )
+    return agree_on_budgets(agreement, found)
 
 
 def agree_on_budgets(agreement: Agreement, budgets: Budgets) -> Budgets:

@@ -69,6 +69,18 @@ def refuse_distributed_tensors(roots: Sequence[nn.Module]) -> None:
                 )
 
 
+def refuse_ordinary(roots: Sequence[nn.Module], handles: Sequence[ParamHandle]) -> None:
+    """Raise UnsupportedError for a trained parameter that is not paged: nothing adds its gradients up over ranks."""
+    paged = {id(handle.tensor) for handle in handles}
+    for root in roots:
+        for name, param in root.named_parameters():
+            if param.requires_grad and id(param) not in paged:
+                raise UnsupportedError(
+                    f"{name} cannot be paged (it is {_words(param)} on {param.device}), so with several ranks nothing "
+                    "adds its gradients up. Freeze it (requires_grad_(False)), or convert it"
+                )
+
+
 class ValueSums:
     """The checksums of what parameters are registered with, taken while their bytes move into units."""
 

@@ -107,8 +107,8 @@ class Placement:
     num_parameters: int | None
     rows: tuple[Row, ...]
 
-    def table(self) -> str:
-        """What went where and why, as aligned text."""
+    def table(self, host_ranks: int = 1) -> str:
+        """What went where and why, as aligned text: with ``host_ranks`` ranks on a host, of each of them and of all."""
         return render(
             self.rows,
             Totals(
@@ -117,6 +117,7 @@ class Placement:
                 minimum_bytes=self.minimum_bytes,
                 disk_seconds=self.disk_seconds,
                 num_parameters=self.num_parameters,
+                host_ranks=host_ranks,
             ),
         )
 

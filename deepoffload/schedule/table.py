@@ -31,6 +31,8 @@ class Totals:
     minimum_bytes: int
     disk_seconds: float
     num_parameters: int | None
+    host_ranks: int = 1
+    """Ranks of the host, which have the same rows."""
 
 
 def human_bytes(nbytes: int) -> str:
@@ -54,21 +56,28 @@ def render(rows: tuple[Row, ...], totals: Totals) -> str:
         read_bytes=sum(row.read_bytes for row in rows),
         written_bytes=sum(row.written_bytes for row in rows),
     )
-    lines = _align([_COLUMNS, *(_cells(row) for row in (*rows, total))])
+    columns: tuple[str, ...] = _COLUMNS
+    if totals.host_ranks > 1:
+        each = f"of {totals.host_ranks} ranks"
+        columns = ("", "memory, one rank", each, "NVMe, one rank", each, *_COLUMNS[3:])
+    lines = _align([columns, *(_cells(row, totals.host_ranks) for row in (*rows, total))])
     return "\n".join([*lines, _budgets(totals), _expectation(total, totals)])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, host_ranks: int) -> tuple[str, ...]:
     blocks = f"{row.resident_blocks}/{row.num_blocks}" if row.num_blocks else "-"
     sizes = (row.host_bytes, row.nvme_bytes, row.read_bytes, row.written_bytes)
     host, nvme, read, written = (human_bytes(size) if size else "-" for size in sizes)
-    return row.name, host, nvme, blocks, read, written, row.reason
+    if host_ranks == 1:
+        return row.name, host, nvme, blocks, read, written, row.reason
+    all_host, all_nvme = (human_bytes(size * host_ranks) if size else "-" for size in sizes[:2])
+    return row.name, host, all_host, nvme, all_nvme, blocks, read, written, row.reason
 
 
 def _align(cells: list[tuple[str, ...]]) -> list[str]:
     """Numbers to the right, the first and the last column to the left."""
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS))]
-    last = len(_COLUMNS) - 1
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    last = len(widths) - 1
     lines = []
     for line in cells:
         parts = [
@@ -82,7 +91,8 @@ def _align(cells: list[tuple[str, ...]]) -> list[str]:
 def _budgets(totals: Totals) -> str:
     nvme = "none" if totals.nvme_capacity_bytes is None else human_bytes(totals.nvme_capacity_bytes)
     memory, least = human_bytes(totals.capacity_bytes), human_bytes(totals.minimum_bytes)
-    return f"budget: {memory} of memory ({least} needed at once), NVMe {nvme}"
+    each = f"budget of each of the {totals.host_ranks} ranks" if totals.host_ranks > 1 else "budget"
+    return f"{each}: {memory} of memory ({least} needed at once), NVMe {nvme}"
 
 
 def _expectation(total: Row, totals: Totals) -> str:

@@ -56,3 +56,14 @@ def lose_a_rank_at_sums(what: str) -> tuple[str, float]:
     except RankError as error:
         return str(error), time.monotonic() - begin
     raise AssertionError("a sum without a rank")
+
+
+def fail_together(times: int) -> list[bool]:
+    """All ranks fail at the same moment, as they do where all of them lack memory."""
+    quiet = []
+    for _ in range(times):
+        with linked() as link:
+            link.meet_step()
+            link.fail("BudgetError: no room")
+            quiet.append(link.rounds.has_failed)
+    return quiet

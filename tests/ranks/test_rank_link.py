@@ -29,3 +29,7 @@ def test_a_sum_that_does_not_come_is_an_error_on_all(what: str) -> None:
     said = texts.pop()
     assert said.startswith("rank 2 has gone" if what == "SIGKILL" else "rank 2 has failed at step: ValueError"), said
     assert all(one.value[1] < 5.0 for one in ended)
+
+
+def test_all_ranks_may_fail_at_once() -> None:
+    assert values_of(programs.fail_together, 2, 8) == [[True] * 8] * 2

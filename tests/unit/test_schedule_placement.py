@@ -288,3 +288,11 @@ def test_the_table_of_a_model_that_fits_says_that_nothing_moves() -> None:
     table = place(chain(2, 2), 1 << 40, None).table()
     assert table.count("everything fits") == 3
     assert table.splitlines()[-1] == "expected per step: nothing moves"
+
+
+def test_the_table_of_ranks_says_what_one_of_them_has_and_what_all_of_a_host_have() -> None:
+    table = place(chain(units=20, pieces=6), 1000 * MIB).table(2)
+    assert re.search(r"^ +memory, one rank +of 2 ranks +NVMe, one rank +of 2 ranks +blocks", table)
+    assert re.search(r"weights +480\.0 MiB +960\.0 MiB +- +- +20/20", table)
+    assert re.search(r"gradients +168\.0 MiB +336\.0 MiB +312\.0 MiB +624\.0 MiB +7/20", table)
+    assert "budget of each of the 2 ranks: " in table

@@ -1,0 +1,41 @@
+"""What the ranks have of the units of a model: each serves its part of every block to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deepoffload.copies.copy_memory import CopyMemory
+from deepoffload.copies.rank_link import gradients_number, weights_number
+from deepoffload.copies.shown import ShownMemory
+from deepoffload.errors import UnsupportedError
+from deepoffload.optim.gradients import Gradients
+from deepoffload.optim.rank_gradients import RankGradients
+from deepoffload.params.pager import Pager
+from deepoffload.params.unit import Unit
+
+
+def join_units(memory: ShownMemory, gradients: Gradients, units: Sequence[Unit]) -> None:
+    """Let other ranks gather the blocks of ``units``, and have memory for this rank's gradients on their way to them.
+    Nothing to do with one rank.
+
+    Raises:
+        BudgetError: the host budget does not hold gradients on their way.
+    """
+    if not isinstance(gradients, RankGradients) or not isinstance(memory, CopyMemory):
+        return
+    for unit in units:
+        if unit.layout is not None:
+            memory.serve(unit.weights, weights_number(unit.index), unit.layout.sections)
+        if unit.gradients is not None and unit.gradient_layout is not None:
+            memory.serve(unit.gradients, gradients_number(unit.index), unit.gradient_layout.sections)
+    gradients.contributions.reserve(units)
+
+
+def refuse_late(pager: Pager, name: str) -> None:
+    """Raise UnsupportedError with several ranks: a parameter has come to a model after it was placed, perhaps on this
+    rank alone."""
+    if pager.link is not None:
+        raise UnsupportedError(
+            f"{name} came to a model that has been placed: with several ranks all parameters have to be there when "
+            "offload_context ends. Add modules (adapters, a new head) inside it"
+        )

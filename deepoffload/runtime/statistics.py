@@ -1,0 +1,37 @@
+"""Numbers of a run."""
+
+from __future__ import annotations
+
+from deepoffload.config.resolve import Budgets
+from deepoffload.io.swap_space import SwapSpace
+from deepoffload.params.pager import Pager
+from deepoffload.schedule.cost_model import BlockKind
+
+
+def run_stats(pager: Pager, space: SwapSpace | None, budgets: Budgets) -> dict[str, float]:
+    """Those of the memory and the disk of one rank, so far."""
+    tiers, counters = pager.tiers, pager.tiers.counters
+    trace = pager.order.trace.stats()
+    return {
+        **pager.memory.stats(),
+        "host_budget_bytes": tiers.arena.capacity_bytes,
+        "host_bytes": tiers.arena.used_bytes,
+        "host_peak_bytes": tiers.arena.peak_bytes,
+        "host_weight_bytes": tiers.resident_bytes(BlockKind.WEIGHT),
+        "host_gradient_bytes": tiers.resident_bytes(BlockKind.GRADIENT),
+        "host_state_bytes": tiers.resident_bytes(BlockKind.STATE),
+        "nvme_budget_bytes": budgets.nvme_bytes,
+        "nvme_bytes": space.used_bytes if space is not None else 0,
+        "nvme_capacity_bytes": space.capacity_bytes if space is not None else 0,
+        "disk_bytes_read": space.bytes_read if space is not None else 0,
+        "disk_bytes_written": space.bytes_written if space is not None else 0,
+        "faults": counters.faults,
+        "waits": counters.waits,
+        "wait_s": counters.wait_s,
+        "prefetches": counters.prefetches,
+        "evictions": counters.evictions,
+        "compactions": counters.compactions,
+        "order_mismatches": trace.mismatches,
+        "units": len(pager.units),
+        "parameters": sum(h.numel for unit in pager.units for h in unit.handles),
+    }
