@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from deepoffload.errors import BudgetError
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
-from deepoffload.optim.contribution_layout import CARRIER, ContributionLayout
+from deepoffload.optim.contribution_layout import CARRIER, ContributionLayout, Stretch
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.ranks.exchange import Exchange, Reduction
@@ -102,6 +104,27 @@ class ContributionSlots:
         """A contribution in a slot, as transports see it."""
         return self.view(offset, CARRIER, layout.nbytes)
 
+    def put(self, offset: int, stretches: Sequence[Stretch], grad: Tensor) -> None:
+        """Copy a gradient, whose elements lie in memory as those of its parameter, into the contribution in a slot."""
+        base, source, itemsize = self._tiers.arena.address + offset, grad.data_ptr(), grad.element_size()
+        for start, numel, place in stretches:
+            threads = 1 if numel <= cpu_adam.CHUNK else num_threads()
+            cpu_adam.copy(base + place, source + start * itemsize, numel * itemsize, threads)
+
+    def seal(
+        self, offset: int, layout: ContributionLayout, dtypes: Sequence[torch.dtype], present: Container[int]
+    ) -> None:
+        """Say in a contribution which gradients it has, ``present`` by their numbers, and fill the place of others."""
+        for number, dtype in enumerate(dtypes):
+            if number not in present:
+                for _, numel, place in layout.stretches(number):
+                    nothing = self.view(offset + place, dtype, numel * dtype.itemsize)
+                    with outside_user_modes():
+                        nothing.fill_(-0.0)
+        said = bytes(number in present for number in range(len(dtypes)))
+        for place in layout.presence_offsets():
+            ctypes.memmove(self._tiers.arena.address + offset + place, said, len(said))
+
     def move_out(self, offset: int, layout: ContributionLayout, unit_name: str) -> Block | None:
         """Free a slot whose contribution other ranks do not know yet: it goes into a block, which is paged like others.
         None, with nothing done, where there is no room for one."""
@@ -136,17 +159,8 @@ class ContributionSlots:
         self._tiers.remove(block)
 
     def _range(self, nbytes: int) -> int:
-        tiers = self._tiers
-        start = tiers.arena.allocate(nbytes, high=True)
+        start = self._tiers.arena.allocate(nbytes, high=True)
         if start is None:
-            tiers.evict_all()
-            for block in tiers.transfers.in_flight():
-                tiers.transfers.settle(block)
-            start = tiers.arena.allocate(nbytes, high=True)
-        if start is None:
-            raise BudgetError(
-                f"this rank's part of host_budget is {tiers.arena.capacity_bytes} bytes; {nbytes} bytes in one piece "
-                "are needed for gradients on their way to other ranks, and are not free. Raise host_budget"
-            )
+            start = self._tiers.room.reserve("gradients on their way to other ranks", nbytes)
         self._ranges.append(start)
         return start

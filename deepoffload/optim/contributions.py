@@ -13,13 +13,11 @@ checkpointing) cannot see where the outer one ends: at its own end all that is t
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from deepoffload.copies.rank_link import RankLink, gradients_number
@@ -27,13 +25,11 @@ from deepoffload.errors import RankError, UnsupportedError
 from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
-from deepoffload.native import cpu_adam
 from deepoffload.optim import outside_gradient
 from deepoffload.optim.contribution_layout import ContributionLayout
 from deepoffload.optim.contribution_slots import ContributionSlots, reduction_of, slot_sizes
 from deepoffload.optim.gradient_state import GradientOwner
-from deepoffload.optim.threads import num_threads
-from deepoffload.params.torch_private import call_at_end_of_backward, graph_task, in_backward, outside_user_modes
+from deepoffload.params.torch_private import call_at_end_of_backward, graph_task, in_backward
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.ranks.exchange import PartsFlight
 from deepoffload.ranks.rounds import Want, WantKind
@@ -185,6 +181,11 @@ class Contributions:
                     raise UnsupportedError("a larger module came while gradients are under way to other ranks")
                 self._slots.reserve(sizes)
 
+    def forget(self, unit: Unit) -> None:
+        """The unit is gone, or was never finished."""
+        if not self.is_under_way(unit):
+            self._plans.pop(unit.index, None)
+
     def _is_busy(self) -> bool:
         is_open = any(plan.open is not None for plan in self._plans.values())
         return bool(is_open or self._announced or self._reducing or self._landed)
@@ -193,7 +194,12 @@ class Contributions:
 
     def take(self, handle: ParamHandle, grad: Tensor) -> None:
         """Copy a gradient, of the parameter's type, into its unit's contribution; announce that when it is complete."""
-        plan = self._plans[handle.unit.index]  # type: ignore[union-attr]
+        plan = self._plans.get(-1 if handle.unit is None else handle.unit.index)
+        if plan is None:
+            raise UnsupportedError(
+                f"{handle.name} came after the model was built: with several ranks that is not there yet. Register it "
+                "inside offload_context"
+            )
         number = plan.numbers[handle]
         if self._announced or self._reducing:
             self._link.pump()
@@ -201,7 +207,9 @@ class Contributions:
         if plan.open is not None and number in plan.open.present:
             self._announce(plan.open)
         contribution = plan.open or self._begin(plan)
-        self._copy(contribution, number, handle, grad)
+        if grad.stride() != handle.stride or grad.is_neg():
+            grad = outside_gradient.with_stride(grad, handle)
+        self._slots.put(contribution.offset, plan.layout.stretches(number), grad)
         contribution.present.add(number)
         contribution.missing -= number in plan.expected
         plan.came.add(number)
@@ -273,28 +281,11 @@ class Contributions:
         if contribution.block is None:
             SHIELD.outside(self._link.wait_reduced, plan.unit.index)
 
-    def _copy(self, contribution: _Contribution, number: int, handle: ParamHandle, grad: Tensor) -> None:
-        if grad.stride() != handle.stride or grad.is_neg():
-            grad = outside_gradient.with_stride(grad, handle)
-        base, source, itemsize = self._tiers.arena.address + contribution.offset, grad.data_ptr(), handle.itemsize
-        for start, numel, offset in contribution.plan.layout.stretches(number):
-            threads = 1 if numel <= cpu_adam.CHUNK else num_threads()
-            cpu_adam.copy(base + offset, source + start * itemsize, numel * itemsize, threads)
-
     def _announce(self, contribution: _Contribution) -> None:
         plan = contribution.plan
         plan.open = None
-        present = bytearray(len(plan.numbers))
-        for handle, number in plan.numbers.items():
-            if number in contribution.present:
-                present[number] = 1
-                continue
-            with outside_user_modes():
-                nothing = contribution.memory.view(torch.uint8)
-                for _, numel, offset in plan.layout.stretches(number):
-                    nothing[offset : offset + numel * handle.itemsize].view(handle.dtype).fill_(-0.0)
-        for offset in plan.layout.presence_offsets():
-            ctypes.memmove(self._tiers.arena.address + contribution.offset + offset, bytes(present), len(present))
+        dtypes = [handle.dtype for handle in plan.numbers]
+        self._slots.seal(contribution.offset, plan.layout, dtypes, contribution.present)
         plan.posted.append(contribution)
         self._announced.append(contribution)
         self._link.post_reduce(plan.unit.index)

@@ -80,6 +80,11 @@ class RankGradients(Gradients):
         if isinstance(block.owner, GradientOwner):
             block.owner.lands = lambda: self.contributions.land_before_gather(block)
 
+    def forget(self, unit: Unit) -> None:
+        """As above."""
+        super().forget(unit)
+        self.contributions.forget(unit)
+
     def _late(self, handle: ParamHandle) -> None:
         raise UnsupportedError(
             f"{handle.name} was frozen when the model was built, and is trained now: with several ranks that is not "

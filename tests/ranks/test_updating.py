@@ -21,3 +21,8 @@ CASES = [
 def test_ranks_train_as_one(transport, uneven, micro_batches, defer, evict, by_torch, world_size):
     said = values_of(updating.train, world_size, transport, uneven, micro_batches, defer, evict, by_torch)
     assert said == [[]] * world_size
+
+
+@pytest.mark.parametrize("transport", ["group", "memory"])
+def test_all_ranks_leave_out_a_step_that_overflows_on_one(transport):
+    assert values_of(updating.scale_losses, 2, transport) == [([True, False, True], 4.0)] * 2

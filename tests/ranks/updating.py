@@ -112,6 +112,28 @@ def train(
     return differences
 
 
+def scale_losses(transport: str) -> tuple[list[bool], float]:
+    """Three steps under torch's GradScaler, the second of which overflows on rank 1 alone. Returns which were made, and
+    the scale in the end."""
+    torch.manual_seed(0)
+    model, applied = Model(WIDTH, torch.float16), []
+    with paged(transport, model, defer=True) as link:
+        optimizer = CPUAdamW(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(3):
+            x = model.batch(link.ranks.rank, step) / 64
+            for block in model.blocks:
+                x = block(x, 0)
+            loss = x.float().square().mean() * (1e30 if (step, link.ranks.rank) == (1, 1) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            applied.append(optimizer.applied)
+        scale = scaler.get_scale()
+    return applied, scale
+
+
 def _give(plain: nn.Module, sums: dict[str, Tensor]) -> None:
     for name, param in plain.named_parameters():
         param.grad = None
