@@ -94,7 +94,7 @@ def no_room(
     if viewed_bytes:
         lines.append(f"  memory that was given back and that the program has views of: {viewed_bytes:,} bytes")
     if unowned_bytes > viewed_bytes:
-        lines.append(f"  the way of gradients from the device: {unowned_bytes - viewed_bytes:,} bytes")
+        lines.append(f"  copies of whole units, or gradients on their way: {unowned_bytes - viewed_bytes:,} bytes")
     if coming:
         lines.append(f"  and the same operation takes {len(coming)} more, which are still away: {coming_bytes:,} bytes")
     if lacking_bytes <= 0:
