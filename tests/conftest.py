@@ -17,6 +17,7 @@ from deepoffload.io.probe import Bandwidth
 from tests.support import cuda, session
 from tests.support.disks import disk_of, lies_on
 from tests.support.paging import STRICT, Paging, Same
+from tests.support.programs import Programs
 from tests.support.simulated_gpu.isolation import CHILD
 
 if CHILD not in os.environ:
@@ -79,6 +80,14 @@ def quick_collections() -> None:
     again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Runs programs in processes of their own."""
+    made = Programs()
+    yield made
+    made.close()
 
 
 @pytest.fixture

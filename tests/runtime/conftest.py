@@ -19,6 +19,7 @@ import pytest
 import deepoffload
 from deepoffload.deepspeed.engine import TrainingEngine
 from deepoffload.runtime.engine import Engine
+from tests.support.programs import Programs
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,23 +54,24 @@ def initialized(**arguments: Any) -> Iterator[TrainingEngine]:
 
 
 @pytest.fixture
-def run_program(nvme_path: Path, tmp_path: Path) -> Callable[..., Outcome]:
+def run_program(nvme_path: Path, tmp_path: Path, programs: Programs) -> Callable[..., Outcome]:
     """Runs ``tests/runtime/<program>.py`` with arguments; the first is a directory for swap files, which must be empty
-    afterwards. ``code``: the exit status it must have (None: any)."""
+    afterwards. ``code``: the exit status it must have (None: any). ``fresh``: in a process as a shell starts it,
+    not one that is forked when torch is imported."""
 
-    def run(program: str, *arguments: object, code: int | None = 0, limit_s: float = 90.0, **popen: Any) -> Outcome:
-        command = [
-            sys.executable,
-            "-X",
-            "faulthandler",
-            str(ROOT / "tests" / "runtime" / f"{program}.py"),
-            str(nvme_path),
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)} | popen.pop("env", {})
-        done = subprocess.run(
-            [*command, *map(str, arguments)],
-            capture_output=True, text=True, timeout=limit_s, env=environment, cwd=tmp_path, **popen,
-        )  # fmt: skip
+    def run(
+        program: str, *arguments: object, code: int | None = 0, limit_s: float = 90.0, fresh: bool = False, **more: str
+    ) -> Outcome:
+        path = ROOT / "tests" / "runtime" / f"{program}.py"
+        words = [str(nvme_path), *map(str, arguments)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **more}
+        if fresh:
+            done = subprocess.run(
+                [sys.executable, "-X", "faulthandler", str(path), *words],
+                capture_output=True, text=True, timeout=limit_s, env=environment, cwd=tmp_path,
+            )  # fmt: skip
+        else:
+            done = programs.run(path, *words, env=environment, cwd=tmp_path, timeout_s=limit_s)
         lines = done.stdout.strip().splitlines()
         said = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
         assert code is None or done.returncode == code, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -44,12 +44,12 @@ def left(outcome: Outcome) -> dict[str, Any]:
 
 
 def test_normal_exit(run_program: Run) -> None:
-    done = program(run_program, "normal")
+    done = program(run_program, "normal", fresh=True)
     assert len(done.said["losses"]) == 3 and done.stderr == ""
 
 
 def test_nothing_is_printed_at_exit_whatever_dies_last(run_program: Run) -> None:
-    assert run_program("exit_program").stderr == ""
+    assert run_program("exit_program", fresh=True).stderr == ""
 
 
 @pytest.mark.parametrize(

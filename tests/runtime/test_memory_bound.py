@@ -30,7 +30,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def program(run: Run, *arguments: str) -> dict[str, Any]:
-    return run("memory_program", *arguments, limit_s=280.0, env={"HF_HUB_OFFLINE": "1"}).said
+    return run("memory_program", *arguments, limit_s=280.0, fresh=True, HF_HUB_OFFLINE="1").said
 
 
 def plain(run: Run, precision: str, checkpoints: Path) -> dict[str, Any]:
