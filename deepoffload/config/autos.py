@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from deepoffload.config.collect import KEYS, SCHEDULE, shown
 from deepoffload.config.deepspeed_keys import TRAINER_KEYS
-from deepoffload.config.keys import Key, Treatment
+from deepoffload.config.keys import AUTO, Key, Treatment
 from deepoffload.config.schema import Config
 
 _NO_PATH = "no path: nothing goes to NVMe"
@@ -60,6 +60,8 @@ def _became(path: str, config: Config) -> str:
             return f"{key.field.split('.offload')[0]} = {shown(value)}"
     if value in (None, ()):
         return _UNSAID.get(path, "not said")
+    if value == AUTO and path.startswith(SCHEDULE + "."):
+        return "unknown: no schedule can be built of it"
     return shown(list(value) if isinstance(value, tuple) else value)
 
 

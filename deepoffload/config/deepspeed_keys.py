@@ -9,7 +9,9 @@ from __future__ import annotations
 from deepoffload.config.deepspeed_zero_keys import DEEPSPEED_ZERO_KEYS
 from deepoffload.config.keys import (
     Key,
+    Mismatch,
     Treatment,
+    ValueKind,
     boolean,
     choice,
     choice_of,
@@ -17,6 +19,7 @@ from deepoffload.config.keys import (
     honoured,
     inapplicable,
     integer,
+    interval,
     list_of,
     mapping,
     names_or_classes,
@@ -86,7 +89,7 @@ _BATCH = (
 _LOGGING = (
     honoured(
         "steps_per_print",
-        integer(0),
+        interval(),
         "Steps between two lines of progress, on stderr or to the logger `deepoffload.progress`; 0 or not said: none.",
     ),
     honoured(
@@ -102,10 +105,32 @@ _LOGGING = (
     inapplicable("vocabulary_size", integer(1), "only DeepSpeed's padding advice used it"),
 )
 
+_THEIR_OPTIMIZERS = (
+    *("Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "MuAdam", "MuAdamW", "MuSGD"),
+    *("Adadelta", "Adafactor", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam", "LBFGS"),
+)
+"""Types that DeepSpeed builds, its own and those of ``torch.optim``."""
+
+
+def _optimizer_type() -> ValueKind:
+    ours = choice_of("adam", "adamw", "lion", "adagrad", "sgd")
+    theirs = {name.lower(): name for name in _THEIR_OPTIMIZERS}
+
+    def normalise(value: object) -> object:
+        if isinstance(value, str) and value.lower() in theirs:
+            raise Mismatch(
+                f"expected {ours.expected}; optimizers of torch.optim and of other packages work on paged parameters: "
+                "pass one to initialize(optimizer=...), in the place of this section"
+            )
+        return ours.normalise(value)
+
+    return ValueKind(ours.expected, normalise)
+
+
 _OPTIMIZER = (
     honoured(
         "optimizer.type",
-        choice_of("adam", "adamw", "lion", "adagrad", "sgd"),
+        _optimizer_type(),
         "The optimizer, in any case of letters; each takes the parameters below that its class has.",
     ),
     honoured("optimizer.params.lr", number(0), "Learning rate; 1e-2 for Adagrad.", 1e-3),

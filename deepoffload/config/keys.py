@@ -98,6 +98,16 @@ def integer(low: int = 0, high: int | None = None, multiple: int = 1) -> ValueKi
     return ValueKind(expected, normalise)
 
 
+def interval() -> ValueKind:
+    """Whole numbers from 0; a program's infinity means never, which is 0."""
+    whole = integer(0)
+
+    def normalise(value: object) -> object:
+        return 0 if value == math.inf else whole.normalise(value)
+
+    return ValueKind(whole.expected, normalise)
+
+
 def number(low: float | None = None, high: float | None = None, below: float | None = None) -> ValueKind:
     """Finite numbers from ``low`` to ``high``, or under ``below``."""
     limits = [f"at least {low:g}" if low is not None else "", f"at most {high:g}" if high is not None else ""]

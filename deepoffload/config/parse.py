@@ -60,7 +60,8 @@ def parse_config(
     notes, warnings = (source.notes, source.warnings) if isinstance(source, Config) else ((), ())
     config = _build(fields, tuple(dict.fromkeys((*notes, *base.notes, *top.notes))), where, world_size)
     warned = [*warnings, *base.warnings, *_path_warnings(base, top, config)]
-    autos = [path for path in (*base.autos, *top.autos) if not _said(path, top)]
+    said_before = () if isinstance(source, Config) else base.autos  # a Config has its warning
+    autos = [path for path in (*said_before, *top.autos) if not _said(path, top)]
     if autos:
         warned.append(auto_warning(autos, config, where))
     return replace(config, warnings=tuple(dict.fromkeys(warned)))
@@ -253,6 +254,8 @@ def _scheduler(fields: dict[str, Any], where: str) -> SchedulerConfig | None:
             raise ConfigError(f"{path}: {kind} has no such parameter; it has {', '.join(known)}")
         if raw == AUTO and name == "warmup_max_lr":
             params[name] = None  # the optimizer's own rate, which is what Hugging Face fills in
+        elif raw == AUTO and known[name].required:
+            params[name] = AUTO  # refused where a schedule is built of it: the program may pass its own
         elif raw is not None and raw != AUTO:
             params[name] = check(known[name].kind, raw, path)
     for name, parameter in known.items():

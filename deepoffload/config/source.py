@@ -8,7 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from deepoffload.config.schema import Config
+from deepoffload.config.keys import AUTO
+from deepoffload.config.schema import Config, SchedulerConfig
 from deepoffload.errors import ConfigError
 
 
@@ -42,6 +43,9 @@ def config_to_mapping(config: Config) -> dict[str, Any]:
             continue
         if item.name == "zero_stage":
             result["zero_optimization"] = {"stage": value}
+        elif isinstance(value, SchedulerConfig):
+            params = {name: AUTO if given is None else given for name, given in value.params.items()}
+            result[item.name] = {"type": value.type, "params": params}
         elif dataclasses.is_dataclass(value):
             result[item.name] = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
         else:

@@ -6,7 +6,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from deepoffload.config import SchedulerConfig
+from deepoffload.config.keys import AUTO
 from deepoffload.config.lr_schedules import betas_at, lr_at
+from deepoffload.errors import ConfigError
 
 
 class ConfiguredSchedule(LRScheduler):
@@ -16,9 +18,18 @@ class ConfiguredSchedule(LRScheduler):
         optimizer: its groups' ``lr`` is set, and their ``betas`` where the schedule cycles the momentum.
         config: type and parameters.
         last_epoch: updates taken before; -1 for a new run.
+
+    Raises:
+        ConfigError: a parameter that it needs is ``"auto"``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: SchedulerConfig, last_epoch: int = -1) -> None:
+        missing = [name for name, value in config.params.items() if value == AUTO]
+        if missing:
+            raise ConfigError(
+                f'scheduler.params.{missing[0]} is "auto", which a trainer fills in, and none has: give a value, or '
+                "pass lr_scheduler=... to initialize()"
+            )
         self.config = config
         super().__init__(optimizer, last_epoch)
 

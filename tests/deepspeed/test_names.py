@@ -22,6 +22,7 @@ from deepoffload.deepspeed.engine import TrainingEngine
 from deepoffload.deepspeed.engine_table import ENGINE_NAMES
 from deepoffload.deepspeed.names import AbsentNameError, Presence
 from deepoffload.deepspeed.package_table import PACKAGE_NAMES
+from deepoffload.deepspeed.reference import markdown
 from deepoffload.errors import UnsupportedError
 
 HERE = Path(__file__).parent
@@ -185,3 +186,10 @@ def test_dir_lists_what_is_there():
     assert {"initialize", "zero", "comm", "get_accelerator", "DeepSpeedEngine"} <= set(dir(deepspeed))
     assert isinstance(deepspeed.get_accelerator(), DeviceCalls)
     assert importlib.import_module("deepoffload.deepspeed.comm") is deepspeed.dist
+
+
+def test_the_page_is_written_from_the_tables():
+    page = (HERE.parents[1] / "docs" / "from_deepspeed.md").read_text(encoding="utf-8")
+    assert page == markdown(), "run: python -m deepoffload.deepspeed.reference > docs/from_deepspeed.md"
+    for name in (*ENGINE_NAMES, *PACKAGE_NAMES):
+        assert f"`{name}`" in page

@@ -297,7 +297,7 @@ MISTAKES = [
     ({"durability": {"every": 0, "path": "/a"}}, "every: expected a whole number from 1 to 1000000"),
     ({"durability": {"every": 10**20, "path": "/a"}}, "every: expected a whole number from 1 to 1000000"),
     ({"durability": DurabilityConfig(every=10**20, path=("/a",))}, "every: expected a whole number from 1 to 1000000"),
-    ({"steps_per_print": float("inf")}, "steps_per_print = inf: expected a whole number"),
+    ({"steps_per_print": -float("inf")}, "steps_per_print = -inf: expected a whole number"),
     ({"gradient_clipping": 10**400}, "expected a finite number"),
     ({"aio": {"queue_depth": 10**5000}}, "aio.queue_depth = (int of very many digits): expected"),
     ({"durability": {"each": 1}}, "unknown key 'each'; expected every and path"),
@@ -348,7 +348,7 @@ MISTAKES = [
     ({"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 1}}}, "WarmupLR has no such parameter; it has"),
     ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params.total_num_steps: WarmupDecayLR needs it"),
     (
-        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": None}}},
         "scheduler.params.total_num_steps: WarmupDecayLR needs it",
     ),
     (

@@ -1,0 +1,98 @@
+"""Writes the page for people who come from DeepSpeed: ``python -m deepoffload.deepspeed.reference >
+docs/from_deepspeed.md``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+
+from deepoffload.config.deepspeed_keys import DEEPSPEED_KEYS
+from deepoffload.config.deepspeed_tool_keys import DEEPSPEED_TOOL_KEYS
+from deepoffload.config.keys import Treatment
+from deepoffload.deepspeed.engine_table import ENGINE_NAMES
+from deepoffload.deepspeed.names import PeerName, Presence
+from deepoffload.deepspeed.package_table import PACKAGE_NAMES
+
+_HEAD = """\
+# From DeepSpeed
+
+<!-- Written by `python -m deepoffload.deepspeed.reference > docs/from_deepspeed.md`; do not edit. -->
+
+Change one import, and keep the script and its JSON file:
+
+```python
+import deepoffload.deepspeed as deepspeed
+```
+
+`from deepspeed.ops.adam import DeepSpeedCPUAdam` becomes `from deepoffload.deepspeed.ops.adam import
+DeepSpeedCPUAdam`, and so on. The names are those of DeepSpeed 0.19.8. One that is not here can be imported, and
+raises an error that says what to use when it is called. On the engine such a name is an error at once, and `hasattr`
+is false.
+
+## What is different
+
+- **Placement follows from budgets.** `device_budget`, `host_budget`, `nvme_budget` and `nvme_path` stand next to
+  DeepSpeed's keys in the same file. Buffer counts, bucket sizes and thresholds set nothing.
+  `engine.placement_table()` shows what went where.
+- **The stage does not change what is offloaded.** `zero_optimization_stage()` says what the file says.
+- **Parameters look whole.** Their shape, values and gradients can be read and written at any time.
+  `GatheredParameters` marks them, and edits are kept with and without `modifier_rank`.
+- **`ds_status`** is `AVAILABLE` inside `GatheredParameters` only. Elsewhere it is `NOT_AVAILABLE`, or `INFLIGHT`
+  while the bytes are read. In the call of a module, parameters are ordinary ones without `ds_*` names. All `ds_*`
+  names are read-only.
+- **`zero.Init` needs the configuration** that `initialize` gets, as `config_dict_or_path`: the model is placed when
+  the context ends.
+- **fp32 masters are exact**, with every optimizer of ours. `safe_get_full_fp32_param` shows them, as a copy.
+- **Unknown keys are errors** that name the nearest one. At the top level, where DeepSpeed ignores such a key, they
+  are warnings.
+- **`"auto"` is for a trainer.** Where nothing has filled it in, one warning lists every `"auto"` and what it became.
+  A schedule whose length is `"auto"` is an error, unless the program passes its own schedule.
+- **Checkpoints** have another format (docs/checkpoints.md). `python -m deepoffload.checkpoint` converts those of
+  DeepSpeed, and writes universal ones that DeepSpeed loads.
+- **The engine is no `torch.nn.Module`.** What is not its own is looked up on the model, so `engine.generate(...)`
+  works.
+- **A process alone needs no launcher**: `init_distributed()` and `initialize()` make a group of one rank, without a
+  port.
+"""
+
+_TREATMENTS = {
+    Treatment.HONOURED: "means the same",
+    Treatment.MAPPED: "becomes a key or behaviour of ours",
+    Treatment.INAPPLICABLE: "accepted, sets nothing",
+    Treatment.ERROR: "refused: ignoring it would change numbers",
+}
+
+
+def markdown() -> str:
+    """The whole page."""
+    parts = [_HEAD, "\n## Names of the package\n"]
+    parts += _sections("deepspeed", PACKAGE_NAMES)
+    parts.append("\n## Names of the engine\n")
+    parts += _sections("engine", ENGINE_NAMES)
+    parts.append("\n## Keys of the configuration\n\nWhat each key does, and its values: docs/config.md.\n")
+    keys = (*DEEPSPEED_KEYS, *DEEPSPEED_TOOL_KEYS)
+    for treatment, title in _TREATMENTS.items():
+        names = ", ".join(f"`{key.path}`" for key in keys if key.treatment is treatment)
+        parts.append(f"\n**{title[0].upper()}{title[1:]}**: {names}.\n")
+    return "".join(parts)
+
+
+def _sections(prefix: str, table: Mapping[str, PeerName]) -> Iterable[str]:
+    """A list of what does the same, and a table of the rest."""
+    same = [name for name, known in table.items() if known.presence is Presence.HERE]
+    yield f"\n**As in DeepSpeed**: {', '.join(f'`{name}`' for name in same)}.\n"
+    for presence, title, column in (
+        (Presence.OTHERWISE, "Here, with another meaning", "What it does here"),
+        (Presence.ABSENT, "Not here", "Why, or what to use"),
+    ):
+        by_text: dict[str, list[str]] = {}
+        for name, known in table.items():
+            if known.presence is presence:
+                by_text.setdefault(known.text, []).append(f"`{name}`")
+        rows = "".join(f"| {', '.join(names)} | {text} |\n" for text, names in by_text.items())
+        yield f"\n### {title}: {prefix}\n\n| Name | {column} |\n| --- | --- |\n{rows}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

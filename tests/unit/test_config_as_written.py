@@ -1,0 +1,303 @@
+"""Configurations as people write them for DeepSpeed: each is read, or is refused with a reason that is true.
+
+The values are ours; the keys, spellings and habits are those of the configurations of DeepSpeedExamples, transformers,
+LLaMA-Factory, axolotl, FastChat, Qwen, ChatGLM, dolly and stanford_alpaca.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepoffload
+from deepoffload.config import Precision, parse_config
+from deepoffload.device import Tier
+from deepoffload.errors import ConfigError
+
+DEEPSPEED = os.environ.get("DEEPSPEED_PYTHON") or (sys.executable if importlib.util.find_spec("deepspeed") else "")
+"""An interpreter that has DeepSpeed: say one in DEEPSPEED_PYTHON."""
+
+HOST = {"device": "cpu", "pin_memory": True}
+SCALE = {"loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 15, "hysteresis": 2, "min_loss_scale": 1}
+BATCHES = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
+)
+ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+WARMUP = {"type": "WarmupLR", "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")}
+STAGE3 = {
+    "stage": 3,
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+STAGE2 = {
+    "stage": 2,
+    "allgather_partitions": True,
+    "allgather_bucket_size": 2e8,
+    "reduce_scatter": True,
+    "reduce_bucket_size": 2e8,
+    "overlap_comm": False,
+    "contiguous_gradients": True,
+    "round_robin_gradients": True,
+}
+NVME = {"device": "nvme", "nvme_path": "/tmp", "pin_memory": True}
+
+READ: dict[str, dict[str, Any]] = {
+    "a trainer's, stage 3 with both offloads": {
+        **BATCHES,
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", **SCALE},
+        "optimizer": ADAMW,
+        "scheduler": WARMUP,
+        "zero_optimization": {**STAGE3, "offload_optimizer": HOST, "offload_param": HOST},
+        "steps_per_print": 100,
+        "wall_clock_breakdown": False,
+    },
+    "a trainer's, with a schedule of unknown length": {
+        **BATCHES,
+        "optimizer": ADAMW,
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", **WARMUP["params"]}},
+        "zero_optimization": {**STAGE3, "offload_optimizer": HOST},
+    },
+    "stage 2 without offload, said as none": {
+        **BATCHES,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {**STAGE2, "offload_optimizer": {"device": "none", "pin_memory": True}},
+    },
+    "stage 2 with the switch of old": {
+        "train_batch_size": 4,
+        "steps_per_print": 2000,
+        "prescale_gradients": False,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 9}},
+        "fp16": {"enabled": True, **SCALE},
+        "zero_optimization": {**STAGE2, "cpu_offload": True},
+    },
+    "names without their stage, and zeros": {
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 0,
+            "max_live_parameters": 0,
+            "max_reuse_distance": 0,
+            "gather_16bit_weights_on_model_save": True,
+        },
+        "bf16": {"enabled": True},
+    },
+    "the older name of the gathered save": {
+        "zero_optimization": {"stage": 3, "sub_group_size": 1e14, "stage3_gather_fp16_weights_on_model_save": True},
+        "fp16": {"enabled": True},
+    },
+    "NVMe, with threads by an older name": {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {**NVME, "buffer_count": 4, "pipeline_read": False, "pipeline_write": False},
+            "offload_param": {**NVME, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1},
+        },
+        "fp16": {"enabled": True, "loss_scale": 1024},
+        "aio": {"block_size": 1 << 20, "queue_depth": 16, "single_submit": False, "overlap_events": True},
+    },
+    "groups that no version of DeepSpeed has": {
+        "_comment": "for four cards",
+        "comms_config": {"verbose": False},
+        "monitor_config": {"enabled": True, "tag": "mine"},
+        "fp8": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+    },
+    "activation checkpoints": {
+        "train_batch_size": 30,
+        "gradient_accumulation_steps": 3,
+        "activation_checkpointing": {
+            "partition_activations": True,
+            "contiguous_memory_optimization": True,
+            "cpu_checkpointing": True,
+            "number_checkpoints": 4,
+            "synchronize_checkpoint_boundary": False,
+        },
+    },
+    "one cycle": {
+        "train_batch_size": 512,
+        "train_micro_batch_size_per_gpu": 32,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "scheduler": {
+            "type": "OneCycle",
+            "params": {
+                "cycle_min_lr": 0.004,
+                "cycle_max_lr": 0.015,
+                "cycle_first_step_size": 1000,
+                "cycle_second_step_size": 100,
+                "cycle_first_stair_count": 100,
+                "cycle_second_stair_count": 100,
+                "decay_step_size": 1000,
+                "decay_lr_rate": 0.01,
+            },
+        },
+    },
+    "tools": {
+        "tensorboard": {"enabled": True, "output_path": "runs", "job_name": "one"},
+        "wandb": {"enabled": False, "project": "mine", "team": None},
+        "csv_monitor": {"enabled": True, "output_path": "runs"},
+        "flops_profiler": {"enabled": True, "profile_step": 1, "module_depth": -1, "top_modules": 3, "detailed": True},
+        "comms_logger": {"enabled": False},
+        "checkpoint": {"tag_validation": "Warn", "use_node_local_storage": True},
+    },
+    "types of gradients": {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+    },
+    "an optimizer with switches of torch's": {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "adam_w_mode": True, "fused": True}},
+        "zero_force_ds_cpu_optimizer": False,
+    },
+    "part of the step on the device": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {**HOST, "ratio": 0.3}, "memory_efficient_linear": False}
+    },
+    "what other libraries set in a program": {"steps_per_print": math.inf, "zero_optimization": {"stage": 2}},
+}
+
+NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
+    "masters in fp16": (
+        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}, "zero_optimization": STAGE2},
+        "master weights are kept in fp32",
+    ),
+    "masters in bf16": (
+        {
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+            "zero_optimization": {**STAGE2, "offload_optimizer": HOST},
+        },
+        "master weights are kept in fp32",
+    ),
+    "clipping in the optimizer": (
+        {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "max_grad_norm": 1.0}}, "fp16": {"enabled": True}},
+        "say gradient_clipping instead",
+    ),
+    "Lamb": ({"optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "max_coeff": 0.3}}}, r"initialize\(optimizer=...\)"),
+    "1-bit Adam": ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, r"initialize\(optimizer=...\)"),
+    "Muon": ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, r"initialize\(optimizer=...\)"),
+    "an optimizer of torch's": ({"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}}, r"initialize\(optimizer="),
+    "quantised weights": ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "never quantised"),
+    "delayed updates": ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "ZenFlow delays updates"),
+    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch.autocast"),
+}
+"""What DeepSpeed reads, and we refuse: it would be trained with other numbers than it asks for."""
+
+BOTH_REFUSE: dict[str, tuple[dict[str, Any], str]] = {
+    "a key of fp16 in bf16": ({"bf16": {"enabled": True, "loss_scale": 0}}, "bf16.loss_scale: unknown key"),
+    "a level of Apex": ({"fp16": {"enabled": True, "opt_level": "O2"}}, "fp16.opt_level: unknown key"),
+    "compile as it was": ({"compile": {"disable": False, "backend": "inductor"}}, "compile.disable: unknown key"),
+    "words in another order": ({"zero_optimization": {"stage": 2, "comm_overlap": True}}, "mean .*overlap_comm"),
+    "a misspelt key": (
+        {"zero_optimization": {"stage": 3, "stage3_param_persitance_threshold": 1e5}},
+        "did you mean .*stage3_param_persistence_threshold",
+    ),
+    "compression": (
+        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
+        "never compressed",
+    ),
+    "curriculum": ({"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}}, "your loader's"),
+    "sparse attention": ({"sparse_attention": {"mode": "fixed", "block": 16}}, "attention is the model's"),
+    "quantised training": ({"quantize_training": {"enabled": True}}, "never quantised"),
+    "layer drop": ({"progressive_layer_drop": {"enabled": True, "theta": 0.5}}, "dropped by the model"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_it_is_read(name):
+    config = parse_config(READ[name])
+    assert parse_config(config) == config
+
+
+@pytest.mark.parametrize(("config", "said"), [*NUMBERS.values(), *BOTH_REFUSE.values()], ids=[*NUMBERS, *BOTH_REFUSE])
+def test_it_is_refused_with_a_reason(config, said):
+    with pytest.raises(ConfigError, match=said):
+        parse_config(config)
+
+
+def test_what_some_of_them_mean():
+    assert parse_config(READ["what other libraries set in a program"]).steps_per_print == 0
+    config = parse_config(READ["NVMe, with threads by an older name"])
+    assert config.nvme_path == ("/tmp",) and config.offload_param is config.offload_optimizer is Tier.NVME
+    assert config.precision is Precision.FP16 and config.fp16.loss_scale == 1024
+    config = parse_config(READ["stage 2 with the switch of old"])
+    assert config.offload_optimizer is Tier.HOST and config.zero_stage == 2
+    config = parse_config(READ["a trainer's, stage 3 with both offloads"])
+    assert config.precision is Precision.KEEP and len(config.warnings) == 1
+    for key in ("optimizer.params.lr", "train_batch_size", "fp16.enabled", "scheduler.params.warmup_num_steps"):
+        assert f"  {key} became" in config.warnings[0]
+
+
+def test_a_schedule_of_unknown_length_is_refused_where_it_would_be_built():
+    said = READ["a trainer's, with a schedule of unknown length"]
+    config = parse_config(said)
+    assert "scheduler.params.total_num_steps became unknown" in config.warnings[0]
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match='total_num_steps is "auto".*lr_scheduler='):
+        deepoffload.initialize(model=model, config={**said, "host_budget": "1MiB"})
+    assert type(model.weight) is nn.Parameter
+    engine, _, _, schedule = deepoffload.initialize(
+        model=model,
+        config={**said, "host_budget": "1MiB"},
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5),
+    )
+    assert schedule.get_last_lr() == [0.0005]
+    engine.close()
+    with pytest.raises(ConfigError, match="total_num_steps: WarmupDecayLR needs it"):
+        parse_config({"scheduler": {"type": "WarmupDecayLR", "params": {}}})
+
+
+THEIRS = """
+import json, logging, sys
+logging.disable(logging.CRITICAL)
+import deepspeed
+deepspeed.init_distributed("gloo")
+from deepspeed.runtime.config import DeepSpeedConfig
+read = []
+for name, config in json.loads(sys.argv[1]).items():
+    try:
+        DeepSpeedConfig({"train_batch_size": 8, **config})
+        read.append(name)
+    except Exception:
+        pass
+print("READ " + json.dumps(read))
+"""
+
+
+def without_autos(config: Any) -> Any:
+    """A configuration as a trainer hands it to DeepSpeed, which reads no ``"auto"``."""
+    if not isinstance(config, dict):
+        return config
+    return {key: without_autos(value) for key, value in config.items() if value not in ("auto", math.inf)}
+
+
+@pytest.mark.skipif(not DEEPSPEED, reason="DeepSpeed is not here; DEEPSPEED_PYTHON may name an interpreter that has it")
+def test_what_the_installed_deepspeed_reads_we_read_but_for_what_changes_numbers(tmp_path):
+    given = {
+        name: without_autos(config)
+        for name, config in (
+            *READ.items(),
+            *((name, pair[0]) for name, pair in (*NUMBERS.items(), *BOTH_REFUSE.items())),
+        )
+    }
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    command = [DEEPSPEED, "-c", THEIRS, json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    read = set(json.loads(done.stdout.rpartition("READ ")[2]))
+    assert read - set(READ) == set(NUMBERS)
