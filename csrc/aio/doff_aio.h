@@ -38,6 +38,7 @@
 #define DOFF_OPEN_READONLY 2
 #define DOFF_OPEN_LOCK 4   /* flock, exclusive; -EWOULDBLOCK when somebody else holds it */
 #define DOFF_OPEN_UNLINK 8 /* removes the name at once: the file dies with its last descriptor, also after SIGKILL */
+#define DOFF_OPEN_OWN 16   /* -EPERM for a file of another user, open to everybody's writes, or with two names */
 
 typedef struct doff_engine doff_engine;
 typedef struct doff_request doff_request;

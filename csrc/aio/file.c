@@ -131,6 +131,12 @@ static int adopt(doff_engine* engine, int fd_direct, int fd_buffered, const doff
     return id;
 }
 
+/* Whether nobody else has made the file, can change it, or has led to it by a second name of one of this user's files.
+ */
+static bool is_own(const struct stat* status) {
+    return status->st_uid == geteuid() && status->st_nlink <= 1 && !(status->st_mode & S_IWOTH);
+}
+
 /* Locks, tries direct I/O: the direct descriptor, or -1 when there is none. */
 static int prepare(int fd, bool named, uint32_t flags, uint32_t direct, doff_file_info* info, int* fd_direct) {
     struct stat status;
@@ -144,6 +150,8 @@ static int prepare(int fd, bool named, uint32_t flags, uint32_t direct, doff_fil
         return flags & DOFF_OPEN_CREATE ? -EAGAIN : -ENOENT;
     if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode))
         return S_ISDIR(status.st_mode) ? -EISDIR : -EINVAL;
+    if ((flags & DOFF_OPEN_OWN) && !(flags & DOFF_OPEN_CREATE) && !is_own(&status))
+        return -EPERM;
     *info = (doff_file_info){.memory_align = 1, .offset_align = 1, .device = status.st_dev};
     if (direct != DOFF_DIRECT_OFF) {
         int code = open_direct(fd, flags & DOFF_OPEN_READONLY, flags & DOFF_OPEN_CREATE, info);
@@ -191,12 +199,18 @@ int doff_file_open(doff_engine* engine, const char* path, uint32_t flags, uint32
     int mode = (flags & DOFF_OPEN_READONLY) ? O_RDONLY : O_RDWR, fd_direct = -1, code = 0;
     int fd = create && (flags & DOFF_OPEN_UNLINK) ? open_nameless(path) : -EOPNOTSUPP;
     bool named = fd < 0; /* network file systems and old kernels do not have nameless files; or it fails again */
+    /* Without O_NONBLOCK a pipe of that name would be waited for. Files that transfer do not have the flag: io_uring
+     * would answer EAGAIN for it. */
     if (named)
-        fd = open(path, mode | (create ? O_CREAT | O_EXCL : 0) | (of_a_process(path) ? 0 : O_NOFOLLOW) | O_CLOEXEC,
+        fd = open(path,
+                  mode | (create ? O_CREAT | O_EXCL : O_NONBLOCK) | (of_a_process(path) ? 0 : O_NOFOLLOW) | O_CLOEXEC,
                   0600);
     if (fd < 0)
         return -errno;
-    code = prepare(fd, named, flags, direct, out, &fd_direct);
+    if (named && !create && fcntl(fd, F_SETFL, 0))
+        code = -errno;
+    if (!code)
+        code = prepare(fd, named, flags, direct, out, &fd_direct);
     if (!code && named && (flags & DOFF_OPEN_UNLINK))
         code = unlink(path) ? -errno : 0;
     if (!code)

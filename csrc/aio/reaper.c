@@ -76,17 +76,15 @@ static void* reaper_main(void* argument) {
         if (finished)
             return NULL;
         int count = backend->table->reap(backend, done, REAP_MAX);
-        if (count < 0) {
+        if (count <= 0) { /* also none, where one was waited for */
             if (failures++ < DOFF_AGAIN_MAX) {
                 nap();
                 continue;
             }
-            *done = (struct doff_completion){.result = count};
+            *done = (struct doff_completion){.result = count ? count : -EAGAIN};
             backend->complete(backend->context, done, 1);
             return NULL;
         }
-        if (!count)
-            continue;
         failures = 0;
         (void)atomic_load_explicit(&backend->submissions, memory_order_acquire);
         pthread_mutex_lock(&backend->mutex);

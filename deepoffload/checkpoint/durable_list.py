@@ -86,8 +86,9 @@ def _described(io: IoEngine, path: Path) -> tuple[str, bool]:
 def _use(path: Path) -> str:
     """Who uses a file now."""
     try:
-        with open(path, "rb") as file:
-            owner = owner_of(file.read(PAGE_BYTES))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            owner = owner_of(file.read(PAGE_BYTES) or b"")
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -212,6 +212,7 @@ class IoEngine:
         readonly: bool = False,
         lock: bool = False,
         unlink: bool = False,
+        own: bool = False,
         direct: str = "preferred",
     ) -> IoFile:
         """Opens a file for transfers.
@@ -220,6 +221,7 @@ class IoEngine:
             create: It must not exist yet (mode 0600); else it must exist.
             lock: Take an exclusive ``flock``, without waiting.
             unlink: Remove its name at once, so that it dies with this process.
+            own: Refuse one of another user, one that everybody may write to, and one with several names (``EPERM``).
             direct: ``required``, ``preferred`` (buffered where O_DIRECT fails: ``IoFile.direct_errno``), ``off``.
 
         Raises:
@@ -233,6 +235,7 @@ class IoEngine:
             | (lib.DOFF_OPEN_READONLY if readonly else 0)
             | (lib.DOFF_OPEN_LOCK if lock else 0)
             | (lib.DOFF_OPEN_UNLINK if unlink else 0)
+            | (lib.DOFF_OPEN_OWN if own else 0)
         )
         info = ffi.new("doff_file_info *")
         code = lib.doff_file_open(self.handle(), os.fsencode(name), flags, DIRECT_MODES[direct], info)

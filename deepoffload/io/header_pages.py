@@ -100,6 +100,11 @@ def owner_page() -> bytes:
     return json.dumps(said).encode().ljust(PAGE_BYTES, b"\0")
 
 
+def says_owner(page: bytes) -> bool:
+    """Whether a page is what :func:`owner_page` makes."""
+    return _said_by(page) is not None
+
+
 def owner_of(page: bytes) -> str:
     """Who uses a file, or used it last, for people."""
     said = _said_by(page)

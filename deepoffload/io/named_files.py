@@ -10,7 +10,17 @@ from collections.abc import Sequence
 
 from deepoffload.errors import ConfigError, IoFailure, UsageError
 from deepoffload.io.engine import IoEngine, IoFile
-from deepoffload.io.header_pages import HEADER_BYTES, OWNER_PAGE, owner_of, owner_page, pid_on_this_host, write_at
+from deepoffload.io.header_pages import (
+    HEADER_BYTES,
+    OWNER_PAGE,
+    owner_of,
+    owner_page,
+    pid_on_this_host,
+    read_at,
+    says_owner,
+    unsealed,
+    write_at,
+)
 from deepoffload.machine import in_memory
 from deepoffload.native.aio import PAGE_BYTES
 
@@ -32,7 +42,8 @@ def open_named_files(engine: IoEngine, paths: Sequence[str], direct: str) -> lis
     """Open the file of each path, locked; one that is not there is made, with nothing but its header.
 
     Raises:
-        UsageError: another process uses one of them; says which. Or one was cut off, or holds something else.
+        UsageError: another process uses one of them; says which. Or one was cut off, holds something else, or is not
+            this user's alone.
         ConfigError: a path is in memory, its file system has no locks, or nothing can be created there.
     """
     for path in paths:
@@ -49,6 +60,8 @@ def open_named_files(engine: IoEngine, paths: Sequence[str], direct: str) -> lis
                 refuse_cut_off(durable_path(path))
                 files[-1].grow(HEADER_BYTES)
                 sync_directory(path)
+            else:
+                _refuse_strange(engine, files[-1])
             write_at(engine, files[-1], OWNER_PAGE * PAGE_BYTES, owner_page())
     except BaseException:
         for file in files:
@@ -64,16 +77,37 @@ def refuse_cut_off(path: str) -> None:
     Raises:
         UsageError: it was cut off. IoFailure: it cannot be read.
     """
-    try:
-        with open(path, "rb") as file:
-            content = file.read(HEADER_BYTES)
-    except OSError as error:
-        raise IoFailure("reading", error.errno or 0, path, 0, HEADER_BYTES) from error
+    content = first_bytes(path, HEADER_BYTES)
     if any(content):
         raise UsageError(
             f"durability: {path} has {len(content)} bytes: it was cut off, or is no file of deepoffload's. Resume from "
             "a checkpoint; remove the file to begin here"
         )
+
+
+def _refuse_strange(engine: IoEngine, file: IoFile) -> None:
+    """Raise for a file in which nothing is ours, before anything is written to it. One with a damaged page is ours."""
+    header = read_at(engine, file, 0, HEADER_BYTES)
+    pages = [header[at : at + PAGE_BYTES] for at in range(0, HEADER_BYTES, PAGE_BYTES)]
+    if any(header) and not says_owner(pages[OWNER_PAGE]) and not any(unsealed(page) for page in pages):
+        raise UsageError(
+            f"durability: {file.path} is no file of deepoffload's; move it away, or name another directory with "
+            "durability.path"
+        )
+
+
+def first_bytes(path: str, nbytes: int) -> bytes:
+    """Up to so many bytes from the beginning of an ordinary file; follows no link, and waits for no pipe.
+
+    Raises:
+        IoFailure: it cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            return file.read(nbytes) or b""
+    except OSError as error:
+        raise IoFailure("reading", error.errno or 0, path, 0, nbytes) from error
 
 
 def _open(engine: IoEngine, directory: str, direct: str) -> IoFile:
@@ -82,7 +116,7 @@ def _open(engine: IoEngine, directory: str, direct: str) -> IoFile:
     while attempt < _OPEN_ATTEMPTS:
         create = attempt % 2 == 1
         try:
-            return engine.open_file(path, create=create, lock=True, direct=direct)
+            return engine.open_file(path, create=create, lock=True, own=True, direct=direct)
         except IoFailure as failure:
             if failure.errno == errno.EWOULDBLOCK:
                 if _is_gone(path) and time.monotonic() < until:
@@ -99,6 +133,12 @@ def _open(engine: IoEngine, directory: str, direct: str) -> IoFile:
                 raise ConfigError(
                     f"durability: {directory} is on a file system without locks ({failure.strerror}), so two runs "
                     "could write to one state; name a directory on a local disk with durability.path"
+                ) from failure
+            if failure.errno == errno.EPERM:
+                raise UsageError(
+                    f"durability: {path} belongs to another user, can be written to by everybody, or has a second name "
+                    "(a hard link): somebody else can change it. Name a directory of your own with durability.path, or "
+                    "remove the file"
                 ) from failure
             raise ConfigError(f"durability: {path} cannot be opened: {failure.strerror}") from failure
     raise ConfigError(f"durability: {path}: other processes keep making and removing it")
@@ -125,9 +165,8 @@ def _is_gone(path: str) -> bool:
 
 def _owner_page(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
-            return file.read(PAGE_BYTES)
-    except OSError:
+        return first_bytes(path, PAGE_BYTES)
+    except IoFailure:
         return b""
 
 

@@ -312,6 +312,23 @@ def test_a_file_that_was_cut_off_is_not_taken_for_a_new_one(make_engine, two_ste
         SwapSpace(make_engine(), [two_steps], named=True).close()
 
 
+def test_what_is_no_file_of_ours_is_not_written_to(make_engine, tmp_path):
+    """Also not its first page, which says who uses the file; nor by a second name of it."""
+    path = Path(durable_path(str(tmp_path)))
+    for content in (b"somebody's text" * 5000, bytes(PAGE_BYTES) + b"x" * HEADER_BYTES):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=f"{path} is no file of deepoffload's; move it away"):
+            SwapSpace(make_engine(), [tmp_path], named=True)
+        assert path.read_bytes() == content
+    path.unlink()
+    SwapSpace(make_engine(), [tmp_path], named=True).close()
+    content = path.read_bytes()
+    os.link(path, tmp_path / "victim")
+    with pytest.raises(UsageError, match=f"{path} belongs to another user, .* or has a second name"):
+        SwapSpace(make_engine(), [tmp_path], named=True)
+    assert path.read_bytes() == content
+
+
 def test_memory_is_no_place_for_it(make_engine):
     with pytest.raises(ConfigError, match="/dev/shm is in memory"):
         SwapSpace(make_engine(), ["/dev/shm"], named=True)

@@ -59,6 +59,33 @@ def test_a_link_is_never_followed(make_engine, tmp_path):
     assert victim.read_bytes() == VICTIM
 
 
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(make_engine, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for readonly in (True, False):
+        with pytest.raises(IoFailure, match="EINVAL"):
+            make_engine().open_file(tmp_path / "pipe", readonly=readonly)
+
+
+def test_a_file_that_somebody_else_may_change_is_not_taken_for_ones_own(make_engine, tmp_path):
+    engine, file = make_engine(), tmp_path / "file"
+    file.write_bytes(bytes(8192))
+    file.chmod(0o600)
+    engine.open_file(file, own=True).close()
+    file.chmod(0o602)
+    with pytest.raises(IoFailure, match="EPERM"):
+        engine.open_file(file, own=True)
+    file.chmod(0o664)
+    engine.open_file(file, own=True).close()
+    os.link(file, tmp_path / "second name")
+    with pytest.raises(IoFailure, match="EPERM"):
+        engine.open_file(file, own=True)
+    (tmp_path / "second name").unlink()
+    if os.geteuid() == 0:
+        os.chown(file, 12345, -1)
+        with pytest.raises(IoFailure, match="EPERM"):
+            engine.open_file(file, own=True)
+
+
 def test_a_swap_file_never_has_a_name(make_engine, memory, tmp_path):
     """The directory's time of change tells: a name that came and went changes it."""
     os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR))
