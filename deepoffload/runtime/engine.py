@@ -86,6 +86,7 @@ class Engine:
         if SHIELD.is_engaged():
             gc.collect()  # models that are gone, but kept by reference cycles, give their budgets back first
         self.config = config
+        self._error_before = id(sys.exc_info()[1])  # the program handles it: it is not why this engine ends
         self.agreement = Agreement(group)
         self.ranks = RankMap(0, (0,)) if group is None else group.ranks
         self.placement: Placement | None = None
@@ -205,7 +206,6 @@ class Engine:
         self._grain_bytes = plan.grain_bytes
         memory = self.pager.memory
         take_device_memory(memory, plan)
-        join_units(memory, self.gradients, self.pager.units)
         self._reserve(plan.placement, roots)
         kept = {block.id for block in plan.on_device}
         values = ValueSums()
@@ -216,6 +216,7 @@ class Engine:
             for piece in draft.unit.pieces:
                 if piece.block.id in kept:
                     memory.keep(piece.block)
+        join_units(memory, self.gradients, self.pager.units)  # now handles have the types that they compute in
         values.compare(self.agreement)
         if not self.pager.evict_always:
             self._pin_residents(plan.placement)
@@ -271,7 +272,7 @@ class Engine:
             capacity_bytes=capacity_bytes,
             nvme_bytes=self._nvme_bytes(),
             bandwidths=self._disk.bandwidths,
-            device_bytes=memory.capacity_bytes,
+            device_bytes=0 if self.link is not None else memory.capacity_bytes,
         )
 
     def _reserve(self, placement: Placement, roots: Sequence[nn.Module]) -> None:
@@ -403,7 +404,7 @@ class Engine:
                 last.callback(group.close)
             if self.link is not None:
                 last.callback(self.link.close)
-                if error is not None and not self.link.rounds.has_failed:
+                if error is not None and id(error) != self._error_before and not self.link.rounds.has_failed:
                     self.link.fail(f"its engine was closed by {type(error).__name__}: {error}")
 
     def _close(self, because: str) -> None:

@@ -6,19 +6,23 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from deepoffload.config import Config
-from deepoffload.errors import ConfigError
-from deepoffload.ranks.group import RankGroup, default_world_size, world_size_of
+from deepoffload.errors import ConfigError, UnsupportedError
+from deepoffload.ranks.group import RankGroup, default_world_size, open_group, world_size_of
+from deepoffload.runtime.device import find_accelerator
 
 LOCAL = "local"
 
+CPU = torch.device("cpu")
+
 LAUNCHERS = {
-    "WORLD_SIZE": ("RANK", "a launcher (torchrun, accelerate, deepspeed)"),
     "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "mpirun of Open MPI"),
     "PMI_SIZE": ("PMI_RANK", "mpiexec"),
 }
-"""Where a launcher says how many processes it has started, where it says which one this is, and who it is. The first
-that is there decides."""
+"""Where launchers that torch does not know say how many processes they have started, where they say which one this is,
+and who they are. The first that is there decides."""
 
 
 class RankChoice:
@@ -56,37 +60,43 @@ class RankChoice:
         return self._is_local or bool(self.settings) or self._group is not None or self._mesh is not None
 
     def open(self, config: Config) -> RankGroup | None:
-        """The ranks that train with this one; None where it trains alone. Collective."""
+        """The ranks that train with this one; None where it trains alone. Collective: it starts the default group where
+        the launcher has started several processes and the program has not.
+
+        Raises:
+            ConfigError, UsageError, RankError: as :func:`deepoffload.ranks.group.open_group`.
+            UnsupportedError: several ranks, and they compute on something else than the CPU.
+        """
         if self._is_local:
             return None
-        refuse_several_ranks()
-        return None
-
-
-def refuse_several_ranks() -> None:
-    """Raise ConfigError where this process is one of several: each would train a separate model.
-
-    A launcher says so in the environment, also when no process group was made. What schedulers of clusters set is not
-    asked: an interactive shell under Slurm has ``SLURM_NTASKS``, too.
-    """
-    world_size = default_world_size()
-    if world_size is not None:
-        if world_size > 1:
-            raise ConfigError(
-                f"torch.distributed runs with {world_size} ranks; this version offloads on one rank only. "
-                'ranks="local" pages the model of this process for itself'
+        if self.world_size == 1:
+            _refuse_unknown_meeting()
+            return None
+        accelerator = find_accelerator(config)
+        if accelerator is not None:
+            raise UnsupportedError(
+                f"{self.world_size} ranks: they compute on the CPU only, and this would be {accelerator.device}. Say "
+                'device="cpu", or train with one process'
             )
-        return
+        return open_group(CPU, group=self._group, mesh=self._mesh, timeout_s=config.ranks.timeout_s)
+
+
+def _refuse_unknown_meeting() -> None:
+    """Raise ConfigError where a launcher has started several processes and does not say where they meet: each would
+    train a separate model.
+
+    What schedulers of clusters set is not asked: an interactive shell under Slurm has ``SLURM_NTASKS``, too.
+    Where the program has started a default group itself, no launcher is asked.
+    """
     name = next((name for name in LAUNCHERS if os.environ.get(name)), None)
-    if name is None:
+    if name is None or default_world_size() is not None or os.environ.get("WORLD_SIZE"):
         return
     said, (number, launcher) = os.environ[name], LAUNCHERS[name]
     if said.isdecimal() and int(said) > 1:
         rank = os.environ.get(number)
         which = "one" if rank is None else f"rank {rank}"
         raise ConfigError(
-            f"{name}={said} in the environment: {launcher} has started this process as {which} of {said}. This "
-            "version offloads on one rank only, and the processes would train models that know nothing of each other. "
-            f"Launch one process (--nproc_per_node 1, --num_processes 1, --num_gpus 1, -n 1), unset {name}, or say "
-            'ranks="local", where the processes are meant to be independent'
+            f"{name}={said} in the environment: {launcher} has started this process as {which} of {said}, and does not "
+            "say where the ranks meet. Start them with torchrun, or call torch.distributed.init_process_group before. "
+            f'Where the processes are meant to be independent, say ranks="local", or unset {name}'
         )

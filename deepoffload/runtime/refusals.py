@@ -58,7 +58,7 @@ class Refusals:
             capacity_bytes=self._capacity_bytes,
             nvme_bytes=self._nvme_bytes,
             bandwidths=self._bandwidths,
-            device_bytes=self._pager.memory.capacity_bytes,
+            device_bytes=0 if self._pager.link is not None else self._pager.memory.capacity_bytes,
             link=self._pager.link,
         )
         try:
@@ -113,7 +113,7 @@ class Refusals:
     def _of_blocks(self, capacity_bytes: int) -> tuple[int, str]:
         """The budget of one rank that leaves so much for blocks, and what else it is for."""
         memory = self._pager.memory
-        if memory.on_host:
+        if memory.on_host or self._pager.link is not None:  # with several ranks the plan counts all that is in memory
             return capacity_bytes, ""
         return with_ring(capacity_bytes), f", in which gradients on their way from {memory.device} have theirs"
 

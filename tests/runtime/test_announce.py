@@ -185,7 +185,8 @@ def test_a_process_that_a_launcher_started_as_one_of_several(monkeypatch: pytest
         start()
     start(ranks="local")
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ConfigError, match="as rank 1 of 2"):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2 in the environment, but no MASTER_ADDR.*with torchrun"):
         start()
     start(ranks="local")
     for name, value in {"WORLD_SIZE": "1", "SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
@@ -194,7 +195,7 @@ def test_a_process_that_a_launcher_started_as_one_of_several(monkeypatch: pytest
     monkeypatch.setenv("WORLD_SIZE", "unknown")
     start()
     monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(ConfigError, match=r"OMPI_COMM_WORLD_SIZE=2.*mpirun of Open MPI.*-n 1"):
+    with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_SIZE=2.*mpirun of Open MPI.*as one of 2.*with torchrun"):
         start()
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
     for name, value in {"PMI_SIZE": "4", "PMI_RANK": "3"}.items():

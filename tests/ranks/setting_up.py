@@ -1,0 +1,190 @@
+"""What ranks do in the tests of how an engine is set up and ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import deepoffload
+from deepoffload.errors import BudgetError, DeepOffloadError
+
+RANKS = {"timeout_s": 20.0}
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def error_of(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
+    try:
+        call(*arguments, **named)
+    except (DeepOffloadError, OSError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def build(*, seed: int = 0, width: int = 32, fail: bool = False, **said: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    with deepoffload.offload_context(**{"host_budget": "8MiB", "ranks": RANKS, **said}) as context:
+        model = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 16))
+        if fail:
+            raise OSError("the weights of the encoder cannot be read")
+    return model, context.engine
+
+
+def build_otherwise(what: str, path: str) -> tuple[str, int]:
+    """Rank 1 builds with something else. Afterwards all ranks can still build and train.
+
+    Returns:
+        What the first model was refused with, and how many threads there are in the end.
+    """
+    others: dict[str, dict[str, Any]] = {
+        "seed": {"seed": 1},
+        "width": {"width": 48},
+        "budget": {"host_budget": "9MiB"},
+        "path": {"nvme_path": os.path.join(path, "missing")},
+        "fail": {"fail": True},
+    }
+    first = {"nvme_path": path} if what == "path" else {}
+    said = error_of(build, **(others[what] if rank() == 1 else first))
+    model, engine = build()
+    train(model, 1)
+    engine.close()
+    return said, threading.active_count()
+
+
+def train(model: nn.Module, steps: int, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer
+    losses = []
+    for step in range(steps):
+        loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(2 * step + rank()))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def raise_the_budget() -> tuple[str, int | None, list[float]]:
+    """Too small for the model; what the refusal names is enough."""
+    try:
+        build(host_budget="40KiB")
+    except BudgetError as error:
+        model, engine = build(host_budget=error.enough_bytes)
+        losses = train(model, 2)
+        engine.close()
+        return str(error), error.enough_bytes, losses
+    raise AssertionError("it fits")
+
+
+def train_for_itself() -> tuple[list[float], int]:
+    """Each rank has a model of its own, in the middle of a group."""
+    dist.init_process_group("gloo")
+    model, engine = build(seed=rank(), ranks="local")
+    dist.barrier()
+    losses = train(model, 3)
+    engine.close()
+    return losses, engine.ranks.world_size
+
+
+def train_alone() -> list[float]:
+    """The same without a group."""
+    os.environ.pop("WORLD_SIZE")
+    model, engine = build(seed=rank())
+    losses = train(model, 3)
+    engine.close()
+    return losses
+
+
+def close_early() -> str:
+    model, engine = build()
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+    train(model, 2, optimizer)
+    if rank() == 1:
+        return error_of(engine.close)
+    return error_of(train, model, 2, optimizer)
+
+
+def leave_open() -> list[float]:
+    """Nobody closes the engine: the end of the process does."""
+    return train(build()[0], 2)
+
+
+def fail_between_steps() -> str:
+    """An error of the program closes the engine of rank 1, as a program does that cleans up."""
+    model, engine = build()
+
+    def run() -> None:
+        try:
+            train(model, 2)
+            if rank() == 1:
+                raise ValueError("the batch is empty")
+            train(model, 2)
+        finally:
+            engine.close()
+
+    return error_of(run)
+
+
+def be_an_engine() -> dict[str, Any]:
+    """DeepSpeed's surface."""
+    torch.manual_seed(7)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 2},
+        "host_budget": "8MiB",
+        "ranks": RANKS,
+    }
+    model = nn.Linear(4, 1)
+    data = TensorDataset(torch.arange(12.0).reshape(12, 1).expand(12, 4).contiguous())
+    engine, _, loader, _ = deepoffload.initialize(model=model, config=config, training_data=data)
+    torch.manual_seed(rank())
+    seen = []
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        seen.append([int(row[0]) for (rows,) in loader for row in rows])
+    losses = []
+    for _, (rows,) in zip(range(2), loader, strict=False):
+        loss = engine(rows).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    facts = {
+        "sizes": (engine.world_size, engine.dp_world_size, engine.train_batch_size(), engine.micro_steps),
+        "ranks": (engine.global_rank, engine.local_rank),
+        "seen": seen,
+        "updates": engine.global_steps,
+        "norm": engine.get_global_grad_norm(),
+        "no_sync": error_of(engine.no_sync),
+        "save": error_of(engine.save_checkpoint, "/tmp/never"),
+        "late": error_of(add_a_layer, engine.module),
+        "stats": {key: engine.stats()[key] for key in ("rank", "world_size", "mixed_rounds", "nudges")},
+        "bytes": all(engine.stats()[key] > 0 for key in ("rounds", "gather_bytes", "reduce_bytes")),
+    }
+    engine.destroy()
+    return facts
+
+
+def add_a_layer(model: nn.Module) -> None:
+    model.adapter = nn.Linear(4, 4)
+    model(torch.zeros(1, 4))
+
+
+def save(folder: str, how: str) -> list[float]:
+    """All ranks save, or the first alone while the other goes on."""
+    model, engine = build()
+    train(model, 1)
+    if how == "all" or rank() == 0:
+        deepoffload.save_pretrained(model, folder)
+    losses = train(model, 1)
+    engine.close()
+    return losses

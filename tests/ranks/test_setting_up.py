@@ -1,0 +1,116 @@
+"""Engines of several ranks: set up together or not at all, ended together, with DeepSpeed's surface."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.ranks import setting_up as programs
+from tests.support.rank_processes import run_ranks, values_of
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("seed", r"UsageError: the checksum of the model's values differs between ranks: \S*0.weight is .*manual_seed"),
+        (
+            "width",
+            r"UsageError: the model differs between ranks: 0.weight is float32\[32, 16\] .trained. on rank 0",
+        ),
+        (
+            "budget",
+            "ConfigError: the configuration differs between ranks: host_budget is 8388608 on rank 0 and 94",
+        ),
+    ],
+)
+def test_what_differs_is_refused_with_one_text(what: str, text: str, tmp_path: Path) -> None:
+    (first, threads), (second, others) = values_of(programs.build_otherwise, 2, what, str(tmp_path))
+    assert first == second
+    assert re.match(text, first), first
+    assert threads == others == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "theirs", "others"),
+    [
+        (
+            "path",
+            "ConfigError: nvme_path: .*missing does not exist",
+            "ConfigError: rank 1 has failed at the start of ",
+        ),
+        (
+            "fail",
+            "OSError: the weights of the encoder",
+            "RankError: rank 1 has failed at building the model: OSErr",
+        ),
+    ],
+)
+def test_what_fails_on_one_rank_fails_on_all(what: str, theirs: str, others: str, tmp_path: Path) -> None:
+    (first, _), (second, _) = values_of(programs.build_otherwise, 2, what, str(tmp_path))
+    assert re.match(others, first), first
+    assert re.match(theirs, second), second
+
+
+def test_a_refusal_names_the_budget_of_the_host() -> None:
+    (text, enough, losses), (other, same, _) = values_of(programs.raise_the_budget, 2)
+    assert (text, enough) == (other, same) and len(losses) == 2
+    assert (
+        enough is not None and f"to at least {enough} bytes ({enough // 2} for each of the 2 ranks of a host)" in text
+    )
+
+
+def test_a_rank_may_have_its_model_for_itself() -> None:
+    alone = values_of(programs.train_alone, 2)
+    assert values_of(programs.train_for_itself, 2) == [(losses, 1) for losses in alone]
+
+
+def test_closing_while_others_train_is_an_error_on_all() -> None:
+    first, second = values_of(programs.close_early, 2)
+    text = "RankError: rank 1 has closed its engine after 2 steps, but others train on: rank 0 was at"
+    assert first.startswith(text) and second.startswith(text)
+
+
+def test_the_end_of_the_process_closes_an_engine() -> None:
+    first, second = values_of(programs.leave_open, 2)
+    assert len(first) == len(second) == 2
+
+
+def test_an_error_that_closes_one_engine_reaches_the_others() -> None:
+    first, second = (ended for ended in run_ranks(programs.fail_between_steps, 2))
+    assert second.value == "ValueError: the batch is empty"
+    assert first.value.startswith("RankError: rank 1 has failed at"), first
+    assert "its engine was closed by ValueError: the batch is empty" in first.value
+    assert first.seconds < 20.0
+
+
+def test_deepspeeds_surface() -> None:
+    first, second = values_of(programs.be_an_engine, 2)
+    for rank, facts in enumerate((first, second)):
+        assert facts["sizes"] == (2, 2, 8, 2)
+        assert facts["ranks"] == (rank, rank)
+        assert facts["updates"] == 1 and facts["norm"] > 0
+        assert facts["no_sync"].startswith("UnsupportedError: engine.no_sync() is not available with several ranks")
+        assert facts["save"].startswith("UnsupportedError: ")
+        assert facts["late"].startswith("UnsupportedError: ") and "adapter.weight came to a model" in facts["late"]
+        assert facts["stats"]["rank"] == rank and facts["stats"]["world_size"] == 2
+        assert facts["bytes"]
+    assert first["norm"] == second["norm"]
+    for epoch in range(2):
+        assert sorted(first["seen"][epoch] + second["seen"][epoch]) == list(range(12))
+    assert first["seen"][0] != first["seen"][1]
+
+
+@pytest.mark.parametrize("how", ["all", "first"])
+def test_rank_0_saves_the_weights(how: str, tmp_path: Path) -> None:
+    values_of(programs.save, 2, str(tmp_path / "model"), how)
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert {name: tuple(value.shape) for name, value in saved.items()} == {
+        "0.weight": (32, 16),
+        "0.bias": (32,),
+        "2.weight": (16, 32),
+        "2.bias": (16,),
+    }
+    assert all(value.isfinite().all() for value in saved.values())
