@@ -4,16 +4,18 @@ python examples/train_gpt.py                                  # 125 M parameters
 python examples/train_gpt.py --compare                        # and the same in plain PyTorch, loss next to loss
 python examples/train_gpt.py --size 1.2b --host-budget 1GiB --seq 128 --batch 1
 python examples/train_gpt.py --save DIR --save-every 10 --resume   # stop it at any time, and start it again
+torchrun --nproc-per-node 2 examples/train_gpt.py             # two processes, which share the budget and the work
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from gpt.model import GPT
 from gpt.options import Options, parse_options
 from gpt.plain import PlainAdamW
 from gpt.progress import MemorySampler, ProgressBar
+from gpt.ranks import this_rank
 from gpt.training import BETAS, Step, schedule, train
 
 import deepoffload
@@ -52,6 +55,13 @@ class Outcome:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_options(arguments)
+    if this_rank().rank != 0:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # rank 0 tells what happens
+            return run(options)
+    return run(options)
+
+
+def run(options: Options) -> int:
     try:
         text = load_text(options.data)
         if len(text) <= options.seq:
@@ -66,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     if plain is not None:
         show_comparison(outcome, plain)
-    if options.json is not None:
+    if options.json is not None and this_rank().rank == 0:
         options.json.write_text(json.dumps(as_json(options, outcome, plain), indent=1) + "\n")
     return 0
 
@@ -82,7 +92,7 @@ def train_offloaded(options: Options, text: bytes) -> Outcome:
         f"optimizer state are {format_bytes(options.model_bytes)},\n"
         f"{options.model_bytes / options.host_budget:.1f} times the budget of {format_bytes(options.host_budget)} of "
         f"memory; the rest lives in {options.nvme_path}.\n"
-        f"Text: {len(text) / 1e6:.1f} MB, {source}. {torch.get_num_threads()} threads.\n"
+        f"Text: {len(text) / 1e6:.1f} MB, {source}. {_workers()}.\n"
     )
     with MemorySampler() as memory, ExitStack() as cleanup:
         started = time.perf_counter()
@@ -96,7 +106,7 @@ def train_offloaded(options: Options, text: bytes) -> Outcome:
             engine = context.engine
             cleanup.callback(engine.close)
             model = GPT(options.shape, options.seq, checkpointing=options.checkpointing)
-        print(f"{engine.placement.table()}\n")
+        print(f"{engine.placement.table(len(engine.ranks.host_ranks))}\n")
         print(f"built and placed in {time.perf_counter() - started:.1f} s\n", flush=True)
         optimizer = deepoffload.CPUAdamW(model.parameters(), lr=options.lr, betas=BETAS, max_grad_norm=options.clip)
         outcome = Outcome(start_bytes=memory.start_bytes)
@@ -108,17 +118,25 @@ def train_offloaded(options: Options, text: bytes) -> Outcome:
     return outcome
 
 
+def _workers() -> str:
+    processes = this_rank().world_size
+    each = f"{processes} processes, each with " if processes > 1 else ""
+    threads = torch.get_num_threads()
+    return f"{each}{threads} thread{'' if threads == 1 else 's'}"
+
+
 def follow(options: Options, text: bytes, model: GPT, optimizer: torch.optim.Optimizer, outcome: Outcome) -> None:
     """Train, and show each step."""
     batches = Batches(text, batch=options.batch, seq=options.seq, seed=options.seed)
-    bytes_per_step = options.batch * options.seq * options.accumulate
+    ranks = this_rank()
+    bytes_per_step = options.batch * options.seq * options.accumulate * ranks.world_size
     progress = ProgressBar(options.steps)
     before = {} if options.plain else deepoffload.stats(model)
     scheduler = schedule(optimizer, options.steps)
     state = deepoffload.TrainingState(model, optimizer, scheduler=scheduler) if options.save_every else None
     first = resume(options, state)
     for step in train(
-        model, optimizer, scheduler, batches, first=first, steps=options.steps, accumulate=options.accumulate
+        model, optimizer, scheduler, batches, ranks, first=first, steps=options.steps, accumulate=options.accumulate
     ):
         outcome.steps.append(step)
         line = f"loss {step.loss:.4f}  {bytes_per_step / step.seconds:5.0f} tokens/s"
@@ -177,6 +195,18 @@ def show_memory(options: Options, outcome: Outcome) -> None:
         f"{format_bytes(int(stats['host_budget_bytes']))}\n"
         f"  activations and the rest       {format_bytes(max(0, peak - start - arena)):>11}\n"
         f"on NVMe                          {format_bytes(int(stats['nvme_bytes'])):>11}   in one unnamed file, gone now"
+        f"{_of_ranks(stats)}"
+    )
+
+
+def _of_ranks(stats: dict[str, float]) -> str:
+    if stats["world_size"] == 1:
+        return ""
+    moved = format_bytes(int(stats["gather_bytes"] + stats["reduce_bytes"]))
+    return (
+        f"\nfrom other ranks                 {moved:>11}   in {int(stats['rounds'])} rounds, "
+        f"{stats['rank_wait_s']:.0f} s of waiting for them\n"
+        f"(all of this is said of the first of {int(stats['world_size'])} ranks)"
     )
 
 

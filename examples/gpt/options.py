@@ -14,6 +14,7 @@ import psutil
 from deepoffload.config.units import format_bytes, parse_bytes
 from gpt.data import standard_library
 from gpt.model import SIZES, Shape
+from gpt.ranks import this_rank
 
 BUDGET_PARTS = 6
 """The default budget is this part of weights + gradients + optimizer state, rounded down to 16 MiB."""
@@ -136,6 +137,8 @@ def _holds(mountpoint: str, path: str) -> bool:
 
 
 def _problem(options: Options) -> str | None:
+    if this_rank().world_size > 1 and (options.plain or options.compare or options.save_every):
+        return "--plain, --compare and --save-every are for one process: leave them out, or start without torchrun"
     if options.plain and (options.compare or options.save):
         return "--plain is the other side of --compare, and has nothing to save with"
     path = options.nvme_path

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gpt.data import Batches
+from gpt.ranks import Ranks
 
 WARM_UP_SHARE = 0.2
 
@@ -46,22 +47,24 @@ def train(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LambdaLR,
     batches: Batches,
+    ranks: Ranks,
     *,
     first: int,
     steps: int,
     accumulate: int,
 ) -> Iterator[Step]:
-    """Train from step number ``first`` (0 for a new run) to ``steps``, with ``accumulate`` batches in each step."""
+    """Train from step number ``first`` (0 for a new run) to ``steps``, with ``accumulate`` batches of each rank in each
+    step."""
     device = next(model.parameters()).device
     for number in range(first, steps):
         started = time.perf_counter()
         total = 0.0
         for micro in range(accumulate):
-            tokens, targets = batches[number * accumulate + micro]
+            tokens, targets = batches[(number * accumulate + micro) * ranks.world_size + ranks.rank]
             loss = model(tokens.to(device), targets.to(device)) / accumulate
             loss.backward()
             total += loss.item()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        yield Step(number + 1, total, time.perf_counter() - started)
+        yield Step(number + 1, ranks.mean(total), time.perf_counter() - started)

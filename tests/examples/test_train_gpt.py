@@ -56,6 +56,27 @@ def test_trains_beyond_its_budget_with_the_losses_of_plain_pytorch(tmp_path, pre
 
 
 @pytest.mark.slow
+def test_two_processes_train_as_one_that_accumulates(tmp_path):
+    arguments = [*SMALL, "--precision", "fp32", "--steps", "3", "--nvme-path", tmp_path, "--host-budget", "32MiB"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
+    both = subprocess.run(
+        [*launcher, *arguments, "--save", tmp_path / "out", "--json", tmp_path / "two.json"],
+        env={**environment(), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert both.returncode == 0, both.stderr
+    alone = run(*arguments, "--accumulate", 2, "--json", tmp_path / "one.json")
+    assert alone.returncode == 0, alone.stderr
+    two, one = (json.loads((tmp_path / name).read_text()) for name in ("two.json", "one.json"))
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-6)
+    assert (
+        two["stats"]["world_size"] == 2 and two["stats"]["host_budget_bytes"] == one["stats"]["host_budget_bytes"] / 2
+    )
+    assert both.stdout.count("step 3/3") == 1 and "from other ranks" in both.stdout
+    assert "memory, one rank" in both.stdout
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 9_900_000 * 4
+
+
+@pytest.mark.slow
 def test_own_text_checkpointing_generation_and_saving(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
