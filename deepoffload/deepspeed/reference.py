@@ -37,7 +37,8 @@ is false.
   `engine.placement_table()` shows what went where.
 - **The stage does not change what is offloaded.** `zero_optimization_stage()` says what the file says.
 - **Parameters look whole.** Their shape, values and gradients can be read and written at any time.
-  `GatheredParameters` marks them, and edits are kept with and without `modifier_rank`.
+  `GatheredParameters` marks them, and edits are kept with and without `modifier_rank`. With several ranks
+  `modifier_rank` says whose edits all of them get.
 - **`ds_status`** is `AVAILABLE` inside `GatheredParameters` only. Elsewhere it is `NOT_AVAILABLE`, or `INFLIGHT`
   while the bytes are read. In the call of a module, parameters are ordinary ones without `ds_*` names. All `ds_*`
   names are read-only.

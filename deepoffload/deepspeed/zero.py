@@ -131,15 +131,20 @@ class GatheredParameters:
 
     It may name parameters that are not paged: these are whole anyway. Contexts may lie in each other.
 
+    With several ranks every rank enters it. With ``modifier_rank`` that rank's values become everybody's when it ends;
+    without, the ranks have to make the same edits.
+
     Args:
         params: a parameter, a module's ``parameters()``, or any iterable of parameters.
-        modifier_rank: the rank whose edits count.
+        modifier_rank: the rank whose edits count. With several ranks the parameters then stay in memory for as long as
+            the context lasts.
         fwd_module: accepted, unnecessary.
         enabled: False does nothing.
 
     Raises:
         UsageError: something that is no tensor, or a rank that does not exist. ClosedError: the engine of a
-        parameter was closed.
+        parameter was closed. BudgetError: on entering, with several ranks and ``modifier_rank``: the parameters do
+        not fit into memory together; name fewer of them at a time.
     """
 
     def __init__(
@@ -150,6 +155,7 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         self._handles: list[ParamHandle] = []
+        self._source: int | None = None
         self._opened = 0
         if not enabled:
             return
@@ -161,22 +167,76 @@ class GatheredParameters:
                 raise UsageError(f"GatheredParameters takes parameters, not a {type(param).__name__}")
         _check_rank(modifier_rank)
         found = (handle_of(param) for param in given)
-        self._handles = list(dict.fromkeys(handle for handle in found if handle is not None))
+        self._handles = sorted(dict.fromkeys(handle for handle in found if handle is not None), key=_place)
+        if modifier_rank is not None and any(handle.pager.link is not None for handle in self._handles):
+            self._source = modifier_rank
+            _check_all_ranks(self._handles)
 
     def __enter__(self) -> None:
         for handle in self._handles:
             if handle.pager.life.closed_because is not None:
                 handle.pager.life.refuse_closed(handle.name)
+        if self._source is not None:
+            _pin(self._handles)
         self._opened += 1
         for handle in self._handles:
             handle.gathered += 1
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
         if not self._opened:
             raise UsageError("GatheredParameters was left without having been entered")
         self._opened -= 1
         for handle in self._handles:
             handle.gathered -= 1
+        if self._source is None:
+            return
+        try:
+            if kind is None:
+                for handle in self._handles:
+                    _take_values_of(self._source, handle)
+        finally:
+            for handle in self._handles:
+                handle.pager.unpin(handle)
+
+
+def _place(handle: ParamHandle) -> tuple[int, int]:
+    """An order of parameters that all ranks have."""
+    unit = handle.unit
+    return (-1, 0) if unit is None else (unit.index, unit.handles.index(handle))
+
+
+def _check_all_ranks(handles: list[ParamHandle]) -> None:
+    size = comm.get_world_size() if comm.is_initialized() else 1
+    for handle in handles:
+        link = handle.pager.link
+        if link is None or link.ranks.world_size != size:
+            raise UnsupportedError(
+                f"GatheredParameters(modifier_rank=...): {handle.name} is not of all {size} ranks of the default "
+                "group; make the same edits on every rank of its model, without modifier_rank"
+            )
+
+
+def _pin(handles: list[ParamHandle]) -> None:
+    """Keep whole parameters in memory; none of them when one does not fit."""
+    pinned: list[ParamHandle] = []
+    try:
+        for handle in handles:
+            handle.pager.pin(handle)
+            pinned.append(handle)
+    except BaseException:
+        for handle in pinned:
+            handle.pager.unpin(handle)
+        raise
+
+
+def _take_values_of(rank: int, handle: ParamHandle) -> None:
+    param = handle.tensor
+    if param is None:
+        return
+    with torch.no_grad():
+        values = param.detach().clone()
+        comm.broadcast(values, rank)
+        param.copy_(values)
 
 
 def _check_rank(modifier_rank: int | None) -> None:

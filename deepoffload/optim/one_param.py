@@ -15,9 +15,11 @@ from deepoffload.errors import UsageError
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.device_update import split
 from deepoffload.optim.handles import gradients_of
+from deepoffload.optim.held_state import refuse_several_ranks
 from deepoffload.optim.paged_state import ArrayCopy, copy_arrays, write_state
 from deepoffload.optim.rule import step_count
 from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS
+from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import ParamHandle
 
@@ -69,7 +71,7 @@ def write_master(param: Tensor, handle: ParamHandle, value: Tensor) -> None:
 
 
 def read_array(handle: ParamHandle, param: Tensor, key: str) -> Tensor | None:
-    """An array of optimizer state in fp32, on the CPU; None where no optimizer of ours updates the parameter.
+    """An array of optimizer state in fp32, on the weight's device; None where no optimizer of ours updates it.
 
     Before the first step it is what the array will start with.
 
@@ -87,7 +89,7 @@ def read_array(handle: ParamHandle, param: Tensor, key: str) -> Tensor | None:
             copy_arrays(pager, handle, {key: ArrayCopy(field, target)})
         else:
             target.fill_(optimizer._initial(group).get(key, 0.0))
-    return target
+        return target.to(handle.device)
 
 
 def write_array(handle: ParamHandle, param: Tensor, key: str, value: Tensor) -> None:
@@ -118,8 +120,14 @@ def write_array(handle: ParamHandle, param: Tensor, key: str, value: Tensor) -> 
 
 
 def _ready(handle: ParamHandle) -> Any:
-    """The pager, when the parameter's unit has made its update."""
+    """The pager, when the parameter's unit has made its update.
+
+    Raises:
+        UnsupportedError: several ranks train the model, and this one has a part of the parameter.
+    """
     gradients_of(handle.pager, handle.name)
+    if isinstance(handle.pager, Pager):
+        refuse_several_ranks([handle.pager], f"reading or setting the fp32 value or optimizer state of {handle.name}")
     handle.pager.catch_up(handle.unit)
     return handle.pager
 

@@ -1,0 +1,79 @@
+"""What ranks do with ``GatheredParameters``, in processes of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import deepoffload.deepspeed as deepspeed
+from deepoffload.errors import UnsupportedError, UsageError
+from tests.support.models import mlp, rows
+
+
+def model_of(nvme_path: str, host_budget: str) -> Any:
+    torch.manual_seed(0)
+    deepspeed.init_distributed()
+    config = {"host_budget": host_budget, "nvme_path": nvme_path, "device": "cpu", "debug": {"poison": True}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        return mlp()
+
+
+def parts_of(model: Any) -> list[list[Any]]:
+    """The weight and the bias of each layer."""
+    params = list(model.parameters())
+    return [params[start : start + 2] for start in range(0, len(params), 2)]
+
+
+def edit(params: list[Any]) -> None:
+    for index, param in enumerate(params):
+        with torch.no_grad():
+            param.mul_(index + 2.0)
+            param.view(-1)[-1].add_(1.0)
+        param.data[0] = 0.25
+
+
+def results(model: Any) -> list[Any]:
+    """What the model computes, and its weights; the ranks have to end together."""
+    with torch.no_grad():
+        computed = model(rows()).numpy()
+    found = [computed, *(param.detach().clone().numpy() for param in model.parameters())]
+    deepspeed.comm.barrier()
+    return found
+
+
+def edits_of_one(nvme_path: str, host_budget: str, modifier_rank: int) -> list[Any]:
+    """One rank edits, all get its values."""
+    model = model_of(nvme_path, host_budget)
+    for part in parts_of(model):
+        order = part if deepspeed.comm.get_rank() else part[::-1]
+        with deepspeed.zero.GatheredParameters(order, modifier_rank=modifier_rank):
+            if deepspeed.comm.get_rank() == modifier_rank:
+                edit(part)
+    return results(model)
+
+
+def edits_of_all(nvme_path: str, host_budget: str) -> list[Any]:
+    """All make the same edits."""
+    model = model_of(nvme_path, host_budget)
+    for part in parts_of(model):
+        with deepspeed.zero.GatheredParameters(part):
+            edit(part)
+    return results(model)
+
+
+def refusals(nvme_path: str) -> list[str]:
+    """What each rank is told."""
+    model = model_of(nvme_path, "4MiB")
+    said = []
+    for call in (
+        lambda: deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=2),
+        lambda: deepspeed.utils.safe_get_full_fp32_param(model[0].weight),
+        lambda: deepspeed.utils.safe_set_full_optimizer_state(model[0].weight, torch.ones(64, 64), "exp_avg"),
+    ):
+        try:
+            call()
+        except (UsageError, UnsupportedError) as error:
+            said.append(str(error))
+    deepspeed.comm.barrier()
+    return said

@@ -1,0 +1,38 @@
+"""``GatheredParameters`` with two real ranks: edits of one rank reach all, and all have the same weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.deepspeed import gathered_ranks
+from tests.support.loops import assert_same_bits
+from tests.support.models import mlp, rows
+from tests.support.paging import plain
+from tests.support.rank_processes import values_of
+
+
+def expected() -> list[torch.Tensor]:
+    model = plain(mlp)
+    for part in gathered_ranks.parts_of(model):
+        gathered_ranks.edit(part)
+    with torch.no_grad():
+        return [model(rows()), *(param.detach() for param in model.parameters())]
+
+
+@pytest.mark.parametrize("host_budget", ["4MiB", "600KiB"])
+@pytest.mark.parametrize("modifier_rank", [0, 1])
+def test_edits_of_one_rank_reach_all(nvme_path, host_budget, modifier_rank):
+    for found in values_of(gathered_ranks.edits_of_one, 2, str(nvme_path), host_budget, modifier_rank):
+        assert_same_bits(expected(), [torch.from_numpy(value) for value in found])
+
+
+def test_all_ranks_make_the_same_edits(nvme_path):
+    for found in values_of(gathered_ranks.edits_of_all, 2, str(nvme_path), "4MiB"):
+        assert_same_bits(expected(), [torch.from_numpy(value) for value in found])
+
+
+def test_what_ranks_are_told(nvme_path):
+    for said in values_of(gathered_ranks.refusals, 2, str(nvme_path)):
+        assert len(said) == 3 and "the ranks are 0 to 1" in said[0]
+        assert all("0.weight" in text for text in said[1:])
