@@ -17,6 +17,7 @@ from deepoffload import offload_context
 from tests.checkpoint.damaged import Opener, trained
 from tests.checkpoint.durable_model import PLACES, Make, Run
 from tests.support.disks import folder_on_disk
+from tests.support.paging import QUICK_BACKEND
 
 transformers = pytest.importorskip("transformers")
 
@@ -76,6 +77,7 @@ def paged(nvme_path: Path) -> Iterator[Callable[..., Any]]:
             "nvme_path": str(nvme_path),
             "step_overlap": "none",
             "debug": {"poison": True, "evict_always": True},
+            "aio": {"backend": QUICK_BACKEND},
         }
         with offload_context(**{**settings, **overrides}) as context:
             model = make()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -27,8 +25,7 @@ from tests.checkpoint.training import adamw, snapshot
 from tests.support.inspect import engine_of_param
 from tests.support.loops import assert_same_bits
 from tests.support.paging import RESIDENT, TIGHT, Paging, Setting, plain
-
-ROOT = Path(__file__).parents[2]
+from tests.support.programs import Programs
 
 
 def trained(paging: Paging, setting: Setting = TIGHT) -> tuple[nn.Module, Any, deepoffload.TrainingState]:
@@ -224,10 +221,8 @@ elif how == "ctrl-c at the end":
 
 
 @pytest.mark.parametrize("how", ["end", "error", "fork", "ctrl-c", "ctrl-c at the end"])
-def test_the_end_of_the_process(how: str, nvme_path: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(nvme_path), str(tmp_path), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT)
+def test_the_end_of_the_process(how: str, programs: Programs, nvme_path: Path, tmp_path: Path) -> None:
+    done = programs.run(PROGRAM, str(nvme_path), str(tmp_path), how, timeout_s=120)
     names = sorted(os.listdir(tmp_path))
     if how != "ctrl-c at the end":
         assert names == ["global_step3", "latest"], done.stderr

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +17,8 @@ from deepoffload.errors import IoFailure
 from tests.checkpoint.training import ALL, adamw, snapshot
 from tests.support.disks import largest_file, tmpfs
 from tests.support.loops import assert_same_bits
+from tests.support.programs import Programs
 
-ROOT = Path(__file__).parents[2]
 KILLS = 200 if ALL else 10
 
 PROGRAM = """
@@ -104,10 +101,8 @@ print(sorted(path.name for path in directory.iterdir()))
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("how", ["waits", "trains_on"])
-def test_kills_at_random_moments(how: str, tmp_path: Path, nvme_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(nvme_path), str(KILLS), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1400, env=environment, cwd=ROOT)
+def test_kills_at_random_moments(how: str, programs: Programs, tmp_path: Path, nvme_path: Path) -> None:
+    done = programs.run(PROGRAM, str(tmp_path), str(nvme_path), str(KILLS), how, timeout_s=1400)
     assert done.returncode == 0, done.stderr[-3000:]
     newest, names = done.stdout.splitlines()[-2:]
     assert float(newest.split()[1]) >= 1000, "no save of a child was ever complete"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint import durable_runs
 from tests.checkpoint.training import ALL
-
-ROOT = Path(__file__).parents[2]
+from tests.support.programs import Programs
 
 PLACEMENTS = ("host", "half", "optimizer", "all", "copies")
 OVERLAPS = ("deferred", "none", "in_backward")
@@ -44,16 +41,9 @@ if ALL:  # more than 200 kills of each kind, over all placements, overlaps and p
     ]
 
 
-def campaign(tmp_path: Path, *arguments: object) -> str:
+def campaign(programs: Programs, tmp_path: Path, *arguments: object) -> str:
     """What ``durable_runs`` says at its end."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.durable_runs", str(tmp_path), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=1100,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-    )
+    done = programs.run(Path(durable_runs.__file__), str(tmp_path), *map(str, arguments), timeout_s=1100)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     last = done.stdout.splitlines()[-1]
     assert last.startswith(f"killed {arguments[-1]} times: ")
@@ -63,20 +53,24 @@ def campaign(tmp_path: Path, *arguments: object) -> str:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("run", TRAINING, ids=str)
-def test_kills_at_random_moments(run: tuple[str, str, str, int, int, int], tmp_path: Path) -> None:
+def test_kills_at_random_moments(run: tuple[str, str, str, int, int, int], programs: Programs, tmp_path: Path) -> None:
     *how, kills = run
-    campaign(tmp_path, *how, "any", kills)
+    campaign(programs, tmp_path, *how, "any", kills)
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("run", RESUMING, ids=str)
-def test_kills_while_a_process_resumes(run: tuple[str, str, str, int, int, int], tmp_path: Path) -> None:
+def test_kills_while_a_process_resumes(
+    run: tuple[str, str, str, int, int, int], programs: Programs, tmp_path: Path
+) -> None:
     """While it opens its files, takes the state over, and makes its first steps."""
     *how, kills = run
-    assert "'resumes'" in campaign(tmp_path, *how, "resuming", kills), "nobody was killed while it took the state over"
+    assert "'resumes'" in campaign(programs, tmp_path, *how, "resuming", kills), (
+        "nobody was killed while it took the state over"
+    )
 
 
 @pytest.mark.skipif(not ALL, reason="takes a minute: with CHECKPOINTS=all")
 @pytest.mark.timeout(1200)
-def test_fifty_kills_each_after_a_commit(tmp_path: Path) -> None:
-    campaign(tmp_path, "half", "deferred", "bf16", 1, 1, "committed", 50)
+def test_fifty_kills_each_after_a_commit(programs: Programs, tmp_path: Path) -> None:
+    campaign(programs, tmp_path, "half", "deferred", "bf16", 1, 1, "committed", 50)

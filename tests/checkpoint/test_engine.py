@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,8 @@ from deepoffload.errors import UnsupportedError, UsageError
 from tests.checkpoint.training import gpt, snapshot
 from tests.support.loops import assert_same_bits
 from tests.support.models import batch, next_token_loss
+from tests.support.programs import Programs
 
-ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.5,
@@ -205,16 +202,12 @@ print(json.dumps([value.item() if hasattr(value, "item") else value for value in
 """
 
 
-def test_in_a_new_process(nvme_path: Path, tmp_path: Path) -> None:
+def test_in_a_new_process(programs: Programs, nvme_path: Path, tmp_path: Path) -> None:
     engine = engine_of(nvme_path, bf16={"enabled": True})
     train(engine, 0, 2)
     engine.save_checkpoint(str(tmp_path))
     expected = [value.item() if isinstance(value, Tensor) else value for value in train(engine, 2, 2)]
     engine.close()
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path), str(nvme_path), "2", "2"],
-        capture_output=True, text=True, timeout=200, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = programs.run(CHILD, str(tmp_path), str(nvme_path), "2", "2")
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == expected

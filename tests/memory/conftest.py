@@ -94,7 +94,7 @@ class Rig:
         faults: str | None = None,
         nvme_bytes: int | None = None,
     ) -> None:
-        self.io = IoEngine(queue_depth=4, fault_script=faults)
+        self.io = IoEngine(backend="pool", queue_depth=4, fault_script=faults)
         self.space = SwapSpace(self.io, [path], budget_bytes=nvme_bytes)
         self.order = GivenOrder()
         self.tiers = TierManager(Arena(capacity_bytes), self.space, self.order, poison=poison)

@@ -64,14 +64,14 @@ def run_program(nvme_path: Path, tmp_path: Path, programs: Programs) -> Callable
     ) -> Outcome:
         path = ROOT / "tests" / "runtime" / f"{program}.py"
         words = [str(nvme_path), *map(str, arguments)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **more}
         if fresh:
             done = subprocess.run(
                 [sys.executable, "-X", "faulthandler", str(path), *words],
-                capture_output=True, text=True, timeout=limit_s, env=environment, cwd=tmp_path,
+                capture_output=True, text=True, timeout=limit_s, cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **more},
             )  # fmt: skip
         else:
-            done = programs.run(path, *words, env=environment, cwd=tmp_path, timeout_s=limit_s)
+            done = programs.run(path, *words, env=more, cwd=tmp_path, timeout_s=limit_s)
         lines = done.stdout.strip().splitlines()
         said = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
         assert code is None or done.returncode == code, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +14,9 @@ from torch import nn
 import deepoffload
 from deepoffload.errors import ConfigError, UsageError
 from deepoffload.runtime.announce import OUTSIDE_BYTES_MIN
-from tests.runtime.conftest import ROOT, STARTED
+from tests.runtime.conftest import STARTED
 from tests.support.paging import Paging
+from tests.support.programs import Programs
 
 PROGRAM = """
 import logging, sys
@@ -63,11 +61,8 @@ build(host_budget="1MiB")
 """
 
 
-def test_one_line_at_the_start_that_can_be_silenced(nvme_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(nvme_path)],
-        capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+def test_one_line_at_the_start_that_can_be_silenced(programs: Programs, nvme_path: Path) -> None:
+    done = programs.run(PROGRAM, str(nvme_path))
     assert done.returncode == 0, done.stderr
     parts = dict(part.split("\n", 1) for part in done.stderr.split("== ")[1:])
     for name in ("paged", "fits", "taken over"):

@@ -25,9 +25,14 @@ class Programs:
         self._connection: socket.socket | None = None
 
     def run(
-        self, program: Path | str, *arguments: str, env: Mapping[str, str], cwd: Path, timeout_s: float
+        self,
+        program: Path | str,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        timeout_s: float = 200.0,
     ) -> subprocess.CompletedProcess[str]:
-        """As ``subprocess.run`` of ``python program arguments``. A text is the program itself.
+        """As ``subprocess.run`` of ``python program arguments``. A text is the program itself. ``env``: added to ours.
 
         Raises:
             subprocess.TimeoutExpired: it took longer, and was killed.
@@ -35,7 +40,12 @@ class Programs:
         source, name = (program, "<string>") if isinstance(program, str) else (program.read_text(), str(program))
         argv = [name, *arguments]
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-            request = {"source": source, "argv": argv, "cwd": str(cwd), "env": dict(env)}
+            request = {
+                "source": source,
+                "argv": argv,
+                "cwd": str(cwd),
+                "env": {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+            }
             code = self._ended(request, [output.fileno(), errors.fileno()], timeout_s)
             output.seek(0)
             errors.seek(0)
