@@ -248,10 +248,11 @@ def _start_default_group(device: torch.device, launch: Launch) -> None:
         raise RankError(
             f"rank {launch.rank} has not met the {launch.world_size - 1} other ranks at {where}: {first_line(error)}"
         ) from error
-    atexit.register(_end_default_group)
+    atexit.register(_end_default_group, os.getpid())
 
 
-def _end_default_group() -> None:
-    """At the end of a process whose default group we have started: torch warns about groups that are left."""
-    if dist.is_initialized():
+def _end_default_group(process: int) -> None:
+    """At the end of a process whose default group we have started: torch warns about groups that are left. A forked
+    child leaves the parent's alone."""
+    if os.getpid() == process and dist.is_initialized():
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -30,10 +31,11 @@ def text_of(error: BaseException) -> str:
 
 def at_exit_of(reference: weakref.ref[Leaves]) -> Callable[[], None]:
     """What the end of the process does: the others are told why, or are served until they end, too."""
+    process = os.getpid()
 
     def leave() -> None:
         service = reference()
-        if service is None:
+        if service is None or os.getpid() != process:  # a forked child has the parent's connections
             return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None:

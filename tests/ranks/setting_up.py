@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -188,3 +190,19 @@ def save(folder: str, how: str) -> list[float]:
     losses = train(model, 1)
     engine.close()
     return losses
+
+
+def fork_in_the_middle() -> tuple[int, list[float]]:
+    """A child process ends with an error, as an interpreter ends: nobody mistakes it for the rank."""
+    model, engine = build()
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+    train(model, 1, optimizer)
+    child = os.fork()
+    if child == 0:
+        sys.last_value = ValueError("the child's")
+        atexit._run_exitfuncs()
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    losses = train(model, 2, optimizer)
+    engine.close()
+    return os.waitstatus_to_exitcode(status), losses

@@ -114,3 +114,8 @@ def test_rank_0_saves_the_weights(how: str, tmp_path: Path) -> None:
         "2.bias": (16,),
     }
     assert all(value.isfinite().all() for value in saved.values())
+
+
+def test_a_forked_child_that_ends_says_nothing_for_its_rank() -> None:
+    for status, losses in values_of(programs.fork_in_the_middle, 2, limit_s=40.0):
+        assert status == 7 and len(losses) == 2
