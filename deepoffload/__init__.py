@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from deepoffload.params.code_scan import careful as careful
     from deepoffload.runtime.context import offload_context as offload_context
     from deepoffload.runtime.context import stats as stats
+    from deepoffload.runtime.joining import join as join
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _HOMES = {
     "TrainingState": "deepoffload.checkpoint.training_state",
     "offload_context": "deepoffload.runtime.context",
     "stats": "deepoffload.runtime.context",
+    "join": "deepoffload.runtime.joining",
     "add_config_arguments": "deepoffload.deepspeed.initialization",
     "initialize": "deepoffload.deepspeed.initialization",
     "save_pretrained": "deepoffload.checkpoint.pretrained",
@@ -54,6 +56,7 @@ __all__ = [
     "add_config_arguments",
     "careful",
     "initialize",
+    "join",
     "offload_context",
     "save_pretrained",
     "stats",

@@ -21,10 +21,12 @@ from deepoffload.ranks.group import RankGroup
 from deepoffload.ranks.round_runner import PayloadFlight
 from deepoffload.ranks.rounds import Payload, Want, WantKind
 from deepoffload.ranks.service import RoundService
-from deepoffload.ranks.sums import PART_BYTES, SquareSum, packed, unpacked
+from deepoffload.ranks.sums import SquareSum, packed, unpacked
 
 SLICE_S = 1.0
 """A wait for sums looks this often whether another rank has gone or failed."""
+LENGTH_BYTES = 8
+"""In which the ranks say how long their messages are."""
 
 
 def weights_number(unit_index: int) -> int:
@@ -187,29 +189,52 @@ class RankLink:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def meet_step(self) -> None:
-        """Return when all ranks are at their step, and everything that was launched before has arrived here."""
+    def meet_step(self) -> tuple[int, ...]:
+        """Return when all ranks are at their step, and everything that was launched before has arrived here. Returns
+        the ranks that make the step because they have joined."""
         self._meet(WantKind.STEP)
+        return self.rounds.joined
 
-    def _meet(self, kind: WantKind) -> None:
+    def meet_join(self) -> bool:
+        """Return when all ranks are at their step or have joined, as this one. Returns whether some are at their step,
+        which this rank makes with them."""
+        return self._meet(WantKind.JOIN) is WantKind.STEP
+
+    def _meet(self, kind: WantKind) -> WantKind:
         for prepare in self.before_meeting:
             prepare()
-        self.rounds.meet(kind)
+        met = self.rounds.meet(kind)
         self.rounds.take_all(Want(kind))
+        return met
 
     def exchange_sums(self, part: SquareSum) -> SquareSum:
         """The sum over all ranks, the same on each. Collective: all ranks call it in the same order, when they have
         met. Nobody is served meanwhile."""
-        part_bytes = torch.frombuffer(bytearray(packed(part)), dtype=torch.uint8)
-        gathered = torch.empty(self.ranks.world_size * PART_BYTES, dtype=torch.uint8)
+        return unpacked(self._gathered(packed(part)), self.ranks.world_size)
+
+    def exchange_messages(self, mine: bytes) -> list[bytes]:
+        """What every rank says, in rank order. Collective as :meth:`exchange_sums`. For rare, short ones."""
+        lengths = self._gathered(len(mine).to_bytes(LENGTH_BYTES, "little"))
+        nbytes = [
+            int.from_bytes(lengths[at : at + LENGTH_BYTES], "little") for at in range(0, len(lengths), LENGTH_BYTES)
+        ]
+        longest = max(nbytes)
+        said = self._gathered(mine.ljust(longest, b"\0")) if longest else b""
+        return [said[rank * longest : rank * longest + count] for rank, count in enumerate(nbytes)]
+
+    def _gathered(self, mine: bytes) -> bytes:
+        """The bytes of all ranks, one after the other; each gives as many."""
+        gathered = torch.empty(self.ranks.world_size * len(mine), dtype=torch.uint8)
         self.rounds.check()
         with self.rounds.judged(Want(WantKind.STEP)):
-            work = start_all_gather(as_bytes(gathered), part_bytes, self._sums)
+            work = start_all_gather(
+                as_bytes(gathered), torch.frombuffer(bytearray(mine), dtype=torch.uint8), self._sums
+            )
             waited_s = 0.0
             while not SHIELD.outside(wait_within, work, SLICE_S):
                 waited_s += SLICE_S
                 self._look_after(waited_s)
-        return unpacked(gathered.numpy().tobytes(), self.ranks.world_size)
+        return gathered.numpy().tobytes()
 
     def _look_after(self, waited_s: float) -> None:
         """Raise when the sums of the others will not come."""

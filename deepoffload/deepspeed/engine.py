@@ -22,6 +22,7 @@ from deepoffload.errors import ClosedError, UnsupportedError
 from deepoffload.optim.loss_scale import LossScale
 from deepoffload.runtime.announce import announce, progress_log
 from deepoffload.runtime.engine import Engine
+from deepoffload.runtime.joining import join
 from deepoffload.runtime.loop import TrainingLoop
 from deepoffload.timeline import Summary
 
@@ -192,6 +193,11 @@ class TrainingEngine(EngineNames):
                 "Leave it out: gradient_accumulation_steps gives the same numbers"
             )
         return contextlib.nullcontext()
+
+    def join(self) -> contextlib.AbstractContextManager[None]:
+        """Within it ranks may have different numbers of batches: see :func:`deepoffload.join`. A rank without batches
+        advances its schedule, loss scale and ``global_steps`` with the others."""
+        return join(self.module, after_step=self.loop.count_joined_step)
 
     # -- questions -------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from deepoffload.errors import BudgetError, ConfigError, DeepOffloadError, Unsup
 from deepoffload.optim.adagrad import CPUAdagrad
 from deepoffload.optim.adam import CPUAdam
 from deepoffload.optim.base import HostOptimizer
+from deepoffload.optim.handles import handle_of
 from deepoffload.optim.lion import CPULion
 from deepoffload.optim.loss_scale import configured_loss_scale
 from deepoffload.optim.sgd import CPUSGD
@@ -136,6 +137,7 @@ def initialize(
     loader = make_loader(settings, training_data, collate_fn)
     if core is None:  # last: what fails before leaves the model as it was
         core = take_over(settings, model, choice)
+        _tell_pager(built)
     loader = split_over_ranks(loader, core, settings, collate_fn)
     if built is None:
         log.info("initialize: no optimizer, so the engine only infers")
@@ -164,6 +166,15 @@ def take_over(config: Config, model: nn.Module, choice: RankChoice) -> Engine:
         core.close(f"initialize() failed with {type(error).__name__}")
         raise
     return core
+
+
+def _tell_pager(optimizer: torch.optim.Optimizer | None) -> None:
+    """An optimizer was made before its parameters were paged: their pager knows it from now on, as it knows others."""
+    if isinstance(optimizer, HostOptimizer):
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            handle = handle_of(param)
+            if handle is not None:
+                handle.pager.held.updates(optimizer, handle)
 
 
 # -- configuration ---------------------------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             self._in_backward.refuse_looking_at_all(self.max_grad_norm, self.skip_non_finite)
             self._in_backward.refuse_changed(self.param_groups)
         self._held.move_into_pieces(self)
-        ranks = rank_step_of(pagers)
+        ranks = rank_step_of(pagers, self)
         with _NOTHING if ranks is None else ranks.met():
             updates = self._decide(pagers, unscale, skip_non_finite, overflow, ranks)
         if updates is None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,9 @@ class RankGradients(Gradients):
 
     Attributes:
         contributions: this rank's gradients on their way to their owners.
+        stepped: the parameters whose gradient has made a step, and has not begun again since.
+        has_joined: this rank has no batches, and serves the others. [Note: joined] in ``joined_steps``.
+        met_before: what this rank holds since it met the others for a step of theirs; None where it meets them itself.
     """
 
     def __init__(self, pager: Pager, link: RankLink) -> None:
@@ -55,6 +59,9 @@ class RankGradients(Gradients):
         self.link = link
         self.ranks = link.ranks
         self.contributions = Contributions(link, pager.tiers, self)
+        self.stepped: set[ParamHandle] = set()
+        self.has_joined = False
+        self.met_before: ExitStack | None = None
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -83,6 +90,7 @@ class RankGradients(Gradients):
     def forget(self, unit: Unit) -> None:
         """As above."""
         super().forget(unit)
+        self.stepped.difference_update(unit.handles)
         self.contributions.forget(unit)
 
     def _late(self, handle: ParamHandle) -> None:
@@ -133,7 +141,10 @@ class RankGradients(Gradients):
         """Parts of a unit are about to land: what came before is used up, and what the program wrote is in the
         shard."""
         self.pager.catch_up(unit)
-        self.pager.memory.settle(_gradients_of(unit)[0])
+        block, owner = _gradients_of(unit)
+        if self.has_joined:
+            self.drop_stepped([record.handle for record in owner.records])
+        self.pager.memory.settle(block)
 
     def land_parts(self, unit: Unit, layout: ContributionLayout, parts: PartsFlight) -> None:
         """Add the parts of this rank's shard up in rank order, and note whose gradients were in them."""
@@ -194,6 +205,8 @@ class RankGradients(Gradients):
                 "another rank's backward adds to it: assign on all ranks or on none"
             )
         accumulated = record.state is GradientState.LANDED
+        if not accumulated:
+            self.stepped.discard(record.handle)
         record.landed((found.total, found.non_finite))
         record.changed_at = self.changes
         if accumulated and record.slot is not None:
@@ -220,6 +233,26 @@ class RankGradients(Gradients):
         if unit is not None and self.pager.life.closed_because is None:
             if self.contributions.is_under_way(unit):
                 self.contributions.settle(unit)
+
+    # -- without batches -------------------------------------------------------------------------------------------
+
+    def drop_stepped(self, handles: Iterable[ParamHandle | None]) -> None:
+        """Clear the gradients of those of ``handles`` that have made a step, as the other ranks' programs do."""
+        for handle in handles:
+            if handle is not None and handle in self.stepped:
+                self.stepped.discard(handle)
+                super().assign(handle, None)
+
+    def state_of(self, handle: ParamHandle) -> GradientState:
+        """Who holds the gradient."""
+        return self._record(handle).state
+
+    def was_edited(self, handle: ParamHandle) -> bool:
+        """Whether the program has, or may have, changed a gradient that has landed."""
+        record = self._record(handle)
+        if record.slot is not None and record.slot.written():
+            self.pager.will_change(record.slot)  # as where the squares are summed
+        return record.state is GradientState.LANDED and record.sum_sq is None
 
     # -- the step --------------------------------------------------------------------------------------------------
 

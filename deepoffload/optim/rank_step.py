@@ -20,6 +20,7 @@ from deepoffload.memory.lock import SHIELD
 from deepoffload.optim.handles import gradients_of, handle_of
 from deepoffload.optim.rank_gradients import RankGradients
 from deepoffload.optim.rule import UpdateJob
+from deepoffload.optim.step_order import SteppingOptimizer, first_order, order_of, packed
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
 from deepoffload.ranks.sums import SquareSum
@@ -32,11 +33,13 @@ class RankStep:
 
     Args:
         pager: whose parameters are updated.
+        optimizer: whose step it is; None where no rank can have joined.
     """
 
-    def __init__(self, pager: Pager, gradients: RankGradients) -> None:
+    def __init__(self, pager: Pager, gradients: RankGradients, optimizer: SteppingOptimizer | None = None) -> None:
         self._lock = pager.lock
         self._gradients = gradients
+        self._optimizer = optimizer
         self._link: RankLink = gradients.link
 
     @contextmanager
@@ -47,19 +50,23 @@ class RankStep:
         Raises:
             RankError: another rank has failed, or has not come in time.
         """
+        met_before = self._gradients.met_before
+        with self._lock if met_before is None else met_before, told_to_all(self._link):
+            if met_before is None:
+                self._meet()
+            yield
+
+    def _meet(self) -> None:
         contributions = self._gradients.contributions
-        with self._lock:
-            try:
-                contributions.announce_all()
-                SHIELD.outside(self._link.meet_step)
-                contributions.land_launched()
-                contributions.end_of_step()
-                yield
-            except RankError:
-                raise
-            except BaseException as error:
-                self._link.fail(f"{type(error).__name__}: {error}")
-                raise
+        contributions.announce_all()
+        joined = SHIELD.outside(self._link.meet_step)
+        contributions.land_launched()
+        contributions.end_of_step()
+        if joined:
+            if self._optimizer is None:
+                raise UnsupportedError(f"ranks {joined} have joined and cannot make this step")
+            mine = order_of(self._optimizer, self._gradients)
+            first_order(self._link.exchange_messages(packed(mine)))  # raises what all ranks raise
 
     def agree(self, jobs: Mapping[ParamHandle, tuple[Tensor, UpdateJob]], settings: object, overflow: bool) -> bool:
         """Whether any rank has seen an overflow.
@@ -76,6 +83,7 @@ class RankStep:
         digest = hashlib.blake2b("\n".join([*lines, repr(settings)]).encode(), digest_size=DIGEST_BYTES).digest()
         mine = int.from_bytes(digest, "little")
         together = self._link.exchange_sums(SquareSum(mine, overflow))
+        self._gradients.stepped.update(jobs)
         ranks = self._link.ranks
         if together.total != mine * ranks.world_size:
             raise UsageError(
@@ -90,8 +98,20 @@ class RankStep:
         return self._link.exchange_sums(squares)
 
 
-def rank_step_of(pagers: Sequence[Pager]) -> RankStep | None:
-    """What a step over the parameters of ``pagers`` needs with several ranks; None with one.
+@contextmanager
+def told_to_all(link: RankLink) -> Iterator[None]:
+    """An error inside is raised on all ranks."""
+    try:
+        yield
+    except RankError:
+        raise
+    except BaseException as error:
+        link.fail(f"{type(error).__name__}: {error}")
+        raise
+
+
+def rank_step_of(pagers: Sequence[Pager], optimizer: SteppingOptimizer) -> RankStep | None:
+    """What a step of ``optimizer`` over the parameters of ``pagers`` needs with several ranks; None with one.
 
     Raises:
         UnsupportedError: they are of several engines.
@@ -105,7 +125,7 @@ def rank_step_of(pagers: Sequence[Pager]) -> RankStep | None:
             "an optimizer over models of several offload contexts is not there yet with several ranks: build the "
             "models in one context, or give each its own optimizer"
         )
-    return RankStep(pager, gradients)
+    return RankStep(pager, gradients, optimizer)
 
 
 def refuse_ordinary(groups: Iterable[Mapping[str, Any]]) -> None:

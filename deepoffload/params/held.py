@@ -29,14 +29,28 @@ class HeldUntilStep:
         self._leases: dict[Any, Block] = {}
         self._updaters: weakref.WeakKeyDictionary[ParamHandle, weakref.WeakSet[object]]
         self._updaters = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._next_number = 0
 
     def updates(self, optimizer: object, handle: ParamHandle) -> None:
         """``optimizer`` updates ``handle`` for as long as it exists."""
         self._updaters.setdefault(handle, weakref.WeakSet()).add(optimizer)
+        if optimizer not in self._numbers:
+            self._numbers[optimizer] = self._next_number
+            self._next_number += 1
 
     def updaters(self, handle: ParamHandle) -> list[object]:
         """The optimizers that update ``handle``."""
         return list(self._updaters.get(handle, ()))
+
+    def number_of(self, optimizer: object) -> int | None:
+        """The number of an optimizer among all that have updated parameters of this pager, in the order in which they
+        were made. Programs that make the same ones give them the same numbers. None for one that is unknown."""
+        return self._numbers.get(optimizer)
+
+    def optimizers(self) -> dict[int, object]:
+        """The optimizers that there are, by their numbers."""
+        return {number: optimizer for optimizer, number in list(self._numbers.items())}
 
     def take(self, slot: Any, block: Block) -> None:
         """Lease the block of a parameter (``slot`` is its handle) or of its gradient."""

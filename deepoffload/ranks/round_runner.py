@@ -80,6 +80,7 @@ class RoundRunner:
     Attributes:
         said: the last want that this rank has said.
         met: what all ranks have met at, until somebody takes note of it.
+        joined: the ranks that were there because they have joined.
         bytes_wanted: whether any rank asked for a payload in the last round.
         heard: when a payload was launched or over, or something met, on the clock of ``time.monotonic``.
         held: above zero no round is taken and nothing is launched: what a launch calls, or an update, is in the middle
@@ -91,6 +92,7 @@ class RoundRunner:
         self.times = WaitTimes(world_size)
         self.said = NOTHING
         self.met: WantKind | None = None
+        self.joined: tuple[int, ...] = ()
         self.bytes_wanted = False
         self._link, self._launch = link, launch
         self._flights: list[tuple[int, Payload, PayloadFlight]] = []
@@ -190,7 +192,7 @@ class RoundRunner:
         if outcome.closed:
             raise PeersClosedError(outcome.closed, wants, [steps for _, _, steps, _ in messages])
         if outcome.met is not None:
-            self.met = outcome.met
+            self.met, self.joined = outcome.met, outcome.joined
         if outcome.payloads or outcome.met is not None:
             self.heard = time.monotonic()
         for payload in outcome.payloads:

@@ -81,12 +81,14 @@ class RoundOutcome:
     Attributes:
         payloads: the collectives to launch, in this order. None where ``failed`` or ``closed`` name a rank.
         met: STEP, JOIN or CLOSE where all ranks are there.
+        joined: the ranks that are there because they have joined.
         failed: the ranks that have said so.
         closed: the ranks that are at their end while others train.
     """
 
     payloads: tuple[Payload, ...] = ()
     met: WantKind | None = None
+    joined: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     closed: tuple[int, ...] = ()
 
@@ -230,7 +232,8 @@ class Rounds:
         if WantKind.CLOSE in kinds and kinds & (STEPPING | PARTS | {WantKind.WAIT}):
             return RoundOutcome(closed=_those_at(wants, WantKind.CLOSE))
         payloads = tuple(self._launched(wants))
-        return RoundOutcome(payloads, self._meet(kinds))
+        met = self._meet(kinds)
+        return RoundOutcome(payloads, met, () if met is None else _those_at(wants, WantKind.JOIN))
 
     def _launched(self, wants: Sequence[Want]) -> Iterator[Payload]:
         over = frozenset(rank for rank, want in enumerate(wants) if want.kind in STEPPING)

@@ -193,12 +193,18 @@ class RoundService:
 
         Returns:
             What has been met. After JOIN that may be STEP: the program makes it with the others, and joins again.
+            :attr:`joined` has the ranks that had joined.
         """
         self._until(lambda: self._runner.met is not None, Want(kind), kind)
         with self._lock:
             met, self._runner.met = self._runner.met, None
         assert met is not None
         return met
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """The ranks that had joined when the ranks met last. The same on all ranks, until they meet again."""
+        return self._runner.joined
 
     def stats(self) -> RoundStats:
         """What rounds have cost this rank so far."""

@@ -144,6 +144,18 @@ class TrainingLoop:
             return False
         self.applied = self._update(optimizer)
         self.zero_grad()
+        self._end_update()
+        return True
+
+    def count_joined_step(self) -> None:
+        """This rank has no batches, and its optimizer has made a step with the other ranks. Micro-steps count from
+        here."""
+        if isinstance(self.optimizer, HostOptimizer):
+            self.applied, self.grad_norm = self.optimizer.applied, self.optimizer.grad_norm
+        self._counted_from = self.micro_steps
+        self._end_update()
+
+    def _end_update(self) -> None:
         self._scaled = False
         self.updates += 1
         if self.applied:
@@ -158,7 +170,6 @@ class TrainingLoop:
             )
         if self._scale is not None:
             self._update_scale(self._scale)
-        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the optimizer's and the model's parameters."""
