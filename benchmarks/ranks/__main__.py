@@ -1,8 +1,9 @@
-"""What ranks cost each other: `python -m benchmarks.ranks collectives`, or `rounds`.
+"""What ranks cost each other: `python -m benchmarks.ranks collectives`, `rounds` or `training`.
 
 `collectives`: to gather a unit's shards and to reduce its contributions in order, by either transport, next to gloo's
-own collectives. `rounds`: to agree on what comes next, by itself and in steps with and without it. All contenders take
-turns in every round; reported are medians of seconds and of a round's ratios.
+own collectives. `rounds`: to agree on what comes next, by itself and in steps with and without it. `training`: whole
+steps, next to DDP, FSDP2 and DeepSpeed. All contenders take turns in every round; reported are medians of seconds and
+of a round's ratios.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from benchmarks.ranks.training import Work, cases, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,9 +64,32 @@ def table(report: dict[str, object]) -> str:
     return "\n".join(lines)
 
 
+def report_training(said: argparse.Namespace) -> None:
+    if not said.path:
+        raise SystemExit("training needs --path: a directory on a real disk")
+    report = measure(
+        Work(said.size, said.accumulate, said.steps),
+        ranks=said.ranks,
+        rounds=said.rounds,
+        rows=said.rows or (),
+        path=said.path,
+        host_budget=said.host_budget,
+        deepspeed_python=said.deepspeed_python,
+    )
+    names: dict[str, dict[str, Any]] = report["ratios"]
+    for name, ratio in names.items():
+        memory, cpu = report["memory_ratios"][name]["median"], report["cpu_ratios"][name]["median"]
+        print(
+            f"{name:40} time {ratio['median']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f})  CPU {cpu:.2f}"
+            f"  memory {memory:.2f}"
+        )
+    if said.json:
+        Path(said.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["collectives", "rounds"])
+    parser.add_argument("what", choices=["collectives", "rounds", "training"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mb", type=float, default=25.0, help="size of the unit in bf16, 10^6 bytes")
     parser.add_argument("--rounds", type=int, default=25)
@@ -71,8 +98,18 @@ def main() -> None:
         "--compute-ms", type=float, default=20.0, help="rounds: of a unit's forward; backward has twice"
     )
     parser.add_argument("--transport", choices=["group", "memory"], default="group", help="rounds: of the payload")
+    parser.add_argument("--path", help="training: a directory on a real disk")
+    parser.add_argument("--size", default="319m", help="training: of the model")
+    parser.add_argument("--accumulate", type=int, default=1, help="training: micro-batches per step")
+    parser.add_argument("--steps", type=int, default=3, help="training: timed ones of a run")
+    parser.add_argument("--rows", nargs="+", choices=list(cases("")), help="training: contenders; all when not said")
+    parser.add_argument("--host-budget", default="1GiB", help="training: of the rows on NVMe")
+    parser.add_argument("--deepspeed-python", help="training: the Python of an environment with DeepSpeed")
     parser.add_argument("--json", help="also write the report to this file")
     said = parser.parse_args()
+    if said.what == "training":
+        report_training(said)
+        return
     arguments = ["--mb", str(said.mb), "--rounds", str(said.rounds)]
     if said.what == "rounds":
         arguments += ["--units", str(said.units), "--compute-ms", str(said.compute_ms), "--transport", said.transport]

@@ -82,6 +82,7 @@ class RoundRunner:
         met: what all ranks have met at, until somebody takes note of it.
         joined: the ranks that were there because they have joined.
         bytes_wanted: whether any rank asked for a payload in the last round.
+        elsewhere: in how many rounds so far another rank's thread has answered for its program.
         heard: when a payload was launched or over, or something met, on the clock of ``time.monotonic``.
         held: above zero no round is taken and nothing is launched: what a launch calls, or an update, is in the middle
             of something.
@@ -94,6 +95,7 @@ class RoundRunner:
         self.met: WantKind | None = None
         self.joined: tuple[int, ...] = ()
         self.bytes_wanted = False
+        self.elsewhere = 0
         self._link, self._launch = link, launch
         self._flights: list[tuple[int, Payload, PayloadFlight]] = []
         self._landing = False
@@ -187,6 +189,7 @@ class RoundRunner:
         outcome = self.rounds.take(wants)
         self.times.round_over(self.rounds.rank, [waited_us for _, _, _, waited_us in messages])
         self.bytes_wanted = any(want.kind in PAYLOADS for want in wants)
+        self.elsewhere += any(want == NOTHING for rank, want in enumerate(wants) if rank != self.rounds.rank)
         if outcome.failed:
             raise PeersFailedError(outcome.failed)
         if outcome.closed:

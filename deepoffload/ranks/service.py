@@ -20,7 +20,6 @@ gloo's own threads end and the other ranks notice.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import threading
@@ -35,7 +34,7 @@ import torch.distributed as dist
 
 from deepoffload.errors import RankError
 from deepoffload.ranks.collectives import LinkError
-from deepoffload.ranks.leaving import at_exit_of, text_of
+from deepoffload.ranks.leaving import at_exit_of, call_at_exit, text_of
 from deepoffload.ranks.links import NudgeLink, RoundLink, own_client
 from deepoffload.ranks.roll_call import RollCall, Whereabouts
 from deepoffload.ranks.round_runner import (
@@ -113,8 +112,7 @@ class RoundService:
         self._runner = RoundRunner(self._link, rank, world_size, launch)
         self._roll_call = RollCall(own_client(store), rank, world_size, lambda other: self._sleeper.alarm(other))
         self._sleeper = Sleeper(nudge_link, rank, world_size, self._serve, self._answer_alarm)
-        self._at_exit = at_exit_of(weakref.ref(self))
-        atexit.register(self._at_exit)
+        self._cancel_at_exit = call_at_exit(at_exit_of(weakref.ref(self)))
 
     # -- what the program says --------------------------------------------------------------------------------------
     def post(self, want: Want) -> None:
@@ -229,7 +227,7 @@ class RoundService:
             if self._failure is None:
                 self.meet(WantKind.CLOSE)
         finally:
-            atexit.unregister(self._at_exit)
+            self._cancel_at_exit()
             self._sleeper.end()
             with self._lock:
                 self._link.cut()
@@ -253,7 +251,7 @@ class RoundService:
             serve: take rounds meanwhile, and launch what they say.
             land: take what has come of reductions, too; who serves does.
         """
-        started = time.monotonic()
+        started, elsewhere = time.monotonic(), self._runner.elsewhere
         patience = Patience(self._runner.times.nudge_after_s, started)
         with self._counted_in(), self.judged(want):
             while True:
@@ -271,7 +269,8 @@ class RoundService:
                         self._runner.rounds.rest(rest)
                     waitable = self._runner.waitable(flight)
                 self._wait(waitable, patience, want)
-            self._runner.times.ended(time.monotonic() - started)
+            if self._runner.elsewhere == elsewhere:  # a wait that only a nudge has ended says nothing about others
+                self._runner.times.ended(time.monotonic() - started)
 
     def _wait(self, waitable: Waitable, patience: Patience, want: Want) -> None:
         """One wait in C++. Nudges the others when it is time to; gives up when nothing has happened for too long."""

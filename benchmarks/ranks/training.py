@@ -1,0 +1,200 @@
+"""Training on several ranks next to DDP, FSDP2 and DeepSpeed: `python -m benchmarks.ranks training --path DIR`.
+
+Every contender runs in processes of its own, one thread each; in each round all take turns. A step is timed between two
+barriers. Reported are medians over the rounds of the ratio between ours and a peer of the same round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.end_to_end.meter import MemoryWatch
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 900.0
+
+TUNED_NVME: dict[str, Any] = {"block_size": 1 << 20, "queue_depth": 16, "single_submit": False, "overlap_events": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A contender. ``alone``: one process with as many threads and as much data as all ranks together."""
+
+    side: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    alone: bool = False
+
+
+def cases(host_budget: str) -> dict[str, Case]:
+    """All contenders by name."""
+    memory = {"host_budget": "16GiB", "disk": False}
+    offloaded = {"offload_optimizer": {"device": "cpu"}}
+    on_nvme = {
+        "offload_optimizer": {"device": "nvme", "pipeline_read": True, "pipeline_write": True},
+        "offload_param": {"device": "nvme"},
+    }
+    stage_3 = {"stage": 3, "overlap_comm": True, "stage3_param_persistence_threshold": 0}
+    return {
+        "ours memory": Case("ours", {**memory, "ranks": {"transport": "memory"}}),
+        "ours gloo": Case("ours", {**memory, "ranks": {"transport": "group"}}),
+        "ours nvme": Case("ours", {"host_budget": host_budget, "disk": True}),
+        "ours alone": Case("ours", memory, alone=True),
+        "ddp": Case("ddp"),
+        "fsdp": Case("fsdp"),
+        "fsdp offload": Case("fsdp", {"offload": True}),
+        "deepspeed 2": Case("deepspeed", {"zero": {"stage": 2, "overlap_comm": True}}),
+        "deepspeed 2 offload": Case("deepspeed", {"zero": {"stage": 2, **offloaded}}),
+        "deepspeed 3": Case("deepspeed", {"zero": stage_3}),
+        "deepspeed 3 offload": Case("deepspeed", {"zero": {**stage_3, **offloaded}}),
+        "deepspeed 3 nvme": Case("deepspeed", {"zero": {**stage_3, **on_nvme}, "aio": TUNED_NVME}),
+    }
+
+
+RATIOS = (
+    ("ours gloo", "fsdp offload"),
+    ("ours gloo", "deepspeed 3 offload"),
+    ("ours memory", "fsdp offload"),
+    ("ours memory", "fsdp"),
+    ("ours memory", "ddp"),
+    ("ours memory", "deepspeed 2"),
+    ("ours memory", "deepspeed 2 offload"),
+    ("ours memory", "deepspeed 3"),
+    ("ours memory", "deepspeed 3 offload"),
+    ("ours memory", "ours alone"),
+    ("ours nvme", "deepspeed 3 nvme"),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every contender trains; see ``python -m benchmarks.ranks --help``."""
+
+    size: str
+    accumulate: int
+    steps: int
+    warmup: int = 2
+    batch: int = 1
+    seq: int = 128
+    lr: float = 1e-4
+    clip: float = 1.0
+
+
+def run(case: Case, work: Work, ranks: int, path: str, deepspeed_python: str | None) -> dict[str, Any]:
+    """One run of a contender: medians of its steps, and the peak of its processes' memory together."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    count = 1 if case.alone else ranks
+    spec = {
+        "side": case.side,
+        "settings": case.settings,
+        "work": work.__dict__,
+        "path": path,
+        "threads": ranks if case.alone else 1,
+        "batch_factor": ranks if case.alone else 1,
+    }
+    python = deepspeed_python if case.side == "deepspeed" and deepspeed_python else sys.executable
+    command = [python, "-m", "benchmarks.ranks.trainer", json.dumps(spec)]
+    with ExitStack() as stack:
+        processes = []
+        for rank in range(count):
+            environment = os.environ | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": str(spec["threads"]),
+            }
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+            stack.callback(process.kill)
+            processes.append(process)
+        watches = [stack.enter_context(MemoryWatch(process.pid)) for process in processes]
+        printed = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+        peak_bytes = sum(watch.take_peak() for watch in watches)
+    failed = [rank for rank, process in enumerate(processes) if process.returncode]
+    if failed:
+        raise SystemExit(f"ranks {failed} of {case} have failed")
+    steps = [[json.loads(line) for line in text.splitlines()][work.warmup :] for text in printed]
+    first = steps[0]
+    own_cpu_s = [sum(rank[number]["cpu_s"] for rank in steps) for number in range(len(first))]
+    foreign = [
+        max(0.0, step["busy_cpu_s"] - own) / step["seconds"] / (os.cpu_count() or 1)
+        for step, own in zip(first, own_cpu_s, strict=True)
+    ]
+    return {
+        "seconds": statistics.median(step["seconds"] for step in first),
+        "cpu_s": statistics.median(own_cpu_s),
+        "foreign_cpu_share": statistics.median(foreign),
+        "disk_bytes": statistics.median(
+            sum(rank[number]["read_bytes"] + rank[number]["written_bytes"] for rank in steps)
+            for number in range(len(first))
+        ),
+        "peak_bytes": peak_bytes,
+        "losses": [step["loss"] for step in first],
+        "stats": first[-1]["stats"],
+    }
+
+
+def ratios(rounds: Sequence[dict[str, dict[str, Any]]], what: str) -> dict[str, dict[str, float]]:
+    """By pair, the median, least and largest of the rounds' ratios."""
+    found = {}
+    for ours, peer in RATIOS:
+        values = [one[ours][what] / one[peer][what] for one in rounds if ours in one and peer in one]
+        if values:
+            found[f"{ours} / {peer}"] = {
+                "median": statistics.median(values),
+                "lowest": min(values),
+                "highest": max(values),
+            }
+    return found
+
+
+def measure(
+    work: Work,
+    *,
+    ranks: int,
+    rounds: int,
+    rows: Sequence[str],
+    path: str,
+    host_budget: str,
+    deepspeed_python: str | None,
+) -> dict[str, Any]:
+    """All rows in turns, ``rounds`` times."""
+    known = cases(host_budget)
+    chosen = [name for name in (rows or known) if known[name].side != "deepspeed" or deepspeed_python]
+    found: list[dict[str, dict[str, Any]]] = []
+    for number in range(rounds):
+        one: dict[str, dict[str, Any]] = {}
+        for name in [*chosen[number % len(chosen) :], *chosen[: number % len(chosen)]]:
+            one[name] = run(known[name], work, ranks, path, deepspeed_python)
+            print(
+                f"round {number + 1}/{rounds} {name:22} {one[name]['seconds']:7.2f} s  {one[name]['cpu_s']:7.2f} CPU s"
+                f"  {one[name]['peak_bytes'] / 1e9:6.2f} GB  {one[name]['disk_bytes'] / 1e9:6.2f} GB of disk",
+                file=sys.stderr,
+                flush=True,
+            )
+        found.append(one)
+    return {
+        "question": "How long is a step on several ranks, next to DDP, FSDP2 and DeepSpeed?",
+        "work": work.__dict__ | {"ranks": ranks, "threads_per_rank": 1, "host_budget_nvme": host_budget},
+        "machine": {"cores": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__},
+        "ratios": ratios(found, "seconds"),
+        "cpu_ratios": ratios(found, "cpu_s"),
+        "memory_ratios": ratios(found, "peak_bytes"),
+        "rounds": found,
+    }

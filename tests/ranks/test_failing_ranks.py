@@ -1,0 +1,89 @@
+"""A rank that fails, dies or differs is an error on all ranks, which names it. None hangs, nothing is left on disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepoffload import CPUAdamW, offload_context
+from tests.ranks.training_programs import MODELS, loss_of
+from tests.support.rank_processes import Ended, run_ranks
+
+IN_MEMORY: dict[str, Any] = {"host_budget": "64MiB", "ranks": {"timeout_s": 20}}
+SOON_S = 30.0
+"""From the start of the processes; they fail within the first seconds."""
+
+
+class FailsInForward(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("the third layer is out of order")
+
+
+def train(failing_rank: int, how: str, config: dict[str, Any], seed_of_rank: bool = False) -> int:
+    """Returns the number of steps made."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(5 + (rank if seed_of_rank else 0))
+    with offload_context(config):
+        model: Any = MODELS["gpt"]()
+    optimizer = CPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+    for step in range(4):
+        fails = rank == failing_rank and step == 2
+        if fails and how == "before the forward":
+            raise KeyError("the data loader has no such sample")
+        if fails and how == "in the forward":
+            model.blocks[2].mlp[1] = FailsInForward()
+        loss = loss_of(model, "gpt", step)
+        if fails and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fails and how == "in the backward":
+            loss.register_hook(lambda _: 1 / 0)
+        loss.backward()
+        if fails and how == "closes":
+            return step
+        optimizer.step()
+        optimizer.zero_grad()
+    return 4
+
+
+def others(ended: list[Ended], failing_rank: int) -> list[Ended]:
+    return [one for rank, one in enumerate(ended) if rank != failing_rank]
+
+
+@pytest.mark.parametrize("how", ["before the forward", "in the forward", "in the backward", "killed"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_hear_of_a_failure(how: str, world_size: int, tmp_path: Path) -> None:
+    config = {**IN_MEMORY, "host_budget": "4MiB", "nvme_path": str(tmp_path), "nvme_budget": "64MiB"}
+    ended = run_ranks(train, world_size, 1, how, config, limit_s=60.0)
+    for one in others(ended, 1):
+        assert one.error == "RankError", one.text
+        assert "rank 1" in one.text
+        assert one.seconds < SOON_S
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_with_different_weights_are_told_which() -> None:
+    for one in run_ranks(train, 2, -1, "", IN_MEMORY, True):
+        assert one.error in ("RankError", "UsageError"), one.text
+        assert "position" in one.text
+        assert "torch.manual_seed" in one.text
+
+
+def train_with_seeds_of_ranks(*arguments: Any) -> int:
+    return train(*arguments, seed_of_rank=True)
+
+
+def test_budgets_that_differ() -> None:
+    for one in run_ranks(with_config_of_rank, 2):
+        assert one.error is not None, one.text
+        assert "rank 1" in one.text
+        assert "host_budget" in one.text
+
+
+def with_config_of_rank() -> int:
+    return train(-1, "", {**IN_MEMORY, "host_budget": "64MiB" if os.environ["RANK"] == "0" else "48MiB"})

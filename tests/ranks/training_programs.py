@@ -1,0 +1,220 @@
+"""What the ranks of a test train, and the one process that has to get the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import deepoffload
+from deepoffload import CPUAdamW, offload_context
+from tests.models.zoo import language, small_gpt2, small_llama, t5, translation
+from tests.support.models import VOCABULARY, TinyGPT, mixtral
+from tests.support.rank_processes import values_of
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": lambda: TinyGPT(dropout=0.0),
+    "gpt-wide": lambda: TinyGPT(width=96, depth=2, dropout=0.0),
+    "gpt-checkpointed": lambda: TinyGPT(dropout=0.0, checkpointing=False),
+    "gpt-reentrant": lambda: TinyGPT(dropout=0.0, checkpointing=True),
+    "llama": small_llama,
+    "gpt2": small_gpt2,
+    "mixtral": mixtral,
+    "t5": t5,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    Attributes:
+        micro_batches: of each rank in each step.
+        data_ranks: for how many ranks there is data: one process trains on all of it, in the order (micro-batch, rank).
+        uneven: in which way the programs of the ranks differ: a function of ``UNEVEN``, called before each forward with
+            the model, the step and the rank whose data comes. Returns the model to call.
+        between_steps: of ``BETWEEN_STEPS``: called after each step.
+    """
+
+    model: str = "gpt"
+    data_ranks: int = 2
+    micro_batches: int = 1
+    steps: int = 4
+    clip: float | None = 1.0
+    torch_clips: bool = False
+    scale: float = 1.0
+    uneven: str | None = None
+    between_steps: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Trained:
+    """What a run has shown; tensors as lists of bytes, so that processes can compare them."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    losses_between: list[float] = field(default_factory=list)
+    first_gradients: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+def digest(tensor: Tensor) -> str:
+    plain = tensor.detach().contiguous().clone()
+    return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()[:16] if plain.numel() else ""
+
+
+def loss_of(model: nn.Module, name: str, seed: int) -> Tensor:
+    """The loss of one micro-batch of one rank, whose dropout is that of its seed."""
+    torch.manual_seed(seed)
+    if name.startswith("gpt") and name != "gpt2":
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, VOCABULARY, (2, 12), generator=generator)
+        logits = model(tokens)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+    inputs = translation(seed) if name == "t5" else language(seed)
+    return model(**inputs).loss
+
+
+class Without(nn.Module):
+    """A GPT without one of its blocks."""
+
+    def __init__(self, model: nn.Module, left_out: int) -> None:
+        super().__init__()
+        self.model, self.left_out = [model], left_out  # in a list: it is no child
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        model: Any = self.model[0]
+        x = model.embedding(tokens) + model.position[: tokens.shape[1]]
+        for number, block in enumerate(model.blocks):
+            if number != self.left_out:
+                x = block(x)
+        return model.head(model.norm(x))
+
+
+def leave_a_layer_out(model: nn.Module, step: int, reader: int) -> nn.Module:
+    """Rank 1 leaves a block out in every second step, all ranks leave one out in the third."""
+    if step == 2:
+        return Without(model, 1)
+    return Without(model, 2) if reader == 1 and step % 2 else model
+
+
+UNEVEN: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {"layer drop": leave_a_layer_out}
+
+
+def evaluate_on_rank_0(model: nn.Module, job: Job, step: int) -> list[float]:
+    """The other ranks wait in a barrier of the program's."""
+    import torch.distributed as dist
+
+    found: list[float] = []
+    if os.environ["RANK"] == "0":
+        with torch.no_grad():
+            found = [float(loss_of(model, job.model, 999 + step + number)) for number in range(2)]
+    if dist.is_initialized():
+        dist.barrier()
+    return found
+
+
+def look_at_weights(model: nn.Module, job: Job, step: int) -> list[float]:
+    """Each rank looks at other weights, in another order."""
+    names = sorted(name for name, _ in model.named_parameters())
+    params = dict(model.named_parameters())
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return [float(params[name].detach().float().norm()) for name in (names[rank::world_size] if step % 2 else names)]
+
+
+def edit_weights(model: nn.Module, job: Job, step: int) -> list[float]:
+    """All ranks change weights, by a door and behind it."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.75)
+            param.detach().view(-1)[:3] += 0.5
+    return []
+
+
+BETWEEN_STEPS: dict[str, Callable[[nn.Module, Job, int], list[float]]] = {
+    "evaluation": evaluate_on_rank_0,
+    "looks": look_at_weights,
+    "edits": edit_weights,
+}
+
+
+def build(job: Job, path: str | None) -> tuple[nn.Module, Any]:
+    torch.manual_seed(11)
+    config = dict(job.config)
+    if path is not None and config.get("nvme_budget"):
+        config["nvme_path"] = path
+    context = offload_context(config)
+    with context:
+        model = MODELS[job.model]()
+    return model.train(), context.engine
+
+
+def scale_gradients(model: nn.Module, factor: float) -> None:
+    """One process makes the mean of what the ranks would have. Not by its losses: small fp16 gradients would differ."""
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(factor)
+
+
+def train(job: Job, path: str | None = None) -> Trained:
+    """Run by each rank, and by one process as the reference."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    ranks = [rank] if world_size > 1 else range(job.data_ranks)
+    model, engine = build(job, path)
+    optimizer = CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=None if job.torch_clips else job.clip)
+    found = Trained()
+    for step in range(job.steps):
+        for micro in range(job.micro_batches):
+            for reader in ranks:
+                called = model if job.uneven is None else UNEVEN[job.uneven](model, step, reader)
+                loss = loss_of(called, job.model, 10_000 * step + 100 * micro + reader)
+                (loss * job.scale / job.micro_batches).backward()
+                found.losses.append(float(loss.detach()))
+        if world_size == 1:
+            scale_gradients(model, 1 / job.data_ranks)
+        if step == 0:
+            found.first_gradients = {
+                name: digest(param.grad) for name, param in model.named_parameters() if param.grad is not None
+            }
+        if job.torch_clips and job.clip is not None:
+            found.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if not job.torch_clips:
+            found.norms.append(optimizer.grad_norm)
+        if job.between_steps is not None:
+            found.losses_between += BETWEEN_STEPS[job.between_steps](model, job, step)
+    found.weights = {name: digest(value) for name, value in model.state_dict().items()}
+    found.stats = dict(deepoffload.stats(model))
+    engine.close()
+    return found
+
+
+def reference(job: Job) -> Trained:
+    """One process with everything in memory and gradients in fp32."""
+    config = {key: value for key, value in job.config.items() if key in ("precision", "keep_fp32")}
+    alone = Job(**{**job.__dict__, "config": {**config, "gradient_dtype": "fp32", "host_budget": "256MiB"}})
+    (found,) = values_of(train, 1, alone)
+    return found
+
+
+def check_same(job: Job, path: str | None = None, world_size: int | None = None) -> list[Trained]:
+    """Train on several ranks, and compare every bit with one process. Returns what the ranks have shown."""
+    world_size = job.data_ranks if world_size is None else world_size
+    expected = reference(job)
+    ranks = values_of(train, world_size, job, path)
+    for rank, got in enumerate(ranks):
+        assert got.losses == expected.losses[rank::world_size], f"losses of rank {rank}"
+        assert got.norms == expected.norms, f"norms of rank {rank}"
+        assert got.first_gradients == expected.first_gradients, f"gradients of rank {rank}"
+        assert got.weights == expected.weights, f"weights of rank {rank}"
+    if job.between_steps != "looks":  # there each rank looks at other weights
+        assert ranks[0].losses_between == expected.losses_between
+    return ranks
