@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import deepoffload
-from deepoffload.checkpoint import saving
+from deepoffload.checkpoint import copying, saving
 from deepoffload.checkpoint.manifest import read_manifest
 from deepoffload.errors import ClosedError, IoFailure, IoTimeout
 from deepoffload.io.engine import IoEngine
@@ -92,6 +92,7 @@ def test_an_error_is_told_and_training_continues(
     before = contents(tmp_path / "one")
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.ERROR, "deepoffload"):
         patch.setattr(saving, "IoEngine", partial(IoEngine, fault_script=f"op=write nth=1 errno={code}"))
+        patch.setattr(copying, "IDLE_S", 0.02)  # else each of 14 updates is waited for
         handle = state.save(tmp_path, "one", wait=False)
         losses = [train(model, optimizer, number) for number in (2, 3)]
         assert not isinstance(handle, str)
