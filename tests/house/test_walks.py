@@ -36,7 +36,7 @@ def missing(line: str) -> list[str]:
 
 
 def test_stops_exist() -> None:
-    assert len(walks()) == 4
+    assert len(walks()) == 5
     assert all(len(walk) <= STOPS_MAX and all(STOP.match(line) for line in walk) for walk in walks())
     assert not [name for walk in walks() for line in walk for name in missing(line)]
 
