@@ -35,6 +35,7 @@ class StepOrder:
         groups: the settings of its groups, without parameters.
         num_params: how many parameters each group has.
         grad_scale: what the gradients are too large by; None where nobody has said.
+        edited: names of the parameters that the program has written since their last update.
         fault: why ranks that have joined cannot make it; empty where they can.
     """
 
@@ -44,14 +45,21 @@ class StepOrder:
     skip_non_finite: bool
     max_grad_norm: float | None
     grad_scale: float | None
+    edited: frozenset[str]
     fault: str
 
     def give_settings(self, optimizer: SteppingOptimizer) -> None:
         """This rank's optimizer takes over the settings.
 
         Raises:
-            UsageError: it has other groups.
+            UsageError: it has other groups, or the program has written its weights on the other ranks alone.
         """
+        differing = self.edited ^ _edited(optimizer)
+        if differing:
+            raise UsageError(
+                f"the program has written {min(differing)} on some ranks, while others have joined: these do not run "
+                "the program, so what they own of it has not changed. Write weights outside of deepoffload.join"
+            )
         num_params = [len(group["params"]) for group in optimizer.param_groups]
         if num_params != list(self.num_params):
             raise UsageError(
@@ -76,8 +84,17 @@ def order_of(optimizer: SteppingOptimizer, gradients: RankGradients) -> StepOrde
         optimizer.skip_non_finite,
         optimizer.max_grad_norm,
         None if scale is None else float(scale),
+        _edited(optimizer),
         _fault(optimizer, number, gradients),
     )
+
+
+def _edited(optimizer: SteppingOptimizer) -> frozenset[str]:
+    handles = [handle for handle in (handle_of(param) for param, _ in optimizer._each()) if handle is not None]
+    for unit in {handle.unit for handle in handles if handle.unit is not None}:
+        if unit.owner.changed():
+            handles[0].pager.memory.will_change(unit.weights)
+    return frozenset(handle.name for handle in handles if handle.master_stale)
 
 
 def _fault(optimizer: SteppingOptimizer, number: int | None, gradients: RankGradients) -> str:

@@ -31,7 +31,7 @@ def join(model: nn.Module, *, after_step: Callable[[], object] | None = None) ->
     Raises:
         UnsupportedError: no optimizer of deepoffload's has the model's parameters.
         UsageError: the model is not paged; or, on all ranks, a step cannot be made on ranks without batches: the
-            program keeps its gradients from step to step, or changes them.
+            program keeps its gradients from step to step, or changes them or the weights.
         RankError: another rank has failed, inside the block or later.
     """
     engine = engine_of(model)

@@ -31,6 +31,7 @@ class Uneven:
         every: batches between steps.
         clear_first: gradients are cleared before a step's first backward, and looked at after the step.
         schedule: the learning rate falls with each step.
+        edited: the program writes the weights before each epoch.
         turns: two optimizers, each with a half of the parameters, step by turns.
     """
 
@@ -39,6 +40,7 @@ class Uneven:
     clear_first: bool = False
     schedule: bool = False
     turns: bool = False
+    edited: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -91,6 +93,12 @@ class Trainer:
             for schedule in self.schedules:
                 schedule.step()
 
+    def edit(self) -> None:
+        if self.run.edited:
+            with torch.no_grad():
+                for param in self.model.parameters():
+                    param.mul_(0.75)
+
     def look(self) -> Found:
         for name, param in self.model.named_parameters():
             self.found.weights[name] = bits(param)
@@ -111,6 +119,7 @@ def train(run: Uneven, path: str) -> tuple[Found, dict[str, float]]:
     rank = int(os.environ["RANK"])
     trainer = Trainer(run, paged(run.config, path))
     for epoch, counts in enumerate(run.epochs):
+        trainer.edit()
         with deepoffload.join(trainer.model, after_step=trainer.after_step):
             for number in range(counts[rank]):
                 if run.clear_first and number % run.every == 0:
@@ -154,6 +163,7 @@ def expected(run: Uneven) -> tuple[Found, list[list[float]]]:
     ranks = len(run.epochs[0])
     losses: list[list[float]] = [[] for _ in range(ranks)]
     for epoch, counts in enumerate(run.epochs):
+        trainer.edit()
         for number in range(max(counts)):
             if run.clear_first and number % run.every == 0:
                 trainer.model.zero_grad()
@@ -199,6 +209,9 @@ def disturb(what: str, trainer: Trainer, pids: list[int]) -> None:
         raise ValueError("the data loader has found a broken file")
     if what == "clips":
         nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.5)
+    if what == "edits":
+        with torch.no_grad():
+            list(trainer.model.parameters())[1].clamp_(-0.01, 0.01)
     if what == "interrupts":
         time.sleep(0.3)
         os.kill(pids[0], signal.SIGINT)

@@ -18,6 +18,7 @@ TWO_RANKS = {
     "accumulating": Uneven(((3, 5), (2, 1)), every=2, config=MEMORY),
     "cleared late": Uneven(((1, 3), (2, 1)), clear_first=True, config=MEMORY),
     "schedule": Uneven(((1, 3), (2, 1)), schedule=True, config=MEMORY),
+    "edited before": Uneven(((0, 2),), edited=True, config=MEMORY),
     "two optimizers": Uneven(((1, 4), (3, 2)), turns=True, config=MEMORY),
     "disk": Uneven(
         ((2, 4), (2, 1)), config={"host_budget": "3MiB", "nvme_budget": "64MiB", "debug": {"evict_always": True}}
@@ -59,6 +60,7 @@ def test_one_rank_trains_as_without_it(tmp_path: Path) -> None:
         ("raises", "the data loader has found a broken file"),
         ("keeps its gradients", "was kept.*call optimizer.zero_grad"),
         ("clips", "max_grad_norm, not with torch's clip_grad_norm_"),
+        ("edits", "has written .* on some ranks, while others have joined"),
         ("copies its optimizer", "optimizer number 1 of this model, which this rank lacks"),
     ],
 )
