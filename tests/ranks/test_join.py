@@ -18,7 +18,7 @@ TWO_RANKS = {
     "accumulating": Uneven(((3, 5), (2, 1)), every=2, config=MEMORY),
     "cleared late": Uneven(((1, 3), (2, 1)), clear_first=True, config=MEMORY),
     "schedule": Uneven(((1, 3), (2, 1)), schedule=True, config=MEMORY),
-    "edited before": Uneven(((0, 2),), edited=True, config=MEMORY),
+    "edited": Uneven(((0, 2), (2, 1)), edited=True, config=MEMORY),
     "two optimizers": Uneven(((1, 4), (3, 2)), turns=True, config=MEMORY),
     "disk": Uneven(
         ((2, 4), (2, 1)), config={"host_budget": "3MiB", "nvme_budget": "64MiB", "debug": {"evict_always": True}}
