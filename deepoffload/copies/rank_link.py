@@ -245,6 +245,11 @@ class RankLink:
         if waited_s >= self.timeout_s:
             raise RankError(f"not every rank has sent its sum within {self.timeout_s:g} s")
 
+    def meet_edit(self, number: int) -> None:
+        """Return when all ranks are about to change what their programs see of a block, or when all have done so. They
+        are served meanwhile. Not inside :meth:`hold`."""
+        self.rounds.meet(WantKind.EDIT, number)
+
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def fail(self, message: str) -> None:

@@ -181,6 +181,7 @@ class GatheredParameters:
         self._opened += 1
         for handle in self._handles:
             handle.gathered += 1
+            handle.edited_alone += self._source is not None
 
     def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
         if not self._opened:
@@ -188,6 +189,7 @@ class GatheredParameters:
         self._opened -= 1
         for handle in self._handles:
             handle.gathered -= 1
+            handle.edited_alone -= self._source is not None
         if self._source is None:
             return
         try:

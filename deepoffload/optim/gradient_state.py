@@ -195,9 +195,13 @@ class GradientOwner(BlockView):
         self.lands: Callable[[], None] | None = None
 
     def before_gather(self) -> None:
-        """All ranks are about to gather the block."""
+        """All ranks are about to gather the block: what has been reduced lands, and what the program wrote to a copy
+        goes back to the shard."""
         if self.lands is not None:
             self.lands()
+        for slot in self.slots[:1]:
+            if slot.block is not None:
+                self.pager.memory.settle(slot.block)
 
     def add(self, slot: GradientSlot) -> None:
         """The block holds this gradient, too."""

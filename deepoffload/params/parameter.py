@@ -17,6 +17,7 @@ from deepoffload.errors import UnsupportedError
 from deepoffload.params import differentiation
 from deepoffload.params.callables import BY_ELEMENT, UNASKED, with_open_doors
 from deepoffload.params.copies import page_in_context, plain_copy
+from deepoffload.params.edits import meet_edit, mutates
 from deepoffload.params.metadata import LAYOUT, METADATA
 from deepoffload.params.moved_model import MOVES, of_moved_model
 from deepoffload.params.new_data import set_new_data
@@ -165,7 +166,7 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
             slot.pager.pin(slot, together)
             pinned.append(slot)
             slot.take_back_if_set(tensor)
-        _before_mutation(name, args, kwargs)
+        changed = _before_mutation(name, args, kwargs)
         pager = paged[0]._slot.pager if paged else None
         pushed: bool | None = False
         if pager is not None and torch.is_grad_enabled():
@@ -184,6 +185,8 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
                 pager.hooks.pop()
         for tensor in paged:
             _after_call(tensor, name)
+        for tensor in changed:
+            meet_edit(tensor._slot)
         return of_moved_model(paged[0], result) if name in MOVES else result
     finally:
         for slot in pinned:
@@ -204,24 +207,21 @@ def _collect(values: Any, found: list[Any]) -> None:
             _collect(value.values(), found)
 
 
-def _mutates(name: str) -> bool:
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__invert__", "__index__"))
-    return name.endswith("_")
-
-
-def _before_mutation(name: str, args: Any, kwargs: dict[str, Any]) -> None:
+def _before_mutation(name: str, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Returns the tensors that the call will change."""
     targets: list[Any] = []
-    if args and _mutates(name):
+    if args and mutates(name):
         _collect(args[:1], targets)
     if "out" in kwargs:
         _collect((kwargs["out"],), targets)
     for tensor in targets:
+        meet_edit(tensor._slot)
         tensor._slot.pager.will_change(tensor._slot)
         if type(tensor) is OffloadedParameter:
             tensor._slot.master_stale = True
         else:
             tensor._slot.taken()
+    return targets
 
 
 def _after_call(tensor: Any, name: str) -> None:

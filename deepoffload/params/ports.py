@@ -90,6 +90,9 @@ class RankPort(Protocol):
     def hold(self) -> AbstractContextManager[None]:
         """While this lasts no other rank is served."""
 
+    def meet_edit(self, number: int) -> None:
+        """Wait until all ranks are about to change what their programs see of a block, or have done so."""
+
 
 class PagerPort(Protocol):
     """The pager as its slots see it (implemented by :class:`deepoffload.params.pager.Pager`)."""

@@ -55,6 +55,7 @@ class ParamHandle(TensorSlot):
         mapped_copy: a copy with an address, while a value of a state dict has been asked for one.
         windows: of which modules' calls it is part.
         gathered: how many open ``GatheredParameters`` name it.
+        edited_alone: how many of these let one rank edit it for all of them.
         version: torch's in-place counter when deepoffload last looked.
         updated_after: which forward made the last graph before its last update (``OpenGraphs.forwards``).
         state_owner: the token of the optimizer whose state the unit's pieces hold for this parameter.
@@ -71,6 +72,7 @@ class ParamHandle(TensorSlot):
         "updated_after",
         "windows",
         "gathered",
+        "edited_alone",
     )
 
     def __init__(
@@ -87,6 +89,7 @@ class ParamHandle(TensorSlot):
         self.escape_crc: int | None = None
         self.windows: set[int] = set()
         self.gathered = 0
+        self.edited_alone = 0
         self.mapped_copy: weakref.ref[Any] | None = None
 
     @property

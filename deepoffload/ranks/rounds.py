@@ -38,6 +38,9 @@ class WantKind(enum.IntEnum):
     """The rank had an error and cannot continue."""
     PASS = 8
     """The rank has no part in the next reduction of a unit: the others need not wait for one."""
+    EDIT = 9
+    """The program is about to change what it sees of a unit, or has changed it; over when all ranks have said so of the
+    same unit."""
 
 
 PAYLOADS = frozenset({WantKind.GATHER, WantKind.REDUCE})
@@ -48,8 +51,10 @@ OF_UNITS = PAYLOADS | PARTS
 """What is of a unit, and is queued."""
 STEPPING = frozenset({WantKind.STEP, WantKind.JOIN})
 """Where a rank has announced all of a step's parts."""
-RESTS = STEPPING | {WantKind.WAIT, WantKind.CLOSE}
+RESTS = STEPPING | {WantKind.WAIT, WantKind.CLOSE, WantKind.EDIT}
 """What a rank says again in every round until it is over: it waits, and serves the others meanwhile."""
+NAMED = OF_UNITS | {WantKind.EDIT}
+"""What says which unit it is about."""
 
 
 class Want(NamedTuple):
@@ -80,7 +85,7 @@ class RoundOutcome:
 
     Attributes:
         payloads: the collectives to launch, in this order. None where ``failed`` or ``closed`` name a rank.
-        met: STEP, JOIN or CLOSE where all ranks are there.
+        met: STEP, JOIN, CLOSE or EDIT where all ranks are there.
         joined: the ranks that are there because they have joined.
         failed: the ranks that have said so.
         closed: the ranks that are at their end while others train.
@@ -187,11 +192,11 @@ class Rounds:
         if self.asked is None and self._queue:
             self._say(self._queue.popleft())
 
-    def rest(self, kind: WantKind) -> None:
+    def rest(self, want: Want) -> None:
         """Enter the next round as one that waits, if this rank has nothing else to say."""
-        assert kind in RESTS, kind
+        assert want.kind in RESTS, want
         if self.asked is None and not self._queue:
-            self._say(Want(kind))
+            self._say(want)
 
     def answer(self) -> bool:
         """Enter the next round for a program that is elsewhere. Returns whether there was nothing else to say."""
@@ -229,10 +234,10 @@ class Rounds:
         kinds = {want.kind for want in wants}
         if WantKind.FAILED in kinds:
             return RoundOutcome(failed=_those_at(wants, WantKind.FAILED))
-        if WantKind.CLOSE in kinds and kinds & (STEPPING | PARTS | {WantKind.WAIT}):
+        if WantKind.CLOSE in kinds and kinds & (STEPPING | PARTS | {WantKind.WAIT, WantKind.EDIT}):
             return RoundOutcome(closed=_those_at(wants, WantKind.CLOSE))
         payloads = tuple(self._launched(wants))
-        met = self._meet(kinds)
+        met = self._meet(kinds, len(set(wants)))
         return RoundOutcome(payloads, met, () if met is None else _those_at(wants, WantKind.JOIN))
 
     def _launched(self, wants: Sequence[Want]) -> Iterator[Payload]:
@@ -256,7 +261,9 @@ class Rounds:
             # Nobody can announce a part before something is reduced: the parts that are there are added.
             yield from self._held.release_all(frozenset(range(self.world_size)))
 
-    def _meet(self, kinds: set[WantKind]) -> WantKind | None:
+    def _meet(self, kinds: set[WantKind], different: int) -> WantKind | None:
+        if kinds == {WantKind.EDIT}:
+            return WantKind.EDIT if different == 1 else None
         if kinds <= STEPPING:
             if WantKind.STEP not in kinds:
                 return WantKind.JOIN

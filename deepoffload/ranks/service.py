@@ -46,7 +46,7 @@ from deepoffload.ranks.round_runner import (
     RoundRunner,
     Waitable,
 )
-from deepoffload.ranks.rounds import NOTHING, OF_UNITS, PARTS, Want, WantKind
+from deepoffload.ranks.rounds import NAMED, NOTHING, PARTS, Want, WantKind
 from deepoffload.ranks.sleeper import Sleeper
 from deepoffload.ranks.wait_times import Patience, RoundStats
 
@@ -141,7 +141,7 @@ class RoundService:
     def wait_launched(self, want: Want, limit_s: float = math.inf) -> bool:
         """Return when what this rank has posted has been launched: a reduction is held until all have announced it. Or
         when about ``limit_s`` are over. Returns whether it has been launched."""
-        rest = WantKind.WAIT if want.kind in PARTS else None
+        rest = Want(WantKind.WAIT) if want.kind in PARTS else None
         until, rounds = time.monotonic() + limit_s, self._runner.rounds
         self._until(lambda: not rounds.is_pending(want) or time.monotonic() >= until, want, rest)
         with self._lock:
@@ -186,14 +186,15 @@ class RoundService:
         with self._lock:
             return self._runner.rounds.is_pending(want)
 
-    def meet(self, kind: WantKind) -> WantKind:
-        """Wait at STEP, JOIN or CLOSE until all ranks are there, and serve them until then.
+    def meet(self, kind: WantKind, unit: int = 0) -> WantKind:
+        """Wait at STEP, JOIN, CLOSE or EDIT (of ``unit``) until all ranks are there, and serve them until then.
 
         Returns:
             What has been met. After JOIN that may be STEP: the program makes it with the others, and joins again.
             :attr:`joined` has the ranks that had joined.
         """
-        self._until(lambda: self._runner.met is not None, Want(kind), kind)
+        want = Want(kind, unit)
+        self._until(lambda: self._runner.met is not None, want, want)
         with self._lock:
             met, self._runner.met = self._runner.met, None
         assert met is not None
@@ -237,7 +238,7 @@ class RoundService:
         self,
         over: Callable[[], bool],
         want: Want,
-        rest: WantKind | None = None,
+        rest: Want | None = None,
         flight: PayloadFlight | None = None,
         *,
         serve: bool = True,
@@ -434,7 +435,7 @@ class RoundService:
 
     def _words(self, want: Want) -> str:
         words = want.kind.name.lower()
-        return f"{words} of {self._unit_name(want.unit)}" if want.kind in OF_UNITS else words
+        return f"{words} of {self._unit_name(want.unit)}" if want.kind in NAMED else words
 
     def _here(self) -> Whereabouts:
         waits = self._inside > 0 or not self._sleeper.is_current()

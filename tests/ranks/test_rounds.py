@@ -116,7 +116,7 @@ def ready(rank: int, want: Want, world_size: int = 2) -> Rounds:
     elif want == NOTHING:
         rounds.answer()
     else:
-        rounds.rest(want.kind)
+        rounds.rest(want)
     return rounds
 
 
@@ -138,6 +138,10 @@ def ready(rank: int, want: Want, world_size: int = 2) -> Rounds:
         ([JOIN, STEP], RoundOutcome(met=WantKind.STEP, joined=(0,))),
         ([JOIN, JOIN], RoundOutcome(met=WantKind.JOIN, joined=(0, 1))),
         ([STEP, NOTHING], RoundOutcome()),
+        ([Want(WantKind.EDIT, 4)] * 2, RoundOutcome(met=WantKind.EDIT)),
+        ([Want(WantKind.EDIT, 4), Want(WantKind.EDIT, 2)], RoundOutcome()),
+        ([Want(WantKind.EDIT, 4), Want(GATHER, 4)], RoundOutcome((Payload(GATHER, 4, (1,)),))),
+        ([Want(WantKind.EDIT, 4), CLOSE], RoundOutcome(closed=(1,))),
         ([CLOSE, CLOSE], RoundOutcome(met=WantKind.CLOSE)),
         ([CLOSE, NOTHING], RoundOutcome()),
         ([CLOSE, Want(GATHER, 2)], RoundOutcome((Payload(GATHER, 2, (1,)),))),
@@ -163,7 +167,7 @@ def test_parts_wait_for_the_slow_rank():
     rounds = ready(0, Want(REDUCE, 5))
     assert rounds.take([Want(REDUCE, 5), NOTHING]) == RoundOutcome()
     assert rounds.is_pending(Want(REDUCE, 5))
-    rounds.rest(WantKind.WAIT)
+    rounds.rest(Want(WantKind.WAIT))
     assert rounds.take([WAIT, Want(REDUCE, 5)]) == RoundOutcome((Payload(REDUCE, 5, (0, 1)),))
     assert not rounds.is_pending(Want(REDUCE, 5))
 
@@ -183,9 +187,9 @@ def test_a_rank_without_a_part_is_not_waited_for_and_its_next_part_is_of_the_nex
 def test_parts_that_all_wait_for_each_other_are_added_as_they_are():
     rounds = ready(0, Want(REDUCE, 1), world_size=3)
     rounds.take([Want(REDUCE, 1), Want(REDUCE, 2), Want(REDUCE, 1)])
-    rounds.rest(WantKind.WAIT)
+    rounds.rest(Want(WantKind.WAIT))
     assert rounds.take([WAIT, NOTHING, WAIT]) == RoundOutcome()
-    rounds.rest(WantKind.WAIT)
+    rounds.rest(Want(WantKind.WAIT))
     assert rounds.take([WAIT, WAIT, STEP]) == RoundOutcome((Payload(REDUCE, 1, (0, 2)), Payload(REDUCE, 2, (1,))))
 
 

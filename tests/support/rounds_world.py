@@ -88,7 +88,7 @@ class SimulatedRank:
         if operation == "settle":
             if not self.rounds.is_pending(Want(WantKind.REDUCE, unit)):
                 return True
-            self.rounds.rest(WantKind.WAIT)
+            self.rounds.rest(Want(WantKind.WAIT))
             return False
         if operation in ("step", "join"):
             own = WantKind.STEP if operation == "step" else WantKind.JOIN
@@ -96,7 +96,7 @@ class SimulatedRank:
             if met is own:
                 return True
             assert met is None or operation == "join"  # who has joined steps with the others
-            self.rounds.rest(own)
+            self.rounds.rest(Want(own))
             return False
         return True
 
