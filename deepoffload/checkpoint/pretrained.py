@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from torch import nn
 
@@ -11,7 +12,7 @@ from deepoffload.checkpoint.block_writer import write_small_file
 from deepoffload.checkpoint.directory import prepare, publish, staging, sync_file
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.safetensors_file import failure, write_file
-from deepoffload.checkpoint.several_ranks import leaves_it_to_rank_0
+from deepoffload.checkpoint.several_ranks import Alive, on_rank_0
 from deepoffload.checkpoint.shards import INDEX_NAME, shard_bytes, split
 from deepoffload.checkpoint.tags import checked_directory
 from deepoffload.checkpoint.weights import HasModule, plan_weights, unwrapped
@@ -36,7 +37,8 @@ def save_pretrained(
     of safetensors can load the files. Weights have the dtype they compute in. Tied weights are stored once. The files
     appear when all of them are complete; a save that fails or is killed leaves an earlier one as it was.
 
-    With several ranks, rank 0 writes, and the call returns at once on others: call it on all ranks, or on rank 0 alone.
+    With several ranks, rank 0 writes. The others wait until the files are there, and raise what rank 0 raises: call it
+    on all ranks. Rank 0 waits for nobody, so it may also call it alone.
 
     Args:
         model: any module, paged in part, in whole or not at all; also what ``initialize`` returns.
@@ -47,6 +49,7 @@ def save_pretrained(
     Raises:
         UsageError: the directory or an argument cannot be used. UnsupportedError: what the format cannot hold,
         quantized models, adapters. IoFailure: the disk is full or failed. ClosedError: the model's engine is closed.
+        RankError: a rank has gone; on other ranks than 0, an ``IoFailure`` of rank 0.
     """
     if not safe_serialization:
         raise UnsupportedError(
@@ -54,17 +57,25 @@ def save_pretrained(
             "written in pieces, and torch and transformers read them"
         )
     module = unwrapped(model, "save_pretrained")
-    if leaves_it_to_rank_0(module):
-        return
+    size = shard_bytes(max_shard_size)
+    on_rank_0(module, f"save_pretrained to {directory}", partial(_write, module, directory, size))
+
+
+def _write(module: nn.Module, directory: str | os.PathLike[str], size_bytes: int, alive: Alive) -> None:
     target = checked_directory(directory)
     transformers_format.refuse_what_is_not_plain(module)
     plan = plan_weights(module, hub_names=transformers_format.is_pretrained_model(module))
-    layout = split(plan.entries, shard_bytes(max_shard_size), plan.num_parameters)
+    layout = split(plan.entries, size_bytes, plan.num_parameters)
     plan.check_headers(layout)
     made = prepare(target, layout.total_bytes + CONFIG_FILES_BYTES)
     count = f"{len(layout.files)} file{'' if len(layout.files) == 1 else 's'}"
     saved = f"saved {format_bytes(layout.total_bytes)} in {count} to {target}"
     progress = Progress(layout.total_bytes, f"saving to {target}", saved)
+
+    def advance(nbytes: int) -> None:
+        progress.advance(nbytes)
+        alive()
+
     with staging(target, made) as staged:
         try:
             if transformers_format.is_pretrained_model(module):
@@ -77,6 +88,6 @@ def save_pretrained(
             write_small_file(os.path.join(staged, INDEX_NAME), layout.index.encode())
         with outside_user_modes():
             for name, entries in layout.files.items():
-                write_file(os.path.join(staged, name), entries, plan.metadata, progress.advance)
+                write_file(os.path.join(staged, name), entries, plan.metadata, advance)
         publish(staged, target)
     progress.done()

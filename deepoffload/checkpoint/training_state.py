@@ -33,8 +33,8 @@ from deepoffload.checkpoint.state_files import plan_state
 from deepoffload.checkpoint.tags import checked_directory, checked_tag, folder_to_load, lacking_in
 from deepoffload.checkpoint.weights_loading import listed
 from deepoffload.errors import UnsupportedError, UsageError
-from deepoffload.optim.held_state import refuse_several_ranks
 from deepoffload.optim.optimizer_parts import OptimizerParts, pagers_of, take_apart
+from deepoffload.optim.rank_state import refuse_several_ranks
 from deepoffload.params.pager import Pager
 from deepoffload.runtime.engine import Engine
 

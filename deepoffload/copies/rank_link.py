@@ -1,7 +1,7 @@
 """The way between this rank and the others, as copies and contributions use it: what is served, and what is waited for.
 
 Every payload that the ranks agree on is launched here, by any thread that takes its round. A payload has a number:
-weights of the unit with index i have 2 i, its gradients 2 i + 1.
+weights of the unit with index i have 2 i, its gradients 2 i + 1. Parts of optimizer state have larger ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from deepoffload.memory.lock import SHIELD
 from deepoffload.ranks.collectives import as_bytes, has_gone, start_all_gather, wait_within
 from deepoffload.ranks.exchange import Exchange
 from deepoffload.ranks.group import RankGroup
+from deepoffload.ranks.links import own_client
+from deepoffload.ranks.notices import Notices
 from deepoffload.ranks.round_runner import PayloadFlight
 from deepoffload.ranks.rounds import Payload, Want, WantKind
 from deepoffload.ranks.service import RoundService
@@ -39,12 +41,26 @@ def gradients_number(unit_index: int) -> int:
     return 2 * unit_index + 1
 
 
+FIRST_STATE_NUMBER = 1 << 62
+"""Numbers from here on are of optimizer state."""
+
+
 class Gatherer(Protocol):
     """What serves gathers of one block."""
 
     def serve(self, takers: tuple[int, ...]) -> PayloadFlight:
         """Start a gather that all ranks launch now. Called with the lock held, on every rank, also where the rank's
         program has not asked for it."""
+
+
+class StateGatherer(Protocol):
+    """What serves gathers of optimizer state, which has more numbers than are worth a list."""
+
+    def serve(self, number: int, takers: tuple[int, ...]) -> PayloadFlight:
+        """As :meth:`Gatherer.serve`."""
+
+    def name(self, number: int) -> str:
+        """What errors call it."""
 
 
 class Given(Protocol):
@@ -87,6 +103,8 @@ class RankLink:
         rounds: what waits for other ranks.
         on_reduce: starts reductions; none are posted before it is there.
         before_meeting: called before this rank waits at a step or at the end, in order.
+        state: serves gathers of optimizer state; none are posted before it is there.
+        notices: left for the other ranks and by them.
     """
 
     def __init__(self, group: RankGroup, exchange: Exchange, lock: Any, *, timeout_s: float) -> None:
@@ -95,6 +113,7 @@ class RankLink:
         self.timeout_s = timeout_s
         self.on_reduce: Reducer | None = None
         self.before_meeting: list[Callable[[], None]] = []
+        self.state: StateGatherer | None = None
         self._lock = lock
         self._shown: dict[int, tuple[str, Gatherer]] = {}
         self._sums = group.new_private_group("sums")
@@ -110,6 +129,9 @@ class RankLink:
             abandon=exchange.abandon,
             outside=SHIELD.outside,
         )
+        self.notices = Notices(
+            own_client(group.store("notices")), self.rounds, self.ranks.world_size, self._has_gone, timeout_s
+        )
 
     # -- what is served --------------------------------------------------------------------------------------------
 
@@ -123,12 +145,16 @@ class RankLink:
             if self.on_reduce is None:
                 raise RuntimeError(f"nothing reduces {self._name_of(payload.unit)} here")
             return self.on_reduce(payload.unit // 2, payload.ranks)
+        if payload.unit >= FIRST_STATE_NUMBER and self.state is not None:
+            return self.state.serve(payload.unit, payload.ranks)
         known = self._shown.get(payload.unit)
         if known is None:
             raise RuntimeError(f"rank {self.ranks.rank} has no {self._name_of(payload.unit)} to give")
         return known[1].serve(payload.ranks)
 
     def _name_of(self, number: int) -> str:
+        if number >= FIRST_STATE_NUMBER and self.state is not None:
+            return self.state.name(number)
         known = self._shown.get(number) or self._shown.get(number ^ 1)
         return f"block {number}" if known is None else known[0]
 
@@ -240,7 +266,7 @@ class RankLink:
         """Raise when the sums of the others will not come."""
         self.rounds.hear()
         for rank in range(self.ranks.world_size):
-            if has_gone(rank, self._sums):
+            if self._has_gone(rank):
                 raise RankError(f"rank {rank} has gone, its connection is closed")
         if waited_s >= self.timeout_s:
             raise RankError(f"not every rank has sent its sum within {self.timeout_s:g} s")
@@ -249,6 +275,9 @@ class RankLink:
         """Return when all ranks are about to change what their programs see of a block, or when all have done so. They
         are served meanwhile. Not inside :meth:`hold`."""
         self.rounds.meet(WantKind.EDIT, number)
+
+    def _has_gone(self, rank: int) -> bool:
+        return has_gone(rank, self._sums)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from deepoffload.checkpoint.directory import prepare, staging, sync_directory, s
 from deepoffload.checkpoint.loading import Wanted
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.safetensors_file import failure
-from deepoffload.checkpoint.several_ranks import leaves_it_to_rank_0
+from deepoffload.checkpoint.several_ranks import Alive, on_rank_0
 from deepoffload.checkpoint.tags import checked_directory, checked_tag
 from deepoffload.checkpoint.training_state import TrainingState
 from deepoffload.checkpoint.values import clipped
@@ -128,8 +129,13 @@ def save_weights(module: nn.Module, directory: str | os.PathLike[str], name: str
             "save_16bit_model writes torch's format; deepoffload.save_pretrained(engine, directory) writes safetensors"
         )
     target = checked_directory(directory)
-    if leaves_it_to_rank_0(module):
-        return os.path.join(target, name)
+    path = os.path.join(target, name)
+    on_rank_0(module, f"save_16bit_model to {path}", partial(_write_weights, module, target, name, leave_out_frozen))
+    return path
+
+
+def _write_weights(module: nn.Module, target: str, name: str, leave_out_frozen: bool, alive: Alive) -> None:
+    alive()
     frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
     left_out = frozen if leave_out_frozen else set()
     weights = {key: value for key, value in module.state_dict().items() if key not in left_out}
@@ -145,4 +151,3 @@ def save_weights(module: nn.Module, directory: str | os.PathLike[str], name: str
         except (OSError, RuntimeError) as error:  # torch's writer says RuntimeError for a full disk
             cause = error if isinstance(error, OSError) else OSError(0, str(error))
             raise failure("writing the weights", cause, path, 0) from error
-    return path

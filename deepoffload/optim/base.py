@@ -23,7 +23,7 @@ from deepoffload.optim import checks
 from deepoffload.optim.begun_step import BegunStep
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.handles import early_of, gradients_of, handle_of
-from deepoffload.optim.held_state import HeldState, refuse_several_ranks
+from deepoffload.optim.held_state import HeldState
 from deepoffload.optim.in_backward import InBackward
 from deepoffload.optim.norm import squares_of
 from deepoffload.optim.ordinary import OrdinaryUpdate, check_has_bytes, check_ordinary
@@ -401,7 +401,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         ``TMPDIR``). What is written to such a value stays in the state dict; :meth:`load_state_dict` takes it over.
         To read one after another state was loaded, or another optimizer has taken over, is a ``UsageError``.
         16-bit parameters have one array more, which completes the weight to its fp32 master: ``"remainder"`` (int16,
-        bf16) or ``"master"`` (fp32, fp16). With several ranks it is an ``UnsupportedError``.
+        bf16) or ``"master"`` (fp32, fp16). With several ranks a rank that reads gathers the others' parts, also where
+        it reads alone.
         """
         return pack(self, self._held.full(self, self._ordinary), self._export_group)
 
@@ -415,9 +416,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         Raises:
             ValueError: other parameter groups, shapes, or arrays than this optimizer's, or a setting out of range.
             UsageError: the state that a value of ``state_dict`` showed is no more.
-            UnsupportedError: with several ranks.
+            RankError: another rank does not come: with several ranks, all load the same.
         """
-        refuse_several_ranks(self._pagers(), "optimizer.load_state_dict()")
         for pager in self._pagers():
             gradients_of(pager)
         load_into(self, state_dict, self._import_group, self._check_group, self._arrays)

@@ -169,7 +169,7 @@ class Contributions:
         with self._tiers.lock:
             for unit in units:
                 if unit.gradient_layout is not None and unit.gradients is not None and unit.index not in self._plans:
-                    handles = _trained(unit)
+                    handles = trained_of(unit)
                     dtypes = [handle.dtype for handle in handles]
                     layout = ContributionLayout(unit.gradient_layout, dtypes, self._link.ranks.rank)
                     numbers = {handle: number for number, handle in enumerate(handles)}
@@ -421,7 +421,7 @@ class Contributions:
                 self._slots.drop(reducing.given.offset, reducing.given.block)
 
 
-def _trained(unit: Unit) -> list[ParamHandle]:
+def trained_of(unit: Unit) -> list[ParamHandle]:
     """The parameters whose gradients land, in the order of the gradient layout."""
     owner = unit.gradients.owner if unit.gradients is not None else None
     if not isinstance(owner, GradientOwner):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.errors import UsageError
 from deepoffload.optim.handles import gradients_of, handle_of
 from deepoffload.optim.ordinary import OrdinaryUpdate, is_stored_otherwise, plain_state, warn_of_lost_masters
 from deepoffload.optim.paged_state import write_state
+from deepoffload.optim.rank_gradients import shared_state_of
 from deepoffload.optim.rule import SCALE_SUFFIX, Rule, step_count
 from deepoffload.optim.state import MASTER_PART_KEYS
 from deepoffload.optim.state_values import entry_value, paged_values, ready_value
@@ -73,7 +74,6 @@ class HeldState:
 
     def full(self, optimizer: StatefulOptimizer, ordinary: OrdinaryUpdate) -> dict[Any, Any]:
         """``optimizer.state`` with what the pieces hold. See [Note: values of optimizer state]."""
-        refuse_several_ranks(optimizer._pagers(), "optimizer.state_dict()")
         for pager in optimizer._pagers():
             pager.catch_up_all()
         state = dict(optimizer.state)
@@ -108,7 +108,6 @@ class HeldState:
         where they belong. Where there are none, nothing is moved or updated."""
         if not any(self._has_arrays(optimizer, param, group) for param, group in optimizer._each()):
             return
-        refuse_several_ranks(optimizer._pagers(), "optimizer.load_state_dict()")
         for pager in optimizer._pagers():
             pager.catch_up_all()
         given: dict[ParamHandle, dict[str, Tensor]] = {}
@@ -129,7 +128,12 @@ class HeldState:
                 }
                 given[handle] = {key: value for key, value in ready.items() if value is not None}
         for pager in optimizer._pagers():
+            shared = shared_state_of(pager)
+            if shared is not None:
+                shared.meet("loading optimizer state")  # what another rank still reads does not change
             write_state(pager, {h: found for h, found in given.items() if h.pager is pager}, arrays)
+            if shared is not None:
+                shared.meet("the end of loading optimizer state")
         for handle, found in given.items():
             if arrays[handle]:
                 self.take(handle)
@@ -148,16 +152,6 @@ class HeldState:
         if self._loaded_masters:
             warn_of_lost_masters([handle.name for handle in self._loaded_masters if handle.master_stale])
             self._loaded_masters.clear()
-
-
-def refuse_several_ranks(pagers: Iterable[Pager], what: str) -> None:
-    """Raise ``UnsupportedError`` where each rank has a part of the state of paged parameters. ``what``: needs all."""
-    if any(pager.link is not None for pager in pagers):
-        raise UnsupportedError(
-            f"{what} needs the whole optimizer state of paged parameters. Each rank keeps a part of it, and this "
-            "version does not put the parts together. Train with one rank (launch one process) where that state is "
-            "saved or loaded"
-        )
 
 
 def _shown(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from deepoffload.errors import UsageError
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.device_update import split
 from deepoffload.optim.handles import gradients_of
-from deepoffload.optim.held_state import refuse_several_ranks
 from deepoffload.optim.paged_state import ArrayCopy, copy_arrays, write_state
+from deepoffload.optim.rank_state import refuse_several_ranks
 from deepoffload.optim.rule import step_count
 from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS
 from deepoffload.params.pager import Pager

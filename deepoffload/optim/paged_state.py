@@ -19,7 +19,7 @@ from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
 from deepoffload.params.passage import Passage
 from deepoffload.params.torch_private import get_data, outside_user_modes
-from deepoffload.params.unit import ParamHandle, StatePiece
+from deepoffload.params.unit import ParamHandle, StatePiece, Unit
 
 Arrays = Mapping[str, str]
 """Keys of ``optimizer.state`` to fields of ``Segment``."""
@@ -103,7 +103,7 @@ def copy_arrays(pager: Pager, handle: ParamHandle, copies: Mapping[str, ArrayCop
                     _copy_run(run, values, key, copies[key])
         for key, copy in copies.items():
             if not copy.field and handle.master_stale:
-                _copy_own_master(handle, key, copy.target)
+                copy_own_master(handle, key, copy.target)
             elif copied[key] != handle.numel:
                 raise UsageError(f"{key} of {handle.name}: the optimizer does not keep this array any more")
 
@@ -116,7 +116,7 @@ def _copy_run(run: StateRun, values: Tensor, key: str, copy: ArrayCopy) -> None:
         cpu_adam.copy(address, values.data_ptr(), values.nbytes, num_threads())
 
 
-def _copy_own_master(handle: ParamHandle, key: str, target: Tensor) -> None:
+def copy_own_master(handle: ParamHandle, key: str, target: Tensor) -> None:
     """What completes a weight that the program wrote: it is its own master."""
     tensor = handle.tensor
     if key == "remainder" or tensor is None:
@@ -136,12 +136,14 @@ def with_own_master(pager: Pager, handles: Set[ParamHandle]) -> set[ParamHandle]
     for run in iterate_state(pager, {}, halves):
         if run.handle in found or run.handle.master_stale:
             continue
-        remainder, master = run.arrays.get("remainder"), run.arrays.get("master")
-        if remainder is not None and bool(remainder.any()):
-            found.add(run.handle)
-        elif master is not None and not torch.equal(master, master.half().float()):
+        if any(is_own_master(lead, values) for lead, values in run.arrays.items()):
             found.add(run.handle)
     return found
+
+
+def is_own_master(lead: str, values: Tensor) -> bool:
+    """Whether a remainder is not all zero, or a master is not the weight's value."""
+    return bool(values.any()) if lead == "remainder" else not torch.equal(values, values.half().float())
 
 
 def write_state(
@@ -185,12 +187,17 @@ def pieces_of(pager: Pager, handles: Set[ParamHandle]) -> Iterator[tuple[StatePi
     one = next(iter(handles)).unit if len(handles) == 1 else None
     for unit in list(pager.units) if one is None else (one,):
         if any(handle in handles for handle in unit.handles):
-            if unit.owner.changed():  # a weight that the program wrote has another master
-                pager.memory.will_change(unit.weights)
+            see_edits(pager, unit)
             for piece in unit.pieces:
                 parts = [part for part in piece.layout.segments if piece.handles[part.tensor] in handles]
                 if parts:
                     yield piece, parts
+
+
+def see_edits(pager: Pager, unit: Unit) -> None:
+    """A weight that the program wrote has another master."""
+    if unit.owner.changed():
+        pager.memory.will_change(unit.weights)
 
 
 def in_turn(pager: Pager, handles: Set[ParamHandle]) -> Iterator[tuple[StatePiece, list[PieceSegment]]]:

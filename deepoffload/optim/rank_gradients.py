@@ -25,6 +25,7 @@ from deepoffload.optim.contributions import Contributions
 from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.gradient_state import GradientOwner, GradientRecord, GradientSlot, GradientState
 from deepoffload.optim.gradients import Gradients
+from deepoffload.optim.rank_state import RankState
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.cut import Place
 from deepoffload.params.pager import Pager
@@ -33,6 +34,12 @@ from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.ranks.exchange import PartsFlight
 from deepoffload.ranks.sums import mean_scale
 from deepoffload.timeline import Lane
+
+
+def shared_state_of(pager: Pager) -> RankState | None:
+    """The optimizer state of several ranks; None with one."""
+    gradients = pager.gradients
+    return gradients.shared_state if isinstance(gradients, RankGradients) else None
 
 
 @dataclass
@@ -51,6 +58,7 @@ class RankGradients(Gradients):
         stepped: the parameters whose gradient has made a step, and has not begun again since.
         has_joined: this rank has no batches, and serves the others. [Note: joined] in ``joined_steps``.
         met_before: what this rank holds since it met the others for a step of theirs; None where it meets them itself.
+        shared_state: what the ranks have of the optimizer's state.
     """
 
     def __init__(self, pager: Pager, link: RankLink) -> None:
@@ -62,6 +70,7 @@ class RankGradients(Gradients):
         self.stepped: set[ParamHandle] = set()
         self.has_joined = False
         self.met_before: ExitStack | None = None
+        self.shared_state = RankState(pager, link)
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 

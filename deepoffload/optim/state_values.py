@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import mmap
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from deepoffload.errors import UsageError
 from deepoffload.optim.handles import gradients_of
 from deepoffload.optim.ordinary import plain_array
 from deepoffload.optim.paged_state import ArrayCopy, Arrays, copy_arrays, pieces_of, with_own_master
+from deepoffload.optim.rank_gradients import shared_state_of
 from deepoffload.optim.state import MASTER_PART_KEYS
 from deepoffload.params.pager import Pager
 from deepoffload.params.slot import make_stand_in
@@ -191,7 +192,12 @@ class _PagedSource(_CopySource):
         self.check()
         pager.catch_up(self.handle.unit)
         version = version_of(self._param)
-        copy_arrays(pager, self.handle, {key: ArrayCopy(field, copy) for (key, field), copy in targets.items()})
+        copies = {key: ArrayCopy(field, copy) for (key, field), copy in targets.items()}
+        shared = shared_state_of(pager)
+        if shared is None:
+            copy_arrays(pager, self.handle, copies)
+        else:
+            shared.copy_arrays(self.handle, copies)
         return version
 
 
@@ -288,23 +294,34 @@ def paged_values(
         initial: what their arrays hold before the first step, by key.
     """
     copies = _CopyRoom(pager)
-    leads = with_own_master(pager, params.keys() - held.keys())
+    shared, others = shared_state_of(pager), params.keys() - held.keys()
+    leads = with_own_master(pager, others) if shared is None else shared.with_own_master(others)
     found: dict[ParamHandle, dict[str, Tensor]] = {handle: {} for handle in params if handle in held or handle in leads}
     for handle in [handle for handle in found if handle not in held]:
         for key, value in initial(params[handle]).items():
             found[handle][key] = lazy_value(_InitialSource(params[handle], handle, key, value, copies))
     by_param: dict[ParamHandle, weakref.WeakSet[_PagedSource]] = {}
+    arrays = _arrays_here(pager, found, held) if shared is None else shared.arrays(found.keys(), held)
+    for handle, present in arrays:
+        together = by_param.setdefault(handle, weakref.WeakSet())
+        for key, field in present.items():
+            if key not in found[handle]:
+                found[handle][key] = lazy_value(_PagedSource(params[handle], handle, key, field, copies, together))
+    return found
+
+
+def _arrays_here(
+    pager: Pager, found: Mapping[ParamHandle, Any], held: Mapping[ParamHandle, Arrays]
+) -> Iterator[tuple[ParamHandle, dict[str, str]]]:
+    """The arrays that each piece has of each parameter in ``found``, and what completes its weight: the fields by their
+    keys."""
     for piece, parts in pieces_of(pager, found.keys()):
         for handle in dict.fromkeys(piece.handles[part.tensor] for part in parts):
-            together = by_param.setdefault(handle, weakref.WeakSet())
             present = {key: field for key, field in held.get(handle, {}).items() if field in piece.format.fields}
             lead = MASTER_PART_KEYS.get(piece.kind)
             if lead == "remainder" or (lead == "master" and not handle.master_stale):
                 present[lead] = ""
-            for key, field in present.items():
-                if key not in found[handle]:
-                    found[handle][key] = lazy_value(_PagedSource(params[handle], handle, key, field, copies, together))
-    return found
+            yield handle, present
 
 
 def check_value(value: object, handle: ParamHandle, key: str, field: str) -> None:

@@ -18,6 +18,7 @@ from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.params.held import HeldUntilStep
 from deepoffload.ranks.exchange import Exchange
+from deepoffload.ranks.notices import Notices
 from deepoffload.ranks.places import RankMap
 
 if TYPE_CHECKING:
@@ -86,6 +87,10 @@ class RankPort(Protocol):
     @property
     def exchange(self) -> Exchange | None:
         """What moves bytes between them; None where none are moved."""
+
+    @property
+    def notices(self) -> Notices:
+        """Notices to the others."""
 
     def hold(self) -> AbstractContextManager[None]:
         """While this lasts no other rank is served."""

@@ -181,6 +181,11 @@ class RoundService:
         """Whether every call raises."""
         return self._failure is not None
 
+    @property
+    def steps(self) -> int:
+        """How many steps all ranks have met at."""
+        return self._runner.rounds.steps
+
     def is_pending(self, want: Want) -> bool:
         """Whether what this rank has posted has still to be launched."""
         with self._lock:

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from deepoffload import errors
 from deepoffload.errors import DeepOffloadError, RankError, UsageError
 from deepoffload.ranks.group import RankGroup
+from deepoffload.ranks.notices import kind_of
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Agreement:
         failed = {rank: each.error for rank, each in enumerate(everybody) if each.error is not None}
         if failed and said.error is None:
             rank, (name, at, text) = next(iter(failed.items()))
-            self._failure = _kind_of(name)(f"rank {rank} has failed at {at}: {text}")
+            self._failure = kind_of(name)(f"rank {rank} has failed at {at}: {text}")
             raise self._failure
         return [each.value for each in everybody]
 
@@ -104,14 +104,6 @@ class Agreement:
         except RankError:
             pass  # they are gone; what is raised here says what has happened first
         self._failure = error
-
-
-def _kind_of(name: str) -> type[DeepOffloadError]:
-    """The class of what is raised for another rank's error: its own, where it takes a text alone."""
-    kind = getattr(errors, name, None)
-    if not isinstance(kind, type) or not issubclass(kind, DeepOffloadError) or issubclass(kind, errors.IoFailure):
-        return RankError
-    return kind
 
 
 def _difference(everybody: list[list[tuple[str, str]]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -296,21 +295,14 @@ def test_what_a_rank_stores_has_no_address_of_the_whole(make: Make) -> None:
                 handle.element_address(run.numel if run.start == 0 else 0)
 
 
-def test_state_of_several_ranks_is_not_put_together(make: Make, tmp_path: Path) -> None:
+def test_training_state_of_several_ranks_is_refused(make: Make, tmp_path: Path) -> None:
     world = make(gpt, 2)
     optimizers = [OPTIMIZERS["adamw"](parts.model) for parts in (*world.ranks, world.one)]
     set_gradients(world, 0)
     step_all(world, optimizers)
-    saved = optimizers[-1].state_dict()
     for parts, optimizer in zip(world.ranks, optimizers, strict=False):
         state = deepoffload.TrainingState(parts.model, optimizer)
-        for asked in (
-            optimizer.state_dict,
-            partial(optimizer.load_state_dict, saved),
-            partial(state.save, tmp_path),
-            partial(state.load, tmp_path),
-            partial(pickle.dumps, optimizer),
-        ):
+        for asked in (partial(state.save, tmp_path), partial(state.load, tmp_path)):
             with pytest.raises(UnsupportedError, match="with one rank"):
                 asked()
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,158 @@
+"""Notices that ranks leave each other in the store: for what is rare, and where the ranks that wait need no bytes.
+
+A rank that waits here enters no rounds. Others that need its bytes nudge it, and the thread that sleeps in it answers
+for it, as while a program is in its own barrier.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from deepoffload import errors
+from deepoffload.errors import DeepOffloadError, RankError
+from deepoffload.ranks.collectives import LinkError, first_line
+from deepoffload.ranks.service import RoundService
+
+POLL_S = 0.001
+"""How soon a wait looks first. It looks less often as it gets longer."""
+LONGEST_POLL_S = 0.05
+LOOK_S = 1.0
+"""How often a wait looks whether another rank has gone or failed, and how often a rank that is busy says that it is."""
+
+
+class Notices:
+    """One rank's view of it. One thread at a time uses it.
+
+    Args:
+        store: nobody else uses its keys.
+        rounds: what errors end, and what tells of the errors of others.
+        has_gone: whether the connection to a rank is closed.
+        timeout_s: how long a rank waits while nothing happens.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rounds: RoundService,
+        world_size: int,
+        has_gone: Callable[[int], bool],
+        timeout_s: float,
+    ) -> None:
+        self._store = store
+        self._rounds = rounds
+        self._world_size = world_size
+        self._has_gone = has_gone
+        self._timeout_s = timeout_s
+        self._times: Counter[str] = Counter()
+
+    def meet(self, what: str) -> None:
+        """Return when all ranks are at ``what``. Every rank calls it as often as the others.
+
+        Raises:
+            RankError: another rank has gone or failed, or does not come within the limit.
+        """
+        key = self._key(what)
+        with self._kept_together():
+            self._store.add(key, 1)
+            self._wait(lambda: self._store.add(key, 0) >= self._world_size, what, lambda: self._store.add(key, 0))
+
+    @contextmanager
+    def telling(self, what: str) -> Iterator[Callable[[], None]]:
+        """This rank does something alone, and tells the others how it ends. It does not wait for them.
+
+        Yields:
+            To be called now and then: the others see that it goes on.
+        """
+        key, said = self._key(what), time.monotonic()
+
+        def alive() -> None:
+            nonlocal said
+            if time.monotonic() - said >= LOOK_S:
+                said = time.monotonic()
+                with self._kept_together():
+                    self._store.add(f"{key} goes on", 1)
+
+        try:
+            yield alive
+        except BaseException as error:
+            text = f"{error}" if isinstance(error, DeepOffloadError) else f"{type(error).__name__}: {error}"
+            self._tell(key, [type(error).__name__, text])
+            raise
+        self._tell(key, None)
+
+    def await_told(self, what: str, by: int) -> None:
+        """Return when rank ``by`` has done what it does alone.
+
+        Raises:
+            DeepOffloadError: what it has failed with. RankError: it has gone, or does not do it within the limit.
+        """
+        key = self._key(what)
+        with self._kept_together():
+            self._wait(
+                lambda: bool(self._store.check([key])),
+                f"{what} on rank {by}",
+                lambda: self._store.add(f"{key} goes on", 0),
+            )
+            told = json.loads(self._store.get(key))
+        if told is not None:
+            name, text = told
+            raise kind_of(name)(f"rank {by} has failed at {what}: {text}")
+
+    def _key(self, what: str) -> str:
+        """Of the same call on all ranks, also where some calls are made by one rank alone: those before the last step
+        do not count."""
+        key = f"{what} after {self._rounds.steps} steps"
+        self._times[key] += 1
+        return f"{key} #{self._times[key]}"
+
+    def _tell(self, key: str, message: object) -> None:
+        with self._kept_together():
+            self._store.set(key, json.dumps(message))
+
+    def _wait(self, over: Callable[[], bool], what: str, progress: Callable[[], int]) -> None:
+        heard = looked = time.monotonic()
+        seen, pause_s = progress(), POLL_S
+        while not over():
+            now = time.monotonic()
+            if now - looked >= LOOK_S:
+                looked = now
+                self._look_after()
+                if (said := progress()) != seen:
+                    seen, heard = said, now
+            if now - heard >= self._timeout_s:
+                self._rounds.fail(f"it has waited {self._timeout_s:g} s for {what}. Every rank has to call it")
+                self._rounds.check()
+            time.sleep(pause_s)
+            pause_s = min(LONGEST_POLL_S, 1.5 * pause_s)
+
+    def _look_after(self) -> None:
+        self._rounds.hear()
+        gone = [rank for rank in range(self._world_size) if self._has_gone(rank)]
+        if gone:
+            raise LinkError(f"no connection to rank {gone[0]}")
+
+    @contextmanager
+    def _kept_together(self) -> Iterator[None]:
+        """An error of the store is the one that all ranks raise."""
+        self._rounds.check()
+        with self._rounds.judged():
+            try:
+                yield
+            except (RankError, LinkError):
+                raise
+            except RuntimeError as error:
+                raise LinkError(first_line(error)) from error
+
+
+def kind_of(name: str) -> type[DeepOffloadError]:
+    """The class of what is raised for another rank's error: its own, where it takes a text alone."""
+    kind = getattr(errors, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, DeepOffloadError) or issubclass(kind, errors.IoFailure):
+        return RankError
+    return kind

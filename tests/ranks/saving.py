@@ -1,0 +1,188 @@
+"""What the ranks of the tests of saving do."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import deepoffload
+from deepoffload import CPUSGD, CPUAdamW, CPULion, offload_context
+from deepoffload.errors import DeepOffloadError
+from deepoffload.runtime.context import engine_of
+from tests.models.zoo import small_llama
+from tests.support.models import VOCABULARY, TinyGPT
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": lambda params: CPUAdamW(params, lr=1e-2, max_grad_norm=1.0),
+    "amsgrad": lambda params: CPUAdamW(params, lr=1e-2, amsgrad=True),
+    "8-bit": lambda params: CPUAdamW(params, lr=1e-2, state_dtype="8bit"),
+    "lion": lambda params: CPULion(params, lr=1e-3),
+    "sgd": lambda params: CPUSGD(params, lr=1e-2, momentum=0.9),
+}
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+@contextmanager
+def built(config: dict[str, Any], make: Callable[[], nn.Module] = lambda: TinyGPT(dropout=0.0)) -> Iterator[nn.Module]:
+    torch.manual_seed(11)
+    with offload_context({"gradient_dtype": "fp32", **config}):
+        model = make()
+    try:
+        yield model.train()
+    finally:
+        engine_of(model).close()
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> list[float | None]:
+    """All ranks have the same data, so that a sum over any number of them that is a power of two has the same bits."""
+    norms = []
+    for step in steps:
+        tokens = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(step))
+        logits = model(tokens)
+        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(getattr(optimizer, "grad_norm", None))
+    return norms
+
+
+def digest(tensor: Tensor) -> str:
+    plain = tensor.detach().contiguous().clone().reshape(-1)
+    return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()[:16] if plain.numel() else ""
+
+
+def digests(values: dict[Any, Any]) -> dict[str, str]:
+    """Of everything in a state dict, with the paths of its keys."""
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found.update({f"{key}.{name}": text for name, text in digests(value).items()})
+        else:
+            found[str(key)] = digest(value) if isinstance(value, Tensor) else repr(value)
+    return found
+
+
+def save_state(name: str, config: dict[str, Any], path: str, steps: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Train, save everything with torch.save on rank 0 alone, and train on. Returns digests of the state on this rank,
+    and of the weights at the end."""
+    with built(config) as model:
+        optimizer = OPTIMIZERS[name](model.parameters())
+        train(model, optimizer, range(steps))
+        if rank() == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        shown = digests(optimizer.state_dict())
+        train(model, optimizer, range(steps, steps + 2))
+        return shown, digests(model.state_dict())
+
+
+def load_state(name: str, config: dict[str, Any], path: str, steps: int) -> tuple[dict[str, str], dict[str, str]]:
+    """The same from what was saved."""
+    with built(config) as model:
+        optimizer = OPTIMIZERS[name](model.parameters())
+        saved = torch.load(path, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        shown = digests(optimizer.state_dict())
+        train(model, optimizer, range(steps, steps + 2))
+        return shown, digests(model.state_dict())
+
+
+def read_while_others_train_on(config: dict[str, Any]) -> list[float]:
+    """Rank 0 reads state while the others are in their next forward, which waits for it only at the step."""
+    with built(config) as model:
+        optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer, range(2))
+        before = []
+        if rank() == 0:
+            time.sleep(0.2)
+            before = [float(entry["exp_avg"].norm()) for entry in optimizer.state_dict()["state"].values()]
+        train(model, optimizer, range(2, 3))
+        return before
+
+
+def load_on_one_rank_only(config: dict[str, Any]) -> str:
+    with built({**config, "ranks": {"timeout_s": 6}}) as model:
+        optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer, range(1))
+        saved = optimizer.state_dict()
+        try:
+            if rank() == 0:
+                optimizer.load_state_dict(torch.load(_saved(saved), weights_only=True))
+            else:
+                time.sleep(3.0)  # so that rank 0 gives up first
+                train(model, optimizer, range(1, 2))
+        except DeepOffloadError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing was raised"
+
+
+def _saved(values: Any) -> Any:
+    import io
+
+    file = io.BytesIO()
+    torch.save(values, file)
+    file.seek(0)
+    return file
+
+
+def save_files(config: dict[str, Any], root: str) -> dict[str, str]:
+    """All ranks save, rank 0 saves alone, and rank 0 saves by transformers' own method, with a step after each."""
+    with built(config, small_llama) as model:
+        optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+        _train_llama(model, optimizer, 0)
+        deepoffload.save_pretrained(model, Path(root) / "all", max_shard_size="60KB")
+        assert (Path(root) / "all" / "config.json").exists()
+        _train_llama(model, optimizer, 1)
+        if rank() == 0:
+            deepoffload.save_pretrained(model, Path(root) / "first", max_shard_size="60KB")
+        _train_llama(model, optimizer, 2)
+        if rank() == 0:
+            model.save_pretrained(Path(root) / "transformers", max_shard_size="60KB")  # type: ignore[operator]
+        _train_llama(model, optimizer, 3)
+        return digests(model.state_dict())
+
+
+def _train_llama(model: nn.Module, optimizer: Any, step: int) -> None:
+    from tests.models.zoo import language
+
+    model(**language(step)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save_where_it_fails(directory: str) -> str:
+    with built({"host_budget": "32MiB"}) as model:
+        try:
+            deepoffload.save_pretrained(model, directory)
+        except DeepOffloadError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing was raised"
+
+
+def save_again_after_rank_0_alone(directory: str) -> list[str]:
+    """Rank 0 saves alone before a step, all ranks after it: these wait for the second save."""
+    with built({"host_budget": "32MiB"}) as model:
+        optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+        if rank() == 0:
+            deepoffload.save_pretrained(model, directory)
+        train(model, optimizer, range(1))
+        if rank() == 0:
+            time.sleep(0.5)
+        deepoffload.save_pretrained(model, directory)
+        from safetensors.torch import load_file
+
+        saved = load_file(Path(directory) / "model.safetensors")
+        return [
+            name for name, value in model.state_dict().items() if name in saved and digest(saved[name]) != digest(value)
+        ]

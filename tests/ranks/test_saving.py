@@ -1,0 +1,119 @@
+"""What several ranks save, and load: the files and the state of one process, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.saving import (
+    load_on_one_rank_only,
+    load_state,
+    read_while_others_train_on,
+    save_again_after_rank_0_alone,
+    save_files,
+    save_state,
+    save_where_it_fails,
+)
+from tests.support.rank_processes import run_ranks, values_of
+
+BUDGET = {"host_budget": "32MiB"}
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("adamw", "fp32"),
+        ("adamw", "bf16"),
+        ("adamw", "fp16"),
+        ("amsgrad", "bf16"),
+        ("8-bit", "bf16"),
+        ("lion", "fp32"),
+        ("sgd", "fp32"),
+    ],
+)
+def test_state_of_two_ranks_is_that_of_one_and_loads_with_any_number(name: str, precision: str, tmp_path: Path):
+    config = {**BUDGET, "precision": precision}
+    steps = 2
+    ((alone, weights),) = values_of(save_state, 1, name, config, str(tmp_path / "one"), steps)
+    for shown, trained in values_of(save_state, 2, name, config, str(tmp_path / "two"), steps):
+        assert shown == alone
+        assert trained == weights
+    loads = [("two", 1), ("one", 2)] + ([("two", 4)] if (name, precision) == ("adamw", "bf16") else [])
+    for source, world_size in loads:
+        for shown, trained in values_of(load_state, world_size, name, config, str(tmp_path / source), steps):
+            assert shown == alone, (source, world_size)
+            assert trained == weights, (source, world_size)
+
+
+def test_state_of_two_ranks_loads_with_three(tmp_path: Path):
+    """Three parts of a mean have other bits than one; so only what was loaded is compared."""
+    config = {**BUDGET, "precision": "bf16"}
+    saved = values_of(save_state, 2, "adamw", config, str(tmp_path / "two"), 1)
+    loaded = values_of(load_state, 3, "adamw", config, str(tmp_path / "two"), 1)
+    assert {str(shown) for shown, _ in loaded} == {str(shown) for shown, _ in saved}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_state_before_the_first_step_has_what_completes_the_weights(precision: str, tmp_path: Path):
+    config = {**BUDGET, "precision": precision}
+    ((alone, weights),) = values_of(save_state, 1, "adamw", config, str(tmp_path / "one"), 0)
+    for shown, trained in values_of(save_state, 2, "adamw", config, str(tmp_path / "two"), 0):
+        assert shown == alone
+        assert trained == weights
+
+
+@pytest.mark.parametrize("transport", ["group", "memory"])
+def test_rank_0_reads_state_while_the_others_train_on(transport: str):
+    ((alone),) = values_of(read_while_others_train_on, 1, BUDGET)
+    first, second = values_of(read_while_others_train_on, 2, {**BUDGET, "ranks": {"transport": transport}})
+    assert first == alone
+    assert second == []
+
+
+def test_state_on_nvme(tmp_path: Path):
+    (tmp_path / "swap").mkdir()
+    little = {"host_budget": "6MiB", "nvme_budget": "64MiB", "nvme_path": str(tmp_path / "swap"), "precision": "bf16"}
+    ((alone, weights),) = values_of(save_state, 1, "adamw", {**BUDGET, "precision": "bf16"}, str(tmp_path / "one"), 2)
+    for shown, trained in values_of(save_state, 2, "adamw", little, str(tmp_path / "two"), 2):
+        assert shown == alone
+        assert trained == weights
+
+
+def test_a_load_that_one_rank_makes_alone_is_an_error_that_says_so():
+    first, second = run_ranks(load_on_one_rank_only, 2, BUDGET)
+    assert "waited 6 s for loading optimizer state. Every rank has to call it" in first.value
+    assert "Every rank has to call it" in second.value
+
+
+def test_files_are_those_of_one_rank(tmp_path: Path):
+    (alone,) = values_of(save_files, 1, BUDGET, str(tmp_path / "one"))
+    assert values_of(save_files, 2, BUDGET, str(tmp_path / "two")) == [alone, alone]
+    for way in ("all", "first", "transformers"):
+        one, two = files_of(tmp_path / "one" / way), files_of(tmp_path / "two" / way)
+        assert len([name for name in one if name.endswith(".safetensors")]) > 1
+        assert one == two, way
+
+
+def test_what_fails_on_rank_0_is_raised_on_all(tmp_path: Path):
+    (tmp_path / "file").write_text("no directory")
+    first, second = values_of(save_where_it_fails, 2, str(tmp_path / "file"))
+    kind, text = first.split(": ", 1)
+    assert second.startswith(f"{kind}: rank 0 has failed at save_pretrained to")
+    assert text in second
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device")
+def test_a_disk_that_fails_is_raised_on_all():
+    first, second = values_of(save_where_it_fails, 2, "/dev/full/saved")
+    assert "/dev/full" in first
+    assert "rank 0 has failed" in second
+
+
+def test_rank_0_may_save_alone_and_all_ranks_later(tmp_path: Path):
+    assert values_of(save_again_after_rank_0_alone, 2, str(tmp_path / "saved")) == [[], []]
