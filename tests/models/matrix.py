@@ -182,6 +182,22 @@ def own_setting(setting: Setting, feature: OwnModel) -> Setting:
     return replace(setting, precision=feature.precision)
 
 
+ON_RANKS = (
+    "GPT-2",
+    "Llama",
+    "Mixtral",
+    "T5",
+    "BERT",
+    "Mamba",
+    "Whisper",
+    "nn.LSTM",
+    "nn.MultiheadAttention",
+    "convolution and batch norm",
+    "parametrizations",
+)
+"""The families that two ranks train, too: all of :data:`LIFE`, with everything evicted for the first of them."""
+
+
 def cells() -> list[tuple[Family, Feature]]:
     """All pairs that are tested."""
     return [(family, feature) for family in FAMILIES.values() for feature in (*LIFE, *OWN) if feature.suits(family)]

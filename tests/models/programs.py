@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 
@@ -196,8 +197,22 @@ def distributed_checkpoint(subject: Subject) -> Any:
     state = {"model": subject.model.state_dict()}
     checkpoint.load(state, checkpoint_id=str(directory))
     subject.model.load_state_dict(state["model"])
-    shutil.rmtree(directory)
+    remove(directory)
     return before, values_of(subject.model)
+
+
+def meet() -> None:
+    """Wait for the other ranks, where there are some: what they do to files is over."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def remove(directory: Path) -> None:
+    """Remove what all ranks have read."""
+    meet()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+    meet()
 
 
 def generate(subject: Subject, *, num_beams: int) -> Any:
@@ -230,10 +245,13 @@ def deep_copy(subject: Subject) -> Any:
 def save(subject: Subject, *, by_library: bool) -> Any:
     """What ``from_pretrained`` makes of the saved model in plain PyTorch."""
     target = subject.directory / "saved"
-    if by_library:
-        subject.model.save_pretrained(target)
-    else:
-        deepoffload.save_pretrained(subject.model, target, max_shard_size="60KB")
+    try:
+        if by_library:
+            subject.model.save_pretrained(target)
+        else:
+            deepoffload.save_pretrained(subject.model, target, max_shard_size="60KB")
+    finally:
+        meet()
     try:
         if subject.family.is_transformer:
             return values_of(type(subject.model).from_pretrained(target))
@@ -244,7 +262,7 @@ def save(subject: Subject, *, by_library: bool) -> Any:
             loaded |= load_file(path)
         return dict(sorted(loaded.items()))
     finally:
-        shutil.rmtree(target)
+        remove(target)
 
 
 def after_loading(subject: Subject) -> Any:

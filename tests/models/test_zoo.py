@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,11 @@ import pytest
 import torch
 
 import deepoffload
-from deepoffload.errors import DeepOffloadError
-from tests.models.matrix import FAMILIES, LIFE, OWN, SETTINGS, Close, Feature, OwnModel, Refused, outcome, own_setting
+from tests.models.matrix import FAMILIES, LIFE, OWN, SETTINGS, OwnModel, outcome, own_setting
 from tests.models.more_families import MORE
 from tests.models.programs import Subject, kept_after_forward
+from tests.models.seen import look, wrong
 from tests.models.zoo import Family
-from tests.support.loops import assert_same_bits
 from tests.support.paging import EVICTING, TIGHT, Paging, Setting, plain
 
 pytest.importorskip("peft")
@@ -75,41 +73,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     shutil.rmtree(directory)
     transformers.logging.enable_progress_bar()
     transformers.logging.set_verbosity(before)
-
-
-@dataclass
-class Seen:
-    """What a program on a paged model returned or raised."""
-
-    value: Any = None
-    error: DeepOffloadError | None = None
-
-
-def look(feature: Feature, subject: Subject) -> Seen:
-    try:
-        return Seen(feature.program(subject))
-    except DeepOffloadError as error:
-        error.__traceback__ = None  # its frames hold the program's tensors
-        return Seen(error=error)
-
-
-def wrong(expected: Any, seen: Seen, wanted: Close | Refused | None) -> str:
-    """Empty when the outcome is the wanted one."""
-    if isinstance(wanted, Refused) and (wanted.always or seen.error is not None):
-        if seen.error is None:
-            return "was to be refused"
-        fits = isinstance(seen.error, wanted.error) and wanted.message in str(seen.error)
-        return "" if fits else f"another refusal: {seen.error!r}"
-    if seen.error is not None:
-        return repr(seen.error)
-    try:
-        if isinstance(wanted, Close):
-            torch.testing.assert_close(seen.value, expected, rtol=wanted.relative, atol=wanted.relative)
-        else:
-            assert_same_bits(expected, seen.value)
-    except AssertionError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)

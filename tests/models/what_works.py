@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from tests.models.matrix import LIFE, OWN, SETTINGS, Close, Feature, Refused, outcome
+from tests.models.matrix import LIFE, ON_RANKS, OWN, SETTINGS, Close, Feature, Refused, outcome
 from tests.models.more_families import MORE
 from tests.models.refusals import REFUSALS
 from tests.models.zoo import LAYERS, TRANSFORMERS, Family
@@ -32,6 +32,18 @@ to disk and back all the time. Memory that is taken back is filled with NaN, so 
 
 For all of them, a forward pass leaves the bytes of its activations in memory, the same number as in plain PyTorch, and
 no weights but those in the budget.
+"""
+
+_ON_RANKS = """
+## On two ranks
+
+{names}: the rows from initial values to training after saving, all **=**, where two processes run the same program
+with the same data: with everything in memory, the first one with everything evicted. What is compared with adds each
+gradient twice, half of it each time, as the mean over ranks does. Where gradients accumulate, that rounds otherwise
+than adding it once.
+
+An edit in place of a weight or a gradient (`param.mul_`, torch's `clip_grad_norm_`) waits for all ranks, which have to
+make the same one; otherwise all raise `RankError`.
 """
 
 _REFUSED = """
@@ -90,6 +102,7 @@ def markdown() -> str:
         parts.append(f"\n## {title}\n\n{_table(families, notes)}")
     names = ", ".join(family.name for family in MORE)
     parts.append(f"\n{names}: the rows from initial values to training after saving, all **=**.\n")
+    parts.append(_ON_RANKS.format(names=", ".join(ON_RANKS)))
     if notes:
         numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
         parts.append("\n## Notes\n\n" + "\n".join(numbered) + "\n")
