@@ -7,6 +7,7 @@ python examples/finetune_hf.py --model /tmp/tuned --out /tmp/tuned2      # or on
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -37,22 +38,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     said = parser.parse_args()
 
+    rank = int(os.environ.get("RANK", "0"))  # torchrun sets it: the ranks build one model and read other data
     torch.manual_seed(0)
     with deepoffload.offload_context(host_budget=said.host_budget, nvme_path=said.nvme_path, precision="bf16"):
         model = load(said.model)
 
     tokens = tokenize(said.model, load_text(said.data)[: 1 << 20])
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0)
+    chooser = torch.Generator().manual_seed(rank)
     for step in range(said.steps):
-        starts = torch.randint(len(tokens) - 128, (4,)).tolist()
+        starts = torch.randint(len(tokens) - 128, (4,), generator=chooser).tolist()
         batch = torch.stack([tokens[start : start + 128] for start in starts]).to(model.device)
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step {step + 1}/{said.steps}  loss {loss.item():.4f}", flush=True)
+        if rank == 0:
+            print(f"step {step + 1}/{said.steps}  loss {loss.item():.4f}", flush=True)
 
     deepoffload.save_pretrained(model, said.out)
+    if rank != 0:
+        return
     stats = deepoffload.stats(model)
     print(
         f"saved in {said.out}; {stats['host_peak_bytes'] / 2**20:.0f} MiB of memory held "

@@ -39,8 +39,13 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--machine", metavar="FILE", help="JSON that describes it; see docs/estimators.md")
     machine.add_argument("--measure", metavar="DIRECTORY", help="measure this one, with a disk at DIRECTORY")
-    machine.add_argument("--host-budget", type=_bytes, metavar="BYTES", help="per rank; not said: what there is")
-    machine.add_argument("--nvme-budget", type=_bytes, metavar="BYTES", help="per rank; 0 for none")
+    machine.add_argument(
+        "--host-budget",
+        type=_bytes,
+        metavar="BYTES",
+        help="of one rank, a part of the configuration's; not said: what there is",
+    )
+    machine.add_argument("--nvme-budget", type=_bytes, metavar="BYTES", help="of one rank; 0 for none")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--deepspeed", action="store_true", help="print DeepSpeed's estimates and ours next to them")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -137,7 +138,7 @@ def open_group(
     launch = read_launch(os.environ)
     found = _find_group(launch, group, mesh)
     if found is None and launch is not None:
-        _start_default_group(device, launch)
+        _start_default_group(device, launch, timeout_s)
         found = dist.group.WORLD
     if found is None or dist.get_world_size(found) == 1:
         return None
@@ -233,7 +234,7 @@ def _check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
         )
 
 
-def _start_default_group(device: torch.device, launch: Launch) -> None:
+def _start_default_group(device: torch.device, launch: Launch, timeout_s: float) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ConfigError(
@@ -243,12 +244,44 @@ def _start_default_group(device: torch.device, launch: Launch) -> None:
     backend = DEVICE_BACKENDS.get(device.type) or dist.get_default_backend_for_device(device)
     where = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size)
+        store = _meeting_point(launch, timeout_s, where)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
+    except RankError:
+        raise
     except RuntimeError as error:
         raise RankError(
-            f"rank {launch.rank} has not met the {launch.world_size - 1} other ranks at {where}: {first_line(error)}"
+            f"rank {launch.rank} has not met the {launch.world_size - 1} other ranks at {where} within {timeout_s:g} s "
+            f"(ranks.timeout_s): {first_line(error)}"
         ) from error
     atexit.register(_end_default_group, os.getpid())
+
+
+def _meeting_point(launch: Launch, timeout_s: float, where: str) -> dist.Store:
+    """The store that the launcher's environment leads to, when every rank has come to it. torch itself would wait for
+    half an hour for a rank that trains alone.
+
+    Raises:
+        RankError: ranks have not come within ``timeout_s``; it names them.
+    """
+    limit = timedelta(seconds=timeout_s)
+    found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=limit))
+    store = found[0]
+    come = dist.PrefixStore("deepoffload has come", store)
+    come.set(str(launch.rank), "")
+    others = [rank for rank in range(launch.world_size) if rank != launch.rank]
+    try:
+        come.wait([str(rank) for rank in others], limit)
+    except RuntimeError as error:
+        missing = [rank for rank in others if not come.check([str(rank)])]
+        raise RankError(
+            f"rank {launch.rank} at {where}: {_numbers(missing)} not come within {timeout_s:g} s (ranks.timeout_s). "
+            'Every process that the launcher has started builds the model, or none: is one at ranks="local"?'
+        ) from error
+    return store
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
 
 
 def _end_default_group(process: int) -> None:

@@ -434,8 +434,9 @@ class RoundService:
             if rank not in error.ranks
         )
         return (
-            f"{closed}, but others train on: {others}. All ranks make the same number of steps: close the engine when "
-            "every rank has made its last one"
+            f"{closed}, but others train on: {others}. All ranks make the same number of steps (where they have "
+            "different numbers of batches: with deepoffload.join(model)): close the engine when every rank has made "
+            "its last one"
         )
 
     def _words(self, want: Want) -> str:

@@ -113,7 +113,7 @@ REFUSALS = (
         "`DistributedDataParallel`",
         data_parallel,
         "DistributedDataParallel around a paged model would not average gradients",
-        "the model without it, on one rank",
+        "the model without it, on any number of ranks",
     ),
     Refusal("`parallelize_module`", tensor_parallel, SHARDED, "the model as it is, or a copy"),
     Refusal("`distribute_module`, `distribute_tensor`", replicated, SHARDED, "the model as it is, or a copy"),

@@ -87,3 +87,16 @@ def test_budgets_that_differ() -> None:
 
 def with_config_of_rank() -> int:
     return train(-1, "", {**IN_MEMORY, "host_budget": "64MiB" if os.environ["RANK"] == "0" else "48MiB"})
+
+
+def one_is_local() -> None:
+    ranks: Any = "local" if os.environ["RANK"] == "1" else {"timeout_s": 3}
+    with offload_context({"host_budget": "64MiB"}, ranks=ranks):
+        nn.Linear(4, 4)
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_without_end() -> None:
+    waiting, alone = run_ranks(one_is_local, 2)
+    assert alone.error is None, alone.text
+    assert waiting.error == "RankError"
+    assert "within 3 s (ranks.timeout_s)" in waiting.text
