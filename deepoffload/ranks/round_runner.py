@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from deepoffload.errors import RankError
+from deepoffload.ranks.apart import PeersApartError
 from deepoffload.ranks.collectives import wait_within
 from deepoffload.ranks.links import RoundLink
 from deepoffload.ranks.rounds import NOTHING, PAYLOADS, RESTS, Payload, Rounds, Want, WantKind
@@ -57,14 +58,6 @@ class PeersFailedError(RuntimeError):
         self.ranks = ranks
 
 
-class PeersClosedError(RuntimeError):
-    """``ranks`` have closed while others train. ``wants`` and ``steps`` say where every rank is."""
-
-    def __init__(self, ranks: tuple[int, ...], wants: Sequence[Want], steps: Sequence[int]) -> None:
-        super().__init__(ranks)
-        self.ranks, self.wants, self.steps = ranks, wants, steps
-
-
 class LaunchError(RuntimeError):
     """A payload could not be launched here, or not be taken when it had come; the others do so. The cause is the error
     that was raised."""
@@ -106,7 +99,7 @@ class RoundRunner:
         """Take the rounds that are over, launch what they say, and enter the next one. Does not wait.
 
         Raises:
-            LinkError, PeersFailedError, PeersClosedError, LaunchError, or what a flight raises.
+            LinkError, PeersFailedError, PeersApartError, LaunchError, or what a flight raises.
         """
         self.take_arrived(land=not self.held)
         while not self.held:
@@ -192,8 +185,8 @@ class RoundRunner:
         self.elsewhere += any(want == NOTHING for rank, want in enumerate(wants) if rank != self.rounds.rank)
         if outcome.failed:
             raise PeersFailedError(outcome.failed)
-        if outcome.closed:
-            raise PeersClosedError(outcome.closed, wants, [steps for _, _, steps, _ in messages])
+        if outcome.apart:
+            raise PeersApartError(wants, [steps for _, _, steps, _ in messages])
         if outcome.met is not None:
             self.met, self.joined = outcome.met, outcome.joined
         if outcome.payloads or outcome.met is not None:

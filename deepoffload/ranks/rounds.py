@@ -84,18 +84,19 @@ class RoundOutcome:
     """What a round leads to; the same on all ranks.
 
     Attributes:
-        payloads: the collectives to launch, in this order. None where ``failed`` or ``closed`` name a rank.
+        payloads: the collectives to launch, in this order. None where ``failed`` names a rank, or ``apart``.
         met: STEP, JOIN, CLOSE or EDIT where all ranks are there.
         joined: the ranks that are there because they have joined.
         failed: the ranks that have said so.
-        closed: the ranks that are at their end while others train.
+        apart: ranks are at places that can never meet: at their end while others train, or at edits of different
+            tensors.
     """
 
     payloads: tuple[Payload, ...] = ()
     met: WantKind | None = None
     joined: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
-    closed: tuple[int, ...] = ()
+    apart: bool = False
 
 
 class HeldReductions:
@@ -235,9 +236,11 @@ class Rounds:
         if WantKind.FAILED in kinds:
             return RoundOutcome(failed=_those_at(wants, WantKind.FAILED))
         if WantKind.CLOSE in kinds and kinds & (STEPPING | PARTS | {WantKind.WAIT, WantKind.EDIT}):
-            return RoundOutcome(closed=_those_at(wants, WantKind.CLOSE))
+            return RoundOutcome(apart=True)
         payloads = tuple(self._launched(wants))
         met = self._meet(kinds, len(set(wants)))
+        if WantKind.EDIT in kinds and met is None and not payloads and kinds <= RESTS - {WantKind.WAIT}:
+            return RoundOutcome(apart=True)
         return RoundOutcome(payloads, met, () if met is None else _those_at(wants, WantKind.JOIN))
 
     def _launched(self, wants: Sequence[Want]) -> Iterator[Payload]:

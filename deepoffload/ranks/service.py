@@ -33,6 +33,7 @@ from typing import Any
 import torch.distributed as dist
 
 from deepoffload.errors import RankError
+from deepoffload.ranks.apart import PeersApartError
 from deepoffload.ranks.collectives import LinkError
 from deepoffload.ranks.leaving import at_exit_of, call_at_exit, text_of
 from deepoffload.ranks.links import NudgeLink, RoundLink, own_client
@@ -41,7 +42,6 @@ from deepoffload.ranks.round_runner import (
     Launch,
     LaunchError,
     PayloadFlight,
-    PeersClosedError,
     PeersFailedError,
     RoundRunner,
     Waitable,
@@ -379,8 +379,8 @@ class RoundService:
             ranks = " and ".join(map(str, error.ranks))
             said = self._roll_call.verdict(VERDICT_WITHIN_S)
             raise self._give_up(said or f"rank {ranks} has failed; its output says why") from None
-        except PeersClosedError as error:
-            raise self._give_up(self._closed_text(error)) from None
+        except PeersApartError as error:
+            raise self._give_up(error.text(self._words)) from None
         except LaunchError as error:
             cause = error.__cause__
             assert cause is not None
@@ -425,19 +425,6 @@ class RoundService:
         except RuntimeError as error:
             log.debug("rank %d has told the others that it has failed: %s", self.rank, error)
         return text
-
-    def _closed_text(self, error: PeersClosedError) -> str:
-        closed = ", ".join(f"rank {rank} has closed its engine after {error.steps[rank]} steps" for rank in error.ranks)
-        others = ", ".join(
-            f"rank {rank} was at {self._words(want)} (step {error.steps[rank]})"
-            for rank, want in enumerate(error.wants)
-            if rank not in error.ranks
-        )
-        return (
-            f"{closed}, but others train on: {others}. All ranks make the same number of steps (where they have "
-            "different numbers of batches: with deepoffload.join(model)): close the engine when every rank has made "
-            "its last one"
-        )
 
     def _words(self, want: Want) -> str:
         words = want.kind.name.lower()

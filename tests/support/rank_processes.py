@@ -84,14 +84,21 @@ def run_ranks(program: Callable[..., Any], world_size: int, *arguments: Any, lim
         there.close()
         processes.append(process)
         answers.append(here)
+    said: dict[int, tuple[Any, str | None, str]] = {}
     ended: dict[int, Ended] = {}
     try:
         while len(ended) < world_size and time.monotonic() < begin + limit_s:
+            # All answers are taken as they come: a rank that cannot send a large one cannot serve the others either.
+            open_answers = {answers[rank]: rank for rank in range(world_size) if rank not in said}
             left = {processes[rank].sentinel: rank for rank in range(world_size) if rank not in ended}
-            for sentinel in wait([*left, *(answers[rank] for rank in left.values())], timeout=1.0):
-                rank = left.get(sentinel, -1) if isinstance(sentinel, int) else answers.index(sentinel)
-                if rank not in ended:
-                    ended[rank] = _ending(processes[rank], answers[rank], begin, limit_s)
+            ready = wait([*open_answers, *left], timeout=1.0)
+            for answer in ready:
+                if isinstance(answer, Connection):
+                    said[open_answers[answer]] = _said(answer)
+            for rank in [left[sentinel] for sentinel in ready if isinstance(sentinel, int)]:
+                if rank in said:
+                    processes[rank].join()
+                    ended[rank] = Ended(*said[rank], time.monotonic() - begin, processes[rank].exitcode)
     finally:
         for process in processes:
             if process.is_alive():
@@ -102,13 +109,12 @@ def run_ranks(program: Callable[..., Any], world_size: int, *arguments: Any, lim
     return [ended[rank] for rank in range(world_size)]
 
 
-def _ending(process: Any, answer: Connection, begin: float, limit_s: float) -> Ended:
+def _said(answer: Connection) -> tuple[Any, str | None, str]:
     try:
-        value, error, text = answer.recv()
+        said: tuple[Any, str | None, str] = answer.recv()
     except EOFError:
-        value, error, text = None, "killed", ""
-    process.join(max(1.0, begin + limit_s - time.monotonic()))
-    return Ended(value, error, text, time.monotonic() - begin, process.exitcode)
+        return None, "killed", ""
+    return said
 
 
 def values_of(program: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 90.0) -> list[Any]:

@@ -123,7 +123,9 @@ class RankParts:
             self._last.callback(memory.close)
         link: Any = None
         if rank is not None:
-            link = SimpleNamespace(ranks=RankMap(rank, (0,) * world_size), exchange=None, hold=nullcontext)
+            link = SimpleNamespace(
+                ranks=RankMap(rank, (0,) * world_size), exchange=None, hold=nullcontext, meet_edit=lambda number: None
+            )
         self.pager = Pager(tiers, order, graphs, memory, self, prefetch=False, defer_updates=defer_updates, link=link)
         self.gradients = Gradients(self.pager)
         self.handles = handles = [adopt(self.pager, param, name) for name, param in model.named_parameters()]

@@ -50,7 +50,7 @@ class SimulatedRank:
 
     def _take(self, wants: list[Want]) -> None:
         outcome = self.rounds.take(wants)
-        assert not outcome.failed and not outcome.closed
+        assert not outcome.failed and not outcome.apart
         for payload in outcome.payloads:
             self.launched.append(payload)
             if payload.kind is WantKind.REDUCE:
