@@ -3,7 +3,8 @@
 Python runs signal handlers between any two steps of the main thread. A ``KeyboardInterrupt`` in the middle of moving a
 block would leave books that nobody could trust, so that a program which catches Ctrl-C (a notebook, always) could not
 go on. Therefore an interrupt that arrives while the main thread holds a :class:`BooksLock` is delivered when it lets
-go; waits for the disk, which may take long, are taken outside.
+go; waits for the disk, which may take long, are taken outside. Where there is no lock to hold, ``with SHIELD:`` does
+the same: a switch of torch's that must be set back, and a door that has taken leases.
 """
 
 from __future__ import annotations
@@ -30,11 +31,23 @@ class InterruptShield:
 
     def __init__(self) -> None:
         self.held_back = False
+        self._blocks = 0
         self._main = threading.main_thread().ident
         self._locks: list[weakref.ref[BooksLock]] = []
         self._outside = False
         self._engaged = 0
         self._previous: Callable[[int, FrameType | None], Any] | None = None
+
+    def __enter__(self) -> None:
+        """No interrupt is delivered to the main thread until the block has ended. Such blocks may be nested."""
+        if threading.get_ident() == self._main:
+            self._blocks += 1
+
+    def __exit__(self, *_: object) -> None:
+        if threading.get_ident() == self._main:
+            self._blocks -= 1
+            if self.held_back:
+                self.let_go()
 
     def guard(self, lock: BooksLock) -> None:
         """From now on no interrupt is delivered while the main thread has ``lock``."""
@@ -81,9 +94,24 @@ class InterruptShield:
         finally:
             self._outside = before
 
+    def let_through(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """``call`` inside a block of the shield with interrupts delivered all the same, unless a lock is held: it runs
+        code of the program's."""
+        if threading.get_ident() != self._main:
+            return call(*args, **kwargs)
+        before = self._blocks
+        try:
+            self._blocks = 0
+            self.let_go()
+            return call(*args, **kwargs)
+        finally:
+            self._blocks = before
+
     def _is_busy(self) -> bool:
         if self._outside:
             return False
+        if self._blocks:
+            return True
         locks = (known() for known in self._locks)
         return any(lock is not None and lock.is_mine() for lock in locks)
 

@@ -279,19 +279,21 @@ class Gradients:
                 return
             if type(value) is OffloadedGradient:
                 value = self._as_ordinary(value)
-        if record.state is GradientState.USER:
-            self.pager.catch_up(handle.unit)  # an update that failed half-way still needs it
-        set_grad(param, value)  # torch checks shape, dtype and device before anything else changes
-        record.changed_at = self.changes = self.changes + 1
-        if record.state is GradientState.USER:
-            if value is None:
-                record.dropped()
-            return
         with self.pager.lock:
-            if value is not None:
-                self.pager.catch_up(handle.unit)  # what was handed over is used up then
+            if value is not None or record.state is GradientState.USER:
+                self.pager.catch_up(handle.unit)  # what was handed over, or a tensor of the program's, is used up then
+            set_grad(param, value)  # torch checks shape, dtype and device before anything else changes
+            record.changed_at = self.changes = self.changes + 1
+            if record.state is GradientState.USER:
+                if value is None:
+                    record.dropped()
+                return
             if record.state is GradientState.LANDED:
-                self._drop(record)
+                try:
+                    self._drop(record)
+                except BaseException:  # the program keeps the gradient object, and its bytes could not be read
+                    set_grad(param, None)
+                    raise
             if value is not None:
                 record.left_to_program()
 

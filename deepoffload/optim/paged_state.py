@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepoffload.errors import UsageError
+from deepoffload.memory.lock import SHIELD
 from deepoffload.native import cpu_adam
 from deepoffload.optim.relayout import add_fields
 from deepoffload.optim.rule import SCALE_SUFFIX
@@ -122,11 +123,12 @@ def copy_own_master(handle: ParamHandle, key: str, target: Tensor) -> None:
     if key == "remainder" or tensor is None:
         target.zero_()
         return
-    handle.pager.pin(handle)
-    try:
-        target.copy_(get_data(tensor))
-    finally:
-        handle.pager.unpin(handle)
+    with SHIELD:
+        handle.pager.pin(handle)
+        try:
+            target.copy_(get_data(tensor))
+        finally:
+            handle.pager.unpin(handle)
 
 
 def with_own_master(pager: Pager, handles: Set[ParamHandle]) -> set[ParamHandle]:

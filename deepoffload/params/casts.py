@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepoffload.memory.lock import SHIELD
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.torch_private import get_data, in_functorch, outside_user_modes
 from deepoffload.params.unit import ParamHandle
@@ -97,12 +98,13 @@ def _only_autocast_has_it(pager: PagerPort) -> bool:
 
 def _is_cast_of(handle: ParamHandle, base: Tensor, pager: PagerPort) -> bool:
     """Whether the program has left the values of a cast as they were."""
-    pager.pin(handle)
-    try:
-        weight = handle.tensor
-        return weight is not None and _is_cast(base, weight)
-    finally:
-        pager.unpin(handle)
+    with SHIELD:
+        pager.pin(handle)
+        try:
+            weight = handle.tensor
+            return weight is not None and _is_cast(base, weight)
+        finally:
+            pager.unpin(handle)
 
 
 def cast_of_frozen(tensor: Tensor, pager: PagerPort) -> FoundCast | None:

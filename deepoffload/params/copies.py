@@ -17,12 +17,12 @@ _NEAR = 32
 def plain_copy(param: Any) -> nn.Parameter:
     """An ordinary parameter with the same values in its own memory."""
     slot = param._slot
-    slot.pager.pin(slot)
-    try:
-        with outside_user_modes():
+    with outside_user_modes():
+        slot.pager.pin(slot)
+        try:
             return nn.Parameter(get_data(param).clone(memory_format=torch.preserve_format), param.requires_grad)
-    finally:
-        slot.pager.unpin(slot)
+        finally:
+            slot.pager.unpin(slot)
 
 
 def page_in_context(copy: nn.Parameter, name: str, memo: dict[int, Any]) -> nn.Parameter:

@@ -17,7 +17,7 @@ from deepoffload.params.torch_private import (
     autograd_grad,
     door_frame,
     make_grads,
-    no_torch_function,
+    past_doors,
 )
 
 
@@ -47,8 +47,7 @@ def size(func: Any, args: Any, kwargs: Any) -> Any:
     if door_frame().f_code in VMAP_SIZES:
         slot = args[0]._slot
         slot.pager.hold_until_step(slot)
-    with no_torch_function():
-        return func(*args, **kwargs)
+    return past_doors(func, args, kwargs)
 
 
 def dtype(func: Any, args: Any, kwargs: Any) -> torch.dtype:
@@ -59,6 +58,4 @@ def dtype(func: Any, args: Any, kwargs: Any) -> torch.dtype:
     caller = door_frame()
     if caller.f_code is make_grads.__code__ and caller.f_locals.get("grad") is tensor:
         slot.pager.hold_until_step(slot)
-    with no_torch_function():
-        found: torch.dtype = func(tensor)
-    return found
+    return past_doors(func, (tensor,))

@@ -45,12 +45,12 @@ class MappedCopy:
         handle.pager.catch_up(handle.unit)
         version = version_of(weight)
         if version != self._version or handle.escape_crc is not None:
-            handle.pager.pin(handle)
-            try:
-                with outside_user_modes():
+            with outside_user_modes():
+                handle.pager.pin(handle)
+                try:
                     self.tensor.copy_(get_data(weight))
-            finally:
-                handle.pager.unpin(handle)
+                finally:
+                    handle.pager.unpin(handle)
             self._version = version
         return self.tensor
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepoffload.params.torch_private import no_torch_function, outside_user_modes
+from deepoffload.params.torch_private import outside_user_modes, past_doors
 
 _ATTRIBUTES = (
     "shape dtype device requires_grad is_leaf grad_fn layout ndim names itemsize nbytes output_nr retains_grad name "
@@ -62,8 +62,7 @@ def layout_answers(
             return like.is_contiguous(*args[1:], **kwargs)
 
     def of_its_device(func: Any, args: Any, kwargs: Any) -> Any:
-        with no_torch_function():
-            device = args[0].device
+        device = past_doors(Tensor.device.__get__, args[:1])  # type: ignore[attr-defined]
         with outside_user_modes():
             return func(torch.empty(1, device=device), *args[1:], **kwargs)
 

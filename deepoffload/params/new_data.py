@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
+from deepoffload.memory.lock import SHIELD
 from deepoffload.params.edits import meet_edit
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import count_change, get_data, outside_user_modes, version_of
@@ -41,6 +42,11 @@ def set_new_data(tensor: Any, value: Any) -> None:
             f"Convert the model before offload_context ends (or set {_precision(value)}, or keep_fp32), or replace it "
             "with a new nn.Parameter"
         )
+    with SHIELD:
+        _copy_in(tensor, slot, value)
+
+
+def _copy_in(tensor: Any, slot: TensorSlot, value: Any) -> None:
     slot.pager.pin(slot)
     try:
         slot.take_back_if_set(tensor)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
+from deepoffload.memory.lock import SHIELD
 from deepoffload.params import differentiation
 from deepoffload.params.callables import BY_ELEMENT, UNASKED, with_open_doors
 from deepoffload.params.copies import page_in_context, plain_copy
@@ -34,8 +35,8 @@ from deepoffload.params.torch_private import (
     door_caller,
     get_data,
     make_dual,
-    no_torch_function,
     not_captured,
+    past_doors,
     refuse_tracing,
     set_data,
     set_grad,
@@ -90,13 +91,13 @@ class OffloadedParameter(PeerNames, nn.Parameter):
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """``Tensor.set_``, native code that asks no class, and wants the address of the bytes that are shown before."""
         slot = self._slot
-        slot.pager.pin(slot)
-        try:
-            with no_torch_function():
-                super().set_(*args, **kwargs)
-            slot.take_back_if_set(self)
-        finally:
-            slot.pager.unpin(slot)
+        with SHIELD:
+            slot.pager.pin(slot)
+            try:
+                past_doors(super().set_, args, kwargs)
+                slot.take_back_if_set(self)
+            finally:
+                slot.pager.unpin(slot)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -138,8 +139,7 @@ def through_the_door(func: Callable[..., Any], types: Iterable[type], args: Any,
     if special is not None:
         return special(func, args, kwargs)
     if func in METADATA:
-        with no_torch_function():
-            return func(*args, **kwargs)
+        return past_doors(func, args, kwargs)
     name = getattr(func, "__name__", "")
     if name.startswith(("_foreach_", "_fused_")) or func is unscale_and_check:
         return _one_by_one(func, args, kwargs)
@@ -150,6 +150,11 @@ not_captured(through_the_door, NOT_CAPTURED)
 
 
 def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:
+    with SHIELD:  # what is pinned is unpinned, and what is pushed popped
+        return _with_bytes(func, name, types, args, kwargs)
+
+
+def _with_bytes(func: Callable[..., Any], name: str, types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:
     refuse_tracing()
     paged: list[Any] = []
     _collect(args, paged)
@@ -178,8 +183,7 @@ def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args
             if type(func) in Operators or func in BY_ELEMENT or any(t not in _KNOWN_CLASSES for t in types):
                 result = _looking_plain(func, args, kwargs, paged)
             else:
-                with no_torch_function():
-                    result = func(*args, **kwargs)
+                result = past_doors(func, args, kwargs)
         finally:
             if pushed and pager is not None:
                 pager.hooks.pop()
@@ -248,10 +252,10 @@ def _looking_plain(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], 
     """Call with our tensors looking like plain ones: another library's tensor subclass among the arguments is asked,
     and other paged tensors that the program uses inside come to their doors."""
     classes = [type(tensor) for tensor in paged]
-    for tensor in paged:
-        tensor.__class__ = nn.Parameter if type(tensor) is OffloadedParameter else Tensor
     try:
-        return func(*args, **kwargs)
+        for tensor in paged:
+            tensor.__class__ = nn.Parameter if type(tensor) is OffloadedParameter else Tensor
+        return SHIELD.let_through(func, args, kwargs)  # the program's code may take long
     finally:
         for tensor, kind in zip(paged, classes, strict=True):
             tensor.__class__ = kind
@@ -280,37 +284,36 @@ def _one_by_one(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
 def _get_grad(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     if type(tensor) is not OffloadedParameter or tensor._slot.pager.gradients is None:
-        with no_torch_function():
-            return func(*args)
+        return past_doors(func, args)
     return tensor._slot.pager.gradients.read(tensor._slot)
 
 
 def _assign_grad(func: Any, args: Any, kwargs: Any) -> None:
     tensor, value = args[0], (args[1] if len(args) > 1 else None)
     if type(tensor) is not OffloadedParameter or tensor._slot.pager.gradients is None:
-        with no_torch_function():
-            func(*args)
-        return
-    tensor._slot.pager.gradients.assign(tensor._slot, value)
+        past_doors(func, args)
+    else:
+        tensor._slot.pager.gradients.assign(tensor._slot, value)
 
 
 def _get_data(func: Any, args: Any, kwargs: Any) -> Tensor:
     tensor = args[0]
     slot = tensor._slot
     refuse_sharding(slot.name)
-    slot.pager.pin(slot)
-    try:
-        slot.take_back_if_set(tensor)
-        shown = get_data(tensor)
-        if type(tensor) is OffloadedParameter:
-            slot.note_escape()
-        else:
-            slot.escaped = True
-            slot.pager.will_change(slot)
-            slot.taken()
-        return shown if type(shown) is Tensor else shown.as_subclass(Tensor)
-    finally:
-        slot.pager.unpin(slot)
+    with SHIELD:
+        slot.pager.pin(slot)
+        try:
+            slot.take_back_if_set(tensor)
+            shown = get_data(tensor)
+            if type(tensor) is OffloadedParameter:
+                slot.note_escape()
+            else:
+                slot.escaped = True
+                slot.pager.will_change(slot)
+                slot.taken()
+            return shown if type(shown) is Tensor else shown.as_subclass(Tensor)
+        finally:
+            slot.pager.unpin(slot)
 
 
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
@@ -318,8 +321,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
-    with no_torch_function():
-        result = func(*args, **kwargs)
+    result = past_doors(func, args, kwargs)
     tensor = args[0]
     if type(tensor) is OffloadedParameter and tensor._slot.pager.gradients is not None and tensor.requires_grad:
         tensor._slot.pager.gradients.track(tensor._slot)
@@ -375,8 +377,7 @@ def _dlpack(func: Any, args: Any, kwargs: Any) -> Any:
     """The capsule holds the tensor it was made of, not its storage: make it of an alias, which we see."""
     tensor = args[0]
     if tensor.requires_grad and type(tensor) is OffloadedParameter:
-        with no_torch_function():
-            return func(*args, **kwargs)  # torch's own refusal
+        return past_doors(func, args, kwargs)  # torch's own refusal
     return func(_get_data(None, args[:1], {}), *args[1:], **kwargs)
 
 
@@ -395,10 +396,9 @@ def _share_memory(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _repr(func: Any, args: Any, kwargs: Any) -> str:
-    tensor = args[0]
-    slot = tensor._slot
+    slot = args[0]._slot
     if slot.pager.life.closed_because is not None:
-        return f"<{type(tensor).__name__} {slot.name} {tuple(slot.shape)} {slot.dtype}, of a closed engine>"
+        return f"<{type(args[0]).__name__} {slot.name} {tuple(slot.shape)} {slot.dtype}, of a closed engine>"
     return str(_paged_call(func, "__repr__", (), args, kwargs))
 
 

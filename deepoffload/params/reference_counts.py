@@ -31,8 +31,9 @@ from deepoffload.params.torch_private import (
     TESTED_VERSIONS,
     get_data,
     held_by_graphs,
-    no_torch_function,
     outside_user_modes,
+    past_doors,
+    requires_grad_of,
     set_data,
     storage_use_count,
     tensor_use_count,
@@ -108,8 +109,9 @@ class LoneCounts:
         """True when native code (``torch.utils.dlpack.to_dlpack``) holds a frozen tensor itself, whose data we would
         change under it. It takes no trainable ones; and graphs from before a tensor was frozen, which hold it too, are
         known."""
-        with no_torch_function():
-            others = 0 if tensor.requires_grad else tensor_use_count(tensor) - self.native_users
+        if past_doors(requires_grad_of, (tensor,)):
+            return False
+        others = int(past_doors(tensor_use_count, (tensor,))) - self.native_users
         return others > 0 and others > held_by_graphs(tensor)
 
     def tensor_is_shared(self, holder: TensorHolder) -> bool:
@@ -129,7 +131,7 @@ def calibrate() -> LoneCounts:
     with outside_user_modes():
         shown, holder = _lone()
         users, references = _storage_counts(holder)
-        native_users = tensor_use_count(shown)
+        native_users = past_doors(tensor_use_count, (shown,))
         set_data(shown, torch.empty(1, dtype=torch.float32))
         left = _storage_counts(holder)
         return LoneCounts(

@@ -31,7 +31,7 @@ from deepoffload.errors import UnsupportedError
 from deepoffload.params.mapped import MappedCopy
 from deepoffload.params.metadata import METADATA, layout_answers
 from deepoffload.params.slot import make_stand_in
-from deepoffload.params.torch_private import PARAMETER_NEW, door_caller, no_torch_function, outside_user_modes, set_data
+from deepoffload.params.torch_private import PARAMETER_NEW, door_caller, outside_user_modes, past_doors, set_data
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.value_source import ValueSource, View, view_of
 
@@ -73,8 +73,7 @@ class LazyValue(Tensor):
         if special is not None:
             return special(func, args, kwargs or {})
         if func in METADATA:
-            with no_torch_function():
-                return func(*args, **(kwargs or {}))
+            return past_doors(func, args, kwargs)
         if _may_be_view(func, args):
             shown = _viewed(func, args, kwargs or {})
             if shown is not None:
@@ -176,8 +175,7 @@ def _value(source: ValueSource, view: View) -> Tensor:
     stand_in = source.stand_in
     if view.shape != source.shape or view.dtype is not source.dtype:
         stand_in = make_stand_in(view.shape, view.dtype, stand_in.device)
-    with no_torch_function():
-        value = stand_in.as_subclass(LazyValue)
+    value: LazyValue = past_doors(Tensor.as_subclass, (stand_in, LazyValue))
     value._source = source
     value._view = view
     return value
@@ -280,8 +278,7 @@ def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
     value = args[0]
     wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     if hasattr(value, "_class"):
-        with no_torch_function():
-            return func(*args, **kwargs)
+        return past_doors(func, args, kwargs)
     if wanted:
         name = value._source.name
         raise UnsupportedError(f"a value of a state_dict() ({name}) takes no gradient; clone() it first")

@@ -13,7 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, _ops, _utils, nn
@@ -24,7 +24,9 @@ from torch.utils import _python_dispatch, _pytree
 from torch.utils.hooks import RemovableHandle
 
 from deepoffload.errors import UnsupportedError
+from deepoffload.memory.lock import SHIELD
 
+Found = TypeVar("Found")
 TESTED_VERSIONS = "torch 2.12 to 2.15"
 """What ``make test-versions`` tests the ends of, and ``pyproject.toml`` asks for the least of."""
 
@@ -47,7 +49,8 @@ saved_tensors_hooks_enabled: Callable[[], bool] = _need(_autograd, "_saved_tenso
 storage_use_count: Callable[[int], int] = _need(torch._C, "_storage_Use_Count")
 tensor_use_count: Callable[[Tensor], int] = _need(torch._C.TensorBase, "_use_count")
 _refuse_writes: Callable[[Tensor], None] = _need(torch._C, "_set_throw_on_mutable_data_ptr")
-no_torch_function = torch._C.DisableTorchFunctionSubclass
+_no_torch_function = torch._C.DisableTorchFunctionSubclass
+_call_past_doors = _need(torch._C, "_disabled_torch_function_impl")
 is_functorch_wrapped: Callable[[Tensor], bool] = _need(torch._C._functorch, "is_functorch_wrapped_tensor")
 get_unwrapped: Callable[[Tensor], Tensor] = _need(torch._C._functorch, "get_unwrapped")
 _peek_interpreter_stack = _need(torch._C._functorch, "peek_interpreter_stack")
@@ -75,9 +78,7 @@ parameter_registration_hooks: Mapping[int, Any] = _need(_modules, "_global_param
 forward_pre_hooks_of_all: Mapping[int, Any] = _need(_modules, "_global_forward_pre_hooks")
 forward_hooks_of_all: Mapping[int, Any] = _need(_modules, "_global_forward_hooks")
 TorchDispatchMode: Any = _need(_python_dispatch, "TorchDispatchMode")
-tree_flatten = _pytree.tree_flatten
-tree_map = _pytree.tree_map
-tree_map_only = _pytree.tree_map_only
+tree_flatten, tree_map, tree_map_only = _pytree.tree_flatten, _pytree.tree_map, _pytree.tree_map_only
 
 _say_why: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 """Has a ``c10::StorageImpl`` refuse every access, with a message. Builds for CUDA have it."""
@@ -151,19 +152,27 @@ make_dual: Any = _need(torch._VF, "_make_dual")
 PARAMETER_NEW: CodeType = nn.Parameter.__new__.__code__
 
 _base: Any = torch._C.TensorBase
-_data = _base.data
-_grad = _base.grad
-raw_data: Callable[[Tensor], Tensor] = _data.__get__
-_set_raw_data = _data.__set__
-_raw_grad = _grad.__get__
-_set_raw_grad = _grad.__set__
-_raw_version = _base._version.__get__
+requires_grad_of: Callable[[Tensor], bool] = _base.requires_grad.__get__
+raw_data: Callable[[Tensor], Tensor] = _base.data.__get__
+_set_raw_data = _base.data.__set__
+_raw_grad: Callable[[Tensor], Tensor | None] = _base.grad.__get__
+_set_raw_grad = _base.grad.__set__
+_raw_version: Callable[[Tensor], int] = _base._version.__get__
+
+
+def past_doors(func: Callable[..., Found], args: Any, kwargs: dict[str, Any] | None = None) -> Found:
+    """``func(*args, **kwargs)`` without any door.
+
+    Native code turns the doors off and on again, so no Ctrl-C comes in between. It would leave them off, and every use
+    of a paged tensor would get its stand-in.
+    """
+    found: Found = _call_past_doors(func, (), args, kwargs or {})
+    return found
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:
     """``tensor.data = value`` without any door."""
-    with no_torch_function():
-        _set_raw_data(tensor, value)
+    past_doors(_set_raw_data, (tensor, value))
 
 
 def set_data_elsewhere(tensor: Tensor, value: Tensor) -> None:
@@ -175,7 +184,7 @@ def set_data_elsewhere(tensor: Tensor, value: Tensor) -> None:
     Raises:
         UnsupportedError: hooks are registered on the tensor, which would be lost with the old one.
     """
-    with no_torch_function():
+    with SHIELD, _no_torch_function():
         if torch._has_compatible_shallow_copy_type(tensor, value):
             _set_raw_data(tensor, value)
             return
@@ -186,34 +195,30 @@ def set_data_elsewhere(tensor: Tensor, value: Tensor) -> None:
         _swap_implementation(tensor, value.detach().requires_grad_(tensor.requires_grad))
 
 
-swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None]
-swap_memory = _need(torch.UntypedStorage, "_swap_data_ptr_")
-"""Exchanges what two storages refer to: every view of the one then shows the memory of the other. torch 2.12 is the
-first that has it."""
+swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = _need(
+    torch.UntypedStorage, "_swap_data_ptr_"
+)
+"""Of two storages: exchanges what they refer to. Views of the one then show the other's memory. torch 2.12 has it."""
 
 
 def get_data(tensor: Tensor) -> Tensor:
     """``tensor.data`` without any door."""
-    with no_torch_function():
-        return raw_data(tensor)
+    return past_doors(raw_data, (tensor,))
 
 
 def get_grad(tensor: Tensor) -> Tensor | None:
     """What autograd itself keeps in ``.grad``."""
-    with no_torch_function():
-        return _raw_grad(tensor)
+    return past_doors(_raw_grad, (tensor,))
 
 
 def set_grad(tensor: Tensor, value: Tensor | None) -> None:
     """``tensor.grad = value`` without any door."""
-    with no_torch_function():
-        _set_raw_grad(tensor, value)
+    past_doors(_set_raw_grad, (tensor, value))
 
 
 def version_of(tensor: Tensor) -> int:
     """The in-place counter of a tensor."""
-    with no_torch_function():
-        return int(_raw_version(tensor))
+    return past_doors(_raw_version, (tensor,))
 
 
 def call_when_accumulated(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
@@ -354,8 +359,7 @@ def fake_tensors() -> Iterator[FakeMaker]:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was = logger.disabled
-    logger.disabled = True
+    was, logger.disabled = logger.disabled, True
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             yield FakeMaker(mode, FakeTensor)
@@ -402,8 +406,7 @@ def depends_on_values(error: BaseException) -> bool:
 
 def fake_device(tensor: Tensor) -> torch.device:
     """The device that a tensor made under :func:`fake_tensors` seems to be on; any other's own."""
-    found: torch.device | None = getattr(tensor, "fake_device", None)
-    return tensor.device if found is None else found
+    return getattr(tensor, "fake_device", None) or tensor.device
 
 
 def in_functorch() -> bool:
@@ -418,12 +421,8 @@ def in_backward() -> bool:
 
 def modes_active() -> bool:
     """True inside any user mode that would see, or change, an operation of ours."""
-    return bool(
-        _len_dispatch_stack()
-        or _len_function_stack()
-        or torch.is_inference_mode_enabled()
-        or _peek_interpreter_stack() is not None
-    )
+    stacked = _len_dispatch_stack() or _len_function_stack() or _peek_interpreter_stack() is not None
+    return bool(stacked or torch.is_inference_mode_enabled())
 
 
 @contextlib.contextmanager
@@ -431,9 +430,10 @@ def outside_user_modes() -> Iterator[None]:
     """Outside every user mode: bytes that deepoffload moves are nobody's operation.
 
     No dispatch mode, no function mode, no functorch level, no inference mode, no gradient, no default device. The cheap
-    tests first: leaving modes that are not there costs as much as the rest together.
+    tests first: leaving modes that are not there costs as much as the rest together. Ctrl-C waits for the end of it:
+    in between, one that unwinds would leave the doors off, or gradients.
     """
-    with contextlib.ExitStack() as stack:
+    with SHIELD, contextlib.ExitStack() as stack:
         if _peek_interpreter_stack() is not None:
             from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
@@ -443,7 +443,7 @@ def outside_user_modes() -> Iterator[None]:
         if _len_function_stack():
             stack.enter_context(torch._C.DisableTorchFunction())
         else:
-            stack.enter_context(no_torch_function())
+            stack.enter_context(_no_torch_function())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())

@@ -76,12 +76,12 @@ def give_back(handle: ParamHandle) -> None:
     param, pager = handle.tensor, handle.pager
     if param is None:
         return
-    pager.pin(handle)
-    try:
-        with outside_user_modes():
+    with outside_user_modes():
+        pager.pin(handle)
+        try:
             value = handle.view().clone()
-    finally:
-        pager.unpin(handle)
+        finally:
+            pager.unpin(handle)
     pager.forget_storage(handle)
     plain_again(param, value)
     handle.storage = None
