@@ -254,7 +254,7 @@ def test_a_child_waits_for_no_thread_of_its_parent(paging: Paging, tmp_path: Pat
                     call()
                 except ClosedError:
                     refused += 1
-            os._exit(refused + 10 * (time.monotonic() - started > 5))
+            os._exit(refused + 10 * (time.monotonic() - started > 20))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         handle.wait(60)
 

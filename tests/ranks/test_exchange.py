@@ -53,7 +53,7 @@ def test_a_rank_that_is_stopped_is_noticed_when_the_limit_is_over(transport):
     waiting, stopped = run_ranks(moving.wait_for_a_stopped_rank, 2, transport, 1.0)
     assert stopped.exit_code == -9
     assert waiting.error is None, waiting
-    assert waiting.value < 4
+    assert waiting.value < 15
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -72,7 +72,7 @@ def test_a_rank_that_gives_up_has_its_memory_back_and_the_others_are_told(transp
 
 def test_a_group_that_is_kept_does_not_wait_for_its_collectives():
     seconds, _ = values_of(moving.keep_a_group, 2, 3.0)
-    assert seconds < 2.5
+    assert seconds < 2.9
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -95,13 +95,13 @@ def test_a_rank_that_goes_is_named_by_all_others(transport: str, what: str) -> N
         r"rank 2 has gone; rank 0 was at" if what == "SIGKILL" else "rank 2 has failed at .*ValueError: the batch"
     )
     assert re.match(expected, texts.pop())
-    assert all(one.value[0] == "RankError" and one.value[2] < 5.0 for one in ended)
+    assert all(one.value[0] == "RankError" and one.value[2] < 15.0 for one in ended)
 
 
 @both_transports
 def test_a_wait_with_the_lock_hears_ctrl_c(transport: str) -> None:
     interrupted, _ = values_of(programs.interrupt, 2, transport)
-    assert 0 < interrupted[0] < 1.5
+    assert 0 < interrupted[0] < 2.2
     assert interrupted[1] > 3.0
 
 

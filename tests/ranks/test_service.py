@@ -83,39 +83,39 @@ def in_trouble(what: str, world_size: int, tmp_path: Path, timeout_s: float) -> 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_that_is_killed_is_named_by_all_others(world_size: int, tmp_path: Path) -> None:
     for value in in_trouble("SIGKILL", world_size, tmp_path, 30.0):
-        assert value["seconds"] < 5.0
+        assert value["seconds"] < 15.0
         assert re.search(r"rank 1 has gone; rank 0 was at gather of blocks\.\d \(step 1\)", value["error"])
 
 
 def test_a_rank_that_does_not_answer_is_named_after_the_limit(tmp_path: Path) -> None:
     value, _ = in_trouble("SIGSTOP", 2, tmp_path, 1.0)
-    assert 1.0 <= value["seconds"] < 5.0
+    assert 1.0 <= value["seconds"] < 15.0
     assert value["error"].startswith("rank 1 does not answer: stopped")
     assert re.search(r"rank 0 has waited 1 s at gather of blocks\.\d and nothing has happened", value["error"])
 
 
 def test_a_program_that_stays_away_is_named_with_its_last_want(tmp_path: Path) -> None:
     value = in_trouble("busy", 2, tmp_path, 1.0)[0]
-    assert 1.0 <= value["seconds"] < 5.0
+    assert 1.0 <= value["seconds"] < 15.0
     assert "nothing has happened" in value["error"]
     assert re.search(r"rank 1 was at [a-z0-9. ]+ \(step 1, its program elsewhere\)", value["error"])
 
 
 def test_what_one_rank_raises_all_raise(tmp_path: Path) -> None:
     for value in in_trouble("raise", 2, tmp_path, 30.0):
-        assert value["seconds"] < 5.0
+        assert value["seconds"] < 15.0
         assert re.search(r"^rank 1 has failed at [a-z0-9. ]+: ValueError: the batch is empty$", value["error"])
 
 
 def test_a_payload_that_cannot_start_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     for value in in_trouble("launch", 2, tmp_path, 30.0):
-        assert value["seconds"] < 5.0
+        assert value["seconds"] < 15.0
         assert re.match(r"rank 1 has failed at gather of blocks\.\d: OSError: .*No space left", value["error"])
 
 
 def test_who_closes_while_others_train_is_an_error_on_all(tmp_path: Path) -> None:
     for value in in_trouble("close", 2, tmp_path, 30.0):
-        assert value["seconds"] < 5.0
+        assert value["seconds"] < 15.0
         assert value["error"].startswith(
             "rank 1 has closed its engine after 1 steps, but others train on: rank 0 was at"
         )
