@@ -62,7 +62,7 @@ def layout_answers(
             return like.is_contiguous(*args[1:], **kwargs)
 
     def of_its_device(func: Any, args: Any, kwargs: Any) -> Any:
-        device = past_doors(Tensor.device.__get__, args[:1])  # type: ignore[attr-defined]
+        device = past_doors(Tensor.device.__get__, args[:1])
         with outside_user_modes():
             return func(torch.empty(1, device=device), *args[1:], **kwargs)
 
