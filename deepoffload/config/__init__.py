@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from deepoffload.config.parse import parse_config
+from deepoffload.config.as_written import as_written, key_of
+from deepoffload.config.parse import TRAINING_FIELDS, parse_config
 from deepoffload.config.schema import (
     AioBackend,
     AioConfig,
@@ -33,5 +34,8 @@ __all__ = [
     "RanksConfig",
     "SchedulerConfig",
     "StepOverlap",
+    "TRAINING_FIELDS",
+    "as_written",
+    "key_of",
     "parse_config",
 ]

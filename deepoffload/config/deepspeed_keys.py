@@ -176,24 +176,21 @@ _OPTIMIZER = (
 )
 
 
-def _bf16_when_on(enabled: object) -> object:
-    return Precision.BF16 if enabled else None
-
-
-def _fp16_when_on(enabled: object) -> object:
-    return Precision.FP16 if enabled else None
+def _switch(precision: Precision, also: str = "") -> Key:
+    """The key that switches a precision on."""
+    return Key(
+        f"{precision.value}.enabled",
+        boolean(),
+        Treatment.MAPPED,
+        f"becomes precision = {precision.value}, over fp32 master weights{also}",
+        False,
+        field="precision",
+        convert=lambda enabled: precision if enabled else None,
+    )
 
 
 _BF16 = (
-    Key(
-        "bf16.enabled",
-        boolean(),
-        Treatment.MAPPED,
-        "becomes precision = bf16, over fp32 master weights",
-        False,
-        field="precision",
-        convert=_bf16_when_on,
-    ),
+    _switch(Precision.BF16),
     inapplicable("bf16.immediate_grad_update", boolean(), "gradients always land on the host during backward", False),
     inapplicable(
         "bf16.check_grad_overflow",
@@ -206,15 +203,7 @@ _BF16 = (
 )
 
 _PRECISION = (
-    Key(
-        "fp16.enabled",
-        boolean(),
-        Treatment.MAPPED,
-        "becomes precision = fp16, over fp32 master weights, with a scaled loss in initialize()",
-        False,
-        field="precision",
-        convert=_fp16_when_on,
-    ),
+    _switch(Precision.FP16, ", with a scaled loss in initialize()"),
     honoured("fp16.auto_cast", boolean(), "Cast floating-point positional arguments of the forward to fp16.", False),
     honoured("fp16.loss_scale", number(0), "A static loss scale; 0: a dynamic one, which the next five rule.", 0.0),
     honoured("fp16.initial_scale_power", integer(0, 127), "The first scale is 2 to this power.", 16),

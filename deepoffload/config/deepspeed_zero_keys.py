@@ -66,7 +66,8 @@ _ZERO = (
         integer(0, 3),
         Treatment.MAPPED,
         "stages 1 to 3 are one: weights, gradients and optimizer state are partitioned over the ranks, and whole "
-        "weights are kept as long as there is room. 0 is taken as 1",
+        "weights are kept as long as there is room. With several ranks 0 is taken as 1; with one the stage changes "
+        "nothing",
         0,
         field="zero_stage",
     ),

@@ -30,6 +30,17 @@ from deepoffload.device import Tier
 from deepoffload.errors import ConfigError
 from deepoffload.schedule.cost_model import StepOverlap
 
+TRAINING_FIELDS = (
+    "gradient_clipping",
+    "dataloader_drop_last",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "zero_stage",
+    "load_universal",
+    "decoupled_saves",
+)
+"""What of a configuration, next to its sections, concerns the training loop alone."""
+
 _GRADIENT_DTYPES = ("gradient_dtype", "data_types.grad_accum_dtype")
 """Two keys about one thing: a keyword for one of them wins over a file's for the other."""
 
@@ -112,13 +123,7 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str, world_siz
         "buffers",
         "keep_fp32",
         "gradient_dtype",
-        "gradient_clipping",
-        "dataloader_drop_last",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "zero_stage",
-        "load_universal",
-        "decoupled_saves",
+        *TRAINING_FIELDS,
     )
     fp16 = Fp16Config(**_below("fp16", fields))
     if fields.get("precision") is not Precision.FP16 and fp16 != Fp16Config():

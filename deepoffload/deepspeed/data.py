@@ -60,7 +60,8 @@ def split_over_ranks(
         if core.ranks.rank == 0:
             log.warning(
                 "initialize(training_data=...): %s is an IterableDataset, so it decides itself what each of the %d "
-                "ranks draws; where it does not, all of them draw the same samples",
+                "ranks draws. Where it does not, all of them draw the same samples: let its __iter__ take every "
+                "world_size-th one, from torch.distributed.get_rank() on",
                 type(data).__name__,
                 core.ranks.world_size,
             )

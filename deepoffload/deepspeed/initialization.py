@@ -7,13 +7,14 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from deepoffload.config import Config, Precision, StepOverlap, parse_config
+from deepoffload.config import TRAINING_FIELDS, Config, Precision, StepOverlap, key_of, parse_config
 from deepoffload.deepspeed.data import make_loader, split_over_ranks
 from deepoffload.deepspeed.engine import TrainingEngine
 from deepoffload.deepspeed.schedulers import ConfiguredSchedule
@@ -50,18 +51,7 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
-_TRAINING_KEYS = (
-    "gradient_clipping",
-    "dataloader_drop_last",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "zero_stage",
-    "load_universal",
-    "decoupled_saves",
-    "optimizer",
-    "scheduler",
-    "fp16",
-)
+_TRAINING_KEYS = (*TRAINING_FIELDS, "optimizer", "scheduler", "fp16")
 """What may be said when the model has been built already."""
 
 
@@ -126,15 +116,16 @@ def initialize(
             "initialize: the model was built in an offload_context, which says its ranks (group, mesh, ranks)"
         )
     world_size = choice.world_size if core is None else core.ranks.world_size
-    settings = parse_config(source, world_size=world_size, **choice.settings)
-    if core is not None:
-        warn_of_settings(settings)  # the engine has said those of its own configuration
-        settings = core.config if source is None else combine(core.config, settings)
-    clipping = _clipping(settings, optimizer)
-    _check_before(settings, model, optimizer, model_parameters, lr_scheduler, training_data)
-    built = _optimizer(settings, model, optimizer, model_parameters, clipping)
-    scheduler = _scheduler(settings, built, lr_scheduler)
-    loader = make_loader(settings, training_data, collate_fn)
+    with choice.telling("initialize()") if core is None else nullcontext():
+        settings = parse_config(source, world_size=world_size, **choice.settings)
+        if core is not None:
+            warn_of_settings(settings)  # the engine has said those of its own configuration
+            settings = core.config if source is None else combine(core.config, settings)
+        clipping = _clipping(settings, optimizer)
+        _check_before(settings, model, optimizer, model_parameters, lr_scheduler, training_data)
+        built = _optimizer(settings, model, optimizer, model_parameters, clipping)
+        scheduler = _scheduler(settings, built, lr_scheduler)
+        loader = make_loader(settings, training_data, collate_fn)
     if core is None:  # last: what fails before leaves the model as it was
         core = take_over(settings, model, choice)
         _tell_pager(built)
@@ -235,8 +226,8 @@ def _differing(one: Config, other: Config, names: Iterable[str]) -> list[str]:
 
 def _conflict(name: str, before: object, now: object) -> ConfigError:
     return ConfigError(
-        f"{name}: the model was built in an offload_context with {before!r}, and initialize() was given {now!r}; "
-        "say it the same in both, or only in offload_context (zero.Init takes it as config_dict_or_path)"
+        f"{key_of(name)}: the model was built in an offload_context with {before!r}, and initialize() was given "
+        f"{now!r}; say it the same in both, or only in offload_context (zero.Init takes it as config_dict_or_path)"
     )
 
 

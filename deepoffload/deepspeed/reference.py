@@ -35,7 +35,11 @@ is false.
 - **Placement follows from budgets.** `device_budget`, `host_budget`, `nvme_budget` and `nvme_path` stand next to
   DeepSpeed's keys in the same file. Buffer counts, bucket sizes and thresholds set nothing.
   `engine.placement_table()` shows what went where.
-- **The stage does not change what is offloaded.** `zero_optimization_stage()` says what the file says.
+- **The stage does not change what is offloaded.** `zero_optimization_stage()` says what the file says; with several
+  ranks it says 1 for 0.
+- **State dicts are whole on every rank**: `engine.module.state_dict()` and `engine.optimizer.state_dict()` show all
+  values, not the rank's part. They hold no memory. All ranks load what one of them has saved ([several
+  ranks](ranks.md#saving-and-loading)).
 - **Parameters look whole.** Their shape, values and gradients can be read and written at any time.
   `GatheredParameters` marks them, and edits are kept with and without `modifier_rank`. With several ranks
   `modifier_rank` says whose edits all of them get.

@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from deepoffload.errors import UnsupportedError
+from deepoffload.params.sharding import NO_WRAPPER
 from deepoffload.params.torch_private import NOT_CAPTURED, active_ddp_module, leave_to_python
 
 
@@ -56,6 +57,4 @@ leave_to_python(ModuleHook.__call__, NOT_CAPTURED)
 
 def refuse_wrappers() -> None:
     if active_ddp_module() is not None:
-        raise UnsupportedError(
-            "DistributedDataParallel around a paged model would not average gradients: use the model without it"
-        )
+        raise UnsupportedError(NO_WRAPPER)

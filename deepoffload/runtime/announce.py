@@ -93,9 +93,9 @@ def summary(
     said = {None: "", 1: "; every step is durable"}
     durable = said.get(durable_every, f"; every {durable_every} steps one is durable")
     computing = "" if device.type == "cpu" else f"; computing on {device}"
-    shared = f" on {world_size} ranks, each" if world_size > 1 else ""
+    kept_by = f" on {world_size} ranks; each keeps in memory" if world_size > 1 else "; kept in memory"
     return (
-        f"{num_parameters / 1e6:.1f} M parameters{shared}; kept in memory: {', '.join(kept) or 'nothing'}; on NVMe"
+        f"{num_parameters / 1e6:.1f} M parameters{kept_by}: {', '.join(kept) or 'nothing'}; on NVMe"
         f"{' (' + ', '.join(paths) + ')' if paged else ''}: {', '.join(paged) or 'nothing'}; memory used: {used} of "
         f"{format_bytes(placement.capacity_bytes)}{computing}{durable}"
     )

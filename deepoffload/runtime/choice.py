@@ -147,7 +147,7 @@ def _placed(cutter: Cutter, cut: Cut, config: Config, room: Room, *, with_blocks
         else:
             return replace(placed, copies_bytes=copies_bytes)
     assert refusal is not None, "there is always a choice"
-    raise with_copies(refusal, copies, drafts, exchange, others_bytes)
+    raise with_copies(refusal, copies, drafts, exchange, room.capacity_bytes, others_bytes)
 
 
 def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room, *, with_blocks: bool) -> ChosenCut:

@@ -50,7 +50,8 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
         **overrides: Any,
     ) -> None:
         self._ranks = RankChoice(group, mesh, ranks)
-        self.config = parse_config(config, world_size=self._ranks.world_size, **self._ranks.settings, **overrides)
+        with self._ranks.telling("reading the configuration"):
+            self.config = parse_config(config, world_size=self._ranks.world_size, **self._ranks.settings, **overrides)
         self.engine: Engine | None = None
         self._hooks: ConstructionHooks | None = None
 

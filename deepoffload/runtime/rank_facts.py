@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -10,16 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from deepoffload.config import Config
+from deepoffload.config import Config, as_written
 from deepoffload.errors import ConfigError, UnsupportedError, UsageError
 from deepoffload.io.checksums import crc32c
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.agreement import Agreement
 
-_OF_A_RANK = frozenset(
-    ("nvme_path", "timeline", "steps_per_print", "wall_clock_breakdown", "aio", "checkpoint", "notes", "warnings")
-)
-"""Fields of a configuration that a rank may have otherwise than the others: no number depends on them."""
+_OF_A_RANK = frozenset(("nvme_path", "timeline", "steps_per_print", "wall_clock_breakdown", "aio", "checkpoint.share"))
+"""What a configuration may say otherwise on one rank than on the others: no number depends on it. (Whether it has
+``nvme_path`` has to be the same.)"""
 
 _DISTRIBUTED = ("torch.distributed.tensor", "torch.distributed._tensor")
 
@@ -35,9 +33,10 @@ def compare_settings(agreement: Agreement, config: Config) -> None:
         "the version of torch": torch.__version__,
         "the version of deepoffload": sys.modules["deepoffload"].__version__,
     }
-    for field in dataclasses.fields(Config):
-        if field.name not in _OF_A_RANK:
-            facts[field.name] = repr(getattr(config, field.name))
+    for key, said in as_written(config).items():
+        if key not in _OF_A_RANK and key.partition(".")[0] not in _OF_A_RANK:
+            facts[key] = said
+    facts["nvme_path"] = "set" if config.nvme_path else "not set"
     agreement.compare(facts, "the configuration", error=ConfigError)
 
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from deepoffload.config import Config
-from deepoffload.errors import ConfigError, UnsupportedError
+from deepoffload.errors import ConfigError, DeepOffloadError, UnsupportedError
 from deepoffload.ranks.group import RankGroup, default_world_size, open_group, world_size_of
+from deepoffload.runtime.agreement import Agreement
 from deepoffload.runtime.device import find_accelerator
+
+log = logging.getLogger("deepoffload")
 
 LOCAL = "local"
 
 CPU = torch.device("cpu")
+
+TELL_S = 30.0
+"""How long a rank that fails before it meets the others waits for them, to tell them."""
 
 LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "mpirun of Open MPI"),
@@ -79,6 +87,26 @@ class RankChoice:
                 'device="cpu", or train with one process'
             )
         return open_group(CPU, group=self._group, mesh=self._mesh, timeout_s=config.ranks.timeout_s)
+
+    @contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """What fails inside, before the ranks have met, fails on all of them: the others are told when they come."""
+        try:
+            yield
+        except Exception as error:
+            if self.world_size > 1:
+                log.error("%s failed, which the other ranks are told (within %g s): %s", what, TELL_S, error)
+                self._tell(error, what)
+            raise
+
+    def _tell(self, error: Exception, what: str) -> None:
+        try:
+            group = open_group(CPU, group=self._group, mesh=self._mesh, timeout_s=TELL_S)
+        except DeepOffloadError:
+            return  # they do not come; what is raised here says what has happened first
+        Agreement(group).tell(error, what)
+        if group is not None:
+            group.close()
 
 
 def _refuse_unknown_meeting() -> None:

@@ -17,8 +17,10 @@ from deepoffload.params.pager import Pager
 from deepoffload.runtime.device import with_ring
 from deepoffload.runtime.plan import refusal_of
 from deepoffload.runtime.registration import ShortageError
+from deepoffload.runtime.whole_copies import ONE_RANK_HAS
 from deepoffload.schedule.cost_model import Bandwidths
 from deepoffload.schedule.nvme_room import set_up_nvme_bytes
+from deepoffload.schedule.table import human_bytes
 
 
 class Refusals:
@@ -100,6 +102,10 @@ class Refusals:
         if isinstance(error, DevicePlacementError):
             return error
         text, enough, enough_nvme = str(error), error.enough_bytes, error.enough_nvme_bytes
+        if self._host_ranks > 1:
+            whole = human_bytes(self._capacity_bytes * self._host_ranks)
+            each = f"that each of the {self._host_ranks} ranks of a host has of its {whole}"
+            text = text.replace(ONE_RANK_HAS, each)
         share = f" ({{}} for each of the {self._host_ranks} ranks of a host)" if self._host_ranks > 1 else ""
         if enough is not None:
             each_bytes, why = self._of_blocks(enough)

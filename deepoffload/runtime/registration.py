@@ -21,6 +21,7 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes, parameter_registration_hooks
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.construct import adopt, adoptable
+from deepoffload.runtime.whole_copies import ONE_RANK_HAS
 from deepoffload.schedule.nvme_room import set_up_nvme_bytes
 
 
@@ -53,7 +54,7 @@ def take(pager: Pager, param: Tensor, name: str, capacity_bytes: int) -> ParamHa
         left = f", of which gradients on their way from the device leave {capacity_bytes:,}"
         raise ShortageError(
             f"{what} alone is larger than the budget of {budget_bytes:,} bytes"
-            f"{left if capacity_bytes < budget_bytes else ''}"
+            f"{left if capacity_bytes < budget_bytes else ''}{f' {ONE_RANK_HAS}' if pager.link is not None else ''}"
         )
     if _fills_nvme(pager, round_up(param.nbytes), capacity_bytes):
         raise ShortageError(

@@ -17,6 +17,7 @@ from deepoffload.optim.contribution_slots import slot_sizes
 from deepoffload.ranks.exchange import Exchange
 from deepoffload.runtime.draft import UnitDraft
 from deepoffload.runtime.sizes import UnitSizes
+from deepoffload.schedule.table import human_bytes
 
 COPIES_SHARE = 4
 """Copies get this part of the budget where not everything stays in memory."""
@@ -68,13 +69,23 @@ class CopySizes:
         yield self.least_bytes
 
 
+ONE_RANK_HAS = "that one rank has"
+"""Where an error says it, the host's figure is added (:class:`deepoffload.runtime.refusals.Refusals`)."""
+
+
 def with_copies(
-    error: PlacementError, copies: CopySizes, drafts: Sequence[UnitDraft], exchange: Exchange, least_bytes: int
+    error: PlacementError,
+    copies: CopySizes,
+    drafts: Sequence[UnitDraft],
+    exchange: Exchange,
+    capacity_bytes: int,
+    least_bytes: int,
 ) -> PlacementError:
     """The same error, naming a budget that holds copies and contributions, too.
 
     Args:
-        least_bytes: what contributions take of the budget that is too small.
+        capacity_bytes: the rank's budget, which is too small.
+        least_bytes: what contributions take of it.
     """
     if error.enough_bytes is None:
         return error
@@ -85,7 +96,14 @@ def with_copies(
         if others_now <= others_bytes:
             break
         others_bytes = others_now
+    left_bytes = max(capacity_bytes - least_bytes - copies.least_bytes, 0)
     text = str(error).replace(
+        f" ({left_bytes} bytes)",
+        f" ({left_bytes} bytes), which is what whole copies of units and gradients on their way to other ranks leave "
+        f"of the {human_bytes(capacity_bytes)} {ONE_RANK_HAS}",
+        1,
+    )
+    text = text.replace(
         f"to at least {error.enough_bytes} bytes",
         f"to at least {enough_bytes} bytes, of which {others_bytes} are for whole copies and for gradients on their "
         "way to other ranks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from deepoffload.errors import UnsupportedError
 from tests.support.inspect import handle_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
-from tests.support.paging import EVICTING, RESIDENT, Paging, Same, plain
+from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging, Same, plain
 
 
 def backward(model: nn.Module, seed: int = 1) -> None:
@@ -167,12 +168,14 @@ def test_neither_writes_to_a_stand_in_nor_reads_of_it(paging: Paging, use: Any, 
 
 
 def test_distributed_data_parallel_is_refused(paging: Paging, tmp_path: Any) -> None:
+    """Also where memory does not hold all weights at once, which it would send to the other ranks."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model = paging.build(mlp, RESIDENT)
-        with pytest.raises(UnsupportedError, match="DistributedDataParallel around a paged model"):
-            nn.parallel.DistributedDataParallel(model)(rows())
-        del model
+        for setting in (RESIDENT, replace(TIGHT, room=1.0)):
+            model = paging.build(mlp, setting)
+            with pytest.raises(UnsupportedError, match="DistributedDataParallel around a paged model"):
+                nn.parallel.DistributedDataParallel(model, init_sync=setting is not RESIDENT)(rows())
+            del model
     finally:
         torch.distributed.destroy_process_group()
 

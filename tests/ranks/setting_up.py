@@ -74,12 +74,25 @@ def train(model: nn.Module, steps: int, optimizer: torch.optim.Optimizer | None 
     return losses
 
 
-def raise_the_budget() -> tuple[str, int | None, list[float]]:
+def build_what_cannot_be(path: str) -> list[str]:
+    """What each model is refused with of which rank 1 says something else than rank 0."""
+    differing: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"nvme_path": path}, {}),
+        ({}, {"config": {"zero_optimization": {"stage": 2}}}),
+        ({}, {"config": {"checkpoint": {"load_universal": True}}}),
+        ({}, {"aio": {"queue_depth": 4}, "host_budget": "much"}),
+    ]
+    said = [error_of(build, **pair[rank()]) for pair in differing]
+    config = {"ranks": RANKS, "optimizer": {"type": "Adam", "params": {"lr": 1e-2 if rank() == 0 else -1.0}}}
+    return [*said, error_of(deepoffload.initialize, model=nn.Linear(4, 4), config=config)]
+
+
+def raise_the_budget(budget: str, **said: Any) -> tuple[str, int | None, list[float]]:
     """Too small for the model; what the refusal names is enough."""
     try:
-        build(host_budget="40KiB")
+        build(host_budget=budget, **said)
     except BudgetError as error:
-        model, engine = build(host_budget=error.enough_bytes)
+        model, engine = build(host_budget=error.enough_bytes, **said)
         losses = train(model, 2)
         engine.close()
         return str(error), error.enough_bytes, losses

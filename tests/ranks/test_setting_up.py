@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,27 @@ def test_what_fails_on_one_rank_fails_on_all(what: str, theirs: str, others: str
     assert re.match(theirs, second), second
 
 
-def test_a_refusal_names_the_budget_of_the_host() -> None:
-    (text, enough, losses), (other, same, _) = values_of(programs.raise_the_budget, 2)
+def test_what_differs_is_named_as_it_is_written(tmp_path: Path) -> None:
+    start = "ConfigError: the configuration differs between ranks: "
+    failed = "ConfigError: rank 1 has failed at "
+    first, second = values_of(programs.build_what_cannot_be, 2, str(tmp_path))
+    expected = [
+        (start + "nvme_path is set on rank 0 and not set on rank 1",) * 2,
+        (start + "zero_optimization.stage is not set on rank 0 and 2 on rank 1",) * 2,
+        (start + "checkpoint.load_universal is false on rank 0 and true on rank 1",) * 2,
+        (failed + "reading the configuration: host_budget = 'much'", "ConfigError: host_budget = 'much'"),
+        (failed + "initialize(): optimizer.params.lr = -1.0", "ConfigError: optimizer.params.lr = -1.0"),
+    ]
+    for (text, other), starts in zip(zip(first, second, strict=True), expected, strict=True):
+        assert text.startswith(starts[0]) and other.startswith(starts[1]), (text, other)
+
+
+@pytest.mark.parametrize(("budget", "nvme"), [("40KiB", False), ("8KiB", True)])
+def test_a_refusal_names_the_budget_of_the_host(budget: str, nvme: bool, tmp_path: Path) -> None:
+    said = {"nvme_path": str(tmp_path)} if nvme else {}
+    program = partial(programs.raise_the_budget, budget, **said)
+    (text, enough, losses), (other, same, _) = values_of(program, 2)
+    assert f"that each of the 2 ranks of a host has of its {budget[:-3]}.0 KiB" in text
     assert (text, enough) == (other, same) and len(losses) == 2
     assert (
         enough is not None and f"to at least {enough} bytes ({enough // 2} for each of the 2 ranks of a host)" in text
