@@ -105,7 +105,7 @@ def with_copies(
     )
     text = text.replace(
         f"to at least {error.enough_bytes} bytes",
-        f"to at least {enough_bytes} bytes, of which {others_bytes} are for whole copies and for gradients on their "
-        "way to other ranks",
+        f"to at least {enough_bytes} bytes, of which each rank takes {others_bytes} for whole copies and for gradients "
+        "on their way to other ranks",
     )
     return PlacementError(text, enough_bytes, enough_nvme_bytes=error.enough_nvme_bytes)
