@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import enum
+import json
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from deepoffload.config.deepspeed_keys import BOOLEAN_SECTIONS, DEEPSPEED_KEYS
+from deepoffload.config.deepspeed_keys import BOOLEAN_SECTIONS, DEEPSPEED_KEYS, TOLERANT_SECTIONS
 from deepoffload.config.deepspeed_tool_keys import DEEPSPEED_TOOL_KEYS
 from deepoffload.config.keys import AUTO, Key, Mismatch, Treatment, ValueKind, keys_by_path
+from deepoffload.config.lr_schedules import WARMUP_TYPE, unknown_warmup
 from deepoffload.config.own_keys import OWN_KEYS
 from deepoffload.errors import ConfigError
 
@@ -19,13 +21,14 @@ KEYS = keys_by_path(OWN_KEYS, DEEPSPEED_KEYS, DEEPSPEED_TOOL_KEYS)
 SCHEDULE = "scheduler.params"
 """Of the parameters in it the schedule's type decides; see ``lr_schedules``."""
 SECTIONS = frozenset(path[:at] for path in KEYS for at, letter in enumerate(path) if letter == ".")
+_OWN_PATHS = frozenset(key.path for key in OWN_KEYS)
 
 
 @dataclass
 class Layer:
     """One mapping, read: the fields it sets, which key set each, and what to tell the user.
 
-    ``strict``: an unknown key at the top level is an error, too (DeepSpeed ignores those of a file). ``autos``: paths
+    ``strict``: every unknown key is an error (DeepSpeed ignores some of a file's). ``autos``: paths
     that say ``"auto"``. ``said``: what each key says, by its first path, with the path under which it does. ``unset``:
     fields that a key is about whose value sets nothing (``bf16.enabled = false``), with its first path.
     """
@@ -54,7 +57,7 @@ class Layer:
                 self._take(KEYS[path], value)
             elif path not in SECTIONS:
                 message = f"{self.where}{path}: unknown key"
-                if prefix or self.strict:
+                if self.strict or (prefix and prefix[:-1] not in TOLERANT_SECTIONS):
                     raise ConfigError(f"{message}{suggestion(path)}")
                 self.warnings.append(f"{message}, ignored{suggestion(path)}")
             elif isinstance(value, Mapping):
@@ -77,7 +80,7 @@ class Layer:
             if key.field is not None:
                 self.fields.setdefault(key.field, None)
             return
-        value = check(key.kind, raw, f"{self.where}{key.path}")
+        value = self._checked(key, raw)
         path, before = self.said.setdefault(key.first_path, (key.path, value))
         if before != value:
             raise self._contradiction(path, before, key.path, value)
@@ -89,8 +92,21 @@ class Layer:
         if key.path == SCHEDULE:
             parameters = cast("dict[str, object]", value)
             self.autos += [f"{SCHEDULE}.{name}" for name, each in parameters.items() if each == AUTO]
+            if unknown_warmup(parameters):
+                said = shown(parameters[WARMUP_TYPE])
+                self.warnings.append(f'{self.where}{SCHEDULE}.{WARMUP_TYPE} = {said}: taken as "log", as by DeepSpeed')
         if key.field is not None:
             self._set(key.field, key.path, key.convert(value) if key.convert is not None else value)
+
+    def _checked(self, key: Key, raw: object) -> object:
+        """The value in our form. DeepSpeed reads quoted numbers and switches as what they say, and so do we."""
+        where = f"{self.where}{key.path}"
+        plain = _unquoted(raw) if key.path not in _OWN_PATHS and isinstance(raw, str) else None
+        if plain is None or _fits(key.kind, raw):
+            return check(key.kind, raw, where)
+        value = check(key.kind, plain, where)
+        self.warnings.append(f"{where} = {shown(raw)}: text, read as {shown(plain)}; write it without quotes")
+        return value
 
     def _set(self, field_name: str, path: str, value: object) -> None:
         if value is None:
@@ -119,6 +135,24 @@ class Layer:
 
 def _fields_below(section: str) -> list[str]:
     return [key.field for key in KEYS.values() if key.field is not None and key.field.startswith(section + ".")]
+
+
+def _unquoted(text: str) -> bool | int | float | None:
+    """The number, true or false that a text says; None for another text."""
+    lowered = text.strip().lower()
+    try:
+        value = json.loads(lowered)
+    except ValueError:
+        return None
+    return value if isinstance(value, (bool, int, float)) else None
+
+
+def _fits(kind: ValueKind, raw: object) -> bool:
+    try:
+        kind.normalise(raw)
+    except Mismatch:
+        return False
+    return True
 
 
 def check(kind: ValueKind, raw: object, where: str) -> object:

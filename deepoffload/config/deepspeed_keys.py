@@ -29,6 +29,8 @@ from deepoffload.config.keys import (
     switched_group,
     text,
 )
+from deepoffload.config.lr_schedules import SCHEDULES, TORCH_SCHEDULES
+from deepoffload.config.optimizers import OPTIMIZERS, TORCH_PARAMETERS
 from deepoffload.config.schema import Buffers, Precision
 
 _MEAN = "the ranks' gradients are added in fp32 and divided then, so there is nothing to scale before"
@@ -107,20 +109,20 @@ _LOGGING = (
 
 _THEIR_OPTIMIZERS = (
     *("Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "MuAdam", "MuAdamW", "MuSGD"),
-    *("Adadelta", "Adafactor", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam", "LBFGS"),
+    *("SparseAdam", "LBFGS"),
 )
-"""Types that DeepSpeed builds, its own and those of ``torch.optim``."""
+"""Types that DeepSpeed builds, or built once, and we do not."""
 
 
 def _optimizer_type() -> ValueKind:
-    ours = choice_of("adam", "adamw", "lion", "adagrad", "sgd")
+    ours = choice_of(*OPTIMIZERS)
     theirs = {name.lower(): name for name in _THEIR_OPTIMIZERS}
 
     def normalise(value: object) -> object:
         if isinstance(value, str) and value.lower() in theirs:
             raise Mismatch(
-                f"expected {ours.expected}; optimizers of torch.optim and of other packages work on paged parameters: "
-                "pass one to initialize(optimizer=...), in the place of this section"
+                f"expected {ours.expected}; other optimizers work on paged parameters: pass one to "
+                "initialize(optimizer=...), in the place of this section"
             )
         return ours.normalise(value)
 
@@ -131,7 +133,8 @@ _OPTIMIZER = (
     honoured(
         "optimizer.type",
         _optimizer_type(),
-        "The optimizer, in any case of letters; each takes the parameters below that its class has.",
+        "The optimizer, in any case of letters; each takes the parameters below that its class has. Those after `sgd` "
+        "are torch's own, whose state stays in memory.",
     ),
     honoured("optimizer.params.lr", number(0), "Learning rate; 1e-2 for Adagrad.", 1e-3),
     honoured("optimizer.params.betas", list_of(number(0, below=1), 2), "Decay of the two moments.", (0.9, 0.999)),
@@ -158,19 +161,20 @@ _OPTIMIZER = (
         "What Adam's moments (Lion's: not 8bit) are stored in; see optimizers.md.",
         "fp32",
     ),
-    honoured("optimizer.params.momentum", number(0), "Of SGD.", 0.0),
+    honoured("optimizer.params.momentum", number(0), "Of SGD and RMSprop.", 0.0),
     honoured("optimizer.params.dampening", number(), "Of SGD's momentum.", 0.0),
     honoured("optimizer.params.nesterov", boolean(), "Nesterov's momentum in SGD.", False),
     honoured("optimizer.params.lr_decay", number(0), "Of Adagrad.", 0.0),
     honoured("optimizer.params.initial_accumulator_value", number(0), "Of Adagrad.", 0.0),
+    *(honoured(f"optimizer.params.{name}", kind, f"Of {whose}.") for name, kind, whose in TORCH_PARAMETERS),
     refused("optimizer.params.max_grad_norm", number(0), "say gradient_clipping instead, at the top level", 0.0),
     inapplicable("optimizer.legacy_fusion", boolean(), "the update is always one fused pass", False),
     inapplicable("zero_allow_untested_optimizer", boolean(), "any torch optimizer may be passed in", False),
     inapplicable("zero_force_ds_cpu_optimizer", boolean(), "the optimizer that is passed in is the one used", True),
     honoured(
         "scheduler.type",
-        choice_of("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
-        "Learning rate schedule; its parameters are listed below.",
+        choice_of(*SCHEDULES, *TORCH_SCHEDULES),
+        "Learning rate schedule; the parameters of the first five are listed below, those of the others are torch's.",
     ),
     honoured("scheduler.params", mapping(), "Parameters of the schedule."),
 )
@@ -259,6 +263,15 @@ DEEPSPEED_KEYS = (*_BATCH, *_LOGGING, *_OPTIMIZER, *_PRECISION, *DEEPSPEED_ZERO_
 
 BOOLEAN_SECTIONS = {"zero_optimization": "zero_optimization.stage"}
 """Sections that may be ``true`` or ``false``: an older form, and the key that it sets to 1 or 0."""
+
+TOLERANT_SECTIONS = frozenset(
+    (
+        *("activation_checkpointing", "aio", "checkpoint", "checkpoint.parallel_write", "checkpoint.writer"),
+        "flops_profiler",
+    )
+)
+"""Sections whose unknown keys DeepSpeed ignores, as it ignores those at the top level. It does so in four more, where a
+misspelt key would train with other numbers: ``optimizer``, ``scheduler``, ``data_types`` and ``torch_autocast``."""
 
 TRAINER_KEYS = frozenset(
     (

@@ -8,6 +8,7 @@ from deepoffload.config.keys import (
     ValueKind,
     boolean,
     choice_of,
+    cut_group,
     group_of_parts,
     honoured,
     inapplicable,
@@ -187,8 +188,11 @@ DEEPSPEED_TOOL_KEYS = (
     _other_group("hybrid_engine", "the model generates as it is"),
     _other_group("timers", _PROFILER, present_group()),
     *(
-        inapplicable(name, present_group(), _DATA_PARALLEL, "off", field=name)
-        for name in ("tensor_parallel", "expert_parallel")
+        inapplicable(name, kind, _DATA_PARALLEL, "off", field=name)
+        for name, kind in (
+            ("tensor_parallel", cut_group("autotp_size", "tp_size")),
+            ("expert_parallel", present_group()),
+        )
     ),
     _other_group("pipeline", "there is no pipeline engine", present_group()),
     inapplicable("sequence_parallel_size", integer(1), _DATA_PARALLEL, 1, field="sequence_parallel_size"),

@@ -273,6 +273,21 @@ def present_group() -> ValueKind:
     return ValueKind("an object", normalise)
 
 
+def cut_group(*degrees: str) -> ValueKind:
+    """An object that says in how many parts to cut; the result is ``"on"``, or ``"off"`` where each of ``degrees`` that
+    it says is at most 1, or where it says that it is off."""
+
+    def normalise(value: object) -> object:
+        if not isinstance(value, Mapping):
+            raise Mismatch
+        said = [value[name] for name in degrees if name in value]
+        if value.get("enabled") is False or (said and all(isinstance(degree, int) and degree <= 1 for degree in said)):
+            return "off"
+        return "on" if value else "off"
+
+    return ValueKind("an object", normalise)
+
+
 def group_of_parts(*parts: str) -> ValueKind:
     """An object of ``parts``, each an object with ``enabled``, in itself or in its ``shared_parameters``; the result is
     ``"on"``, or ``"off"`` when every part is off (the default)."""

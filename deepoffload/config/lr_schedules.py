@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepoffload.config.keys import ValueKind, boolean, choice_of, either, integer, list_of, number
+from deepoffload.config.keys import AUTO, Mismatch, ValueKind, boolean, either, integer, list_of, number
 from deepoffload.config.schema import SchedulerConfig
 
 ONE_CYCLE_BETA2 = 0.99
@@ -31,11 +31,41 @@ class Parameter:
     required: bool = False
 
 
+WARMUP_TYPE = "warmup_type"
+_WARMUP_TYPES = ("log", "linear")
+
+
+def unknown_warmup(parameters: Mapping[str, object]) -> bool:
+    """Whether a warm-up is asked for that DeepSpeed replaces with ``"log"``, with a warning."""
+    said = parameters.get(WARMUP_TYPE)
+    return isinstance(said, str) and said not in (*_WARMUP_TYPES, AUTO)
+
+
+def _warmup_type() -> ValueKind:
+    def normalise(value: object) -> object:
+        if not isinstance(value, str):
+            raise Mismatch
+        return value if value in _WARMUP_TYPES else "log"
+
+    return ValueKind('"log" or "linear" (another text is taken as "log", with a warning)', normalise)
+
+
+def _from_the_start() -> ValueKind:
+    def normalise(value: object) -> object:
+        if isinstance(value, bool) or value != -1:
+            raise Mismatch("expected -1: a schedule starts with its run, and load_checkpoint() continues both")
+        return -1
+
+    return ValueKind("-1", normalise)
+
+
 _RATE = number(0)
 _RATES = either(number(0), list_of(number(0)))
+_START = {"last_batch_iteration": Parameter(_from_the_start(), -1)}
 _WARMUP = {
-    "warmup_num_steps": Parameter(integer(1), 1000),
-    "warmup_type": Parameter(choice_of("log", "linear"), "log"),
+    "warmup_num_steps": Parameter(integer(), 1000),
+    WARMUP_TYPE: Parameter(_warmup_type(), "log"),
+    **_START,
 }
 SCHEDULES: Mapping[str, Mapping[str, Parameter]] = {
     "LRRangeTest": {
@@ -43,6 +73,7 @@ SCHEDULES: Mapping[str, Mapping[str, Parameter]] = {
         "lr_range_test_step_size": Parameter(integer(1), 2000),
         "lr_range_test_step_rate": Parameter(number(), 1.0),
         "lr_range_test_staircase": Parameter(boolean(), False),
+        **_START,
     },
     "OneCycle": {
         "cycle_min_lr": Parameter(_RATE, required=True),
@@ -57,6 +88,7 @@ SCHEDULES: Mapping[str, Mapping[str, Parameter]] = {
         "cycle_min_mom": Parameter(number(0, below=1), 0.8),
         "cycle_max_mom": Parameter(number(0, below=1), 0.9),
         "decay_mom_rate": Parameter(number(0), 0.0),
+        **_START,
     },
     "WarmupLR": {
         "warmup_min_lr": Parameter(_RATES, 0.0),
@@ -77,6 +109,14 @@ SCHEDULES: Mapping[str, Mapping[str, Parameter]] = {
     },
 }
 """Parameters of every schedule with DeepSpeed's defaults. ``None`` for a maximal rate: the optimizer's own rate."""
+
+
+TORCH_SCHEDULES = (
+    *("ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LinearLR"),
+    *("MultiStepLR", "OneCycleLR", "PolynomialLR", "StepLR"),
+)
+"""Those of ``torch.optim.lr_scheduler`` whose arguments can be written down; DeepSpeed builds them by these names,
+too, and their parameters are torch's."""
 
 
 def lr_at(scheduler: SchedulerConfig, step: int, base_lr: float, group: int = 0) -> float:

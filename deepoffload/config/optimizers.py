@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from deepoffload.config.keys import ValueKind, boolean, list_of, number
+
 
 @dataclass(frozen=True)
 class KnownOptimizer:
@@ -35,4 +37,31 @@ OPTIMIZERS: Mapping[str, KnownOptimizer] = {
         {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}, ("lr_decay", "initial_accumulator_value", "maximize")
     ),
     "sgd": KnownOptimizer({"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}, ("dampening", "nesterov", "maximize")),
+    # torch's own, with torch's defaults.
+    "adadelta": KnownOptimizer({}, ("lr", "rho", "eps", "weight_decay", "maximize")),
+    "adafactor": KnownOptimizer({}, ("lr", "beta2_decay", "d", "weight_decay", "maximize")),
+    "adamax": KnownOptimizer({}, ("lr", "betas", "eps", "weight_decay", "maximize")),
+    "asgd": KnownOptimizer({}, ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize")),
+    "nadam": KnownOptimizer(
+        {}, ("lr", "betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay", "maximize")
+    ),
+    "radam": KnownOptimizer({}, ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")),
+    "rmsprop": KnownOptimizer({}, ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize")),
+    "rprop": KnownOptimizer({}, ("lr", "etas", "step_sizes", "maximize")),
 }
+
+_PAIR = list_of(number(0), 2)
+TORCH_PARAMETERS: tuple[tuple[str, ValueKind, str], ...] = (
+    ("rho", number(0, 1), "Adadelta"),
+    ("beta2_decay", number(high=0), "Adafactor"),
+    ("d", number(0), "Adafactor"),
+    ("lambd", number(0), "ASGD"),
+    ("alpha", number(0), "ASGD and RMSprop"),
+    ("t0", number(0), "ASGD"),
+    ("momentum_decay", number(0), "NAdam"),
+    ("decoupled_weight_decay", boolean(), "NAdam and RAdam"),
+    ("centered", boolean(), "RMSprop"),
+    ("etas", _PAIR, "Rprop"),
+    ("step_sizes", _PAIR, "Rprop"),
+)
+"""Parameters that only torch's optimizers have: name, value, and whose they are."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 from deepoffload.config.autos import auto_warning
 from deepoffload.config.collect import KEYS, Layer, check, shown
 from deepoffload.config.keys import AUTO
-from deepoffload.config.lr_schedules import SCHEDULES
+from deepoffload.config.lr_schedules import SCHEDULES, TORCH_SCHEDULES
 from deepoffload.config.optimizers import OPTIMIZERS
 from deepoffload.config.schema import (
     AioConfig,
@@ -251,6 +251,8 @@ def _scheduler(fields: dict[str, Any], where: str) -> SchedulerConfig | None:
         if said:
             raise ConfigError(f"{where}scheduler.params without scheduler.type; say one of {', '.join(SCHEDULES)}")
         return None
+    if kind in TORCH_SCHEDULES:
+        return SchedulerConfig(kind, dict(said))
     known = SCHEDULES[kind]
     params: dict[str, object] = {name: parameter.default for name, parameter in known.items()}
     for name, raw in said.items():

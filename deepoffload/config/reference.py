@@ -6,7 +6,7 @@ import enum
 import sys
 from collections.abc import Iterable
 
-from deepoffload.config.deepspeed_keys import DEEPSPEED_KEYS
+from deepoffload.config.deepspeed_keys import DEEPSPEED_KEYS, TOLERANT_SECTIONS
 from deepoffload.config.deepspeed_tool_keys import DEEPSPEED_TOOL_KEYS
 from deepoffload.config.keys import Key, Treatment
 from deepoffload.config.lr_schedules import SCHEDULES
@@ -26,10 +26,13 @@ with deepoffload.offload_context("offload.json", host_budget="4GiB", nvme_path="
 
 Our own keys and DeepSpeed's stand side by side, at the top level of one JSON object. Keywords win over the file; a
 nested key is a dict (`aio={"queue_depth": 32}`). `null` means "not said", for every key. So does `"auto"`, which a
-trainer should have filled in: one warning lists every `"auto"` and what it became. JSON is read strictly: no comments,
-no repeated keys, `true` without quotes. An unknown key is an error that names the nearest one. At the top level of a
-file or dict, where DeepSpeed ignores such a key, it is a warning. Each warning is logged once per process. DeepSpeed's
-keys are those of 0.19.8 and older ones; where DeepSpeed takes two names for a key, so do we, if both say the same.
+trainer should have filled in: one warning lists every `"auto"` and what it became.
+
+A file may be Hjson, as for DeepSpeed: comments, fewer commas and quotes. No key may be repeated. A quoted number or
+`"true"` is read as what it says, with a warning, where the key is DeepSpeed's. An unknown key is an error that names
+the nearest one. It is a warning where DeepSpeed ignores it and numbers stay: at the top level of a file or dict, and in
+UNKNOWN_IN. Each warning is logged once per process. DeepSpeed's keys are those of 0.19.8 and older ones. Where
+DeepSpeed takes two names for a key, so do we, if both say the same.
 `zero_optimization` may be `true` (stage 1) or `false`.
 
 Sizes are numbers of bytes or text: `"500MB"` is 500 · 1000², `"2GiB"` is 2 · 1024³. "Not said" below means that the
@@ -46,7 +49,8 @@ _TREATMENTS = {
 
 def markdown() -> str:
     """The whole page."""
-    parts = [_HEAD, "\n## Our own keys\n\n", _table(OWN_KEYS, "Meaning")]
+    tolerant = ", ".join(f"`{section}`" for section in sorted(TOLERANT_SECTIONS))
+    parts = [_HEAD.replace("UNKNOWN_IN", tolerant), "\n## Our own keys\n\n", _table(OWN_KEYS, "Meaning")]
     parts.append("\n## DeepSpeed's keys\n")
     keys = (*DEEPSPEED_KEYS, *DEEPSPEED_TOOL_KEYS)
     for treatment, title in _TREATMENTS.items():

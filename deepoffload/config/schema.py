@@ -126,7 +126,7 @@ class OptimizerConfig:
     """
 
     type: str
-    """``"adam"``, ``"adamw"``, ``"lion"``, ``"adagrad"`` or ``"sgd"``."""
+    """A name in ``config.optimizers``."""
     params: Mapping[str, object] = field(default_factory=dict, hash=False)
 
 
@@ -134,11 +134,12 @@ class OptimizerConfig:
 class SchedulerConfig:
     """The learning rate schedule ``initialize`` builds when it is given none; see ``config.lr_schedules``.
 
-    ``params`` is complete: DeepSpeed's parameters of that type with its defaults filled in.
+    ``params`` is complete: DeepSpeed's parameters of that type with its defaults filled in. Of a schedule of torch's it
+    is what was said.
     """
 
     type: str
-    """``"WarmupLR"``, ``"WarmupDecayLR"``, ``"WarmupCosineLR"``, ``"OneCycle"`` or ``"LRRangeTest"``."""
+    """A name in ``config.lr_schedules``."""
     params: Mapping[str, object] = field(default_factory=dict, hash=False)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
 import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from deepoffload.config.hjson import NoHjson, read_hjson
 from deepoffload.config.keys import AUTO
 from deepoffload.config.schema import Config, SchedulerConfig
 from deepoffload.errors import ConfigError
@@ -28,7 +31,8 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, object] | Config |
     if isinstance(source, (str, os.PathLike)):
         name = os.fspath(source)
         if isinstance(name, str):
-            return _read_file(name), name
+            encoded = None if os.path.exists(name) else _decoded(name)
+            return (_read_file(name), name) if encoded is None else (_read_text(encoded, "in base64"), "in base64")
     raise ConfigError(
         f"a configuration is the path of a JSON file, a dict or a Config, not {type(source).__name__} ({source!r:.80})"
     )
@@ -65,8 +69,21 @@ def _read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"configuration {path!r:.200}: cannot be read ({error.strerror}){hint}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"configuration {path}: not UTF-8 text (byte {error.start})") from error
+    return _read_text(text, path)
+
+
+def _decoded(text: str) -> str | None:
+    """The configuration that ``text`` is in base64, as DeepSpeed takes it, too; None where it is something else."""
     try:
-        value = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
+        decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
+
+
+def _read_text(text: str, path: str) -> dict[str, Any]:
+    try:
+        value = _value_of(text)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"configuration {path}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}"
@@ -82,6 +99,20 @@ def _read_file(path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"configuration {path}: expected an object {{...}}, not {type(value).__name__}")
     return value
+
+
+def _value_of(text: str) -> Any:
+    """What JSON says, or Hjson, which DeepSpeed reads; the error of text that is neither is that of JSON."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
+    except json.JSONDecodeError:
+        if not text.strip():
+            raise
+        try:
+            return read_hjson(text, _without_repetition)
+        except NoHjson:
+            pass
+        raise
 
 
 class _RepeatedKey(Exception):

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from deepoffload.config import TRAINING_FIELDS, Config, Precision, StepOverlap, key_of, parse_config
+from deepoffload.config import TRAINING_FIELDS, Config, OptimizerConfig, Precision, StepOverlap, key_of, parse_config
 from deepoffload.deepspeed.data import make_loader, split_over_ranks
 from deepoffload.deepspeed.engine import TrainingEngine
-from deepoffload.deepspeed.schedulers import ConfiguredSchedule
+from deepoffload.deepspeed.schedulers import make_schedule
 from deepoffload.errors import BudgetError, ConfigError, DeepOffloadError, UnsupportedError, UsageError
 from deepoffload.optim.adagrad import CPUAdagrad
 from deepoffload.optim.adam import CPUAdam
@@ -39,12 +39,20 @@ log = logging.getLogger("deepoffload")
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """DeepSpeed's default; a plain loop does not clip unless it is asked to."""
 
-_CLASSES: Mapping[str, Callable[..., HostOptimizer]] = {
+_CLASSES: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": CPUAdam,
     "adamw": CPUAdam,
     "lion": CPULion,
     "adagrad": CPUAdagrad,
     "sgd": CPUSGD,
+    "adadelta": torch.optim.Adadelta,
+    "adafactor": torch.optim.Adafactor,
+    "adamax": torch.optim.Adamax,
+    "asgd": torch.optim.ASGD,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rmsprop": torch.optim.RMSprop,
+    "rprop": torch.optim.Rprop,
 }
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
@@ -188,6 +196,7 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
         "config": config,
         "config_params": config_params,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),  # its first name
     }
     given = {name: value for name, value in said.items() if value is not None}
     if len(given) > 1:
@@ -300,6 +309,20 @@ def _check_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def make_optimizer(said: OptimizerConfig, params: Any) -> torch.optim.Optimizer:
+    """The optimizer that a configuration's ``optimizer`` section names, over parameters or groups.
+
+    Raises:
+        ConfigError: a parameter is out of range.
+    """
+    try:
+        return _CLASSES[said.type](params, **dict(said.params))
+    except DeepOffloadError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"optimizer.params: {error}") from error
+
+
 # -- the parts -------------------------------------------------------------------------------------------------------
 
 
@@ -321,13 +344,8 @@ def _optimizer(
             raise UsageError(f"the function passed as optimizer gave {type(built).__name__}, not a torch optimizer")
         _check_fp16(config, built)
     else:
-        said = config.optimizer
-        try:
-            built = _CLASSES[said.type](params, **dict(said.params))  # type: ignore[union-attr]
-        except DeepOffloadError:
-            raise
-        except ValueError as error:
-            raise ConfigError(f"optimizer.params: {error}") from error
+        built = make_optimizer(config.optimizer, params)  # type: ignore[arg-type]  # one of both is there
+        _check_fp16(config, built)
     _check_parameters(built, model)
     if isinstance(built, HostOptimizer):
         built.skip_non_finite = config.step_overlap is not StepOverlap.IN_BACKWARD  # it sees no gradient twice
@@ -351,4 +369,4 @@ def _scheduler(config: Config, optimizer: torch.optim.Optimizer | None, given: A
         schedule = given if hasattr(given, "step") else given(optimizer)
         _check_schedule(schedule, optimizer)
         return schedule
-    return None if config.scheduler is None else ConfiguredSchedule(optimizer, config.scheduler)
+    return None if config.scheduler is None else make_schedule(optimizer, config.scheduler)

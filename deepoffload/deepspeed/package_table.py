@@ -173,11 +173,14 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
     "moe.layer.MoE": absent(_MOE),
     **_of(
         "moe.utils",
-        "split_params_into_different_moe_groups_for_optimizer split_params_grads_into_shared_and_expert_params "
-        "configure_moe_param_groups",
+        "split_params_grads_into_shared_and_expert_params configure_moe_param_groups",
         absent(_MOE),
     ),
-    **_of("moe.utils", "is_moe_param has_moe_layers", otherwise("there are no layers of DeepSpeed's MoE")),
+    **_of(
+        "moe.utils",
+        "is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer",
+        otherwise("there are no layers of DeepSpeed's MoE"),
+    ),
     **_of("pipe", "PipelineModule LayerSpec TiedLayerSpec ProcessTopology", absent(_PIPELINE)),
     **_of("runtime.fp16.onebit", "OnebitAdam OnebitLamb ZeroOneAdam", absent(_ONEBIT)),
     **_of("runtime.fp16", "FP16_Optimizer FP16_UnfusedOptimizer", absent("the engine scales and keeps fp32 masters")),

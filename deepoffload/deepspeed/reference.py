@@ -49,8 +49,12 @@ is false.
 - **`zero.Init` needs the configuration** that `initialize` gets, as `config_dict_or_path`: the model is placed when
   the context ends.
 - **fp32 masters are exact**, with every optimizer of ours. `safe_get_full_fp32_param` shows them, as a copy.
-- **Unknown keys are errors** that name the nearest one. At the top level, where DeepSpeed ignores such a key, they
-  are warnings.
+- **Unknown keys are errors** that name the nearest one. Where DeepSpeed ignores such a key and nothing else would be
+  trained, they are warnings.
+- **Files that DeepSpeed reads are read**, Hjson and base64 among them. We compare both on the keys of 80 public files
+  and programs. Refused are only those that ask for other numbers: the keys at the end of this page, and the optimizers
+  Lamb, Muon, MuAdam, MuSGD and the 1-bit ones. A run starts with the first rate of its schedule:
+  `last_batch_iteration` may only be -1.
 - **`"auto"` is for a trainer.** Where nothing has filled it in, one warning lists every `"auto"` and what it became.
   A schedule whose length is `"auto"` is an error, unless the program passes its own schedule.
 - **Checkpoints** have another format (docs/checkpoints.md). `python -m deepoffload.checkpoint` converts those of

@@ -7,8 +7,32 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from deepoffload.config import SchedulerConfig
 from deepoffload.config.keys import AUTO
-from deepoffload.config.lr_schedules import betas_at, lr_at
+from deepoffload.config.lr_schedules import TORCH_SCHEDULES, betas_at, lr_at
 from deepoffload.errors import ConfigError
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, config: SchedulerConfig) -> LRScheduler:
+    """The schedule that a configuration's ``scheduler`` section names: DeepSpeed's, or one of torch's.
+
+    Raises:
+        ConfigError: a parameter is missing, ``"auto"`` or not one of the schedule's.
+    """
+    _refuse_auto(config)
+    if config.type not in TORCH_SCHEDULES:
+        return ConfiguredSchedule(optimizer, config)
+    try:
+        return getattr(torch.optim.lr_scheduler, config.type)(optimizer, **config.params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"scheduler.params: torch's {config.type} refuses them: {error}") from error
+
+
+def _refuse_auto(config: SchedulerConfig) -> None:
+    missing = [name for name, value in config.params.items() if value == AUTO]
+    if missing:
+        raise ConfigError(
+            f'scheduler.params.{missing[0]} is "auto", which a trainer fills in, and none has: give a value, or '
+            "pass lr_scheduler=... to initialize()"
+        )
 
 
 class ConfiguredSchedule(LRScheduler):
@@ -24,12 +48,7 @@ class ConfiguredSchedule(LRScheduler):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: SchedulerConfig, last_epoch: int = -1) -> None:
-        missing = [name for name, value in config.params.items() if value == AUTO]
-        if missing:
-            raise ConfigError(
-                f'scheduler.params.{missing[0]} is "auto", which a trainer fills in, and none has: give a value, or '
-                "pass lr_scheduler=... to initialize()"
-            )
+        _refuse_auto(config)
         self.config = config
         super().__init__(optimizer, last_epoch)
 

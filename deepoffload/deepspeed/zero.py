@@ -29,7 +29,7 @@ _GROUPS = ("mpu", "zero_param_parallel_group", "sequence_data_parallel_group")
 
 class Init:
     """Build a model within it, and its parameters are paged: :class:`deepoffload.offload_context` with DeepSpeed's
-    arguments. Within another one it adds nothing.
+    arguments. Within another one it adds nothing. It starts the process group that scripts then use, as DeepSpeed's.
 
     Args:
         module: a model that is built already: it is paged at once.
@@ -74,6 +74,8 @@ class Init:
                 raise UnsupportedError(f"zero.Init({name}=...): all ranks are data-parallel; leave it out")
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise UnsupportedError("zero.Init: weights are never quantised; leave zero_quantized_weights out")
+        if not comm.is_initialized():
+            comm.init_distributed()
         self._group = data_parallel_group
         self._choice = RankChoice(data_parallel_group)
         self._config = _configuration(config_dict_or_path, config, remote_device, dtype, self._choice.world_size)

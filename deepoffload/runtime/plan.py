@@ -47,11 +47,12 @@ STATE_FIELDS = {
 
 def state_format(config: Config) -> StateFormat:
     """What optimizer state is planned with: the format that the configuration's optimizer needs, or two fp32 arrays
-    where it names none. The first step lays pieces of another format out again."""
+    where it names none, or one of torch's, which keeps its own state. The first step lays pieces of another format out
+    again."""
     said = config.optimizer
-    if said is None:
+    kind = None if said is None else "adam" if said.type == "adamw" else said.type
+    if said is None or kind not in STATE_FIELDS:
         return PLAIN_FORMAT
-    kind = "adam" if said.type == "adamw" else said.type
     fields = STATE_FIELDS[kind]
     if kind == "adam" and said.params.get("amsgrad"):
         fields = (*fields, "max_exp_avg_sq")

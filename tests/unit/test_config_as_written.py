@@ -1,17 +1,18 @@
 """Configurations as people write them for DeepSpeed: each is read, or is refused with a reason that is true.
 
-The values are ours; the keys, spellings and habits are those of the configurations of DeepSpeedExamples, transformers,
-LLaMA-Factory, axolotl, FastChat, Qwen, ChatGLM, dolly and stanford_alpaca.
+``public_configs.json`` has the keys of 80 files and programs of the public, by the place of each; here are more habits.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from torch import nn
 
 import deepoffload
 from deepoffload.config import Precision, parse_config
+from deepoffload.config.hjson import NoHjson, read_hjson
 from deepoffload.device import Tier
-from deepoffload.errors import ConfigError
+from deepoffload.errors import ConfigError, UsageError
 
 DEEPSPEED = os.environ.get("DEEPSPEED_PYTHON") or (sys.executable if importlib.util.find_spec("deepspeed") else "")
 """An interpreter that has DeepSpeed: say one in DEEPSPEED_PYTHON."""
@@ -190,7 +192,6 @@ NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
     "Lamb": ({"optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "max_coeff": 0.3}}}, r"initialize\(optimizer=...\)"),
     "1-bit Adam": ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, r"initialize\(optimizer=...\)"),
     "Muon": ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, r"initialize\(optimizer=...\)"),
-    "an optimizer of torch's": ({"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}}, r"initialize\(optimizer="),
     "quantised weights": ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "never quantised"),
     "delayed updates": ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "ZenFlow delays updates"),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch.autocast"),
@@ -217,16 +218,145 @@ BOTH_REFUSE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", READ)
-def test_it_is_read(name):
-    config = parse_config(READ[name])
-    assert parse_config(config) == config
+HJSON: dict[str, tuple[str, dict[str, Any]]] = {
+    "comments and a comma too many (as CoinCheung/gdGPT and TUM-DI-Lab-Graph-Scaling/ocp)": (
+        """{
+  // for two cards
+  "train_batch_size": 8, # all of them
+  /* "fp16": {"enabled": true}, */
+  "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95,],}},
+  "zero_optimization": {
+    "stage": 1,
+    "allgather_partitions": false, // 'tis "off"
+  }
+}""",
+        {
+            "train_batch_size": 8,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
+            "zero_optimization": {"stage": 1, "allgather_partitions": False},
+        },
+    ),
+    "commas that are missing at the end of a line (as CZtheHusky/rt_torch)": (
+        """{
+  "train_batch_size": 4
+  "tensorboard": {"enabled": true, "job_name": 'one "job"'}
+
+  "steps_per_print": 1e3
+}""",
+        {"train_batch_size": 4, "tensorboard": {"enabled": True, "job_name": 'one "job"'}, "steps_per_print": 1000.0},
+    ),
+    "no quotes and no braces": (
+        """train_batch_size: 4
+zero_optimization: {
+  stage: 2
+  offload_optimizer: {device: "cpu"}
+}
+wandb: {
+  project: mine, and theirs
+  team: null
+}
+""",
+        {
+            "train_batch_size": 4,
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "wandb": {"project": "mine, and theirs", "team": None},
+        },
+    ),
+}
+"""Habits that only DeepSpeed's reader of files takes."""
+
+PUBLIC = json.loads(Path(__file__).with_name("public_configs.json").read_text())
+ALL_READ = {**READ, **{name: config for name, (config, _) in PUBLIC["read"].items()}}
+ALL_NUMBERS = {**NUMBERS, **PUBLIC["numbers"]}
+ALL_REFUSED = {**BOTH_REFUSE, **PUBLIC["refused"]}
 
 
-@pytest.mark.parametrize(("config", "said"), [*NUMBERS.values(), *BOTH_REFUSE.values()], ids=[*NUMBERS, *BOTH_REFUSE])
-def test_it_is_refused_with_a_reason(config, said):
-    with pytest.raises(ConfigError, match=said):
-        parse_config(config)
+def test_they_are_read():
+    refused = {}
+    for name, said in ALL_READ.items():
+        try:
+            config = parse_config(said)
+            assert parse_config(config) == config, name
+        except ConfigError as error:
+            refused[name] = str(error)
+    assert not refused
+
+
+def test_they_are_refused_with_a_reason():
+    for name, (config, said) in {**ALL_NUMBERS, **ALL_REFUSED}.items():
+        with pytest.raises(ConfigError, match=said):
+            parse_config(config)
+            pytest.fail(f"read: {name}")
+
+
+@pytest.mark.parametrize("name", HJSON)
+def test_files_are_read_as_deepspeed_reads_them(name, tmp_path):
+    text, value = HJSON[name]
+    assert read_hjson(text) == value
+    (tmp_path / "ds.json").write_text(text)
+    assert parse_config(tmp_path / "ds.json") == parse_config(value)
+    assert parse_config(base64.urlsafe_b64encode(json.dumps(value).encode()).decode()) == parse_config(value)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1', '{"a" 1}', "{a: [1, 2}", '{"a": "b}', "{: 1}", "[1] 2", "{a: }", '{"a": "\\x"}', "}"]
+)
+def test_what_is_not_even_hjson_is_refused(text, tmp_path):
+    with pytest.raises(NoHjson, match="line 1"):
+        read_hjson(text)
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        parse_config(tmp_path / "ds.json")
+
+
+def test_keys_stand_once_in_hjson_too(tmp_path):
+    (tmp_path / "ds.json").write_text("{prefetch: true\nprefetch: false}")
+    with pytest.raises(ConfigError, match='"prefetch" stands twice'):
+        parse_config(tmp_path / "ds.json")
+
+
+def test_what_is_read_otherwise_than_it_is_written_is_a_warning():
+    config = parse_config(ALL_READ["a program of the public: everything in quotes"])
+    assert "aio.single_submit = 'false': text, read as false; write it without quotes" in config.warnings
+    assert config.prefetch and config.zero_stage == 3
+    name = "a program of the public: a schedule that starts at -1, and warms up by a name that DeepSpeed replaces"
+    config = parse_config(ALL_READ[name])
+    assert config.scheduler is not None and config.scheduler.params["warmup_type"] == "log"
+    assert "scheduler.params.warmup_type = 'cosine': taken as \"log\", as by DeepSpeed" in config.warnings
+    config = parse_config({"aio": {"queue_dpeth": 1}})
+    assert config.warnings == ("aio.queue_dpeth: unknown key, ignored; did you mean aio.queue_depth?",)
+    with pytest.raises(ConfigError, match="prefetch = 'true': expected true or false without quotes"):
+        parse_config({"prefetch": "true"})  # ours
+
+
+def test_optimizers_and_schedules_of_torch_are_made_by_their_names():
+    config = {
+        "optimizer": {"type": "RMSprop", "params": {"lr": 1e-2, "alpha": 0.9, "centered": True}},
+        "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 4}},
+        "gradient_clipping": 0.0,
+        "host_budget": "1MiB",
+    }
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.RMSprop(plain.parameters(), lr=1e-2, alpha=0.9, centered=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
+    engine, *_ = deepoffload.initialize(model=model, config=config)
+    for _ in range(3):
+        plain(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        assert engine.get_lr() == schedule.get_last_lr()
+    assert torch.equal(plain.weight, model.weight.detach().clone())
+    engine.close()
+    with pytest.raises(ConfigError, match="torch's StepLR refuses them.*step_size"):
+        deepoffload.initialize(model=nn.Linear(2, 2), config={**config, "scheduler": {"type": "StepLR"}})
+    with pytest.raises(UsageError, match="keeps no fp32 masters"):
+        deepoffload.initialize(model=nn.Linear(2, 2), config={**config, "fp16": {"enabled": True}})
 
 
 def test_what_some_of_them_mean():
@@ -270,10 +400,13 @@ from deepspeed.runtime.config import DeepSpeedConfig
 read = []
 for name, config in json.loads(sys.argv[1]).items():
     try:
-        DeepSpeedConfig({"train_batch_size": 8, **config})
+        batch = {} if "train_micro_batch_size_per_gpu" in config else {"train_batch_size": 8}
+        DeepSpeedConfig({**batch, **config})
         read.append(name)
-    except Exception:
-        pass
+    except Exception as error:
+        print(name, type(error).__name__, error)
+import hjson
+print("HJSON " + json.dumps([hjson.loads(text) for text in json.loads(sys.argv[2])]))
 print("READ " + json.dumps(read))
 """
 
@@ -290,14 +423,18 @@ def test_what_the_installed_deepspeed_reads_we_read_but_for_what_changes_numbers
     given = {
         name: without_autos(config)
         for name, config in (
-            *READ.items(),
-            *((name, pair[0]) for name, pair in (*NUMBERS.items(), *BOTH_REFUSE.items())),
+            *ALL_READ.items(),
+            *((name, pair[0]) for name, pair in (*ALL_NUMBERS.items(), *ALL_REFUSED.items())),
         )
     }
+    texts = [text for text, _ in HJSON.values()]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    command = [DEEPSPEED, "-c", THEIRS, json.dumps(given)]
+    command = [DEEPSPEED, "-c", THEIRS, json.dumps(given), json.dumps(texts)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     read = set(json.loads(done.stdout.rpartition("READ ")[2]))
-    assert read - set(READ) == set(NUMBERS)
+    assert set(ALL_READ) - read == set(), done.stdout
+    assert read - set(ALL_READ) == set(ALL_NUMBERS)
+    texts = json.loads(done.stdout.rpartition("HJSON ")[2].partition("\n")[0])
+    assert texts == [value for _, value in HJSON.values()]
