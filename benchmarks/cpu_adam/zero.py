@@ -7,7 +7,6 @@ what it calls at the end of a backward; ``step`` is its optimizer's. One rank, o
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
 # Before DeepSpeed is imported: it looks at them then.
@@ -18,6 +17,8 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common.launch import free_port
+
 
 class Bag(nn.Module):
     def __init__(self, shapes: list[tuple[int, int]]) -> None:
@@ -27,9 +28,7 @@ class Bag(nn.Module):
 
 def start() -> None:
     """One rank."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
+    os.environ["MASTER_PORT"] = str(free_port())
     deepspeed.init_distributed("gloo")
 
 

@@ -1,15 +1,19 @@
-"""DeepSpeed ZeRO-3 on its CPU accelerator, one rank."""
+"""DeepSpeed's ZeRO on its CPU accelerator, as one of the ranks that a launcher describes, or alone."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 from typing import Any
 
+from benchmarks.common.launch import free_port
+
+if "RANK" not in os.environ:
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 # Before DeepSpeed is imported: it looks at them then.
-os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1")
+os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=os.environ["LOCAL_WORLD_SIZE"])
 
 import deepspeed
 import torch
@@ -18,23 +22,22 @@ from torch import Tensor
 from benchmarks.common.gpt import GPT, Shape, fill
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 class DeepSpeed:
+    """Stage 3, if ``settings`` says nothing else."""
+
     notes = ""
 
     def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> None:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         self.folder = tempfile.mkdtemp(prefix="deepspeed-", dir=path)
         config = self._config(work, settings)
         deepspeed.init_distributed("gloo")
-        with deepspeed.zero.Init(config_dict_or_path=config):
+        if config["zero_optimization"]["stage"] == 3:
+            with deepspeed.zero.Init(config_dict_or_path=config):
+                model = GPT(shape, work["seq"])
+            fill(model, gathered=lambda param: deepspeed.zero.GatheredParameters([param], modifier_rank=0))
+        else:
             model = GPT(shape, work["seq"])
-        fill(model, gathered=lambda param: deepspeed.zero.GatheredParameters([param], modifier_rank=0))
+            fill(model)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         torch.set_num_threads(work["threads"])
 

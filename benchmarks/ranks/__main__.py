@@ -10,36 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.launch import start_ranks
 from benchmarks.ranks.training import Work, cases, measure
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def launch(module: str, ranks: int, arguments: list[str], limit_s: float) -> str:
     """Run a module on every rank, each with one thread, and return what rank 0 prints."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-m", module, *arguments]
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
+    processes = start_ranks([sys.executable, "-m", module, *arguments], ranks, threads=1)
     try:
         printed = [process.communicate(timeout=limit_s)[0] for process in processes]
     finally:

@@ -104,62 +104,14 @@ class Fsdp(Ddp):
             self.optimizer.zero_grad()
 
 
-class DeepSpeed:
-    """DeepSpeed on its CPU accelerator."""
-
-    notes = ""
-
-    def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> None:
-        os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=os.environ["LOCAL_WORLD_SIZE"])
-        import deepspeed
-
-        zero = dict(settings["zero"])
-        for key in ("offload_optimizer", "offload_param"):
-            if zero.get(key, {}).get("device") == "nvme":
-                zero[key] = {**zero[key], "nvme_path": path}
-        config = {
-            "train_micro_batch_size_per_gpu": work["batch"],
-            "gradient_accumulation_steps": work["accumulate"],
-            "gradient_clipping": work["clip"],
-            "bf16": {"enabled": True},
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": work["lr"], "betas": BETAS, "eps": 1e-8, "weight_decay": WEIGHT_DECAY},
-            },
-            "zero_optimization": zero,
-        } | ({"aio": settings["aio"]} if "aio" in settings else {})
-        deepspeed.init_distributed("gloo")
-        if zero["stage"] == 3:
-            with deepspeed.zero.Init(config_dict_or_path=config):
-                model = GPT(shape, work["seq"])
-            fill(model, gathered=lambda param: deepspeed.zero.GatheredParameters([param], modifier_rank=0))
-        else:
-            model = GPT(shape, work["seq"])
-            fill(model)
-        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        torch.set_num_threads(1)
-
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.engine(tokens, targets)
-
-    def backward(self, loss: Tensor, accumulate: int) -> None:
-        self.engine.backward(loss)
-
-    def update(self, last: bool) -> None:
-        self.engine.step()
-
-    def finish(self) -> None:
-        """Its step ends with the weights."""
-
-    def stats(self) -> dict[str, float]:
-        return {}
-
-    def close(self) -> None:
-        """It ends with the process."""
-
-
 def ours(shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> Trainer:
     from benchmarks.end_to_end.side_ours import make
+
+    return make(shape, work, settings, path)
+
+
+def deepspeed(shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> Trainer:
+    from benchmarks.end_to_end.side_deepspeed import make
 
     return make(shape, work, settings, path)
 
@@ -168,7 +120,7 @@ SIDES: dict[str, Callable[[Shape, dict[str, Any], dict[str, Any], str], Trainer]
     "ours": ours,
     "ddp": Ddp,
     "fsdp": Fsdp,
-    "deepspeed": DeepSpeed,
+    "deepspeed": deepspeed,
 }
 
 
@@ -178,8 +130,9 @@ def main() -> None:
     spec = json.loads(parser.parse_args().spec)
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    work, rank, world_size = spec["work"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(spec["threads"])
+    work = spec["work"] | {"threads": spec["threads"]}
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(work["threads"])
     trainer = SIDES[spec["side"]](SHAPES[work["size"]], work, spec["settings"], spec["path"])
     accumulate = work["accumulate"]
     for step in range(work["warmup"] + work["steps"]):

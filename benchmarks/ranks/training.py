@@ -9,21 +9,18 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.launch import start_ranks
 from benchmarks.end_to_end.meter import MemoryWatch
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 900.0
 
 TUNED_NVME: dict[str, Any] = {"block_size": 1 << 20, "queue_depth": 16, "single_submit": False, "overlap_events": True}
@@ -94,35 +91,21 @@ class Work:
 
 def run(case: Case, work: Work, ranks: int, path: str, deepspeed_python: str | None) -> dict[str, Any]:
     """One run of a contender: medians of its steps, and the peak of its processes' memory together."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    count = 1 if case.alone else ranks
+    count, threads = (1, ranks) if case.alone else (ranks, 1)
     spec = {
         "side": case.side,
         "settings": case.settings,
         "work": work.__dict__,
         "path": path,
-        "threads": ranks if case.alone else 1,
+        "threads": threads,
         "batch_factor": ranks if case.alone else 1,
     }
     python = deepspeed_python if case.side == "deepspeed" and deepspeed_python else sys.executable
     command = [python, "-m", "benchmarks.ranks.trainer", json.dumps(spec)]
     with ExitStack() as stack:
-        processes = []
-        for rank in range(count):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(count),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(count),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": str(spec["threads"]),
-            }
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        processes = start_ranks(command, count, threads)
+        for process in processes:
             stack.callback(process.kill)
-            processes.append(process)
         watches = [stack.enter_context(MemoryWatch(process.pid)) for process in processes]
         printed = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
         peak_bytes = sum(watch.take_peak() for watch in watches)

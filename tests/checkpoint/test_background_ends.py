@@ -191,7 +191,11 @@ with deepoffload.offload_context(host_budget="300KiB", nvme_path=swap) as contex
 optimizer = adamw(model)
 for number in range(3):
     train(model, optimizer, number)
-saving.IoEngine = partial(IoEngine, fault_script="op=write delay_ms=300")
+slow = "op=write delay_ms=300"
+if how == "fork":
+    looked_at, opened_by = os.pipe()
+    slow = f"op=write gate={looked_at}"
+saving.IoEngine = partial(IoEngine, fault_script=slow)
 handle = deepoffload.TrainingState(model, optimizer).save(directory, wait=False)
 if how == "fork":
     child = os.fork()
@@ -204,11 +208,12 @@ if how == "fork":
         sys.exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert any(name.startswith(".deepoffload-save-") for name in os.listdir(directory)) and not handle.done()
+    os.write(opened_by, b"x")
 elif how == "error":
     raise RuntimeError("the program fails")
 elif how == "ctrl-c":
-    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
         handle.wait()
     except KeyboardInterrupt:
         print("interrupted", handle.done(), flush=True)

@@ -31,11 +31,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
+def no_random_state_is_left() -> Iterator[None]:
     yield
     checkpointing.get_cuda_rng_tracker().reset()
-    if comm.is_initialized():
-        comm.destroy_process_group()
 
 
 # -- the accelerator -------------------------------------------------------------------------------------------------

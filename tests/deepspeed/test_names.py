@@ -24,11 +24,10 @@ from deepoffload.deepspeed.names import AbsentNameError, Presence
 from deepoffload.deepspeed.package_table import PACKAGE_NAMES
 from deepoffload.deepspeed.reference import markdown
 from deepoffload.errors import UnsupportedError
+from tests.support.deepspeed_installed import DEEPSPEED_PYTHON, needs_deepspeed
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "names_0.19.8.json").read_text(encoding="utf-8"))
-DEEPSPEED = os.environ.get("DEEPSPEED_PYTHON") or (sys.executable if importlib.util.find_spec("deepspeed") else "")
-"""An interpreter that has DeepSpeed: say one in DEEPSPEED_PYTHON."""
 
 ON_OBJECTS = ("module", "optimizer", "lr_scheduler")
 """Attributes that an engine's object has and its class does not."""
@@ -66,10 +65,10 @@ def test_every_name_of_deepspeed_is_in_a_table():
     assert not lacking(RECORDED)
 
 
-@pytest.mark.skipif(not DEEPSPEED, reason="DeepSpeed is not here; DEEPSPEED_PYTHON may name an interpreter that has it")
+@needs_deepspeed
 def test_the_installed_deepspeed_has_the_recorded_names(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [DEEPSPEED, str(HERE / "names_of_deepspeed.py"), str(tmp_path / "names.json")]
+    command = [DEEPSPEED_PYTHON, str(HERE / "names_of_deepspeed.py"), str(tmp_path / "names.json")]
     subprocess.run(command, check=True, capture_output=True, env=environment, cwd=tmp_path)
     found = json.loads((tmp_path / "names.json").read_text(encoding="utf-8"))
     if found["version"] == RECORDED["version"]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,6 @@ from tests.support.models import TinyGPT, batch, next_token_loss
 STEPS = 4
 CONSOLIDATED = "_zero3_consolidated_16bit_state_dict"
 """A method that other libraries call, for all its underscore."""
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> Iterator[None]:
-    """Scripts end with their process; tests do not."""
-    yield
-    if deepspeed.comm.is_initialized():
-        deepspeed.comm.destroy_process_group()
 
 
 def config_of(nvme_path: Path, **changes: Any) -> dict[str, Any]:

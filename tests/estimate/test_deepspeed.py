@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,6 +19,7 @@ from deepoffload.estimate import (
     estimate_zero3_model_states_mem_needs,
 )
 from deepoffload.estimate.deepspeed import deepspeed_rows, model_to_params
+from tests.support.deepspeed_installed import DEEPSPEED_PYTHON, needs_deepspeed
 
 OFFLOADS = ((True, True), (True, False), (False, False))
 
@@ -226,9 +224,6 @@ def test_its_tables_of_a_live_model(capsys):
         assert capsys.readouterr().out == live and live.count("\n") > 5
 
 
-DEEPSPEED = os.environ.get("DEEPSPEED_PYTHON") or (sys.executable if importlib.util.find_spec("deepspeed") else "")
-"""An interpreter that has DeepSpeed: say one in DEEPSPEED_PYTHON."""
-
 THEIRS = """
 import json, sys
 from deepspeed.runtime.zero import stage3, stage_1_and_2
@@ -239,9 +234,10 @@ for stage, positional, named in json.loads(sys.argv[1]):
 """
 
 
-@pytest.mark.skipif(not DEEPSPEED, reason="DeepSpeed is not here; DEEPSPEED_PYTHON may name an interpreter that has it")
+@needs_deepspeed
 def test_the_installed_deepspeed_prints_the_same(capsys):
-    done = subprocess.run([DEEPSPEED, "-c", THEIRS, json.dumps(TABLES)], capture_output=True, text=True, check=True)
+    command = [DEEPSPEED_PYTHON, "-c", THEIRS, json.dumps(TABLES)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     theirs = done.stdout.replace("OffloadDeviceEnum.cpu", "cpu ").split("=====\n")[1:]
     for (stage, positional, named), expected in zip(TABLES, theirs, strict=True):
         getattr(deepoffload.estimate, f"estimate_{stage}_model_states_mem_needs_all_cold")(*positional, **named)

@@ -19,10 +19,11 @@ from deepoffload.runtime.agreement import Agreement
 from deepoffload.runtime.host_share import agree_on_budgets, host_ranks, least_rates, measure_together
 from deepoffload.runtime.rank_facts import compare_models, compare_settings
 from deepoffload.schedule.cost_model import Bandwidths
+from tests.support.rank_processes import LONG_S
 
 
 def an_agreement() -> tuple[Agreement, int]:
-    group = open_group(torch.device("cpu"), timeout_s=20.0)
+    group = open_group(torch.device("cpu"), timeout_s=LONG_S)
     assert group is not None
     return Agreement(group), group.ranks.rank
 

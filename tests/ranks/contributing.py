@@ -33,6 +33,7 @@ from deepoffload.ranks.transport import open_exchange
 from deepoffload.runtime.construct import adopt
 from deepoffload.schedule.placement import BlockKind
 from tests.support.inspect import owned_gradient
+from tests.support.rank_processes import LONG_S
 
 Backward = Callable[[nn.Module, int, int], None]
 """One micro-batch: the module, the rank whose it is, its number."""
@@ -189,13 +190,13 @@ class Side:
 
 
 @contextmanager
-def side(transport: str, width: int, dtype: torch.dtype, blocks: int = 3, timeout_s: float = 30.0) -> Iterator[Side]:
-    group = open_group(torch.device("cpu"), timeout_s=timeout_s)
+def side(transport: str, width: int, dtype: torch.dtype, blocks: int = 3) -> Iterator[Side]:
+    group = open_group(torch.device("cpu"), timeout_s=LONG_S)
     assert group is not None
     exchange = open_exchange(group, transport)
     graphs = OpenGraphs()
     tiers = TierManager(Arena(64 << 20), None, UseOrder(graphs), poison=True)
-    link = RankLink(group, exchange, tiers.lock, timeout_s=timeout_s)
+    link = RankLink(group, exchange, tiers.lock, timeout_s=LONG_S)
     pager = Pager(tiers, tiers.policy, graphs, link=link)  # type: ignore[arg-type]
     gradients = RankGradients(pager, link)
     torch.manual_seed(0)

@@ -8,12 +8,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from deepoffload.errors import DeepOffloadError, RankError, UnsupportedError
+from deepoffload.errors import DeepOffloadError, UnsupportedError
 from deepoffload.native.cpu_adam import AdamHyper
 from deepoffload.optim.rule import UpdateJob
 from deepoffload.ranks.sums import SquareSum
 from tests.ranks.contributing import Side, check, expected_sums, same, side
 from tests.support.inspect import owned_gradient
+from tests.support.rank_processes import SOON_S
 
 WIDTH = 64
 
@@ -46,21 +47,18 @@ def lack_a_gradient() -> None:
             here.step().agree(_jobs(here, 0.1), (1.0, False, None), False)
 
 
-def fail_inside(rank: int) -> float:
-    """One rank finds a setting out of range, inside the step. Returns how long after it the others know."""
-    begin = time.monotonic()
+def fail_inside(rank: int) -> None:
+    """One rank finds a setting out of range, inside the step; the others are told soon."""
     with side("memory", WIDTH, torch.float32) as here:
         same(here.model, here.ranks.rank, 0)
+        begin = time.monotonic()
         try:
             with here.step().met():
-                begin = time.monotonic()
                 if here.ranks.rank == rank:
                     raise ValueError("lr must not be negative, got -1")
                 here.step().sum_over_ranks(SquareSum(1, False))
-        except RankError as error:
-            assert "ValueError: lr must not be negative" in str(error), error
-            raise RuntimeError(f"heard after {time.monotonic() - begin:.1f} s: {error}") from None
-    return 0.0
+        finally:
+            assert time.monotonic() - begin < SOON_S
 
 
 def _refused(here: Side, do: Callable[[], object]) -> str:

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of whole copies: blocks of which each rank stores a shard, without models."""
+"""What ranks do in the tests of whole copies."""
 
 from __future__ import annotations
 
@@ -7,257 +7,18 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from deepoffload.copies.copy_memory import CopyMemory
-from deepoffload.copies.host_link import host_offset
-from deepoffload.copies.rank_link import weights_number
 from deepoffload.errors import BudgetError, RankError
-from deepoffload.io.engine import IoEngine
-from deepoffload.io.swap_space import SwapSpace
-from deepoffload.memory.arena import Arena
-from deepoffload.memory.block import Alias, Block
-from deepoffload.memory.eviction import UnknownOrder
 from deepoffload.memory.lock import SHIELD
-from deepoffload.params.cut import TensorCut
-from deepoffload.params.shards import FlatTensor, shard_layout
-from deepoffload.ranks.group import open_group
-from deepoffload.runtime.device import open_rank_memory
-from deepoffload.schedule.placement import BlockKind
-
-CPU = torch.device("cpu")
-LARGE = 1 << 20
-SIZES = ([700], [5000, 3, 1], [256] * 4, [90_000], [1])
-"""Elements of the tensors of each unit. Every second unit has a second section, in another type."""
+from tests.ranks.gather_side import SIZES, Side, side
+from tests.support.rank_processes import own_group
+from tests.support.waiting import wait_until
 
 
-class Shower:
-    """Shows a block to a program: counts what it is asked."""
-
-    on_host = False
-    installed = False
-
-    def __init__(self, memory: CopyMemory) -> None:
-        self.memory = memory
-        self.block: Block | None = None
-        self.views = 0
-        self.gathers = 0
-        self.rewrites = 0
-        self.later = False
-        self.update: Callable[[], None] | None = None
-
-    def can_release(self) -> bool:
-        return self.views == 0
-
-    def may_be_read_unseen(self) -> bool:
-        return False
-
-    def update_to_come(self) -> bool:
-        return self.later
-
-    def changed(self) -> bool:
-        return False
-
-    def edits(self) -> int:
-        return 0
-
-    def aliases(self) -> list[Alias]:
-        return [lambda: self.views > 0] if self.views else []
-
-    def release(self) -> None:
-        """Nothing shows it."""
-
-    def relocate(self, offset: int) -> None:
-        """Nothing shows it."""
-
-    def before_gather(self) -> None:
-        self.gathers += 1
-        update, self.update = self.update, None
-        if update is not None:
-            update()
-        if self.block is not None:
-            self.memory.settle(self.block)
-
-    def rewritten(self) -> None:
-        self.rewrites += 1
-
-
-class Policy(UnknownOrder):
-    """Blocks are used in the order of ``uses``, again and again; ``at``: how many uses there were."""
-
-    def __init__(self) -> None:
-        self.uses: list[int] = []
-        self.at = 0
-
-    def next_use(self, block_id: int) -> float:
-        ahead = self.uses[self.at % max(1, len(self.uses)) :] + self.uses
-        return ahead.index(block_id) if block_id in ahead else float("inf")
-
-    def upcoming(self) -> Iterator[tuple[int, int]]:
-        for distance in range(len(self.uses)):
-            yield distance, self.uses[(self.at + distance) % len(self.uses)]
-
-
-class Side:
-    """One rank: its shards, and the copies that it has."""
-
-    def __init__(
-        self,
-        transport: str,
-        last: ExitStack,
-        *,
-        copy_bytes: int = LARGE,
-        host_bytes: int = 4 * LARGE,
-        path: str | None = None,
-        timeout_s: float = 30.0,
-        sizes: Any = SIZES,
-    ) -> None:
-        group = open_group(CPU, timeout_s=timeout_s)
-        assert group is not None
-        last.callback(group.close)
-        self.rank, self.world_size = group.ranks.rank, group.ranks.world_size
-        space = None
-        if path is not None:
-            io = IoEngine()
-            last.callback(io.close)
-            space = SwapSpace(io, [Path(path)])
-            last.callback(space.close)
-        self.policy = Policy()
-        self.tiers, self.memory, self.link = open_rank_memory(
-            Arena(host_bytes),
-            space,
-            self.policy,
-            group,
-            transport=transport,
-            timeout_s=timeout_s,
-            poison=True,
-            timeline=None,
-        )
-        last.callback(self.tiers.close)
-        last.callback(self.memory.close)
-        last.callback(self.link.close)
-        self.memory.reserve(copy_bytes)
-        self.layouts = []
-        self.blocks: list[Block] = []
-        self.owners: list[Shower] = []
-        for index, numels in enumerate(sizes):
-            self._create(index, numels)
-        self.policy.uses = [block.id for block in self.blocks]
-
-    def _create(self, index: int, numels: list[int]) -> None:
-        tensors = [FlatTensor(numel, 2, "trained") for numel in numels]
-        if index % 2:
-            tensors.append(FlatTensor(300, 4, "frozen"))
-        layout = shard_layout(tensors, self.world_size)
-        forms = tuple(TensorCut(layout, n, self.rank).form() for n in range(len(tensors)))
-        owner = Shower(self.memory)
-        block = self.tiers.create(
-            f"layer {index}", BlockKind.WEIGHT, layout.shard_nbytes, owner, forms, shown_nbytes=layout.whole_nbytes
-        )
-        owner.block = block
-        self.layouts.append(layout)
-        self.blocks.append(block)
-        self.owners.append(owner)
-        self.fill(index, 0)
-        self.memory.serve(block, weights_number(index), layout.sections)
-
-    # -- shards -----------------------------------------------------------------------------------------------------
-    def value(self, rank: int, index: int, version: int) -> int:
-        """What fills a rank's shard of a unit."""
-        return (rank * 100 + index * 7 + version * 13) % 251
-
-    def fill(self, index: int, version: int) -> None:
-        """An update of the shard: the copy shows it afterwards."""
-        block = self.blocks[index]
-        self.tiers.acquire(block)
-        try:
-            self.tiers.will_change(block)
-            self.shard(index).fill_(self.value(self.rank, index, version))
-        finally:
-            self.tiers.release(block)
-
-    def shard(self, index: int) -> Tensor:
-        arena = torch.frombuffer(self.tiers.arena.buffer, dtype=torch.uint8)
-        start = host_offset(self.blocks[index])
-        return arena[start : start + self.blocks[index].nbytes]
-
-    def stored(self, index: int) -> Tensor:
-        """A copy of the shard's bytes."""
-        block = self.blocks[index]
-        with self.tiers.lock:
-            self.memory.settle(block)
-            self.tiers.acquire(block)
-            try:
-                return self.shard(index).clone()
-            finally:
-                self.tiers.release(block)
-
-    # -- whole copies -----------------------------------------------------------------------------------------------
-    @contextmanager
-    def whole(self, index: int) -> Iterator[Tensor]:
-        """The whole copy, leased."""
-        block = self.blocks[index]
-        self.memory.acquire(block)
-        try:
-            yield self.memory.flat(block, 0, torch.uint8, block.shown_nbytes)
-        finally:
-            self.memory.release(block)
-
-    def use(self, index: int) -> None:
-        """As an event of the program: plans, then uses."""
-        if self.blocks[index].id in self.policy.uses:
-            self.policy.at = self.policy.uses.index(self.blocks[index].id)
-        with self.tiers.lock:
-            self.memory.pump(self.policy.upcoming(), {self.blocks[index].id})
-
-    def parts(self, index: int, whole: Tensor) -> list[Tensor]:
-        """What each rank's shard looks like in a whole copy, by rank."""
-        found: list[Tensor] = []
-        for rank in range(self.world_size):
-            pieces = []
-            for section in self.layouts[index].sections:
-                start = section.whole_offset + rank * section.range_nbytes
-                pieces.append(whole[start : start + section.range_nbytes])
-            found.append(torch.cat(pieces))
-        return found
-
-    def check(self, index: int, version: int = 0) -> None:
-        """Read a unit, and compare all of it."""
-        with self.whole(index) as whole:
-            for rank, part in enumerate(self.parts(index, whole)):
-                expected = self.value(rank, index, version)
-                assert bool((part == expected).all()), (index, rank, expected, part[:8].tolist())
-
-
-@contextmanager
-def side(transport: str, **arguments: Any) -> Iterator[Side]:
-    """A rank that closes with the others at the end, or tells them that it has failed."""
-    with ExitStack() as last:
-        one = Side(transport, last, **arguments)
-        try:
-            yield one
-        except RankError:
-            raise
-        except BaseException as error:
-            one.link.fail(f"{type(error).__name__}: {error}")
-            raise
-
-
-def own_group(path: str) -> None:
-    """The program's own, for barriers."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(f"{path}/own", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-
-
-# -- programs -------------------------------------------------------------------------------------------------------
 def read_everything(transport: str) -> dict[str, float]:
     """Twice: the second time every copy is there."""
     with side(transport) as one:
@@ -365,7 +126,7 @@ def need_more_than_there_is(transport: str) -> str:
 
 def read_alone(transport: str, path: str) -> dict[str, float]:
     """Rank 0 reads everything while the others are in a barrier of their own, or compute."""
-    own_group(path)
+    own_group(f"{path}/own")
     with side(transport) as one:
         if one.rank == 0:
             for index in range(len(SIZES)):
@@ -398,7 +159,7 @@ def hold_views(transport: str) -> int:
 def update_when_served(transport: str, path: str) -> None:
     """Updates that are still to come are made before a shard is given, also for a program that is elsewhere. One of
     them rewrites a copy that the program has views of."""
-    own_group(path)
+    own_group(f"{path}/own")
     with side(transport) as one:
         with one.whole(0) as view:
             one.owners[0].views = one.rank
@@ -465,35 +226,39 @@ def lose_a_rank(transport: str, what: str) -> tuple[str, str, float]:
     raise AssertionError("a thousand turns without a rank")
 
 
-def interrupt(transport: str) -> tuple[float, float]:
+def interrupt(transport: str, path: str) -> float:
     """Ctrl-C on rank 0, which waits with the lock held for rank 1, whose lock keeps everybody from serving. Says how
     long after it the program has heard of it; then all go on."""
     SHIELD.engage()
+    locked, heard = Path(path, "locked"), Path(path, "heard")
     heard_s = 0.0
     with side(transport) as one:
         one.link.meet_step()
-        begin = time.monotonic()
         if one.rank == 0:
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            wait_until(locked.exists)
+            begin = time.monotonic()
             try:
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
                 with one.tiers.lock, one.whole(0):
                     pass
             except KeyboardInterrupt:
                 heard_s = time.monotonic() - begin - 0.5
             assert heard_s > 0
+            heard.touch()
         else:
             with one.tiers.lock:
-                time.sleep(3.0)
+                locked.touch()
+                wait_until(heard.exists)
         for index in range(len(SIZES)):
             one.check(index)
         one.link.meet_step()
-        return heard_s, time.monotonic() - begin
+        return heard_s
 
 
 def do_anything(transport: str, path: str, seed: int, host_bytes: int) -> dict[str, float]:
     """Each rank does what its dice say: reads, prefetches, updates its shard, forgets copies, holds the lock, sleeps.
     What it reads is of one version of each rank's shard, and never an older one than before."""
-    own_group(path)
+    own_group(f"{path}/own")
     with side(transport, copy_bytes=130 * 4096, host_bytes=host_bytes, path=path) as one:
         dice = random.Random(seed * 10 + one.rank)
         versions = [0] * len(SIZES)

@@ -13,6 +13,7 @@ from deepoffload.errors import DeepOffloadError
 from deepoffload.ranks.exchange import Exchange
 from deepoffload.ranks.group import RankGroup, open_group
 from deepoffload.ranks.transport import open_exchange
+from tests.support.rank_processes import LONG_S
 
 CPU = torch.device("cpu")
 
@@ -37,7 +38,7 @@ def members(group: RankGroup | None, transport: str = "auto") -> list[int]:
 def error_of(**arguments: Any) -> str:
     """What opening a group raises."""
     try:
-        open_group(CPU, timeout_s=20.0, **arguments)
+        open_group(CPU, timeout_s=LONG_S, **arguments)
     except DeepOffloadError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -46,9 +47,9 @@ def error_of(**arguments: Any) -> str:
 def start_by_environment() -> tuple[bool, list[int], bool]:
     """Twice in one process: the second finds the default group that the first has started."""
     before = dist.is_initialized()
-    first = open_group(CPU, timeout_s=20.0)
+    first = open_group(CPU, timeout_s=LONG_S)
     assert first is not None
-    second = open_group(CPU, timeout_s=20.0)
+    second = open_group(CPU, timeout_s=LONG_S)
     first.close()
     first.close()
     return before, members(second), dist.is_initialized()
@@ -56,7 +57,7 @@ def start_by_environment() -> tuple[bool, list[int], bool]:
 
 def use_the_programs_group() -> list[int]:
     dist.init_process_group("gloo")
-    found = members(open_group(CPU, timeout_s=20.0))
+    found = members(open_group(CPU, timeout_s=LONG_S))
     dist.barrier()
     dist.destroy_process_group()
     return found
@@ -66,7 +67,7 @@ def be_on_two_hosts() -> tuple[tuple[int, ...], int, tuple[int, ...], str]:
     """As two launchers would say it that have started two processes each."""
     rank = int(os.environ["RANK"])
     os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank % 2))
-    group = open_group(CPU, timeout_s=20.0)
+    group = open_group(CPU, timeout_s=LONG_S)
     assert group is not None
     exchange = open_exchange(group)
     assert sum_of_ranks(exchange) == [0, 1, 2, 3]
@@ -84,9 +85,9 @@ def share_the_program_in_two() -> tuple[list[int], list[int], str, str]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    by_group = members(open_group(CPU, group=pairs[rank % 2], timeout_s=20.0))
+    by_group = members(open_group(CPU, group=pairs[rank % 2], timeout_s=LONG_S))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
-    by_mesh = members(open_group(CPU, mesh=mesh["data"], timeout_s=20.0), "group")
+    by_mesh = members(open_group(CPU, mesh=mesh["data"], timeout_s=LONG_S), "group")
     return by_group, by_mesh, error_of(group=pairs[1 - rank % 2]), error_of(mesh=mesh)
 
 
@@ -110,7 +111,7 @@ def have_no_backend_for_the_cpu() -> str:
 def sit_in_a_barrier() -> list[int]:
     """One rank starts a barrier of the program's before our transfers, the other one after them."""
     dist.init_process_group("gloo")
-    group = open_group(CPU, timeout_s=20.0)
+    group = open_group(CPU, timeout_s=LONG_S)
     assert group is not None
     exchange = open_exchange(group, "group")
     barrier = dist.barrier(async_op=True) if group.ranks.rank == 0 else None
@@ -124,7 +125,7 @@ def sit_in_a_barrier() -> list[int]:
 
 def main() -> None:
     """Under torchrun."""
-    group = open_group(CPU, timeout_s=30.0)
+    group = open_group(CPU, timeout_s=LONG_S)
     assert group is not None
     ranks = group.ranks
     text = f"rank {ranks.rank} of {ranks.world_size}, host ranks {ranks.host_ranks}, {members(group)}\n"

@@ -17,7 +17,8 @@ from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
 from deepoffload.ranks.sums import mean_scale
 from deepoffload.runtime.context import engine_of
-from tests.support.models import VOCABULARY, TinyGPT
+from tests.support.models import TinyGPT, batch, next_token_loss
+from tests.support.rank_processes import LONG_S
 
 LR = 1e-2
 
@@ -72,10 +73,7 @@ class Trainer:
         self.steps = 0
 
     def loss(self, epoch: int, number: int, reader: int) -> Tensor:
-        generator = torch.Generator().manual_seed(1000 * epoch + 10 * number + reader)
-        tokens = torch.randint(0, VOCABULARY, (2, 12), generator=generator)
-        logits = self.model(tokens)
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return next_token_loss(self.model, batch(1000 * epoch + 10 * number + reader))
 
     def step(self) -> None:
         optimizer = self.optimizers[self.steps % len(self.optimizers)]
@@ -185,7 +183,7 @@ def expected(run: Uneven) -> tuple[Found, list[list[float]]]:
 def do_wrong(what: str, path: str) -> float:
     """Rank 0 has one batch and rank 1 has four. Returns the seconds from the end of rank 0's batches to the error."""
     rank = int(os.environ["RANK"])
-    trainer = Trainer(Uneven(((1, 4),)), paged({"host_budget": "64MiB", "ranks": {"timeout_s": 30}}, path))
+    trainer = Trainer(Uneven(((1, 4),)), paged({"host_budget": "64MiB", "ranks": {"timeout_s": LONG_S}}, path))
     pids = engine_of(trainer.model).agreement.gather(os.getpid(), "process numbers")
     begin = time.monotonic()
     try:
@@ -248,13 +246,7 @@ def train_engine(counts: tuple[int, ...], precision: str) -> dict[str, Any]:
     for epoch in range(2):
         with engine.join():
             for number in range(counts[rank] if world_size > 1 else 0):
-                tokens = torch.randint(
-                    0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(100 * epoch + 10 * number + rank)
-                )
-                logits = engine(tokens)
-                engine.backward(
-                    nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-                )
+                engine.backward(next_token_loss(engine, batch(100 * epoch + 10 * number + rank)))
                 engine.step()
     return {
         "weights": {name: bits(param) for name, param in engine.named_parameters()},

@@ -16,14 +16,15 @@ from deepoffload.memory.lock import BooksLock
 from deepoffload.ranks.group import open_group
 from deepoffload.ranks.sums import SquareSum
 from deepoffload.ranks.transport import open_exchange
+from tests.support.rank_processes import LONG_S
 
 
 @contextmanager
-def linked(transport: str = "auto", timeout_s: float = 30.0) -> Iterator[RankLink]:
+def linked() -> Iterator[RankLink]:
     """A link that is closed at the end, together with the others'."""
-    group = open_group(torch.device("cpu"), timeout_s=timeout_s)
+    group = open_group(torch.device("cpu"), timeout_s=LONG_S)
     assert group is not None
-    link = RankLink(group, open_exchange(group, transport), BooksLock(), timeout_s=timeout_s)
+    link = RankLink(group, open_exchange(group, "auto"), BooksLock(), timeout_s=LONG_S)
     try:
         yield link
     finally:

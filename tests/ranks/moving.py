@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from deepoffload.ranks.collectives import never_end, start_all_gather
 from deepoffload.ranks.exchange import CHUNK_NUMEL, Exchange, PartsFlight, Reduction
 from deepoffload.ranks.group import RankGroup, open_group
 from deepoffload.ranks.transport import open_exchange
+from tests.support.rank_processes import LONG_S, SOON_S
+from tests.support.waiting import wait_until
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.int16)
@@ -29,10 +32,13 @@ NOBODY = 65534
 
 
 @contextmanager
-def opened(transport: str, timeout_s: float = 30.0) -> Iterator[tuple[RankGroup, Exchange]]:
-    """A group and an exchange; when the program fails, the others are not waited for."""
-    group = open_group(CPU, timeout_s=timeout_s)
+def opened(transport: str, timeout_s: float = LONG_S) -> Iterator[tuple[RankGroup, Exchange]]:
+    """A group and an exchange, which waits no longer than ``timeout_s``; when the program fails, the others are not
+    waited for."""
+    group = open_group(CPU, timeout_s=LONG_S)
     assert group is not None
+    meet(group)  # on a busy machine a process may start late
+    group.timeout_s = timeout_s
     exchange = open_exchange(group, transport)
     try:
         yield group, exchange
@@ -171,15 +177,18 @@ def die_while_others_read(transport: str, after_s: float) -> tuple[int, float]:
     return complete, time.monotonic() - begin
 
 
-def come_late(transport: str, timeout_s: float, late_s: float) -> None:
-    """Rank 1 does not come to a gather in time."""
+def stay_away(transport: str, timeout_s: float) -> None:
+    """Rank 1 does not come to a gather until rank 0 has given up."""
     with opened(transport, timeout_s) as (group, exchange):
         shard, whole = torch.ones(8), torch.zeros(16)
         exchange.gather(shard, whole, "layer 0").release()
         if group.ranks.rank == 1:
-            time.sleep(late_s)
+            wait_for(group, "rank 0 has given up")
             return
-        exchange.gather(shard, whole, "layer 1").wait()
+        try:
+            exchange.gather(shard, whole, "layer 1").wait()
+        finally:
+            say(group.store("the test"), "rank 0 has given up")
 
 
 def wait_for_a_stopped_rank(transport: str, timeout_s: float) -> float:
@@ -205,28 +214,27 @@ def wait_for_a_stopped_rank(transport: str, timeout_s: float) -> float:
     raise AssertionError("nobody was stopped")
 
 
-def wait_for_a_slow_rank(transport: str) -> float:
+def wait_for_a_slow_rank(transport: str) -> None:
     """Rank 1 comes late, but within the limit; then they move much more."""
-    with opened(transport, 30.0) as (group, exchange):
-        begin = time.monotonic()
+    with opened(transport) as (group, exchange):
         if group.ranks.rank == 1:
-            time.sleep(1.5)
+            wait_for(group, "rank 0 has waited")
         whole = torch.zeros(2 * (1 << 16))
         flight = exchange.gather(torch.full((1 << 16,), 1.0 + group.ranks.rank), whole, "layer 0")
         if group.ranks.rank == 0:
-            assert not flight.ready_within(0.05) and not flight.ready()
-        assert flight.ready_within(25.0) and flight.ready()
+            assert not flight.ready_within(0.3) and not flight.ready()
+            say(group.store("the test"), "rank 0 has waited")
+        assert flight.ready_within(SOON_S) and flight.ready()
         flight.release()
         assert whole.tolist() == [1.0] * (1 << 16) + [2.0] * (1 << 16)
         for seed in range(20):
             gather(exchange, 4099, torch.bfloat16, seed, in_place=True)
             send_parts(exchange, (0, 1), 4099, torch.float16, seed)
-        return time.monotonic() - begin
 
 
 def end_while_a_transfer_is_under_way(transport: str) -> tuple[bool, bool]:
     """Rank 0 gives up while rank 1 is away; then its memory is its own again, and rank 1 finds out at once."""
-    group = open_group(CPU, timeout_s=60.0)
+    group = open_group(CPU, timeout_s=LONG_S)
     assert group is not None
     exchange = open_exchange(group, transport)
     shard, whole = torch.ones(8), torch.zeros(16)
@@ -241,24 +249,22 @@ def end_while_a_transfer_is_under_way(transport: str) -> tuple[bool, bool]:
     exchange.gather(shard, whole, "layer 1")
     before = exchange.idle()
     exchange.abandon()
-    until = time.monotonic() + 10
-    while not exchange.idle() and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(exchange.idle)
     meet(group)
     meet(group)
     return before, exchange.idle()
 
 
-def keep_a_group(seconds: float) -> float:
-    """Rank 0 drops a group with a collective under way, which rank 1 does not come to before ``seconds`` are over. Says
-    how long that took."""
-    group = open_group(CPU, timeout_s=20.0)
+def keep_a_group() -> float:
+    """Rank 0 drops a group with a collective under way, which rank 1 does not come to. Says how long that took."""
+    group = open_group(CPU, timeout_s=LONG_S)
     assert group is not None
     private = group.new_private_group("a test")
     meet(group)
     begin = time.monotonic()
-    if group.ranks.rank == 1:
-        time.sleep(seconds)
+    store, waits = group.store("the test"), group.ranks.rank == 1
+    if waits:
+        wait_for(group, "rank 0 has dropped it")
     else:
         work = start_all_gather(torch.zeros(2, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), private)
         never_end(private)
@@ -267,6 +273,8 @@ def keep_a_group(seconds: float) -> float:
     dist.destroy_process_group()
     del private, group
     gc.collect()
+    if not waits:
+        say(store, "rank 0 has dropped it")
     return time.monotonic() - begin
 
 
@@ -277,9 +285,9 @@ def interrupt(transport: str) -> float:
         if group.ranks.rank == 1:
             meet(group)
             return 0.0
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         begin = time.monotonic()
         try:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
             exchange.gather(torch.ones(8), torch.zeros(16), "layer 0").wait()
         except KeyboardInterrupt:
             heard_s = time.monotonic() - begin - 0.5
@@ -293,9 +301,19 @@ def meet(group: RankGroup) -> None:
     group.gather_objects(None, "meeting in the test")
 
 
+def say(store: dist.Store, what: str) -> None:
+    """Let the rank go on that waits for it."""
+    store.set(what, "")
+    store.get(what)  # this process may end now: the other has heard it
+
+
+def wait_for(group: RankGroup, what: str) -> None:
+    group.store("the test").wait([what], timedelta(seconds=LONG_S))
+
+
 def offer_something_else(transport: str) -> None:
     """Rank 1 is at a larger unit."""
-    with opened(transport, 5.0) as (group, exchange):
+    with opened(transport) as (group, exchange):
         numel = 8 + 8 * group.ranks.rank
         try:
             exchange.gather(torch.ones(numel), torch.zeros(2 * numel), "layer 1").wait()
@@ -305,7 +323,7 @@ def offer_something_else(transport: str) -> None:
 
 def forbid_reading(transport: str) -> tuple[str, bool]:
     """No rank lets the others read its memory."""
-    group = open_group(CPU, timeout_s=20.0)
+    group = open_group(CPU, timeout_s=LONG_S)
     assert group is not None
     if os.geteuid() == 0:
         os.setresuid(NOBODY, NOBODY, NOBODY)  # root may read everything
@@ -319,6 +337,6 @@ def forbid_reading(transport: str) -> tuple[str, bool]:
 
 def ask_for(*transports: str) -> str:
     """Each rank asks for a transport of its own."""
-    group = open_group(CPU, timeout_s=20.0)
+    group = open_group(CPU, timeout_s=LONG_S)
     assert group is not None
     return open_exchange(group, transports[group.ranks.rank]).transport

@@ -21,9 +21,10 @@ from deepoffload.ranks.group import open_group
 from deepoffload.ranks.rounds import Payload, Want, WantKind
 from deepoffload.ranks.service import RoundService
 from deepoffload.ranks.transport import open_exchange
+from tests.support.rank_processes import LONG_S, own_group
 
 NUMEL = 64
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=LONG_S)
 UNITS = 4
 
 
@@ -49,7 +50,7 @@ class Flight:
 class Side:
     """One rank: its shards, its whole copies and its sums."""
 
-    def __init__(self, path: str, timeout_s: float = 30.0) -> None:
+    def __init__(self, path: str) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(path, self.world_size)
         self.payload: Any = dist.ProcessGroupGloo(dist.PrefixStore("payload", store), self.rank, self.world_size, LIMIT)
@@ -68,7 +69,7 @@ class Side:
             self.world_size,
             self.launch,
             lambda unit: f"blocks.{unit}",
-            timeout_s=timeout_s,
+            timeout_s=LONG_S,
         )
 
     # -- payload ----------------------------------------------------------------------------------------------------
@@ -157,20 +158,10 @@ class Side:
         }
 
 
-def own_group(path: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}.own",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=LIMIT,
-    )
-
-
 def over_a_transport(transport: str) -> tuple[bool, bool, int]:
     """Rounds in the store of a group that the environment describes, with payload as an engine moves it; rank 0 gathers
     alone while the others sit in a barrier of the default group. Says whether gather and sum are right, and nudges."""
-    group = open_group(torch.device("cpu"), timeout_s=30.0)
+    group = open_group(torch.device("cpu"), timeout_s=LONG_S)
     assert group is not None
     exchange = open_exchange(group, transport)
     rank, world_size = group.ranks.rank, group.ranks.world_size
@@ -187,7 +178,7 @@ def over_a_transport(transport: str) -> tuple[bool, bool, int]:
             flights.append(exchange.send_parts(part, reduction, scratch, "blocks.0"))
         return flights[-1]
 
-    service = RoundService(group.store("rounds"), rank, world_size, launch, str, timeout_s=30.0)
+    service = RoundService(group.store("rounds"), rank, world_size, launch, str, timeout_s=LONG_S)
     if rank == 0:
         service.post(Want(WantKind.GATHER))
         service.wait_launched(Want(WantKind.GATHER))
@@ -224,7 +215,7 @@ def equal_steps(path: str, steps: int) -> dict[str, Any]:
 def unequal_everything(path: str) -> dict[str, Any]:
     """Skipped units, an evaluation on rank 0 while the others are in their own barrier, and uneven batches."""
     side = Side(path)
-    own_group(path)
+    own_group(f"{path}.own")
     for step in range(3 + 2 * side.rank):
         side.forward_and_backward(skipped=(1,) if (step + side.rank) % 2 else ())
         side.step()
@@ -262,10 +253,14 @@ def evaluate_last(path: str) -> dict[str, Any]:
 
 
 def trouble(path: str, what: str, timeout_s: float) -> dict[str, Any]:
-    """Rank 1 does ``what`` in its second step; the others train. Returns what the others have met, and when."""
-    side = Side(path, timeout_s)
+    """Rank 1 does ``what`` in its second step; the others train. Returns what the others have met, and when.
+
+    ``timeout_s``: the limit of waits when all are there; on a busy machine a process may start late.
+    """
+    side = Side(path)
     side.forward_and_backward()
     side.step()
+    side.service.timeout_s = timeout_s
     if side.rank == 1:
         side.evaluate()
     begin = time.monotonic()
@@ -301,6 +296,6 @@ def cause_trouble(side: Side, path: str, what: str) -> None:
     if what == "launch":
         side.fault = OSError(28, "No space left on device")
     if what == "busy":
-        time.sleep(4.0)
+        time.sleep(2 * side.service.timeout_s)
     if what == "close":
         side.service.close()

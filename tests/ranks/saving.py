@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import io
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import deepoffload
 from deepoffload import CPUSGD, CPUAdamW, CPULion, offload_context
 from deepoffload.errors import DeepOffloadError
 from deepoffload.runtime.context import engine_of
-from tests.models.zoo import small_llama
-from tests.support.models import VOCABULARY, TinyGPT
+from tests.models.zoo import language, small_llama
+from tests.ranks.training_programs import digest
+from tests.support.models import TinyGPT, batch, next_token_loss
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adamw": lambda params: CPUAdamW(params, lr=1e-2, max_grad_norm=1.0),
@@ -48,18 +50,11 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> list[float | None]:
     """All ranks have the same data, so that a sum over any number of them that is a power of two has the same bits."""
     norms = []
     for step in steps:
-        tokens = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(step))
-        logits = model(tokens)
-        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        next_token_loss(model, batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
         norms.append(getattr(optimizer, "grad_norm", None))
     return norms
-
-
-def digest(tensor: Tensor) -> str:
-    plain = tensor.detach().contiguous().clone().reshape(-1)
-    return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()[:16] if plain.numel() else ""
 
 
 def digests(values: dict[Any, Any]) -> dict[str, str]:
@@ -128,8 +123,6 @@ def load_on_one_rank_only(config: dict[str, Any]) -> str:
 
 
 def _saved(values: Any) -> Any:
-    import io
-
     file = io.BytesIO()
     torch.save(values, file)
     file.seek(0)
@@ -157,8 +150,6 @@ def save_files(config: dict[str, Any], root: str) -> dict[str, str]:
 
 
 def _train_llama(model: nn.Module, optimizer: Any, step: int) -> None:
-    from tests.models.zoo import language
-
     model(**language(step)).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -183,8 +174,6 @@ def save_again_after_rank_0_alone(directory: str) -> list[str]:
         if rank() == 0:
             time.sleep(0.5)
         deepoffload.save_pretrained(model, directory)
-        from safetensors.torch import load_file
-
         saved = load_file(Path(directory) / "model.safetensors")
         return [
             name for name, value in model.state_dict().items() if name in saved and digest(saved[name]) != digest(value)

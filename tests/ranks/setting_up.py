@@ -16,8 +16,9 @@ from torch.utils.data import TensorDataset
 
 import deepoffload
 from deepoffload.errors import BudgetError, DeepOffloadError
+from tests.support.rank_processes import LONG_S
 
-RANKS = {"timeout_s": 20.0}
+RANKS = {"timeout_s": LONG_S}
 
 
 def rank() -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.joining_programs import Uneven, do_wrong, expected, join_with_torch_optimizer, train_all, train_engine
-from tests.support.rank_processes import run_ranks, values_of
+from tests.support.rank_processes import SOON_S, run_ranks, values_of
 
 MEMORY = {"host_budget": "64MiB"}
 TWO_RANKS = {
@@ -69,7 +69,7 @@ def test_what_a_joined_rank_cannot_follow_is_an_error_on_all(what: str, text: st
         assert ended.error in ("RankError", "UsageError", "UnsupportedError", "ValueError"), ended.text
         last = ended.text[ended.text.rindex("Error: ") :]
         assert re.search(text, last), ended.text
-        assert ended.seconds < 20
+        assert ended.seconds < SOON_S
 
 
 def test_an_interrupt_of_a_joined_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_an_interrupt_of_a_joined_rank_is_an_error_on_the_others(tmp_path: Path)
     assert joined.error == "KeyboardInterrupt", joined.text
     assert other.error == "RankError", other.text
     assert "KeyboardInterrupt" in other.text
-    assert max(joined.seconds, other.seconds) < 20
+    assert max(joined.seconds, other.seconds) < SOON_S
 
 
 def test_optimizers_of_torch_are_refused(tmp_path: Path) -> None:

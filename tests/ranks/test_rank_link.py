@@ -6,13 +6,13 @@ import pytest
 
 from deepoffload.ranks.sums import SquareSum
 from tests.ranks import link_programs as programs
-from tests.support.rank_processes import run_ranks, values_of
+from tests.support.rank_processes import SOON_S, run_ranks, values_of
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_ranks_have_the_same_sum(world_size: int) -> None:
     turns = 4
-    results = values_of(programs.add_up, world_size, turns, limit_s=60.0)
+    results = values_of(programs.add_up, world_size, turns)
     of_ranks = sum(rank << 300 for rank in range(world_size))
     expected = [SquareSum(world_size * 10**turn + of_ranks, turn < world_size) for turn in range(turns)]
     assert results == [expected] * world_size
@@ -20,7 +20,7 @@ def test_all_ranks_have_the_same_sum(world_size: int) -> None:
 
 @pytest.mark.parametrize("what", ["SIGKILL", "fails"])
 def test_a_sum_that_does_not_come_is_an_error_on_all(what: str) -> None:
-    ended = run_ranks(programs.lose_a_rank_at_sums, 3, what, limit_s=60.0)
+    ended = run_ranks(programs.lose_a_rank_at_sums, 3, what)
     if what == "SIGKILL":
         assert ended.pop().exit_code == -9
     assert all(one.error is None for one in ended), "\n".join(one.text for one in ended)
@@ -28,7 +28,7 @@ def test_a_sum_that_does_not_come_is_an_error_on_all(what: str) -> None:
     assert len(texts) == 1
     said = texts.pop()
     assert said.startswith("rank 2 has gone" if what == "SIGKILL" else "rank 2 has failed at step: ValueError"), said
-    assert all(one.value[1] < 5.0 for one in ended)
+    assert all(one.value[1] < SOON_S for one in ended)
 
 
 def test_all_ranks_may_fail_at_once() -> None:

@@ -27,7 +27,7 @@ def test_an_error_inside_the_step_is_raised_on_all_ranks():
     errors = values_of(deciding.error_of, 3, deciding.fail_inside, 1)
     assert errors[1] == "ValueError: lr must not be negative, got -1"
     for error in (errors[0], errors[2]):
-        assert error.startswith(("RuntimeError: heard after 0.", "RuntimeError: heard after 1.")), error
+        assert error.startswith("RankError: ") and "ValueError: lr must not be negative" in error, error
 
 
 def test_what_cannot_be_added_up_is_refused_and_the_rest_goes_on():
@@ -44,4 +44,4 @@ def test_gradients_that_are_dropped_on_their_way_are_dropped_on_all_ranks():
 @pytest.mark.parametrize("transport", ["group", "memory"])
 def test_a_rank_may_leave_its_backward_out_and_wait_for_the_others(transport):
     """Nobody adds anything up before all are at the step. There are more units than slots."""
-    assert min(values_of(deciding.leave_a_backward_out, 2, transport, limit_s=60.0)) > 0
+    assert min(values_of(deciding.leave_a_backward_out, 2, transport)) > 0

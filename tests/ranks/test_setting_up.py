@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.ranks import setting_up as programs
-from tests.support.rank_processes import run_ranks, values_of
+from tests.support.rank_processes import SOON_S, run_ranks, values_of
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_an_error_that_closes_one_engine_reaches_the_others() -> None:
     assert second.value == "ValueError: the batch is empty"
     assert first.value.startswith("RankError: rank 1 has failed at"), first
     assert "its engine was closed by ValueError: the batch is empty" in first.value
-    assert first.seconds < 20.0
+    assert first.seconds < SOON_S
 
 
 def test_deepspeeds_surface() -> None:
@@ -137,5 +137,5 @@ def test_rank_0_saves_the_weights(how: str, tmp_path: Path) -> None:
 
 
 def test_a_forked_child_that_ends_says_nothing_for_its_rank() -> None:
-    for status, losses in values_of(programs.fork_in_the_middle, 2, limit_s=40.0):
+    for status, losses in values_of(programs.fork_in_the_middle, 2):
         assert status == 7 and len(losses) == 2

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import deepoffload
 from deepoffload import CPUAdamW, offload_context
 from tests.models.zoo import language, small_gpt2, small_llama, t5, translation
-from tests.support.models import VOCABULARY, TinyGPT, mixtral
+from tests.support.models import TinyGPT, batch, mixtral, next_token_loss
 from tests.support.rank_processes import values_of
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -66,7 +67,7 @@ class Trained:
 
 
 def digest(tensor: Tensor) -> str:
-    plain = tensor.detach().contiguous().clone()
+    plain = tensor.detach().contiguous().clone().reshape(-1)
     return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()[:16] if plain.numel() else ""
 
 
@@ -74,10 +75,7 @@ def loss_of(model: nn.Module, name: str, seed: int) -> Tensor:
     """The loss of one micro-batch of one rank, whose dropout is that of its seed."""
     torch.manual_seed(seed)
     if name.startswith("gpt") and name != "gpt2":
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(0, VOCABULARY, (2, 12), generator=generator)
-        logits = model(tokens)
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return next_token_loss(model, batch(seed))
     inputs = translation(seed) if name == "t5" else language(seed)
     return model(**inputs).loss
 
@@ -200,7 +198,13 @@ def train(job: Job, path: str | None = None) -> Trained:
 def reference(job: Job) -> Trained:
     """One process with everything in memory and gradients in fp32."""
     config = {key: value for key, value in job.config.items() if key in ("precision", "keep_fp32")}
-    alone = Job(**{**job.__dict__, "config": {**config, "gradient_dtype": "fp32", "host_budget": "256MiB"}})
+    return _reference(**{**job.__dict__, "config": tuple(config.items())})
+
+
+@cache
+def _reference(config: tuple[tuple[str, Any], ...], **job: Any) -> Trained:
+    """Trained once for all tests that compare with it."""
+    alone = Job(**job, config={**dict(config), "gradient_dtype": "fp32", "host_budget": "256MiB"})
     (found,) = values_of(train, 1, alone)
     return found
 

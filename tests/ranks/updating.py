@@ -23,6 +23,7 @@ from deepoffload.ranks.group import open_group
 from deepoffload.runtime.construct import Assembly, adopt
 from deepoffload.runtime.device import open_rank_memory
 from tests.ranks.contributing import Model, expected_sums, same, uneven
+from tests.support.rank_processes import LONG_S
 
 WIDTH = 64
 COPY_BYTES = 8 << 20
@@ -31,14 +32,14 @@ COPY_BYTES = 8 << 20
 @contextmanager
 def paged(transport: str, model: nn.Module, *, defer: bool, evict_always: bool = False) -> Iterator[RankLink]:
     """Cut ``model`` for the ranks, one unit for each block."""
-    group = open_group(torch.device("cpu"), timeout_s=30.0)
+    group = open_group(torch.device("cpu"), timeout_s=LONG_S)
     assert group is not None
     graphs = OpenGraphs()
     order = UseOrder(graphs)
     with ExitStack() as last:
         last.callback(group.close)
         tiers, memory, link = open_rank_memory(
-            Arena(64 << 20), None, order, group, transport=transport, timeout_s=30.0, poison=True, timeline=None
+            Arena(64 << 20), None, order, group, transport=transport, timeout_s=LONG_S, poison=True, timeline=None
         )
         last.callback(tiers.close)
         last.callback(memory.close)

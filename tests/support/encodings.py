@@ -3,7 +3,6 @@ through one of them, with the package's own pager, doors and windows, on any dev
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +33,7 @@ from deepoffload.params.unit import ParamHandle, Unit, WeightView
 from deepoffload.params.use_order import UseOrder
 from deepoffload.params.window import Window
 from deepoffload.schedule.placement import BlockKind
+from tests.support.pager_owner import PagerOwner
 
 
 class Encoding(Materialiser, Protocol):
@@ -150,7 +150,7 @@ class Int8ShownAsFp32:
         )
 
 
-class EncodedModel:
+class EncodedModel(PagerOwner):
     """``model``, whose modules with parameters of their own (in fp32) are units, stored in one ``encoding``.
 
     Args:
@@ -170,8 +170,8 @@ class EncodedModel:
         poison: bool = True,
     ) -> None:
         accelerator = accelerator or CpuDevice()
+        super().__init__()
         self.encoding = encoding
-        self._last = ExitStack()
         io = IoEngine()
         self._last.callback(io.close)
         space = SwapSpace(io, [path])
@@ -228,8 +228,7 @@ class EncodedModel:
 
     def _fill(self, block: Block, parts: list[Tensor]) -> None:
         self.tiers.acquire(block, load=False)
-        arena = torch.frombuffer(self.tiers.arena.buffer, dtype=torch.uint8)
-        stored = arena[host_offset(block) : host_offset(block) + block.nbytes].zero_()
+        stored = self._in_arena(block).zero_()
         for form, part in zip(block.forms, parts, strict=True):
             _stored_part(stored, form).copy_(part)
         self.tiers.release(block)
@@ -249,26 +248,4 @@ class EncodedModel:
 
     def stored(self, unit: Unit) -> Tensor:
         """The stored bytes of a unit, brought up to date with what the program has written."""
-        self.memory.settle(unit.weights)
-        self.tiers.acquire(unit.weights)
-        try:
-            arena = torch.frombuffer(self.tiers.arena.buffer, dtype=torch.uint8)
-            start = host_offset(unit.weights)
-            return arena[start : start + unit.weights.nbytes].clone()
-        finally:
-            self.tiers.release(unit.weights)
-
-    @property
-    def units(self) -> list[Unit]:
-        return self.pager.units
-
-    def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:
-        return None
-
-    def all_dead(self) -> None:
-        """The test ends it."""
-
-    def close(self) -> None:
-        self.pager.life.close("the test is over")
-        self.pager.life.ignore_deaths()
-        self._last.close()
+        return self.stored_bytes(unit.weights)

@@ -10,8 +10,7 @@ from typing import Any
 
 from deepoffload import offload_context
 from tests.support.paging import Paging, Setting
-
-TIMEOUT_S = 30.0
+from tests.support.rank_processes import LONG_S
 
 
 class RankPaging(Paging):
@@ -24,7 +23,7 @@ class RankPaging(Paging):
 
     def __init__(self, nvme_path: Path, transport: str) -> None:
         super().__init__(nvme_path)
-        self._ranks = {"timeout_s": TIMEOUT_S, "transport": transport}
+        self._ranks = {"timeout_s": LONG_S, "transport": transport}
         self._open: list[offload_context] = []
 
     @contextmanager

@@ -1,6 +1,7 @@
 """Real processes that form a group of ranks, started as a launcher does: the environment tells them who they are.
 
-They are forked from a server that has imported torch and nothing else, so one costs about a tenth of a second.
+They are forked from a server that has imported what they need (``rank_imports.py``), so one costs about a tenth of a
+second.
 """
 
 from __future__ import annotations
@@ -10,11 +11,18 @@ import os
 import socket
 import time
 import traceback
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+LONG_S = 80.0
+"""A limit that ranks give each other and that no test waits for: only an error that is not told takes so long."""
+
+SOON_S = 40.0
+"""Within this an error is told that does not wait for a limit: on a busy machine, and long before ``LONG_S``."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +44,17 @@ class Ended:
     exit_code: int | None
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port on which rank 0 can listen, and nobody else.
+
+    A socket that is bound and does not listen keeps the kernel from giving the port to another process. A second socket
+    may still be bound to it and listen, when both are allowed to share it, as the sockets of torch's stores are.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def launcher_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -54,26 +69,46 @@ def launcher_environment(rank: int, world_size: int, port: int) -> dict[str, str
     }
 
 
+def own_group(file: str) -> None:
+    """Start the default group of a rank's program, for barriers of its own. ``file``: where the ranks meet."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{file}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=LONG_S),
+    )
+
+
 def _child(answer: Connection, environment: dict[str, str], program: Callable[..., Any], arguments: Any) -> None:
     os.environ.update(environment)
     import torch
 
+    import tests.support.rank_imports  # noqa: F401  here already, but where the server could not find it
+
     torch.set_num_threads(1)
-    warnings.simplefilter("error", FutureWarning)  # names of torch that are on their way out
     try:
         answer.send((program(*arguments), None, ""))
     except BaseException as error:
         answer.send((None, type(error).__name__, traceback.format_exc()))
 
 
-def run_ranks(program: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 90.0) -> list[Ended]:
+def run_ranks(program: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 120.0) -> list[Ended]:
     """Run ``program(*arguments)``, a function of a module, on every rank, and return how each ended, in rank order.
 
     A rank that has not ended within ``limit_s`` is killed, and the test fails.
     """
+    with reserved_port() as port:
+        return _run_ranks(program, world_size, arguments, limit_s, port)
+
+
+def _run_ranks(
+    program: Callable[..., Any], world_size: int, arguments: tuple[Any, ...], limit_s: float, port: int
+) -> list[Ended]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
-    port = free_port()
+    context.set_forkserver_preload(["tests.support.rank_imports"])
     begin = time.monotonic()
     processes, answers = [], []
     for rank in range(world_size):
@@ -117,7 +152,7 @@ def _said(answer: Connection) -> tuple[Any, str | None, str]:
     return said
 
 
-def values_of(program: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 90.0) -> list[Any]:
+def values_of(program: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 120.0) -> list[Any]:
     """What the ranks return, each of which ends well."""
     ended = run_ranks(program, world_size, *arguments, limit_s=limit_s)
     assert all(one.error is None and one.exit_code == 0 for one in ended), "\n".join(one.text for one in ended)

@@ -4,7 +4,7 @@ shards in a list. What is real is all but the way between the ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from deepoffload.params.use_order import UseOrder
 from deepoffload.ranks.places import RankMap
 from deepoffload.runtime.construct import adopt
 from deepoffload.runtime.plan import NO_DISK, plan_model
+from tests.support.pager_owner import PagerOwner
 
 
 class NeighbouringShards:
@@ -68,7 +69,7 @@ def _ranges(layout: ShardLayout, rank: int) -> Iterator[tuple[slice, slice]]:
         yield slice(begin, begin + nbytes), slice(section.shard_offset, section.shard_offset + nbytes)
 
 
-class RankParts:
+class RankParts(PagerOwner):
     """One rank's part of ``model``, which is paged in place.
 
     Args:
@@ -91,12 +92,12 @@ class RankParts:
         defer_updates: bool,
         nvme_path: Path | None,
     ) -> None:
+        super().__init__()
         self.model = model
         self.rank = rank or 0
         graphs = OpenGraphs()
         order = UseOrder(graphs, prefetch=False)
         arena = Arena(host_bytes, lends=rank is None)
-        self._last = ExitStack()
         space = None
         if nvme_path is not None:
             io = IoEngine()
@@ -117,7 +118,7 @@ class RankParts:
                 poison=True,
             )
             tiers = memory.tiers
-        self.tiers: TierManager = tiers
+        self.tiers = tiers
         self._last.callback(tiers.close)
         if memory is not None:
             self._last.callback(memory.close)
@@ -149,10 +150,6 @@ class RankParts:
             for handle in unit.handles:
                 self.gradients.track(handle)
 
-    @property
-    def units(self) -> list[Unit]:
-        return self.pager.units
-
     def unit_of(self, block_name: str) -> tuple[Unit, ShardLayout]:
         """Whose block of weights or gradients this is, and how it is cut."""
         for unit in self.units:
@@ -164,19 +161,7 @@ class RankParts:
     def stored(self, block: Block | None) -> Tensor:
         """A copy of the bytes that a block stores."""
         assert block is not None
-        with self.held(block):
-            arena = torch.frombuffer(self.tiers.arena.buffer, dtype=torch.uint8)
-            return arena[host_offset(block) : host_offset(block) + block.nbytes].clone()
-
-    @contextmanager
-    def held(self, block: Block) -> Iterator[None]:
-        """Its stored bytes are in the arena, with what the program has written of them."""
-        self.pager.memory.settle(block)
-        self.tiers.acquire(block)
-        try:
-            yield
-        finally:
-            self.tiers.release(block)
+        return self.stored_bytes(block)
 
     def own_elements(self, slot: TensorSlot) -> tuple[int, Tensor]:
         """Where this rank's run of a tensor begins, and a view of it in the arena, where its block must be held."""
@@ -209,17 +194,6 @@ class RankParts:
             for update in optimizer._decide([self.pager], 1.0, False, False, None):
                 update.run(defer=self.pager.defer_updates)
         optimizer._finish_step([self.pager])
-
-    def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:
-        return None
-
-    def all_dead(self) -> None:
-        """The test ends it."""
-
-    def close(self) -> None:
-        self.pager.life.close("the test is over")
-        self.pager.life.ignore_deaths()
-        self._last.close()
 
 
 def _run(slot: TensorSlot) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from deepoffload.config.collect import KEYS
 from deepoffload.config.schema import DurabilityConfig
 from deepoffload.device import Tier
 from deepoffload.errors import ConfigError
+from tests.support.deepspeed_configs import HOST, STAGE3
 
 GIB = 1 << 30
 
@@ -48,20 +49,7 @@ HF_ZERO3 = {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
     },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
+    "zero_optimization": {**STAGE3, "offload_optimizer": HOST, "offload_param": HOST},
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "steps_per_print": 2000,

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +22,15 @@ from deepoffload.config import Precision, parse_config
 from deepoffload.config.hjson import NoHjson, read_hjson
 from deepoffload.device import Tier
 from deepoffload.errors import ConfigError, UsageError
+from tests.support.deepspeed_configs import HOST, STAGE3
+from tests.support.deepspeed_installed import DEEPSPEED_PYTHON, needs_deepspeed
 
-DEEPSPEED = os.environ.get("DEEPSPEED_PYTHON") or (sys.executable if importlib.util.find_spec("deepspeed") else "")
-"""An interpreter that has DeepSpeed: say one in DEEPSPEED_PYTHON."""
-
-HOST = {"device": "cpu", "pin_memory": True}
 SCALE = {"loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 15, "hysteresis": 2, "min_loss_scale": 1}
 BATCHES = dict.fromkeys(
     ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
 )
 ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
 WARMUP = {"type": "WarmupLR", "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")}
-STAGE3 = {
-    "stage": 3,
-    "overlap_comm": True,
-    "contiguous_gradients": True,
-    "sub_group_size": 1e9,
-    "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto",
-    "stage3_max_live_parameters": 1e9,
-    "stage3_max_reuse_distance": 1e9,
-    "stage3_gather_16bit_weights_on_model_save": True,
-}
 STAGE2 = {
     "stage": 2,
     "allgather_partitions": True,
@@ -418,7 +402,7 @@ def without_autos(config: Any) -> Any:
     return {key: without_autos(value) for key, value in config.items() if value not in ("auto", math.inf)}
 
 
-@pytest.mark.skipif(not DEEPSPEED, reason="DeepSpeed is not here; DEEPSPEED_PYTHON may name an interpreter that has it")
+@needs_deepspeed
 def test_what_the_installed_deepspeed_reads_we_read_but_for_what_changes_numbers(tmp_path):
     given = {
         name: without_autos(config)
@@ -430,7 +414,7 @@ def test_what_the_installed_deepspeed_reads_we_read_but_for_what_changes_numbers
     texts = [text for text, _ in HJSON.values()]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    command = [DEEPSPEED, "-c", THEIRS, json.dumps(given), json.dumps(texts)]
+    command = [DEEPSPEED_PYTHON, "-c", THEIRS, json.dumps(given), json.dumps(texts)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     read = set(json.loads(done.stdout.rpartition("READ ")[2]))
