@@ -144,6 +144,7 @@ class Side:
         for index, numels in enumerate(sizes):
             self._create(index, numels)
         self.policy.uses = [block.id for block in self.blocks]
+        group.gather_objects(None, "the test")  # nobody asks for blocks that another rank has still to create
 
     def _create(self, index: int, numels: list[int]) -> None:
         tensors = [FlatTensor(numel, 2, "trained") for numel in numels]

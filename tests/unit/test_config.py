@@ -102,10 +102,10 @@ def test_hugging_face_example_as_it_comes():
     noted = [note.split(":")[0].split(" = ")[0] for note in config.notes]
     assert noted == [
         "zero_optimization.stage",
-        "zero_optimization.offload_optimizer.device",
-        "zero_optimization.offload_param.device",
         "zero_optimization.overlap_comm",
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "zero_optimization.offload_optimizer.device",
+        "zero_optimization.offload_param.device",
     ]
 
 
