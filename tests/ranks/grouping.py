@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -93,7 +94,9 @@ def share_the_program_in_two() -> tuple[list[int], list[int], str, str]:
 
 def give_both() -> str:
     dist.init_process_group("gloo")
-    return error_of(group=dist.group.WORLD, mesh=init_device_mesh("cpu", (2,)))
+    found = error_of(group=dist.group.WORLD, mesh=init_device_mesh("cpu", (2,)))
+    dist.barrier()
+    return found
 
 
 def start_alone_under_a_launcher() -> tuple[str, str]:
@@ -104,8 +107,12 @@ def start_alone_under_a_launcher() -> tuple[str, str]:
 
 
 def have_no_backend_for_the_cpu() -> str:
-    dist.init_process_group("cuda:gloo")
-    return error_of()
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=world_size)
+    found = error_of()
+    store.set(f"rank {rank} has been refused", "")  # no rank ends while another still connects to it
+    store.wait([f"rank {other} has been refused" for other in range(world_size)], timedelta(seconds=LONG_S))
+    return found
 
 
 def sit_in_a_barrier() -> list[int]:
