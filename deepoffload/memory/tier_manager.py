@@ -260,7 +260,7 @@ class TierManager:
                 self.copies.outdated(block)
             try:
                 if block.state is BlockState.WRITING:
-                    self.transfers.settle(block)
+                    self.transfers.settle_before_change(block)
             finally:
                 if self.guards and not (by_device and self.copies is not None and self.copies.keeps(block)):
                     self.guards.before_change(block)
@@ -296,11 +296,12 @@ class TierManager:
             if not self._may_go(block):
                 return False
             self.note_changes(block)
+            if block.state in (BlockState.WRITING, BlockState.READING):
+                self.transfers.settle(block)
             if block.state is BlockState.DIRTY:
                 if self.space is None:
                     return False
                 self.transfers.start_write(block, self.address(block))
-            if block.state in (BlockState.WRITING, BlockState.READING):
                 self.transfers.settle(block)
             owner = host_view_owner(block)
             if owner is not None:
@@ -387,11 +388,10 @@ class TierManager:
         with self.lock:
             if block.state is not BlockState.ON_NVME:
                 return False
-            high = block.kind is BlockKind.STATE
-            offset = self.arena.allocate(block.room_bytes, high=high)
-            nbytes = block.room_bytes
+            high, nbytes = block.kind is BlockKind.STATE, block.room_bytes
+            offset = self.arena.allocate(nbytes, high=high)
             if offset is None and compact and self._compactor.compact(nbytes, SLIDE_WORTH * nbytes):
-                offset = self.arena.allocate(block.room_bytes, high=high)
+                offset = self.arena.allocate(nbytes, high=high)
             if offset is None:
                 return False
             block.offset = offset

@@ -68,6 +68,7 @@ class Transfers:
         self._timeline = timeline
         self._reading: dict[int, Block] = {}
         self._writing: dict[int, Block] = {}
+        self._overtaken: set[int] = set()
         self.settled = 0
 
     def in_flight(self) -> list[Block]:
@@ -153,6 +154,15 @@ class Transfers:
         if failure is not None:
             raise failure
 
+    def settle_before_change(self, block: Block) -> None:
+        """Wait for the write of a block whose bytes change now, or have changed already. Where Ctrl-C ends the wait,
+        nobody may ask again: what is being written counts as wrong from here on."""
+        try:
+            self.settle(block)
+        finally:
+            if block.state is BlockState.WRITING:
+                self._overtaken.add(block.id)
+
     def settle(self, block: Block, *, interruptible: bool = True) -> None:
         """Wait for a block's transfer and take its result.
 
@@ -167,6 +177,8 @@ class Transfers:
         del (self._reading if reading else self._writing)[block.id]
         self.settled += 1
         block.ticket = None
+        overtaken = block.id in self._overtaken
+        self._overtaken.discard(block.id)
         try:
             ticket.wait(0.0)
         except IoFailure as failure:
@@ -176,7 +188,7 @@ class Transfers:
             else:
                 block.to(BlockState.DIRTY)
             raise IoFailure.about(block.name, failure) from failure
-        block.to(BlockState.CLEAN)
+        block.to(BlockState.DIRTY if overtaken else BlockState.CLEAN)
         if self._timeline is not None:
             lane = Lane.READ if reading else Lane.WRITE
             self._timeline.add(lane, block.name, ticket.started_s, ticket.finished_s, block.nbytes)

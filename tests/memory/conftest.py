@@ -14,6 +14,7 @@ from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Alias, Block
 from deepoffload.memory.tier_manager import TierManager
+from tests.support.waiting import Gate
 
 
 class GivenOrder:
@@ -103,6 +104,13 @@ class Rig:
         self.tiers.close()
         self.space.close()
         self.io.close(timeout_s=20)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.close()
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-
-import pytest
+from collections.abc import Callable
 
 from deepoffload.memory.block import Block
 from deepoffload.memory.committed import WRITES_AHEAD, CommittedBlocks
@@ -15,13 +13,6 @@ from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.cost_model import BlockKind
 from tests.memory.conftest import Rig
 from tests.support.waiting import Gate, settle_transfers, wait_until
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.close()
 
 
 def filled(tiers: TierManager, kind: BlockKind, name: str) -> Block:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,12 +16,13 @@ from deepoffload.io.engine import IoEngine
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Block
+from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.placement import BlockKind
-from tests.memory.conftest import GivenOrder
-from tests.support.waiting import settle_transfers
+from tests.memory.conftest import GivenOrder, Owner, Rig
+from tests.support.waiting import Gate, settle_transfers
 
 
 def fill(tiers: TierManager, name: str) -> Block:
@@ -54,6 +59,32 @@ def test_victim_that_cannot_be_written_is_passed_over(tmp_path: Path, clean: boo
     finally:
         space.close()
         engine.close()
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_an_edit_is_not_lost_when_ctrl_c_ends_the_wait_for_a_write(
+    make_rig: Callable[..., Rig], gate: Gate, settles: bool
+) -> None:
+    """The program has written while the bytes from before were on their way to the disk, and is asked only once."""
+    rig = make_rig(4 * PAGE_BYTES, faults=f"op=write {gate.word}")
+    tiers, block = rig.tiers, fill(rig.tiers, "layer.weight")
+    block.owner = owner = Owner()
+    assert tiers.write_behind(block)
+    owner.wrote = True
+    SHIELD.engage()
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            tiers.evict(block)
+    finally:
+        SHIELD.disengage()
+    assert block.state is BlockState.WRITING
+    gate.open()
+    if settles:
+        settle_transfers(tiers)
+        assert block.state is BlockState.DIRTY, "it would leave memory without being written"
+    assert tiers.evict(block) and block.state is BlockState.ON_NVME
+    assert rig.io.stats()["requests_done"] == 2, "it left memory without being written again"
 
 
 def test_removed_block_is_refused() -> None:
