@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from deepoffload.optim.lion import CPULion as CPULion
     from deepoffload.optim.sgd import CPUSGD as CPUSGD
     from deepoffload.params.code_scan import careful as careful
+    from deepoffload.runtime.context import last_micro_batch as last_micro_batch
     from deepoffload.runtime.context import offload_context as offload_context
     from deepoffload.runtime.context import stats as stats
     from deepoffload.runtime.joining import join as join
@@ -37,6 +38,7 @@ _HOMES = {
     "CPUSGD": "deepoffload.optim.sgd",
     "careful": "deepoffload.params.code_scan",
     "TrainingState": "deepoffload.checkpoint.training_state",
+    "last_micro_batch": "deepoffload.runtime.context",
     "offload_context": "deepoffload.runtime.context",
     "stats": "deepoffload.runtime.context",
     "join": "deepoffload.runtime.joining",
@@ -57,6 +59,7 @@ __all__ = [
     "careful",
     "initialize",
     "join",
+    "last_micro_batch",
     "offload_context",
     "save_pretrained",
     "stats",

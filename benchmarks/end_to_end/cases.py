@@ -11,7 +11,7 @@ from benchmarks.common.gpt import SHAPES, num_parameters
 
 RING_BYTES_MAX = 400_000_000
 """Memory for everything that passes through: weights in use, optimizer state on its way."""
-OVERLAPS = ("none", "deferred", "in_backward")
+OVERLAPS = ("none", "deferred", "speculative", "in_backward")
 """Values of ``step_overlap``."""
 BYTES = {"weights": 2, "gradients": 2, "state": 10}
 """Per parameter, with bf16 weights that are the upper half of the fp32 masters."""

@@ -106,7 +106,8 @@ OWN_KEYS = (
         "step_overlap",
         choice({member.value: member for member in StepOverlap}),
         "When the update runs. `deferred`: a unit is updated right before its next use; `none`: inside `step()`. "
-        "`in_backward`: as soon as a unit's last gradient landed, without clipping.",
+        "`in_backward`: as soon as a unit's last gradient landed, without clipping. `speculative`: as `deferred`, but "
+        "some units are updated inside backward, and `step()` confirms that or undoes it exactly.",
         StepOverlap.DEFERRED,
     ),
     _own("prefetch", boolean(), "Fetch units before they are used. `false` is the serial reference.", True),

@@ -285,6 +285,11 @@ def _check_together(config: Config, fields: dict[str, Any], where: str) -> None:
             f'{where}precision is fp16, and step_overlap = "in_backward" uses each gradient before it is known whether '
             'another one overflows; use step_overlap = "deferred", or bf16'
         )
+    if config.step_overlap is StepOverlap.SPECULATIVE and config.durability is not None:
+        raise ConfigError(
+            f'{where}step_overlap = "speculative" is not available with durability: a durable step would have to know '
+            'which extents are certain; use step_overlap = "deferred"'
+        )
     first = 2.0**config.fp16.initial_scale_power
     if config.precision is Precision.FP16 and not config.fp16.loss_scale and config.fp16.min_loss_scale > first:
         raise ConfigError(

@@ -33,7 +33,7 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     work.add_argument("--accumulation", type=_count, default=1, metavar="N", help="micro-batches in a step")
     work.add_argument("--checkpointing", action="store_true", help="recompute activations")
     work.add_argument("--precision", choices=("bf16", "fp32", "fp16"), default="bf16")
-    work.add_argument("--step-overlap", choices=("deferred", "in_backward", "none"), default="deferred")
+    work.add_argument("--step-overlap", choices=("deferred", "speculative", "in_backward", "none"), default="deferred")
     work.add_argument("--optimizer", choices=("adam", "adamw", "lion", "adagrad", "sgd"), default="adamw")
     work.add_argument("--state-dtype", choices=("fp32", "bf16", "8bit"), default="fp32", help="of Adam's moments")
     machine = parser.add_argument_group("machine")

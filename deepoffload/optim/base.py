@@ -9,9 +9,8 @@ from __future__ import annotations
 import abc
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -22,28 +21,23 @@ from deepoffload.native.cpu_adam import norm_of
 from deepoffload.optim import checks
 from deepoffload.optim.begun_step import BegunStep
 from deepoffload.optim.gradients import Gradients
-from deepoffload.optim.handles import early_of, gradients_of, handle_of
+from deepoffload.optim.handles import early_of, gradients_of, handle_of, speculation_of
 from deepoffload.optim.held_state import HeldState
 from deepoffload.optim.in_backward import InBackward
 from deepoffload.optim.norm import squares_of
-from deepoffload.optim.ordinary import OrdinaryUpdate, check_has_bytes, check_ordinary
+from deepoffload.optim.ordinary import OrdinaryUpdate, check_has_bytes
 from deepoffload.optim.rank_step import RankStep, rank_step_of, refuse_ordinary
-from deepoffload.optim.rule import Hyper, Rule, UpdateJob, step_count
+from deepoffload.optim.rule import Hyper, Rule, step_count
+from deepoffload.optim.speculation.guess import GuessedStep
+from deepoffload.optim.speculation.steps import confirm, end_of_step, settle
 from deepoffload.optim.state_dict import load_into, pack
-from deepoffload.optim.update import HostUpdate, check_paged
+from deepoffload.optim.step_work import StepWork, find_work
+from deepoffload.optim.update import HostUpdate
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import leave_to_python
 from deepoffload.params.unit import ParamHandle
 
 _NOTHING = nullcontext()
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What one step will do: every parameter that has a gradient, checked."""
-
-    paged: dict[ParamHandle, tuple[Tensor, UpdateJob]]
-    ordinary: list[tuple[Tensor, UpdateJob]]
 
 
 class HostOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -87,6 +81,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self._held = HeldState()
         self._ordinary = OrdinaryUpdate(self.rule)
         self._interrupted: BegunStep | None = None
+        self._last_unscale = 1.0
         self._in_backward = InBackward()
 
     @property
@@ -150,6 +145,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             if early is not None:
                 self._in_backward.refuse_looking_at_all(self.max_grad_norm, self.skip_non_finite)
                 early.own(handle, self)
+            speculation = speculation_of(handle.pager)
+            if speculation is not None:
+                speculation.own(handle, self)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         self._check_settings(group)
@@ -180,6 +178,10 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             if early is not None:
                 with pager.lock:
                     self._in_backward.forget(self, early, set_to_none)
+            speculation = speculation_of(pager)
+            if speculation is not None:
+                with pager.lock:
+                    speculation.forget(self)
         if not set_to_none:
             super().zero_grad(set_to_none)
             return
@@ -226,7 +228,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         pagers = self._pagers()
         for pager in pagers:
             pager.hooks.close_leaked()
-            pager.catch_up_all()
+            pager.catch_up_all(guesses=False)
         if self._goes_on():
             return True
         early = [found for found in map(early_of, pagers) if found is not None]
@@ -237,9 +239,11 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         ranks = rank_step_of(pagers, self)
         with _NOTHING if ranks is None else ranks.met():
             updates = self._decide(pagers, unscale, skip_non_finite, overflow, ranks)
+        self._last_unscale = unscale
         if updates is None:
             for pager in pagers:
                 pager.end_of_step(self)
+                end_of_step(self, pager)
             return False
         for update in updates:
             update.run(defer=update.pager.defer_updates)
@@ -250,23 +254,25 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self, pagers: list[Pager], unscale: float, skip_non_finite: bool, overflow: bool, ranks: RankStep | None
     ) -> list[HostUpdate] | None:
         """What the step will do, from here on for certain; None when it is not made."""
-        work = self._work()
+        work = find_work(self, self._held)
         if ranks is not None:
             refuse_ordinary(self.param_groups)
             settings = unscale, skip_non_finite, self.max_grad_norm
             overflow = ranks.agree(work.paged, settings, overflow)
         grad_factor, finite = self._grad_factor(work, unscale, skip_non_finite, ranks)
-        if overflow or (skip_non_finite and not finite):
+        skipped = overflow or (skip_non_finite and not finite)
+        settle(self, pagers, {handle: job for handle, (_, job) in work.paged.items()}, None if skipped else grad_factor)
+        if skipped:
             return None
         return self._enter_step(work, pagers, grad_factor, whole=True)
 
-    def _enter_step(self, work: _Work, pagers: list[Pager], grad_factor: float, *, whole: bool) -> list[HostUpdate]:
+    def _enter_step(self, work: StepWork, pagers: list[Pager], grad_factor: float, *, whole: bool) -> list[HostUpdate]:
         """From here on the step happens: it counts, ordinary parameters make it, and every unit has it to make.
 
         ``whole``: this is the full step, not a part of it inside backward. If it fails, the next :meth:`step`
         finishes it.
         """
-        updates = []
+        updates: list[HostUpdate] = []
         for pager in pagers:
             if pager.commits is not None:
                 pager.commits.finish()
@@ -281,6 +287,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             self._count_step(work)
             self._ordinary.run([(param, self.state[param], job) for param, job in work.ordinary], grad_factor)
             for update in updates:
+                confirm(self, update)
                 update.hand_over()
             if whole:
                 ordinary = (param for param, _ in self._each() if handle_of(param) is None)
@@ -290,6 +297,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def _finish_step(self, pagers: Iterable[Pager]) -> None:
         for pager in pagers:
             pager.end_of_step(self)
+            end_of_step(self, pager)
             early = early_of(pager)
             if early is not None:
                 with pager.lock:
@@ -300,13 +308,27 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def update_early(self, handles: list[ParamHandle], *, wait: bool = False) -> None:
         """Make the step of some parameters of one unit now, inside backward; with ``wait`` decide on it now, and make
         it when the pager catches up."""
-        work = self._work(set(handles))
+        work = find_work(self, self._held, set(handles))
         self._in_backward.used(self.param_groups)
         pagers = [handles[0].pager] if isinstance(handles[0].pager, Pager) else []
         for update in self._enter_step(work, pagers, 1.0, whole=False):
             update.run(defer=wait)
             for handle in update.jobs:
                 update.gradients.assign(handle, None)
+
+    def guess_step(self, handles: Sequence[ParamHandle]) -> GuessedStep:
+        """What the next :meth:`step` will be for some parameters, if nothing clips, overflows or changes until then."""
+        work = find_work(self, self._held, set(handles))
+        return GuessedStep({handle: job for handle, (_, job) in work.paged.items()}, self._expected_unscale())
+
+    def surely_clips(self, squares: int) -> bool:
+        """Whether the next step clips for certain, given the sum of squares of some of its gradients."""
+        if self.max_grad_norm is None:
+            return False
+        return self.max_grad_norm / (norm_of(squares) * abs(self._expected_unscale()) + 1e-6) < 1.0
+
+    def _expected_unscale(self) -> float:
+        return self._last_unscale if self.loss_scale == 1.0 else 1.0 / float(self.loss_scale)
 
     def _goes_on(self) -> bool:
         """Whether this call of ``step`` repeats one that failed half-way: the gradients are still the same ones. Its
@@ -324,43 +346,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self._finish_step(gradients.pager for gradients in begun.changes)
         return True
 
-    def _work(self, only: set[ParamHandle] | None = None) -> _Work:
-        """Everything that has a gradient, or what of ``only`` has."""
-        work = _Work({}, [])
-        for group in self.param_groups:
-            jobs: dict[tuple[int, bool], UpdateJob] = {}
-            arrays = self._arrays(group)
-            for param in group["params"]:
-                handle = handle_of(param)
-                if only is not None and handle not in only:
-                    continue
-                if handle is not None:
-                    if gradients_of(handle.pager, handle.name).present(handle):
-                        check_paged(handle, self.rule.name)
-                        self._held.refuse_lost(handle)
-                        work.paged[handle] = (param, self._job(param, group, handle not in self._held, jobs))
-                elif param.grad is not None:
-                    check_ordinary(param, self.rule.name, group.get("state_dtype", "fp32"))
-                    state = self.state.get(param)
-                    first = not state or not any(key in state for key in arrays)
-                    work.ordinary.append((param, self._job(param, group, first, jobs)))
-        return work
-
-    def _job(
-        self, param: Tensor, group: dict[str, Any], first: bool, jobs: dict[tuple[int, bool], UpdateJob]
-    ) -> UpdateJob:
-        state = self.state.get(param)
-        step = int(state.get("step", 0)) + 1 if state else 1
-        job = jobs.get((step, first))
-        if job is None:
-            self._check_settings(group)
-            hyper, masters = self._hyper(group, step, first), bool(group.get("master_weights", True))
-            checks.finite(hyper)
-            job = UpdateJob(step, hyper, self._arrays(group), self._initial(group), first, masters)
-            jobs[step, first] = job
-        return job
-
-    def _count_step(self, work: _Work) -> None:
+    def _count_step(self, work: StepWork) -> None:
         """The step counts, and the pieces hold this optimizer's state."""
         if self.rule.counts_steps:
             for param, job in (*work.paged.values(), *work.ordinary):
@@ -374,7 +360,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
                 self._held.take(handle)
 
     def _grad_factor(
-        self, work: _Work, unscale: float, need_finite: bool, ranks: RankStep | None
+        self, work: StepWork, unscale: float, need_finite: bool, ranks: RankStep | None
     ) -> tuple[float, bool]:
         """Unscale times clip factor (as ``torch.nn.utils.clip_grad_norm_`` defines it), and whether all is finite."""
         if self.max_grad_norm is None and not need_finite:

@@ -20,14 +20,9 @@ from deepoffload.native.cpu_adam import DType
 from deepoffload.optim import outside_gradient
 from deepoffload.optim.device_landing import DeviceLandings
 from deepoffload.optim.dtypes import NATIVE_DTYPES
-from deepoffload.optim.gradient_state import (
-    IN_BLOCK,
-    GradientOwner,
-    GradientRecord,
-    GradientSlot,
-    GradientState,
-)
+from deepoffload.optim.gradient_state import IN_BLOCK, GradientOwner, GradientRecord, GradientSlot, GradientState
 from deepoffload.optim.in_backward import EarlyUpdates
+from deepoffload.optim.speculation.port import SpeculationPort
 from deepoffload.optim.state import PIECE_BYTES, make_pieces
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.cut import Place
@@ -51,15 +46,14 @@ from deepoffload.timeline import Lane
 
 LIGHT_NUMEL = 1 << 14
 LIGHT_BYTES = 2 << 20
-"""Gradients of at most so many elements, and so many bytes in all, may stay outside of their blocks where nothing is
-moved: to let one land costs more than its memory."""
+"""So small gradients, and so many bytes of them, may stay out of their blocks where nothing moves: landing costs."""
 
 
 class Gradients:
     """All gradients of one pager's parameters.
 
-    It has more methods than other classes, because it alone changes gradients: each is one thing that backward, the
-    program or the optimizer does to one. What is known of a gradient lies in ``gradient_state``.
+    It has many methods, because it alone changes gradients: each is one thing that is done to one. What is known of a
+    gradient lies in ``gradient_state``.
 
     Args:
         early: where units are updated inside backward, what knows of these.
@@ -69,6 +63,7 @@ class Gradients:
         piece_bytes: about the most that a piece of optimizer state may take (set when the units are made).
         in_fp32: gradients of 16-bit weights are accumulated in fp32 (set before the units are made).
         changes: counts landings and assignments, for :meth:`changed_since`.
+        speculation: updates units on a guess when their last gradient has landed; None where nothing does.
     """
 
     def __init__(
@@ -80,6 +75,7 @@ class Gradients:
         self.changes = 0
         self.in_fp32 = False
         self.early = early
+        self.speculation: SpeculationPort | None = None
         self.from_device = from_device
         self._records: dict[ParamHandle, GradientRecord] = {}
         self._light_bytes = 0
@@ -179,6 +175,8 @@ class Gradients:
             if self.early is not None:
                 self.early.landed(handle)
                 self._make_decided(self.early)
+            elif self.speculation is not None:
+                self.speculation.landed(handle)
             if pager.evict_always:
                 pager.pump()
 
@@ -279,9 +277,10 @@ class Gradients:
                 return
             if type(value) is OffloadedGradient:
                 value = self._as_ordinary(value)
+        unit = handle.unit
         with self.pager.lock:
-            if value is not None or record.state is GradientState.USER:
-                self.pager.catch_up(handle.unit)  # what was handed over, or a tensor of the program's, is used up then
+            if value is not None or record.state is GradientState.USER or (unit is not None and unit.is_guessed):
+                self.pager.catch_up(unit)  # what was handed over, or a tensor of the program's, is used up then
             set_grad(param, value)  # torch checks shape, dtype and device before anything else changes
             record.changed_at = self.changes = self.changes + 1
             if record.state is GradientState.USER:
@@ -416,8 +415,8 @@ class Gradients:
         return record.slot if record.state in IN_BLOCK else None
 
     def address(self, handle: ParamHandle, start: int, keep: list[Tensor]) -> tuple[int, DType]:
-        """Address and type of a gradient from element ``start`` on, in the order of the weight's bytes. ``keep`` holds
-        a copy alive if one is needed. Its block is resident."""
+        """Address and type of a gradient from element ``start`` on, in the order of the weight's bytes, in a resident
+        block. ``keep`` holds a copy alive if one is needed."""
         record = self._records[handle]
         if record.state in IN_BLOCK:
             slot = _slot(record)

@@ -7,6 +7,7 @@ from torch import Tensor
 from deepoffload.errors import UsageError
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.in_backward import EarlyUpdates
+from deepoffload.optim.speculation.port import SpeculationPort
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.unit import ParamHandle
 
@@ -21,6 +22,12 @@ def early_of(pager: PagerPort) -> EarlyUpdates | None:
     """The updates inside backward of an engine that makes them there."""
     gradients = pager.gradients
     return gradients.early if isinstance(gradients, Gradients) else None
+
+
+def speculation_of(pager: PagerPort) -> SpeculationPort | None:
+    """The updates on a guess of an engine that makes them."""
+    gradients = pager.gradients
+    return gradients.speculation if isinstance(gradients, Gradients) else None
 
 
 def gradients_of(pager: PagerPort, name: str = "") -> Gradients:

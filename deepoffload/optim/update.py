@@ -8,7 +8,7 @@ knows nothing of when it runs; so the bits are the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -38,10 +38,21 @@ class HostUpdate:
     Precondition: no unit has a pending update. It tracks which pieces remain, so an update that fails (a transfer) or
     is interrupted resumes at the piece where it stopped. Finished pieces are not touched again. [Note: deferred
     updates] in ``params.pager`` says when it is applied.
+
+    Args:
+        units: of these alone; of all units of the pager when not given.
     """
 
+    is_guess = False
+
     def __init__(
-        self, pager: Pager, gradients: Gradients, rule: Rule, jobs: Mapping[ParamHandle, UpdateJob], grad_factor: float
+        self,
+        pager: Pager,
+        gradients: Gradients,
+        rule: Rule,
+        jobs: Mapping[ParamHandle, UpdateJob],
+        grad_factor: float,
+        units: Iterable[Unit] | None = None,
     ) -> None:
         self.pager = pager
         self.tiers = pager.tiers
@@ -53,7 +64,8 @@ class HostUpdate:
         self._left: dict[int, list[int]] = {}
         for handle in jobs:
             ensure_pieces(self.tiers, handle)
-        self._units = [unit for unit in pager.units if any(handle in jobs for handle in unit.handles)]
+        units = pager.units if units is None else units
+        self._units = [unit for unit in units if any(handle in jobs for handle in unit.handles)]
 
     def take_edits(self) -> None:
         """Let what the program has written into the weights land in the masters first, where no door has seen it. To
@@ -96,10 +108,20 @@ class HostUpdate:
             for unit in self._units:
                 if unit.pending is not self:
                     continue
-                if not defer or self._is_watched(unit):
+                if not defer or self._left.get(unit.index) == [] or self.is_watched(unit):
                     self.pager.catch_up(unit)
                 else:
                     unit.owner.release()
+
+    def made(self, unit: Unit, pieces: Collection[int]) -> None:
+        """These pieces of a unit have been updated already, from the same gradients and with the same factor."""
+        self._left[unit.index] = [n for n, piece in enumerate(unit.pieces) if self._jobs_of(piece) and n not in pieces]
+
+    def make_pieces(self, unit: Unit, pieces: Iterable[int], will_change: Callable[[Block], None]) -> None:
+        """Update some pieces of a unit, and nothing else: the step may not be made. ``will_change`` is called before a
+        block changes; what it raises comes out of here, and so does what transfers raise."""
+        with self.pager.lock:
+            self._apply_on_host(unit, list(pieces), will_change)
 
     def needs(self, handle: ParamHandle) -> bool:
         """Whether the gradient of ``handle`` is still to be used."""
@@ -127,7 +149,8 @@ class HostUpdate:
         """SGD without momentum on fp32 weights has no state: its pieces stay where they are."""
         return piece.kind is not _BARE or any(job.arrays for job in self._jobs_of(piece))
 
-    def _is_watched(self, unit: Unit) -> bool:
+    def is_watched(self, unit: Unit) -> bool:
+        """Whether the program has views of a unit's weights or gradients, or holds a gradient itself."""
         mine = (handle for handle in unit.handles if handle in self.jobs)
         return not unit.owner.can_release() or self.gradients.is_watched(mine)
 
@@ -144,7 +167,7 @@ class HostUpdate:
         if self._state_is_shown(unit, left):
             self._apply_where_shown(unit, left)
         else:
-            self._apply_on_host(unit, left)
+            self._apply_on_host(unit, left, self.tiers.will_change)
         unit.pending = None
         for handle in unit.handles:
             if handle in self.jobs:
@@ -189,7 +212,7 @@ class HostUpdate:
                 del left[0]
                 self.tiers.guards.updated(piece.block)
 
-    def _apply_on_host(self, unit: Unit, left: list[int]) -> None:
+    def _apply_on_host(self, unit: Unit, left: list[int], will_change: Callable[[Block], None]) -> None:
         with ExitStack() as leases:
             blocks = self._blocks(unit)
             started = False
@@ -202,12 +225,12 @@ class HostUpdate:
                         for block in blocks:
                             self.memory.settle(block)
                         self._lease(leases, blocks)
-                        self.tiers.will_change(unit.weights)
+                        will_change(unit.weights)
                         started = True
                     with ExitStack() as piece_lease:
                         self._lease(piece_lease, needed)
                         for block in needed:
-                            self.tiers.will_change(block)
+                            will_change(block)
                         self._run_piece(unit, piece, PieceView(self.tiers, piece) if needed else None)
                         del left[0]
                     for block in needed:

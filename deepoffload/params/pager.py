@@ -224,10 +224,11 @@ class Pager:
                 else:
                     unit.pending = None
 
-    def catch_up_all(self) -> None:
-        """Make what is left of every optimizer step."""
+    def catch_up_all(self, *, guesses: bool = True) -> None:
+        """Make what is left of every optimizer step. ``guesses``: also undo updates for which no step was asked yet."""
         for unit in list(self.units):
-            self.catch_up(unit)
+            if guesses or not unit.is_guessed:
+                self.catch_up(unit)
 
     def use_forward(self, units: list[Unit]) -> None:
         """The program enters the forward of ``units``."""

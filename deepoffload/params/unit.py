@@ -34,16 +34,25 @@ class UnitState(enum.Enum):
 
 
 class PendingUpdate(Protocol):
-    """An optimizer step that a unit still has to make (implemented by :class:`deepoffload.optim.update.HostUpdate`)."""
+    """An optimizer step that a unit still has to make (implemented by :class:`deepoffload.optim.update.HostUpdate`), or
+    has made before anybody asked for it (:class:`deepoffload.optim.speculation.guess.Guess`).
+
+    Attributes:
+        is_guess: it is made, and undone when somebody looks at the unit before the step.
+    """
+
+    @property
+    def is_guess(self) -> bool: ...
 
     def apply(self, unit: Unit) -> None:
-        """Make it; the unit's ``pending`` then is None."""
+        """Make it, or undo a guess; the unit's ``pending`` then is None."""
 
     def needs(self, handle: ParamHandle) -> bool:
         """Whether it will use the gradient of ``handle``."""
 
     def blocks_to_change(self, unit: Unit) -> list[Block] | None:
-        """The blocks of the unit that it will change; None where it will also make or lay out state."""
+        """The blocks of the unit that it will change; None where it will also make or lay out state, or where they hold
+        what nobody may see."""
 
 
 class ParamHandle(TensorSlot):
@@ -361,6 +370,11 @@ class Unit:
         if self.owner.installed:
             return UnitState.RESIDENT
         return UnitState.FETCHING if self.weights.state is BlockState.READING else UnitState.EVICTED
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether its last update was made before the step was asked for."""
+        return self.pending is not None and self.pending.is_guess
 
     def own_runs(self, handles: Sequence[ParamHandle]) -> list[TensorRun]:
         """The elements of some of its parameters that this rank owns: all with one rank. A run's tensor is the number

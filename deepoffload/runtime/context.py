@@ -114,3 +114,18 @@ def engine_of(model: nn.Module) -> Engine:
 def stats(model: nn.Module) -> dict[str, float]:
     """Numbers of the engine behind ``model``; see :meth:`Engine.stats`."""
     return engine_of(model).stats()
+
+
+def last_micro_batch(model: nn.Module) -> None:
+    """Say that the next backward is the last one before ``optimizer.step()``, in a loop that accumulates gradients.
+
+    With ``step_overlap="speculative"`` that backward updates units. Without this call the last step's number of
+    gradients tells which backward is the last; the engine of :func:`initialize` knows it. Other values of
+    ``step_overlap`` do nothing with it.
+
+    Raises:
+        UsageError: ``model`` has no offloaded parameters.
+    """
+    speculation = engine_of(model).gradients.speculation
+    if speculation is not None:
+        speculation.announce(True)

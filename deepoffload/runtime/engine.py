@@ -28,6 +28,7 @@ from deepoffload.optim.device_landing import DeviceLandings
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.optim.rank_gradients import RankGradients
+from deepoffload.optim.speculation.speculation import Speculation
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.outer_window import OuterWindow
 from deepoffload.params.pager import Pager
@@ -43,7 +44,13 @@ from deepoffload.runtime.choice import Room
 from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adoptable, bring_residents
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
-from deepoffload.runtime.device import find_accelerator, open_memory, open_rank_memory, take_device_memory
+from deepoffload.runtime.device import (
+    find_accelerator,
+    open_memory,
+    open_rank_memory,
+    refuse_guesses,
+    take_device_memory,
+)
 from deepoffload.runtime.disk import EngineDisk
 from deepoffload.runtime.durability import Durability
 from deepoffload.runtime.host_share import find_budgets
@@ -124,6 +131,8 @@ class Engine:
         compare_settings(self.agreement, config)
         paths = check_paths(config.nvme_path, config.path_key) if config.nvme_path else []
         accelerator = find_accelerator(config)
+        if accelerator is not None:
+            refuse_guesses(config, accelerator)
         self.budgets = find_budgets(self.agreement, config, paths, accelerator)
         self._grain_bytes = self.budgets.host_bytes
         self._disk.open(config, paths, self.budgets.nvme_bytes, self.agreement)
@@ -139,7 +148,7 @@ class Engine:
             self,
             prefetch=config.prefetch,
             evict_always=config.debug.evict_always,
-            defer_updates=config.step_overlap is StepOverlap.DEFERRED,
+            defer_updates=config.step_overlap in (StepOverlap.DEFERRED, StepOverlap.SPECULATIVE),
             link=self.link,
         )
         in_backward = config.step_overlap is StepOverlap.IN_BACKWARD
@@ -149,6 +158,9 @@ class Engine:
             return
         landings = None if memory is None else DeviceLandings(memory)
         self.gradients = Gradients(self.pager, early=early, from_device=landings)
+        if config.step_overlap is StepOverlap.SPECULATIVE:
+            rate = self._disk.bandwidths.mixed_bytes_per_s
+            self.gradients.speculation = Speculation(self.pager, self.gradients, rate)
 
     def _open_memory(
         self, arena: Arena, order: UseOrder, accelerator: ComputeDevice | None
@@ -350,6 +362,7 @@ class Engine:
             "rank": self.ranks.rank,
             "world_size": self.ranks.world_size,
             **({} if self.link is None else self.link.stats()),
+            **({} if self.gradients.speculation is None else self.gradients.speculation.stats()),
         }
 
     def export_trace(self, path: str | os.PathLike[str]) -> None:

@@ -107,6 +107,9 @@ class TrainingLoop:
         early = self.core.gradients.early
         if early is not None:
             early.paused = not self.is_boundary
+        speculation = self.core.gradients.speculation
+        if speculation is not None:
+            speculation.announce(self.is_boundary)
         if self._scale is None:
             return loss
         self._scaled = True

@@ -19,7 +19,7 @@ class BlockState(Enum):
 
 
 BLOCK_TRANSITIONS: dict[BlockState, frozenset[BlockState]] = {
-    BlockState.EMPTY: frozenset({BlockState.DIRTY}),
+    BlockState.EMPTY: frozenset({BlockState.DIRTY, BlockState.ON_NVME}),
     BlockState.ON_NVME: frozenset({BlockState.READING, BlockState.DIRTY, BlockState.EMPTY}),
     BlockState.READING: frozenset({BlockState.CLEAN, BlockState.ON_NVME}),
     BlockState.CLEAN: frozenset({BlockState.DIRTY, BlockState.ON_NVME, BlockState.EMPTY}),

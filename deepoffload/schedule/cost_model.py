@@ -19,12 +19,15 @@ class BlockKind(Enum):
 
 
 class StepOverlap(Enum):
-    """When the optimizer's update runs. All three give the same bits."""
+    """When the optimizer's update runs. All give the same bits."""
 
     DEFERRED = "deferred"
     """A unit is updated after the step was asked for, right before its next forward, in one visit with it."""
     IN_BACKWARD = "in_backward"
     """A unit is updated when its last gradient has landed, in one visit with its backward; needs clipping to be off."""
+    SPECULATIVE = "speculative"
+    """As ``DEFERRED``, but some units are updated when their last gradient has landed, before the norm of all is known;
+    ``step()`` confirms that, or undoes it and defers these, too."""
     NONE = "none"
     """All units are updated inside ``step()``, one after the other: the serial reference."""
 

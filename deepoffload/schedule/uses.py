@@ -107,7 +107,8 @@ def _uses(
         return
     overlap, last_micro = workload.step_overlap, workload.accumulation_steps - 1
     pending = {number for number, unit in units.items() if unit.gradients is not None}
-    if first and overlap is StepOverlap.DEFERRED:
+    deferred = overlap in (StepOverlap.DEFERRED, StepOverlap.SPECULATIVE)
+    if first and deferred:
         pending.clear()
     last_landing = {unit: number for number, visit in enumerate(visits) for unit in visit.landed}
 
@@ -119,7 +120,7 @@ def _uses(
 
     for micro in range(workload.accumulation_steps):
         for number, visit in enumerate(visits):
-            if overlap is StepOverlap.DEFERRED and not visit.backward:
+            if deferred and not visit.backward:
                 yield from updates(visit.units)
             yield _visit(number, visit, units)
             if overlap is StepOverlap.IN_BACKWARD and micro == last_micro:

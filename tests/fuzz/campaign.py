@@ -13,14 +13,15 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from deepoffload.errors import BudgetError
-from tests.fuzz.program import Program, generate, run_paged, run_twin
+from tests.fuzz.program import Program, generate, run_paged, run_twin, speculative
 from tests.fuzz.verdict import Verdict, judge
 from tests.support.paging import Paging
 
@@ -78,9 +79,15 @@ def shrink(paging: Paging, program: Program, seconds: float) -> tuple[Program, V
 
 
 def campaign(
-    paging: Paging, first: int, programs: int, *, shrink_s: float = 20.0, seconds: float = float("inf")
+    paging: Paging,
+    first: int,
+    programs: int,
+    *,
+    shrink_s: float = 20.0,
+    seconds: float = float("inf"),
+    change: Callable[[Program], Program] = lambda program: program,
 ) -> tuple[Counter[str], list[str]]:
-    """Run programs ``first`` to ``first + programs``, as many as ``seconds`` allow.
+    """Run programs ``first`` to ``first + programs``, each after ``change``, as many as ``seconds`` allow.
 
     Returns how many ended how, and a text for each that went wrong.
     """
@@ -90,7 +97,7 @@ def campaign(
     for seed in range(first, first + programs):
         if time.monotonic() > end:
             break
-        program = generate(seed)
+        program = change(generate(seed))
         verdict = check(paging, program)
         ended[verdict.kind] += 1
         if verdict.kind == "wrong":
@@ -108,7 +115,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--shrink-s", type=float, default=20.0, help="time to make each wrong program small")
     parser.add_argument("--directory", type=Path, default=Path("."), help="where swap files go: on a real disk")
+    parser.add_argument("--speculative", action="store_true", help="all with updates on a guess")
     options = parser.parse_args()
+    change: dict[str, Any] = {"change": speculative} if options.speculative else {}
     torch.set_num_threads(1)  # such small tensors are slower with more
     logging.getLogger("deepoffload").setLevel(logging.ERROR)
     gc.freeze()  # engines collect garbage: what has been imported is none
@@ -116,7 +125,7 @@ def main() -> None:
         paging = Paging(Path(directory))
         for first in range(options.first, options.first + options.programs, 10):
             count = min(10, options.first + options.programs - first)
-            ended, wrong = campaign(paging, first, count, shrink_s=options.shrink_s, seconds=options.seconds)
+            ended, wrong = campaign(paging, first, count, shrink_s=options.shrink_s, seconds=options.seconds, **change)
             print(first, dict(ended), flush=True)
             for text in wrong:
                 print(text, flush=True)

@@ -101,6 +101,15 @@ def generate(seed: int) -> Program:
     )
 
 
+def speculative(program: Program) -> Program:
+    """The same program with updates on a guess. It begins with steps that are alike: the third one guesses."""
+    room = 4.0 if program.setting.room is None else program.setting.room
+    operations = ("train", "train", "train", *program.operations, "train")
+    optimizer = "CPUAdamW" if program.setting.step_overlap == "none" else program.optimizer
+    setting = replace(program.setting, step_overlap="speculative", room=room)
+    return replace(program, operations=operations, setting=setting, optimizer=optimizer)
+
+
 @dataclass
 class Seen:
     """What a run showed: an entry for each operation, and the error that ended it, if one did."""

@@ -49,6 +49,11 @@ def units_pending(model: nn.Module) -> int:
     return sum(unit.pending is not None for unit in units_of(model))
 
 
+def units_guessed(model: nn.Module) -> int:
+    """How many are updated already, on a guess."""
+    return sum(unit.is_guessed for unit in units_of(model))
+
+
 @dataclass
 class Start:
     """A model, and how its optimizer is made; ``make`` gives plain bf16 parameters the masters that paged ones have."""

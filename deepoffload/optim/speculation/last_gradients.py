@@ -1,0 +1,53 @@
+"""Which gradient of a unit is its last one in a step, where a program may run several backwards before it steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+from deepoffload.optim.unit_completion import UnitCompletion
+from deepoffload.params.unit import ParamHandle, Unit
+
+
+class LastGradients:
+    """Nothing says which backward is the last one before a step, unless the program does (:meth:`announce`). Else the
+    last step tells: if as many gradients have landed in a unit as in that, its last one has landed. A wrong answer
+    costs an undone update, never a wrong number.
+
+    Args:
+        expects: whether a gradient of this parameter has to land before its unit is complete.
+    """
+
+    def __init__(self, expects: Callable[[ParamHandle], bool]) -> None:
+        self._expects = expects
+        self._completion = UnitCompletion(expects)
+        self._counts: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
+        self._before: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
+        self._is_last: bool | None = None
+
+    def announce(self, is_last: bool) -> None:
+        """The next backward is the last one of its step, or is not."""
+        if is_last and not self._is_last:
+            self._completion = UnitCompletion(self._expects)
+        self._is_last = is_last
+
+    def landed(self, handle: ParamHandle) -> bool:
+        """A gradient has landed; whether it is its unit's last one."""
+        unit = handle.unit
+        if unit is None:
+            return False
+        count = self._counts[unit] = self._counts.get(unit, 0) + 1
+        if self._is_last is None:
+            return count == self._before.get(unit)
+        return self._is_last and bool(self._completion.landed(handle))
+
+    def start_step(self, units: Iterable[Unit], *, stepped: bool) -> None:
+        """Gradients of these units that land from now on belong to the next step. ``stepped``: there was a step, which
+        the next one is expected to resemble; else gradients were only dropped."""
+        for unit in units:
+            count = self._counts.pop(unit, None)
+            if stepped and count is not None:
+                self._before[unit] = count
+            self._completion.start_step(unit.handles)
+        if self._is_last is not None:
+            self._is_last = False  # who has said it once says it each time

@@ -1,0 +1,342 @@
+"""The guesses of one pager: which units are updated inside backward before the step is known, and what becomes of it.
+
+With units 0 to 3, of which 1 and 3 are chosen::
+
+    backward of unit 3    its last gradient lands: its state comes, it is updated; what it was is kept
+    backward of unit 2    its gradient lands, and waits
+    backward of unit 1    as unit 3
+    backward of unit 0    as unit 2
+    optimizer.step()      knows the norm. Nothing clips: 3 and 1 are confirmed, what they were is forgotten.
+                          Else they are undone. All that is not updated then is pending, as with "deferred".
+
+Nobody sees a guess: everything that looks at a unit before ``step()`` undoes its guess first (``params.pager``: [Note:
+deferred updates]).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from deepoffload.errors import BudgetError, DeepOffloadError, IoFailure
+from deepoffload.memory.block import Block
+from deepoffload.memory.kept_bytes import KeptBytes
+from deepoffload.optim.gradients import Gradients
+from deepoffload.optim.rule import UpdateJob
+from deepoffload.optim.speculation.guess import Guess, GuessedStep
+from deepoffload.optim.speculation.last_gradients import LastGradients
+from deepoffload.optim.speculation.port import GuessingOptimizer
+from deepoffload.optim.speculation.room_guard import RoomGuard
+from deepoffload.optim.speculation.unit_choice import UnitChoice
+from deepoffload.optim.threads import num_threads
+from deepoffload.optim.update import HostUpdate
+from deepoffload.params.pager import Pager
+from deepoffload.params.unit import ParamHandle, Unit
+from deepoffload.schedule.block_state import BlockState
+from deepoffload.timeline import Lane
+
+log = logging.getLogger("deepoffload")
+
+ROOM_MARGIN = 1.25
+"""So much of what a guess needs must be free or able to leave, since holes may be too small."""
+
+
+class _StepSoFar:
+    """What is known, during backward, of the step that an optimizer will make.
+
+    Attributes:
+        squares: sum of squares of the units that have all their gradients.
+        spoiled: the step clips, or a gradient is not finite.
+        sample: the guess of one unit's step, to know afterwards whether guesses were right, also where none was made.
+        confirmed: units whose guess was right.
+    """
+
+    def __init__(self) -> None:
+        self.squares = 0
+        self.spoiled = False
+        self.sample: tuple[Unit, GuessedStep] | None = None
+        self.confirmed: dict[Unit, Guess] = {}
+        self.wrong = False
+
+
+class Speculation:
+    """Under the pager's lock, all of it.
+
+    Args:
+        disk_bytes_per_s: that are read and written together.
+
+    Attributes:
+        choice: which units are updated on a guess.
+        guessed, confirmed, undone: units, so far. left: those that were chosen, and deferred all the same.
+        saved_s: seconds of disk time that backward has hidden, by estimate.
+    """
+
+    def __init__(self, pager: Pager, gradients: Gradients, disk_bytes_per_s: float) -> None:
+        self.choice = UnitChoice(pager.tiers.counters)
+        self.guessed = self.confirmed = self.undone = self.left = 0
+        self.saved_s = 0.0
+        self._pager = pager
+        self._tiers = pager.tiers
+        self._gradients = gradients
+        self._disk_bytes_per_s = disk_bytes_per_s
+        self._owners: weakref.WeakKeyDictionary[ParamHandle, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        self._last = LastGradients(self._is_trained)
+        self._steps: weakref.WeakKeyDictionary[Any, _StepSoFar] = weakref.WeakKeyDictionary()
+        self._guesses: dict[Unit, Guess] = {}
+        self._guard = RoomGuard(self._undo_for_room)
+        self._journals: list[Block] = []
+        self._is_settling = False
+
+    # -- what tells whose gradients these are --------------------------------------------------------------------------
+
+    def own(self, handle: ParamHandle, optimizer: GuessingOptimizer) -> None:
+        """From now on ``optimizer`` updates ``handle``."""
+        self._owners[handle] = weakref.ref(optimizer)
+
+    def announce(self, is_last: bool) -> None:
+        """The next backward is the last one before ``step()``, or is not."""
+        self._last.announce(is_last)
+
+    def _owner(self, handle: ParamHandle) -> Any:
+        reference = self._owners.get(handle)
+        return None if reference is None else reference()
+
+    def _is_trained(self, handle: ParamHandle) -> bool:
+        param = handle.tensor
+        return param is not None and param.requires_grad and self._owner(handle) is not None
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def landed(self, handle: ParamHandle) -> None:
+        """A gradient has landed in its unit's block. If it was the last one of its unit, that may be updated now."""
+        unit, pager = handle.unit, self._pager
+        self.choice.in_backward()
+        if unit is None or not self._last.landed(handle) or pager.memory.all_stay():
+            return
+        handles = [other for other in unit.handles if self._is_trained(other)]
+        owners = {id(owner): owner for owner in map(self._owner, handles)}
+        if len(owners) != 1 or any(self._gradients.in_block(other) is None for other in handles):
+            return
+        (optimizer,) = owners.values()
+        step = self._steps.setdefault(optimizer, _StepSoFar())
+        if step.spoiled or self._spoils(optimizer, step, handles):
+            return
+        if self.choice.completed(unit, self._moving_bytes(unit)):
+            alive = [other.tensor for other in unit.handles]  # held, so that none dies during its update
+            if self._make(unit, optimizer, handles):
+                self.guessed += 1
+            else:
+                self.left += 1
+            del alive
+        elif step.sample is None:
+            self._take_sample(step, unit, optimizer, handles)
+
+    def _spoils(self, optimizer: GuessingOptimizer, step: _StepSoFar, handles: Sequence[ParamHandle]) -> bool:
+        """Whether the gradients so far tell that guesses of this step are wrong. Those made are undone then."""
+        for handle in handles:
+            squares, non_finite = self._gradients.sum_of_squares(handle)
+            step.squares += squares
+            step.spoiled |= non_finite
+        step.spoiled = step.spoiled or optimizer.surely_clips(step.squares)
+        if step.spoiled:
+            for guess in self._of(optimizer):
+                self._undo(guess)
+        return step.spoiled
+
+    def _moving_bytes(self, unit: Unit) -> int:
+        static = self._tiers.static
+        return sum(piece.block.room_bytes for piece in unit.pieces if piece.block.id not in static)
+
+    def _take_sample(
+        self, step: _StepSoFar, unit: Unit, optimizer: GuessingOptimizer, handles: Sequence[ParamHandle]
+    ) -> GuessedStep | None:
+        """What the step will be for a unit; None where ``step()`` will raise an error."""
+        try:
+            guessed = optimizer.guess_step(handles)
+        except (DeepOffloadError, ValueError):
+            return None
+        step.sample = (unit, guessed)
+        return guessed
+
+    # -- one guess -----------------------------------------------------------------------------------------------------
+
+    def _make(self, unit: Unit, optimizer: GuessingOptimizer, handles: Sequence[ParamHandle]) -> bool:
+        """Update a unit on a guess; False, with nothing changed, where that cannot be done or undone."""
+        guess = self._prepare(unit, optimizer, handles)
+        if guess is None:
+            return False
+        if not self._guesses:
+            self._tiers.guards.add(self._guard)
+        self._guesses[unit] = guess
+        try:
+            guess.make()
+        except (IoFailure, BudgetError) as error:
+            log.info("%s is not updated inside backward: %s", unit.name, error)
+            self._undo(guess)
+            return False
+        except BaseException:
+            self._undo(guess)
+            raise
+        return True
+
+    def _prepare(self, unit: Unit, optimizer: GuessingOptimizer, handles: Sequence[ParamHandle]) -> Guess | None:
+        tiers, weights = self._tiers, unit.weights
+        if unit.pending is not None or unit.owner.may_be_read_unseen():
+            return None
+        step = self._take_sample(self._steps[optimizer], unit, optimizer, handles)
+        if step is None:
+            return None
+        tiers.note_changes(weights)
+        update = HostUpdate(self._pager, self._gradients, optimizer.rule, step.jobs, step.factor, [unit])
+        changed = update.blocks_to_change(unit)
+        if changed is None or update.is_watched(unit):
+            return None
+        pieces = [n for n, p in enumerate(unit.pieces) if p.block in changed and p.block.id not in tiers.static]
+        blocks = [weights, *(unit.pieces[number].block for number in pieces)]
+        if not pieces or any(block.leases for block in blocks) or not self._has_room(unit, blocks):
+            return None
+        try:
+            kept = KeptBytes(tiers, blocks, num_threads())
+        except (BudgetError, IoFailure):
+            return None
+        return Guess(unit, optimizer, update, tuple(pieces), kept, self._was_undone)
+
+    def _has_room(self, unit: Unit, blocks: Sequence[Block]) -> bool:
+        """Whether memory has room for pieces and journals, if all leaves that may."""
+        tiers, used = self._tiers, {block.id for block in unit.blocks()}
+        leaving = (b for b in tiers.resident() if not b.leases and b.id not in tiers.static and b.id not in used)
+        room_bytes = tiers.arena.free_bytes + sum(block.room_bytes for block in leaving)
+        needed = [block.room_bytes * ((not block.resident) + (block.state is BlockState.DIRTY)) for block in blocks]
+        return room_bytes >= ROOM_MARGIN * (needed[0] + max(needed[1:]))
+
+    def _undo(self, guess: Guess) -> None:
+        """Undo a guess that nobody waits for. Where that fails, the next who looks at the unit tries again."""
+        try:
+            guess.apply(guess.unit)
+        except (IoFailure, BudgetError) as error:
+            log.warning("the update of %s is not undone yet: %s", guess.unit.name, error)
+
+    def _was_undone(self, guess: Guess) -> None:
+        self.undone += 1
+        self._remove(guess)
+        self._mark("undo", guess)
+        if not self._is_settling:
+            self.choice.looked_at(guess.unit)
+
+    def _remove(self, guess: Guess) -> None:
+        self._guesses.pop(guess.unit, None)
+        if not self._guesses:
+            self._tiers.guards.remove(self._guard)
+
+    def _undo_for_room(self, block: Block) -> bool:
+        """Somebody lacks disk space for ``block``."""
+        guess = next((guess for guess in self._guesses.values() if guess.may_be_undone_for(block)), None)
+        if guess is None:
+            return False
+        guess.apply(guess.unit)
+        return True
+
+    def _mark(self, what: str, guess: Guess) -> None:
+        if self._tiers.timeline is not None:
+            now = time.perf_counter()
+            self._tiers.timeline.add(Lane.UPDATE, f"{what} {guess.unit.name}", now, now)
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def _of(self, optimizer: object) -> list[Guess]:
+        return [guess for guess in self._guesses.values() if guess.optimizer is optimizer]
+
+    def settle(self, optimizer: GuessingOptimizer, jobs: Mapping[ParamHandle, UpdateJob], factor: float | None) -> None:
+        """Undo the guesses that differ from the step of ``optimizer``. Those that are left are right.
+
+        Args:
+            factor: what gradients are multiplied by; None: the step is skipped.
+
+        Raises:
+            IoFailure, BudgetError: something cannot be undone. The step has not begun.
+        """
+        step = self._steps.get(optimizer)
+        if step is not None and step.sample is not None:
+            unit, sample = step.sample
+            step.wrong |= step.spoiled or factor is None or sample != _of_unit(unit, jobs, factor)
+        self._is_settling = True
+        try:
+            for guess in list(self._guesses.values()):
+                if not self._is_alive(guess):
+                    continue
+                mine = guess.optimizer is optimizer or any(handle in jobs for handle in guess.unit.handles)
+                if mine and (factor is None or not guess.is_right(_of_unit(guess.unit, jobs, factor), optimizer.rule)):
+                    guess.apply(guess.unit)
+        finally:
+            self._is_settling = False
+
+    def _is_alive(self, guess: Guess) -> bool:
+        """Whether its unit is still there. What was kept of one that is gone is given back."""
+        if guess.unit in self._pager.units:
+            return True
+        self._journals += guess.abandon()
+        self._remove(guess)
+        return False
+
+    def confirm(self, optimizer: GuessingOptimizer, update: HostUpdate) -> None:
+        """``update`` is the step that was settled: what is left of the guesses of its units is part of it."""
+        for guess in list(self._guesses.values()):
+            if any(handle in update.jobs for handle in guess.unit.handles):
+                self._journals += guess.confirm()
+                update.made(guess.unit, guess.pieces)
+                self._remove(guess)
+                self._mark("confirm", guess)
+                self._steps.setdefault(optimizer, _StepSoFar()).confirmed[guess.unit] = guess
+                self.confirmed += 1
+
+    def end_of_step(self, optimizer: GuessingOptimizer) -> None:
+        """A step of ``optimizer`` is over, made or skipped."""
+        step = self._steps.pop(optimizer, None) or _StepSoFar()
+        self.choice.step_ended(step.confirmed, wrong=step.wrong)
+        moved_bytes = 2 * sum(unit.pieces[n].block.nbytes for unit, g in step.confirmed.items() for n in g.pieces)
+        if moved_bytes:
+            self.saved_s += max(0.0, moved_bytes / self._disk_bytes_per_s - self.choice.backward_wait_s)
+        self._last.start_step(self._units_of(optimizer), stepped=True)
+        self._drop_journals()
+
+    def forget(self, optimizer: GuessingOptimizer) -> None:
+        """``zero_grad()``: the gradients so far are for no step.
+
+        Raises:
+            IoFailure, BudgetError: as :meth:`settle`; the gradients are there then.
+        """
+        for guess in self._of(optimizer):
+            if self._is_alive(guess):
+                guess.apply(guess.unit)
+        if self._steps.pop(optimizer, None) is not None:
+            self._last.start_step(self._units_of(optimizer), stepped=False)
+        self._drop_journals()
+
+    def _units_of(self, optimizer: object) -> Iterable[Unit]:
+        owned = {handle for handle, owner in self._owners.items() if owner() is optimizer}
+        return {handle.unit for handle in owned if handle.unit is not None}
+
+    def _drop_journals(self) -> None:
+        """Give up the journals of what is confirmed, but for those that are just being written."""
+        busy = [journal for journal in self._journals if journal.state is BlockState.WRITING]
+        for journal in self._journals:
+            if journal not in busy:
+                self._tiers.remove(journal)
+        self._journals = busy
+
+    def stats(self) -> dict[str, float]:
+        """Numbers so far."""
+        return {
+            "speculated": self.confirmed,
+            "rolled_back": self.undone,
+            "speculation_left": self.left,
+            "speculation_saved_s": self.saved_s,
+            "speculation_share": self.choice.share,
+        }
+
+
+def _of_unit(unit: Unit, jobs: Mapping[ParamHandle, UpdateJob], factor: float) -> GuessedStep:
+    return GuessedStep({handle: jobs[handle] for handle in unit.handles if handle in jobs}, factor)

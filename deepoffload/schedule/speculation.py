@@ -1,0 +1,138 @@
+"""How much is updated inside backward on a guess (``step_overlap="speculative"``), and when not at all.
+
+A unit whose update is deferred moves its state during forward, one that is updated on a guess during backward. The disk
+is never idle where each phase has a share of the bytes like its share of the time. So :class:`BackwardShare` looks at
+which of the two phases waits for the disk. :class:`Trust` counts how often guesses were wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SHARE_STEP = 1 / 8
+"""The share changes by so much."""
+
+FIRST_SHARE = 1 / 2
+"""Backward takes about two thirds of the time, and keeps what it changes twice."""
+
+IDLE_WAIT = 0.02
+"""A phase that waits for less than this part of the step leaves the disk idle at times."""
+
+LONG_WAIT = 0.05
+"""A phase that waits for more than this part of the step could do with fewer bytes."""
+
+STEPS_TO_SETTLE = 3
+"""After a change the first steps are not looked at: the order of uses is learned again."""
+
+WEIGHT_OF_A_STEP = 1 / 8
+"""Of the last step in the running share of wrong guesses."""
+
+GIVE_UP_ABOVE = 0.25
+TRY_AGAIN_BELOW = 0.1
+"""Shares of steps whose guess was, or would have been, wrong. A wrong guess moves its bytes for nothing, which costs
+about what a right one saves; two limits, so that it does not switch at each step."""
+
+
+def choose_evenly(sizes: Sequence[int], share: float) -> list[bool]:
+    """Which of some units are chosen, so that everywhere in their order about ``share`` of the bytes so far are."""
+    chosen, owed = [], 0.0
+    for nbytes in sizes:
+        owed += share * nbytes
+        take = nbytes > 0 and owed >= nbytes / 2
+        chosen.append(take)
+        if take:
+            owed -= nbytes
+    return chosen
+
+
+@dataclass(frozen=True)
+class PhaseWaits:
+    """Seconds of one step, and those in which forward and backward waited for transfers. ``forward_s`` is counted from
+    the end of the step before."""
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+
+
+class BackwardShare:
+    """The share of the state's bytes that is moved in backward.
+
+    Attributes:
+        share: at the moment.
+    """
+
+    def __init__(self) -> None:
+        self.share = FIRST_SHARE
+        self._settling = STEPS_TO_SETTLE
+        self._leaning = 0
+
+    def step_ended(self, waits: PhaseWaits) -> bool:
+        """A step was confirmed. Returns whether the share changes: two steps in a row have to ask for it."""
+        if self._settling:
+            self._settling -= 1
+            return False
+        idle_s, long_s = IDLE_WAIT * waits.step_s, LONG_WAIT * waits.step_s
+        towards = 0
+        if waits.backward_s < idle_s and waits.forward_s > long_s:
+            towards = 1
+        elif waits.forward_s < idle_s and waits.backward_s > long_s:
+            towards = -1
+        if towards == 0 or towards != self._leaning:
+            self._leaning = towards
+            return False
+        share = min(1.0, max(SHARE_STEP, self.share + towards * SHARE_STEP))
+        self._leaning = 0
+        if share == self.share:
+            return False
+        self.share, self._settling = share, STEPS_TO_SETTLE
+        return True
+
+
+class Trust:
+    """Whether guesses are right often enough.
+
+    Attributes:
+        is_on: whether to guess.
+        wrong_share: of the last steps, each weighing less than the one after it.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self.wrong_share = 0.0
+
+    def step_ended(self, *, wrong: bool) -> bool:
+        """A step whose guess was wrong, or would have been. Returns whether :attr:`is_on` changes."""
+        self.wrong_share += WEIGHT_OF_A_STEP * (wrong - self.wrong_share)
+        before = self.is_on
+        if self.is_on:
+            self.is_on = self.wrong_share <= GIVE_UP_ABOVE
+        else:
+            self.is_on = self.wrong_share < TRY_AGAIN_BELOW
+        return self.is_on is not before
+
+
+class Patience:
+    """For how many steps one unit is left alone after the program looked at it before its step was confirmed: each time
+    twice as long."""
+
+    LONGEST = 256
+
+    def __init__(self) -> None:
+        self._next = 1
+        self._left = 0
+
+    def is_over(self) -> bool:
+        return self._left == 0
+
+    def looked_at(self) -> None:
+        """The guess had to be undone."""
+        self._left = self._next
+        self._next = min(2 * self._next, self.LONGEST)
+
+    def step_ended(self, *, confirmed: bool) -> None:
+        """``confirmed``: the unit's guess was right."""
+        self._left = max(0, self._left - 1)
+        if confirmed:
+            self._next = max(1, self._next // 2)

@@ -1,0 +1,133 @@
+"""Updates on a guess change no bit: those of the serial step, where guesses are right, wrong, or both in turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepoffload
+from tests.optim.deferred import sorted_state, units_guessed
+from tests.support.inspect import pager_of, units_of
+from tests.support.loops import assert_same_bits, weights_of
+from tests.support.models import TinyGPT, batch, mlp, next_token_loss, rows
+from tests.support.paging import EVICTING, ROOMY, TIGHT, Paging, Setting
+
+CLIPPED = {"never": (), "always": range(8), "sometimes": (4, 6, 7)}
+"""Which of the steps clip."""
+
+
+def guessing(setting: Setting, **changes: Any) -> Setting:
+    return replace(setting, step_overlap="speculative", **changes)
+
+
+def serial(setting: Setting, **changes: Any) -> Setting:
+    return replace(setting, step_overlap="none", **changes)
+
+
+def gpt(checkpointing: bool | None = None) -> TinyGPT:
+    return TinyGPT(width=32, depth=3, num_heads=2, checkpointing=checkpointing)
+
+
+def run(model: nn.Module, optimizer: Any, clipped: Any, limits: list[float], accumulate: int = 1) -> Any:
+    """``limits``: of the norm, for each step. Where there are none yet, this run looks at its gradients and makes them,
+    so that the steps in ``clipped`` clip by little: only the last gradients tell."""
+    torch.manual_seed(7)
+    losses, given = [], list(limits)
+    for step in range(8):
+        optimizer.max_grad_norm = given[step] if given else None
+        for micro in range(accumulate):
+            loss = next_token_loss(model, batch(10 * step + micro)) / accumulate
+            loss.backward()
+            losses.append(loss.detach().clone())
+        if not given:
+            norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+            limits.append(optimizer_limit := norm * (0.99 if step in clipped else 2.0))
+            optimizer.max_grad_norm = optimizer_limit
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(torch.tensor(optimizer.grad_norm))
+    return losses, weights_of(model), sorted_state(optimizer)
+
+
+@pytest.mark.parametrize("kind", CLIPPED)
+@pytest.mark.parametrize("precision", ["keep", "bf16"])
+def test_same_bits_and_guesses_are_made(paging: Paging, precision: str, kind: str) -> None:
+    def train(setting: Setting, limits: list[float], accumulate: int) -> tuple[Any, dict[str, float]]:
+        model = paging.build(gpt, replace(setting, precision=precision), key="speculation")
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        return run(model, optimizer, CLIPPED[kind], limits, accumulate), deepoffload.stats(model)
+
+    for setting, accumulate in ((TIGHT, 1), (ROOMY, 3), (EVICTING, 1)):
+        limits: list[float] = []
+        expected, _ = train(serial(setting), limits, accumulate)
+        got, stats = train(guessing(setting), limits, accumulate)
+        assert_same_bits(expected, got, f"{setting} ")
+        if setting is EVICTING:
+            assert (stats["speculated"] > 0) == (kind != "always"), stats
+            assert (stats["rolled_back"] > 0) == (kind != "never"), stats
+
+
+def train_steps(model: nn.Module, optimizer: Any, steps: int = 3) -> None:
+    for seed in range(steps):
+        optimizer.zero_grad()
+        model(rows(seed=seed).to(model[0].weight.dtype)).float().square().mean().backward()
+        optimizer.step()
+
+
+def test_a_guess_is_made_in_backward_and_confirmed_by_the_step(paging: Paging) -> None:
+    model = paging.build(partial(mlp, depth=6), guessing(EVICTING), key="mlp")
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=1e6)
+    train_steps(model, optimizer)
+    before = deepoffload.stats(model)
+    optimizer.zero_grad()
+    model(rows(seed=9)).square().mean().backward()
+    guessed = units_guessed(model)
+    assert 0 < guessed < len(units_of(model)), "a share of the units is updated in backward"
+    optimizer.step()
+    after = deepoffload.stats(model)
+    assert after["speculated"] - before["speculated"] == guessed and after["rolled_back"] == before["rolled_back"]
+    assert units_guessed(model) == 0
+
+
+def test_extents_and_memory_do_not_grow(paging: Paging) -> None:
+    model = paging.build(partial(mlp, depth=6), guessing(TIGHT), key="mlp")
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=1e6)
+    seen = []
+    for step in range(60):
+        optimizer.zero_grad()
+        model(rows(seed=step)).square().mean().backward()
+        optimizer.max_grad_norm = 1e-3 if step % 10 == 3 else 1e6
+        optimizer.step()
+        if step % 10 == 9:
+            optimizer.zero_grad()
+            weights_of(model)
+            blocks = list(pager_of(model).tiers.blocks())
+            seen.append((deepoffload.stats(model)["nvme_bytes"], len(blocks)))
+    assert seen[1:] == seen[:1] * 5
+    stats = deepoffload.stats(model)
+    assert stats["speculated"] > 0 and stats["rolled_back"] > 0
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_a_loop_whose_number_of_micro_batches_changes(paging: Paging, said: bool) -> None:
+    def train(setting: Setting) -> tuple[Any, dict[str, float]]:
+        model = paging.build(partial(mlp, depth=6), setting, key="mlp")
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=1e6)
+        for step, count in enumerate((1, 1, 1, 3, 3, 3, 2, 1, 1)):
+            for micro in range(count):
+                if said and micro == count - 1:
+                    deepoffload.last_micro_batch(model)
+                model(rows(seed=10 * step + micro)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return (weights_of(model), sorted_state(optimizer)), deepoffload.stats(model)
+
+    expected, _ = train(serial(EVICTING))
+    got, stats = train(guessing(EVICTING))
+    assert_same_bits(expected, got)
+    assert stats["speculated"] > 0 and (stats["rolled_back"] == 0 or not said), stats
