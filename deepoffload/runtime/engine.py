@@ -160,7 +160,7 @@ class Engine:
         self.gradients = Gradients(self.pager, early=early, from_device=landings)
         if config.step_overlap is StepOverlap.SPECULATIVE:
             rate = self._disk.bandwidths.mixed_bytes_per_s
-            self.gradients.speculation = Speculation(self.pager, self.gradients, rate)
+            Speculation(self.pager, self.gradients, rate)
 
     def _open_memory(
         self, arena: Arena, order: UseOrder, accelerator: ComputeDevice | None

@@ -113,7 +113,7 @@ class Trust:
         return self.is_on is not before
 
 
-class Patience:
+class UnitPause:
     """For how many steps one unit is left alone after the program looked at it before its step was confirmed: each time
     twice as long."""
 

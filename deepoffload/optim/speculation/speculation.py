@@ -36,7 +36,7 @@ from deepoffload.optim.update import HostUpdate
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.schedule.block_state import BlockState
-from deepoffload.timeline import Lane
+from deepoffload.timeline import Lane, Timeline
 
 log = logging.getLogger("deepoffload")
 
@@ -63,7 +63,7 @@ class _StepSoFar:
 
 
 class Speculation:
-    """Under the pager's lock, all of it.
+    """Under the pager's lock, all of it. The gradients tell it of every landing.
 
     Args:
         disk_bytes_per_s: that are read and written together.
@@ -81,6 +81,7 @@ class Speculation:
         self._pager = pager
         self._tiers = pager.tiers
         self._gradients = gradients
+        gradients.speculation = self
         self._disk_bytes_per_s = disk_bytes_per_s
         self._owners: weakref.WeakKeyDictionary[ParamHandle, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self._last = LastGradients(self._is_trained)
@@ -222,7 +223,7 @@ class Speculation:
     def _was_undone(self, guess: Guess) -> None:
         self.undone += 1
         self._remove(guess)
-        self._mark("undo", guess)
+        _mark(self._tiers.timeline, "undo", guess)
         if not self._is_settling:
             self.choice.looked_at(guess.unit)
 
@@ -238,11 +239,6 @@ class Speculation:
             return False
         guess.apply(guess.unit)
         return True
-
-    def _mark(self, what: str, guess: Guess) -> None:
-        if self._tiers.timeline is not None:
-            now = time.perf_counter()
-            self._tiers.timeline.add(Lane.UPDATE, f"{what} {guess.unit.name}", now, now)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -288,7 +284,7 @@ class Speculation:
                 self._journals += guess.confirm()
                 update.made(guess.unit, guess.pieces)
                 self._remove(guess)
-                self._mark("confirm", guess)
+                _mark(self._tiers.timeline, "confirm", guess)
                 self._steps.setdefault(optimizer, _StepSoFar()).confirmed[guess.unit] = guess
                 self.confirmed += 1
 
@@ -340,3 +336,9 @@ class Speculation:
 
 def _of_unit(unit: Unit, jobs: Mapping[ParamHandle, UpdateJob], factor: float) -> GuessedStep:
     return GuessedStep({handle: jobs[handle] for handle in unit.handles if handle in jobs}, factor)
+
+
+def _mark(timeline: Timeline | None, what: str, guess: Guess) -> None:
+    if timeline is not None:
+        now = time.perf_counter()
+        timeline.add(Lane.UPDATE, f"{what} {guess.unit.name}", now, now)

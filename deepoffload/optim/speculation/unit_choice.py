@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from deepoffload.memory.transfers import TierCounters
 from deepoffload.params.unit import Unit
-from deepoffload.schedule.speculation import BackwardShare, Patience, PhaseWaits, Trust, choose_evenly
+from deepoffload.schedule.speculation import BackwardShare, PhaseWaits, Trust, UnitPause, choose_evenly
 
 log = logging.getLogger("deepoffload")
 
@@ -30,7 +30,7 @@ class UnitChoice:
         self._counters = counters
         self._share = BackwardShare()
         self._trust = Trust()
-        self._patience: weakref.WeakKeyDictionary[Unit, Patience] = weakref.WeakKeyDictionary()
+        self._pauses: weakref.WeakKeyDictionary[Unit, UnitPause] = weakref.WeakKeyDictionary()
         self._order: dict[Unit, int] = {}
         self._sizes: tuple[tuple[int, int], ...] = ()
         self._chosen: frozenset[int] = frozenset()
@@ -56,12 +56,12 @@ class UnitChoice:
     def completed(self, unit: Unit, moving_bytes: int) -> bool:
         """A unit has all its gradients, and so much of its state moves. Whether to update it on a guess."""
         self._order[unit] = moving_bytes
-        patience = self._patience.get(unit)
-        return self.is_on and unit.index in self._chosen and (patience is None or patience.is_over())
+        pause = self._pauses.get(unit)
+        return self.is_on and unit.index in self._chosen and (pause is None or pause.is_over())
 
     def looked_at(self, unit: Unit) -> None:
         """The program looked at the unit, so that its guess was undone before the step."""
-        self._patience.setdefault(unit, Patience()).looked_at()
+        self._pauses.setdefault(unit, UnitPause()).looked_at()
 
     def step_ended(self, confirmed: Mapping[Unit, object], *, wrong: bool) -> None:
         """A step is over.
@@ -74,8 +74,8 @@ class UnitChoice:
         before_backward = waited if self._waited_before_backward_s is None else self._waited_before_backward_s
         self.backward_wait_s = waited - before_backward
         waits = PhaseWaits(now - self._step_began_s, before_backward - self._waited_s, self.backward_wait_s)
-        for unit, patience in self._patience.items():
-            patience.step_ended(confirmed=unit in confirmed)
+        for unit, pause in self._pauses.items():
+            pause.step_ended(confirmed=unit in confirmed)
         if self._order and self._trust.step_ended(wrong=wrong):
             self._tell()
         if confirmed and self._share.step_ended(waits):
