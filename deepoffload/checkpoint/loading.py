@@ -28,6 +28,7 @@ from deepoffload.checkpoint.weights_loading import (
     match_weights,
 )
 from deepoffload.errors import UsageError
+from deepoffload.memory.lock import SHIELD
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.optimizer_parts import needs_of_pieces, restore
 from deepoffload.optim.ordinary import layout_of
@@ -108,14 +109,17 @@ class Loading:
         if isinstance(self.weights, CustomWeights):
             self.weights.load()
         with outside_user_modes(), torch.no_grad():
-            if isinstance(self.weights, WeightLoader):
-                self.weights.load(self.source.reader, self._is_corrected)
-            self._correct_ordinary()
-            if self.optimizer is not None and self.state.groups is not None:
-                kept = [self.params[name] for name in self.state.kept]
-                restore(self.optimizer, self.state.groups, self._in_memory(self.optimizer), kept)
-            for pager in pagers:
-                self._load_pieces(pager)
+            SHIELD.let_through(self._apply, (pagers,))
+
+    def _apply(self, pagers: Sequence[Pager]) -> None:
+        if isinstance(self.weights, WeightLoader):
+            self.weights.load(self.source.reader, self._is_corrected)
+        self._correct_ordinary()
+        if self.optimizer is not None and self.state.groups is not None:
+            kept = [self.params[name] for name in self.state.kept]
+            restore(self.optimizer, self.state.groups, self._in_memory(self.optimizer), kept)
+        for pager in pagers:
+            self._load_pieces(pager)
 
     def _is_corrected(self, target: Target) -> bool:
         """Whether a weight becomes what its master gives, so that the stored weight need not be put in first."""

@@ -18,6 +18,7 @@ from deepoffload.checkpoint.tags import checked_directory
 from deepoffload.checkpoint.weights import HasModule, plan_weights, unwrapped
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import UnsupportedError
+from deepoffload.memory.lock import SHIELD
 from deepoffload.params.torch_private import outside_user_modes
 
 CONFIG_FILES_BYTES = 1 << 20
@@ -88,6 +89,7 @@ def _write(module: nn.Module, directory: str | os.PathLike[str], size_bytes: int
             write_small_file(os.path.join(staged, INDEX_NAME), layout.index.encode())
         with outside_user_modes():
             for name, entries in layout.files.items():
-                write_file(os.path.join(staged, name), entries, plan.metadata, advance)
+                file = os.path.join(staged, name)
+                SHIELD.let_through(write_file, (file, entries, plan.metadata, advance))
         publish(staged, target)
     progress.done()

@@ -39,6 +39,7 @@ from deepoffload.config.units import format_bytes
 from deepoffload.errors import UnsupportedError
 from deepoffload.io.checksums import crc32c_of
 from deepoffload.io.engine import IoEngine
+from deepoffload.memory.lock import SHIELD
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes
 
@@ -160,7 +161,7 @@ class Save:
         """
         try:
             with torch.no_grad(), outside_user_modes():
-                sums = self.copying.run()
+                sums = SHIELD.let_through(self.copying.run)
             small = self._write_small_files()
             records: dict[str, Mapping[str, TensorRecord]] = {file.name: file.records() for file in self._planned}
             manifest = Manifest(self.step, time.time_ns(), written_by(), {**sums, **small}, records)

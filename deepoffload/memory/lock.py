@@ -12,7 +12,7 @@ from __future__ import annotations
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -94,9 +94,12 @@ class InterruptShield:
         finally:
             self._outside = before
 
-    def let_through(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def let_through(
+        self, call: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         """``call`` inside a block of the shield with interrupts delivered all the same, unless a lock is held: it runs
-        code of the program's."""
+        code of the program's, or takes long."""
+        kwargs = kwargs or {}
         if threading.get_ident() != self._main:
             return call(*args, **kwargs)
         before = self._blocks
