@@ -1,6 +1,7 @@
 # make demo    make the environment, build, and train a GPT whose state lives on disk
 # make test    the same set-up, then the checks and the tests
 # make check   the same set-up, the checks, and the tests that need no disk traffic and no transformers (90 s on 2 cores)
+# make test-integrations    installs Lightning, TRL and bitsandbytes into .venv, and tests with them
 # make test-versions    the core tests with the least and the newest torch and Python (downloads gigabytes)
 #
 # PYTHON=python3.12       the Python that the environment is made from (3.10 or newer)
@@ -22,10 +23,10 @@ CHECKED := tests/unit tests/house tests/memory tests/native tests/params/test_tr
 NATIVE := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check test-versions lint simulated-gpu format sanitize clean
+.PHONY: help install demo test check test-integrations test-versions lint simulated-gpu format sanitize clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
 
 install: $(INSTALLED)
 
@@ -49,6 +50,10 @@ test: $(INSTALLED)
 
 check: lint
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m "not slow" $(CHECKED)
+
+test-integrations: $(INSTALLED)
+	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[integrations]'
+	$(BIN)/python -m pytest -q tests/integrations
 
 test-versions:
 	TORCH_INDEX_URL="$(TORCH_INDEX_URL)" bash tools/test_versions.sh $(VERSIONS)

@@ -167,6 +167,12 @@ def take_over(config: Config, model: nn.Module, choice: RankChoice) -> Engine:
     return core
 
 
+def page(config: Config, model: nn.Module) -> Engine:
+    """The engine of a model that was built in a context; one that was not is taken over."""
+    core = _paging_engine(model)
+    return take_over(config, model, RankChoice()) if core is None else core
+
+
 def _tell_pager(optimizer: torch.optim.Optimizer | None) -> None:
     """An optimizer was made before its parameters were paged: their pager knows it from now on, as it knows others."""
     if isinstance(optimizer, HostOptimizer):

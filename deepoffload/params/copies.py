@@ -6,8 +6,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from deepoffload.errors import UnsupportedError
 from deepoffload.params.torch_private import get_data, outside_user_modes, parameter_registration_hooks
 
 _NEAR = 32
@@ -45,3 +46,21 @@ def page_in_context(copy: nn.Parameter, name: str, memo: dict[int, Any]) -> nn.P
             stand_in = taker(copy, name, modules)
             copy = copy if stand_in is None else stand_in
     return copy
+
+
+def ordinary_parameter(data: Tensor | None, requires_grad: bool, *, with_attributes: bool) -> nn.Parameter:
+    """What a program gets that calls the class of a paged parameter.
+
+    Args:
+        with_attributes: it has passed those of a paged one on, as accelerate's ``init_empty_weights`` does.
+
+    Raises:
+        UnsupportedError: it has not, and the new one has no bytes: so accelerate takes a weight out of a model whose
+            offloading it wants to do itself.
+    """
+    if data is not None and data.is_meta and not with_attributes:
+        raise UnsupportedError(
+            "this model is paged already, so no other offloading can be put on it (accelerate's cpu_offload, "
+            "disk_offload, dispatch_model, transformers' device_map): load it in offload_context without device_map"
+        )
+    return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)

@@ -17,7 +17,7 @@ from deepoffload.errors import UnsupportedError
 from deepoffload.memory.lock import SHIELD
 from deepoffload.params import differentiation
 from deepoffload.params.callables import BY_ELEMENT, UNASKED, with_open_doors
-from deepoffload.params.copies import page_in_context, plain_copy
+from deepoffload.params.copies import ordinary_parameter, page_in_context, plain_copy
 from deepoffload.params.edits import meet_edit, mutates
 from deepoffload.params.metadata import LAYOUT, METADATA
 from deepoffload.params.moved_model import MOVES, of_moved_model
@@ -62,7 +62,7 @@ class OffloadedParameter(PeerNames, nn.Parameter):
 
     def __new__(cls, data: Tensor | None = None, requires_grad: bool = True, *, _slot: Any = None) -> Any:  # noqa: PYI034
         # type(p)(tensor, ..., **p.__dict__) as accelerate and peft write it: an ordinary parameter, adopted on arrival.
-        return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
+        return ordinary_parameter(data, requires_grad, with_attributes=_slot is not None)
 
     @classmethod
     def __torch_function__(

@@ -248,6 +248,7 @@ def refuse_meta(root: nn.Module) -> None:
         shown = ", ".join(on_meta[:5]) + (f" and {len(on_meta) - 5} more" if len(on_meta) > 5 else "")
         raise UsageError(
             f"{len(on_meta)} parameters of {type(root).__name__} are still on the meta device when offload_context "
-            f"ends: {shown}. Load or initialise them inside the context (model.to_empty(device='cpu') and a "
-            "checkpoint), or build the model without a meta device: the context keeps it within the budget anyway"
+            f"ends: {shown}. Load or initialise them inside the context (from_pretrained without device_map, or "
+            "model.to_empty(device='cpu') and a checkpoint), or build the model without a meta device: the context "
+            "keeps it within the budget anyway"
         )
