@@ -167,13 +167,18 @@ def check(kind: ValueKind, raw: object, where: str) -> object:
 
 def shown(value: object) -> str:
     """A value as it stands in a message, cut to a line."""
+    text = in_full(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def in_full(value: object) -> str:
+    """The same uncut: values with the same text are equal."""
     if isinstance(value, enum.Enum):
         value = value.value
     try:
-        text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+        return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
     except ValueError:  # Python shows no integers of more than 4300 digits
-        text = f"({type(value).__name__} of very many digits)"
-    return text if len(text) <= 80 else text[:77] + "..."
+        return f"({type(value).__name__} of very many digits)"
 
 
 def suggestion(path: str) -> str:

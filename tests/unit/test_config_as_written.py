@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import deepoffload
-from deepoffload.config import Precision, parse_config
+from deepoffload.config import Precision, as_written, parse_config
 from deepoffload.config.hjson import NoHjson, read_hjson
 from deepoffload.device import Tier
 from deepoffload.errors import ConfigError, UsageError
@@ -422,3 +422,24 @@ def test_what_the_installed_deepspeed_reads_we_read_but_for_what_changes_numbers
     assert read - set(ALL_READ) == set(ALL_NUMBERS)
     texts = json.loads(done.stdout.rpartition("HJSON ")[2].partition("\n")[0])
     assert texts == [value for _, value in HJSON.values()]
+
+
+def test_a_configuration_by_its_keys() -> None:
+    """Ranks compare these, so all that differs is in them."""
+    said: dict[str, Any] = {
+        "zero_optimization": {"stage": 2},
+        "checkpoint": {"load_universal": True},
+        "ranks": {"timeout_s": 7},
+    }
+    keys = as_written(parse_config(said, host_budget="1MiB"))
+    expected = {
+        "zero_optimization.stage": "2",
+        "checkpoint.load_universal": "true",
+        "ranks.timeout_s": "7.0",
+        "host_budget": "1048576",
+        "gradient_clipping": "not set",
+    }
+    assert keys.items() >= expected.items()
+    long = [f"layers.{number}" for number in range(100)]
+    one, other = (as_written(parse_config(keep_fp32=[*long, last])) for last in ("norm", "head"))
+    assert [key for key in one if one[key] != other[key]] == ["keep_fp32"]
