@@ -13,7 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 SPANS_MAX = 1 << 19
@@ -42,6 +42,12 @@ class Lane(enum.Enum):
     """A copy from a device's memory, likewise."""
     GATHER = "gather"
     """This rank's shard given to a gather, from its launch to when the end of the others' reading was noticed."""
+    REDUCE = "reduce"
+    """Gradients of all ranks that are added up, from the launch to when they have landed."""
+    ROUND = "round"
+    """An exchange in which every rank says what it wants next, from when this rank has said it."""
+    SLOWEST = "slowest rank"
+    """What this rank has waited longer than the rank that waited least: for that rank, which names the span."""
 
 
 TRANSFERS = (Lane.READ, Lane.WRITE)
@@ -65,6 +71,7 @@ class Summary:
         compute_s: the program's time without waits, updates and landings: forward, backward and all Python.
         disk_busy_s: when at least one transfer was on its way.
         waited_for: seconds by what was waited for ("read weight", "write state", ...), the longest first.
+        waited_for_ranks: of the waits, seconds that a slower rank ("rank 1") has cost this one, the longest first.
     """
 
     steps: int
@@ -77,6 +84,7 @@ class Summary:
     read_bytes: int
     written_bytes: int
     waited_for: Mapping[str, float]
+    waited_for_ranks: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def disk_bytes_per_s(self) -> float:
@@ -100,6 +108,8 @@ class Summary:
         lines += [f"{name:<26}{s / self.steps:>9.4f}  {s / self.seconds:>6.1%}" for name, s in rows]
         moved = f"{self.read_bytes / self.steps / 1e6:.1f} MB read, {self.written_bytes / self.steps / 1e6:.1f} written"
         lines.append(f"per step {moved}, {self.disk_bytes_per_s / 1e6:.0f} MB/s while busy")
+        for rank, seconds in self.waited_for_ranks.items():
+            lines.append(f"{rank} was waited for {seconds / self.seconds:.1%} of the time")
         return "\n".join(lines)
 
 
@@ -149,11 +159,7 @@ class Timeline:
         begin_s, end_s = ends[0], ends[-1]
         inside = [span for span in self._spans if span.end_s > begin_s and span.begin_s < end_s]
         seconds = {lane: _total(span for span in inside if span.lane is lane) for lane in Lane}
-        waited: dict[str, float] = {}
-        for span in inside:
-            if span.lane is Lane.WAIT:
-                what = span.name.partition(":")[0]
-                waited[what] = waited.get(what, 0.0) + span.end_s - span.begin_s
+        waited = _by_name(span._replace(name=span.name.partition(":")[0]) for span in inside if span.lane is Lane.WAIT)
         # A transfer counts where it ends: then every byte counts once.
         moved = [span for span in inside if span.lane in TRANSFERS and span.end_s <= end_s]
         busy = _union((max(span.begin_s, begin_s), span.end_s) for span in moved)
@@ -168,7 +174,8 @@ class Timeline:
             disk_busy_s=busy,
             read_bytes=sum(span.nbytes for span in moved if span.lane is Lane.READ),
             written_bytes=sum(span.nbytes for span in moved if span.lane is Lane.WRITE),
-            waited_for=dict(sorted(waited.items(), key=lambda item: -item[1])),
+            waited_for=waited,
+            waited_for_ranks=_by_name(span for span in inside if span.lane is Lane.SLOWEST),
         )
 
     def _complete_from_s(self) -> float:
@@ -211,6 +218,14 @@ class Timeline:
 
 def _total(spans: Iterable[Span]) -> float:
     return sum(span.end_s - span.begin_s for span in spans)
+
+
+def _by_name(spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds by name, the longest first."""
+    seconds: dict[str, float] = {}
+    for span in spans:
+        seconds[span.name] = seconds.get(span.name, 0.0) + span.end_s - span.begin_s
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> float:

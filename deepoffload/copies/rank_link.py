@@ -18,12 +18,14 @@ from deepoffload.memory.lock import SHIELD
 from deepoffload.ranks.collectives import as_bytes, has_gone, start_all_gather, wait_within
 from deepoffload.ranks.exchange import Exchange
 from deepoffload.ranks.group import RankGroup
+from deepoffload.ranks.joint_task import JointTasks
 from deepoffload.ranks.links import own_client
 from deepoffload.ranks.notices import Notices
 from deepoffload.ranks.round_runner import PayloadFlight
 from deepoffload.ranks.rounds import Payload, Want, WantKind
 from deepoffload.ranks.service import RoundService
 from deepoffload.ranks.sums import SquareSum, packed, unpacked
+from deepoffload.timeline import Timeline
 
 SLICE_S = 1.0
 """A wait for sums looks this often whether another rank has gone or failed."""
@@ -95,6 +97,7 @@ class RankLink:
         lock: the tier manager's: it guards what launches do. [Note: held] in ``ranks.service`` says who waits for what
             with it.
         timeout_s: how long a rank waits while nothing happens.
+        timeline: of what rounds and waits take; None: nothing is recorded.
 
     All methods that post or wait raise RankError, on all ranks the same one.
 
@@ -105,9 +108,18 @@ class RankLink:
         before_meeting: called before this rank waits at a step or at the end, in order.
         state: serves gathers of optimizer state; none are posted before it is there.
         notices: left for the other ranks and by them.
+        tasks: what all ranks do together outside of rounds.
     """
 
-    def __init__(self, group: RankGroup, exchange: Exchange, lock: Any, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        exchange: Exchange,
+        lock: Any,
+        *,
+        timeout_s: float,
+        timeline: Timeline | None = None,
+    ) -> None:
         self.ranks = group.ranks
         self.exchange = exchange
         self.timeout_s = timeout_s
@@ -128,10 +140,14 @@ class RankLink:
             lock=lock,
             abandon=exchange.abandon,
             outside=SHIELD.outside,
+            timeline=timeline,
         )
         self.notices = Notices(
             own_client(group.store("notices")), self.rounds, self.ranks.world_size, self._has_gone, timeout_s
         )
+        store = own_client(group.store("tasks"))
+        waiting = Notices(store, self.rounds, self.ranks.world_size, self._has_gone, timeout_s)
+        self.tasks = JointTasks(store, waiting, self.ranks.rank, self.ranks.world_size)
 
     # -- what is served --------------------------------------------------------------------------------------------
 

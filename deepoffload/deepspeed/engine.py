@@ -182,16 +182,9 @@ class TrainingEngine(EngineNames):
         return self._config.train_batch_size
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing with one rank, which has nothing to synchronise.
-
-        Raises:
-            UnsupportedError: with several ranks each backward adds its gradients to the ranks' mean.
-        """
-        if self.world_size > 1:
-            raise UnsupportedError(
-                "engine.no_sync() is not available with several ranks: gradients go to their owners in every backward. "
-                "Leave it out: gradient_accumulation_steps gives the same numbers"
-            )
+        """Changes nothing. With several ranks the gradients of each backward are added to the ranks' mean at once, so
+        micro-batches in it and outside of it give the same sum, in the order (micro-batch, rank). In it, too,
+        ``param.grad`` is the mean over ranks, where DeepSpeed and DistributedDataParallel have this rank's own."""
         return contextlib.nullcontext()
 
     def join(self) -> contextlib.AbstractContextManager[None]:

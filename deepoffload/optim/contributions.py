@@ -366,17 +366,6 @@ class Contributions:
             if plan.came:
                 plan.expected, plan.came = frozenset(plan.came), set()
 
-    def no_sync(self) -> None:
-        """Refuse to sum gradients on this rank alone.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "no_sync is not there yet with several ranks: each backward sends its gradients to their owners, who add "
-            "them up, so micro-batches accumulate without it. Leave it out"
-        )
-
     # -- landing ---------------------------------------------------------------------------------------------------
 
     def _await(self, reducing: _Reducing) -> None:

@@ -18,6 +18,7 @@ from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.params.held import HeldUntilStep
 from deepoffload.ranks.exchange import Exchange
+from deepoffload.ranks.joint_task import JointTasks
 from deepoffload.ranks.notices import Notices
 from deepoffload.ranks.places import RankMap
 
@@ -91,6 +92,10 @@ class RankPort(Protocol):
     @property
     def notices(self) -> Notices:
         """Notices to the others."""
+
+    @property
+    def tasks(self) -> JointTasks:
+        """What all of them do together outside of rounds."""
 
     def hold(self) -> AbstractContextManager[None]:
         """While this lasts no other rank is served."""

@@ -58,9 +58,9 @@ class Notices:
             RankError: another rank has gone or failed, or does not come within the limit.
         """
         key = self._key(what)
-        with self._kept_together():
+        with self.kept_together():
             self._store.add(key, 1)
-            self._wait(lambda: self._store.add(key, 0) >= self._world_size, what, lambda: self._store.add(key, 0))
+            self.wait(lambda: self._store.add(key, 0) >= self._world_size, what, lambda: self._store.add(key, 0))
 
     @contextmanager
     def telling(self, what: str) -> Iterator[Callable[[], None]]:
@@ -75,7 +75,7 @@ class Notices:
             nonlocal said
             if time.monotonic() - said >= LOOK_S:
                 said = time.monotonic()
-                with self._kept_together():
+                with self.kept_together():
                     self._store.add(f"{key} goes on", 1)
 
         try:
@@ -93,8 +93,8 @@ class Notices:
             DeepOffloadError: what it has failed with. RankError: it has gone, or does not do it within the limit.
         """
         key = self._key(what)
-        with self._kept_together():
-            self._wait(
+        with self.kept_together():
+            self.wait(
                 lambda: bool(self._store.check([key])),
                 f"{what} on rank {by}",
                 lambda: self._store.add(f"{key} goes on", 0),
@@ -112,10 +112,19 @@ class Notices:
         return f"{key} #{self._times[key]}"
 
     def _tell(self, key: str, message: object) -> None:
-        with self._kept_together():
+        with self.kept_together():
             self._store.set(key, json.dumps(message))
 
-    def _wait(self, over: Callable[[], bool], what: str, progress: Callable[[], int]) -> None:
+    def wait(self, over: Callable[[], bool], what: str, progress: Callable[[], int]) -> None:
+        """Return when ``over``. To be called inside of :meth:`kept_together`.
+
+        Args:
+            what: is waited for.
+            progress: as long as it changes, something happens.
+
+        Raises:
+            RankError: another rank has gone or failed, or nothing has happened for too long.
+        """
         heard = looked = time.monotonic()
         seen, pause_s = progress(), POLL_S
         while not over():
@@ -138,7 +147,7 @@ class Notices:
             raise LinkError(f"no connection to rank {gone[0]}")
 
     @contextmanager
-    def _kept_together(self) -> Iterator[None]:
+    def kept_together(self) -> Iterator[None]:
         """An error of the store is the one that all ranks raise."""
         self._rounds.check()
         with self._rounds.judged():

@@ -11,6 +11,7 @@ from deepoffload.errors import RankError
 from deepoffload.ranks.apart import PeersApartError
 from deepoffload.ranks.collectives import wait_within
 from deepoffload.ranks.links import RoundLink
+from deepoffload.ranks.recording import RankRecorder
 from deepoffload.ranks.rounds import NOTHING, PAYLOADS, RESTS, Payload, Rounds, Want, WantKind
 from deepoffload.ranks.wait_times import WaitTimes
 
@@ -81,7 +82,8 @@ class RoundRunner:
             of something.
     """
 
-    def __init__(self, link: RoundLink, rank: int, world_size: int, launch: Launch) -> None:
+    def __init__(self, link: RoundLink, rank: int, world_size: int, launch: Launch, recorder: RankRecorder) -> None:
+        self._recorder = recorder
         self.rounds = Rounds(rank, world_size, self._say)
         self.times = WaitTimes(world_size)
         self.said = NOTHING
@@ -91,6 +93,7 @@ class RoundRunner:
         self.elsewhere = 0
         self._link, self._launch = link, launch
         self._flights: list[tuple[int, Payload, PayloadFlight]] = []
+        self._launched_s: dict[PayloadFlight, float] = {}
         self._landing = False
         self.held = 0
         self.heard = time.monotonic()
@@ -146,6 +149,7 @@ class RoundRunner:
         """Take what has come of the payloads that are in flight. ``land``: of reductions, too."""
         while (entry := self._next_arrived(land)) is not None:
             _, payload, flight = entry
+            launched_s = self._launched_s.pop(flight)
             self._flights.remove(entry)  # before: what is called may come back here
             self.heard = time.monotonic()
             lands, self._landing = self._landing, self._landing or payload.kind is WantKind.REDUCE
@@ -159,6 +163,8 @@ class RoundRunner:
             finally:
                 self._landing = lands
                 self.held -= 1
+            if payload.kind is WantKind.REDUCE:
+                self._recorder.reduced(Want(payload.kind, payload.unit), launched_s)
 
     def _next_arrived(self, land: bool) -> tuple[int, Payload, PayloadFlight] | None:
         lands = land and not self._landing
@@ -173,6 +179,7 @@ class RoundRunner:
 
     def _say(self, want: Want) -> None:
         self.said = want
+        self._recorder.enters()
         self._link.start((want.kind, want.unit, self.rounds.steps, int(self.times.waited_s * 1e6)))
 
     def _take(self) -> None:
@@ -180,7 +187,8 @@ class RoundRunner:
         number = self.rounds.counts.rounds
         wants = [Want(WantKind(kind), unit) for kind, unit, _, _ in messages]
         outcome = self.rounds.take(wants)
-        self.times.round_over(self.rounds.rank, [waited_us for _, _, _, waited_us in messages])
+        slowest, lost_s = self.times.round_over(self.rounds.rank, [waited_us for _, _, _, waited_us in messages])
+        self._recorder.round_over(self.said, slowest, lost_s)
         self.bytes_wanted = any(want.kind in PAYLOADS for want in wants)
         self.elsewhere += any(want == NOTHING for rank, want in enumerate(wants) if rank != self.rounds.rank)
         if outcome.failed:
@@ -203,3 +211,4 @@ class RoundRunner:
                 self.held -= 1
             if flight is not None:
                 self._flights.append((number, payload, flight))
+                self._launched_s[flight] = time.perf_counter()

@@ -37,6 +37,7 @@ from deepoffload.ranks.apart import PeersApartError
 from deepoffload.ranks.collectives import LinkError
 from deepoffload.ranks.leaving import at_exit_of, call_at_exit, text_of
 from deepoffload.ranks.links import NudgeLink, RoundLink, own_client
+from deepoffload.ranks.recording import RankRecorder
 from deepoffload.ranks.roll_call import RollCall, Whereabouts
 from deepoffload.ranks.round_runner import (
     Launch,
@@ -46,9 +47,10 @@ from deepoffload.ranks.round_runner import (
     RoundRunner,
     Waitable,
 )
-from deepoffload.ranks.rounds import NAMED, NOTHING, PARTS, Want, WantKind
+from deepoffload.ranks.rounds import NOTHING, PARTS, Want, WantKind
 from deepoffload.ranks.sleeper import Sleeper
 from deepoffload.ranks.wait_times import Patience, RoundStats
+from deepoffload.timeline import Timeline
 
 log = logging.getLogger("deepoffload")
 
@@ -76,6 +78,7 @@ class RoundService:
         lock: held while the state changes and while ``launch`` runs, not while this rank waits. Re-entrant.
         abandon: ends the payload that is in flight, after an error.
         outside: calls a function with interrupts let through, for waits of a caller that has the lock.
+        timeline: of what rounds and waits take; None: nothing is recorded.
 
     Raises:
         RankError: not every rank has come within ``timeout_s``. All methods that post or wait raise it, too: see the
@@ -94,10 +97,13 @@ class RoundService:
         lock: Any = None,
         abandon: Callable[[], None] | None = None,
         outside: Callable[..., Any] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         self._others = [other for other in range(world_size) if other != rank]
-        self._unit_name, self._abandon, self._outside = unit_name, abandon, outside
+        self._abandon, self._outside = abandon, outside
+        self._recorder = RankRecorder(timeline, unit_name)
+        self._words = self._recorder.words
         self._lock = threading.RLock() if lock is None else lock
         self._failure: str | None = None
         self._nudges = 0
@@ -109,7 +115,7 @@ class RoundService:
             nudge_link = NudgeLink(store, rank, world_size, timeout_s)
         except LinkError as error:
             raise RankError(f"rank {rank} at the start of rounds: {error}") from error
-        self._runner = RoundRunner(self._link, rank, world_size, launch)
+        self._runner = RoundRunner(self._link, rank, world_size, launch, self._recorder)
         self._roll_call = RollCall(own_client(store), rank, world_size, lambda other: self._sleeper.alarm(other))
         self._sleeper = Sleeper(nudge_link, rank, world_size, self._serve, self._answer_alarm)
         self._cancel_at_exit = call_at_exit(at_exit_of(weakref.ref(self)))
@@ -280,13 +286,14 @@ class RoundService:
 
     def _wait(self, waitable: Waitable, patience: Patience, want: Want) -> None:
         """One wait in C++. Nudges the others when it is time to; gives up when nothing has happened for too long."""
-        begun = time.monotonic()
+        begun, begun_s = time.monotonic(), time.perf_counter()
         give_up_at = max(patience.started, self._runner.heard) + self.timeout_s
         until = min(begun + SLICE_S, give_up_at, patience.nudge_at if waitable.may_nudge else give_up_at)
         limit_s = max(until - begun, 0.001)
         over = waitable.within(limit_s) if self._outside is None else self._outside(waitable.within, limit_s)
         now = time.monotonic()
         self._runner.times.waited_s += now - begun
+        self._recorder.waited(want, begun_s)
         if over:
             return
         if waitable.may_nudge and now >= patience.nudge_at:
@@ -425,10 +432,6 @@ class RoundService:
         except RuntimeError as error:
             log.debug("rank %d has told the others that it has failed: %s", self.rank, error)
         return text
-
-    def _words(self, want: Want) -> str:
-        words = want.kind.name.lower()
-        return f"{words} of {self._unit_name(want.unit)}" if want.kind in NAMED else words
 
     def _here(self) -> Whereabouts:
         waits = self._inside > 0 or not self._sleeper.is_current()

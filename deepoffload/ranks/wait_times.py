@@ -62,12 +62,18 @@ class WaitTimes:
         if seconds >= NOT_A_WAIT_S:
             self.usual_s += _NEW_SHARE * (seconds - self.usual_s)
 
-    def round_over(self, rank: int, waited_us: Sequence[int]) -> None:
-        """A round is over. ``rank`` is this one; ``waited_us``: how long each rank had waited, by then, in all."""
+    def round_over(self, rank: int, waited_us: Sequence[int]) -> tuple[int, float]:
+        """A round is over. ``rank`` is this one; ``waited_us``: how long each rank had waited, by then, in all.
+
+        Returns:
+            The rank that waited least, and how many seconds longer this one has waited.
+        """
         newly = [now - known for now, known in zip(waited_us, self._known_us, strict=True)]
         least = min(newly)
-        self.for_rank_s[newly.index(least)] += (newly[rank] - least) * 1e-6
+        slowest, lost_s = newly.index(least), (newly[rank] - least) * 1e-6
+        self.for_rank_s[slowest] += lost_s
         self._known_us = list(waited_us)
+        return slowest, lost_s
 
 
 class Patience:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.engine import Engine
 from deepoffload.runtime.ranks import RankChoice
 from deepoffload.runtime.registration import ConstructionHooks, context_is_open
+from deepoffload.runtime.statistics import stats_of_ranks
 
 
 class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
@@ -111,9 +112,22 @@ def engine_of(model: nn.Module) -> Engine:
     )
 
 
-def stats(model: nn.Module) -> dict[str, float]:
-    """Numbers of the engine behind ``model``; see :meth:`Engine.stats`."""
-    return engine_of(model).stats()
+@overload
+def stats(model: nn.Module) -> dict[str, float]: ...
+
+
+@overload
+def stats(model: nn.Module, *, all_ranks: bool) -> dict[str, float] | list[dict[str, float]]: ...
+
+
+def stats(model: nn.Module, *, all_ranks: bool = False) -> dict[str, float] | list[dict[str, float]]:
+    """Numbers of the engine behind ``model``; see :meth:`Engine.stats`.
+
+    Args:
+        all_ranks: those of every rank, in rank order, as a list. Every rank then calls it.
+    """
+    engine = engine_of(model)
+    return stats_of_ranks(engine.link, engine.stats()) if all_ranks else engine.stats()
 
 
 def last_micro_batch(model: nn.Module) -> None:

@@ -129,7 +129,7 @@ def open_rank_memory(
     device, links = RankDevice(), []
 
     def join(host: HostLink) -> Gathered:
-        links.append(RankLink(group, exchange, host.tiers.lock, timeout_s=timeout_s))
+        links.append(RankLink(group, exchange, host.tiers.lock, timeout_s=timeout_s, timeline=timeline))
         return Gathered(host, links[0])
 
     memory = CopyMemory(

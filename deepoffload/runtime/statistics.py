@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepoffload.config.resolve import Budgets
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.params.pager import Pager
+from deepoffload.params.ports import RankPort
 from deepoffload.schedule.cost_model import BlockKind
 
 
@@ -35,3 +36,15 @@ def run_stats(pager: Pager, space: SwapSpace | None, budgets: Budgets) -> dict[s
         "units": len(pager.units),
         "parameters": sum(h.numel for unit in pager.units for h in unit.handles),
     }
+
+
+def stats_of_ranks(link: RankPort | None, mine: dict[str, float]) -> list[dict[str, float]]:
+    """The numbers of every rank, in rank order. Every rank calls it, at the same place of the program.
+
+    Raises:
+        RankError: a rank has gone, or does not come.
+    """
+    if link is None:
+        return [mine]
+    with link.tasks.begin("stats(all_ranks=True)").together() as task:
+        return task.gather(mine)

@@ -1,0 +1,174 @@
+"""Something that all ranks do together outside of rounds, such as a save: it fails on all of them or on none.
+
+The ranks tell each other by the store what each gives, or what it has failed with. Who waits here enters no rounds; the
+thread that sleeps in the rank answers for it, as while a program is in its own barrier. An error ends the task, and not
+the training: all ranks raise it, and may go on.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from deepoffload.errors import DeepOffloadError, UsageError
+from deepoffload.ranks.notices import LOOK_S, Notices, kind_of
+
+
+class _Message(NamedTuple):
+    """What one rank has said.
+
+    Attributes:
+        task: what it is at.
+        value: what it gives to all.
+        error: what it has failed with: the class of the error, and its text.
+    """
+
+    task: str
+    value: Any = None
+    error: tuple[str, str] | None = None
+
+
+class JointTasks:
+    """Counts what ranks do together: every rank begins the same tasks in the same order. One thread at a time is in
+    them.
+
+    Args:
+        store: nobody else uses its keys.
+        notices: what waits, and finds out that a rank has gone.
+    """
+
+    def __init__(self, store: dist.Store, notices: Notices, rank: int, world_size: int) -> None:
+        self.store, self.notices = store, notices
+        self.rank, self.world_size = rank, world_size
+        self._count = 0
+        self._keys: list[list[str]] = []
+
+    def begin(self, what: str) -> JointTask:
+        """The next one. ``what``: for errors; the same on all ranks."""
+        self._count += 1
+        said: list[str] = []
+        self._keys.append(said)
+        while len(self._keys) > 2:  # all have ended the one before the last when this rank begins the next
+            for key in self._keys.pop(0):
+                with suppress(RuntimeError):
+                    self.store.delete_key(key)
+        return JointTask(self, f"task {self._count}", what, said)
+
+
+class JointTask:
+    """One rank's part in one task.
+
+    Attributes:
+        rank, world_size: who this is.
+        what: it is, for errors.
+    """
+
+    def __init__(self, tasks: JointTasks, key: str, what: str, said: list[str]) -> None:
+        self.rank, self.world_size = tasks.rank, tasks.world_size
+        self.what = what
+        self._tasks, self._key, self._said = tasks, key, said
+        self._part = 0
+        self._told_s = time.monotonic()
+        self._failure: BaseException | None = None
+
+    @contextmanager
+    def together(self) -> Iterator[JointTask]:
+        """What fails inside on one rank is raised on all, with that rank's text. When it ends, it has ended well on
+        all. Those of one task follow each other, and do not stand inside each other."""
+        try:
+            yield self
+        except BaseException as error:
+            if error is self._failure:
+                raise
+            before = self._failed_before() if isinstance(error, Exception) else None
+            self._tell(error)
+            if before is not None:
+                raise before from error  # it is what has failed first, and may be why this rank has failed, too
+            raise
+        self.gather()
+
+    def gather(self, mine: Any = None) -> list[Any]:
+        """What every rank gives, in rank order; every rank calls it. For a few small things: they are pickled.
+
+        Raises:
+            DeepOffloadError: another rank has failed: its error, with the rank's number.
+            RankError: another rank has gone, or does not come within the limit while nothing happens.
+        """
+        tasks, part = self._tasks, f"{self._key}.{self._part}"
+        self._part += 1
+        self._say(part, _Message(self.what, mine))
+        found: list[_Message] = []
+        with tasks.notices.kept_together():
+            for rank in range(self.world_size):
+                found.append(self._heard(part, rank))
+                if found[-1].error is not None:
+                    break
+        for rank, said in enumerate(found):  # here, where an error is no end of the training
+            self._check(rank, said)
+        return [said.value for said in found]
+
+    def alive(self) -> None:
+        """To be called now and then by what takes long: the others see that it goes on."""
+        if time.monotonic() - self._told_s >= LOOK_S:
+            self._told_s = time.monotonic()
+            with self._tasks.notices.kept_together():
+                self._tasks.store.add(self._beat, 1)
+
+    @property
+    def _beat(self) -> str:
+        return f"{self._key} goes on"
+
+    def _failed_before(self) -> BaseException | None:
+        """What another rank has said that it has failed with."""
+        part, store = f"{self._key}.{self._part}", self._tasks.store
+        with suppress(DeepOffloadError), self._tasks.notices.kept_together():
+            for rank in range(self.world_size):
+                key = f"{part} of {rank}"
+                said: _Message | None = pickle.loads(store.get(key)) if store.check([key]) else None
+                if said is not None and said.error is not None:
+                    return self._failed(rank, said)
+        return None
+
+    def _heard(self, part: str, rank: int) -> _Message:
+        """What a rank gives to a part."""
+        tasks, key = self._tasks, f"{part} of {rank}"
+        waits = f"rank {rank} at {self.what}"
+        tasks.notices.wait(lambda: bool(tasks.store.check([key])), waits, lambda: tasks.store.add(self._beat, 0))
+        said: _Message = pickle.loads(tasks.store.get(key))
+        return said
+
+    def _check(self, rank: int, said: _Message) -> None:
+        """Raise what a rank has failed with, and where it is at something else."""
+        if said.error is not None:
+            self._failure = self._failed(rank, said)
+            raise self._failure
+        if said.task != self.what:
+            self._failure = UsageError(
+                f"rank {rank} is at {said.task}, and rank {self.rank} at {self.what}: all ranks make the same calls, "
+                "in the same order"
+            )
+            raise self._failure
+
+    @staticmethod
+    def _failed(rank: int, said: _Message) -> DeepOffloadError:
+        assert said.error is not None
+        name, text = said.error
+        return kind_of(name)(f"rank {rank} has failed at {said.task}: {text}")
+
+    def _tell(self, error: BaseException) -> None:
+        """Let the others raise what this rank has failed with, at the next thing that they wait for."""
+        text = f"{error}" if isinstance(error, DeepOffloadError) else f"{type(error).__name__}: {error}"
+        with suppress(DeepOffloadError):  # then the others have heard of something worse
+            self._say(f"{self._key}.{self._part}", _Message(self.what, error=(type(error).__name__, text)))
+
+    def _say(self, part: str, said: _Message) -> None:
+        key = f"{part} of {self.rank}"
+        self._said.append(key)
+        store: Any = self._tasks.store  # which takes bytes, too; torch's stubs say text
+        with self._tasks.notices.kept_together():
+            store.set(key, pickle.dumps(said))

@@ -1,0 +1,69 @@
+"""What the ranks of the tests of reports and of ``no_sync`` do."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import deepoffload
+from deepoffload import CPUAdamW
+from deepoffload.runtime.context import engine_of
+from deepoffload.timeline import Lane
+from tests.ranks.saving import built, digests, rank, train
+from tests.support.models import VOCABULARY, TinyGPT
+
+SLOW_S = 0.15
+
+
+def train_with_a_slow_rank() -> tuple[dict[str, float], str, set[str], list[dict[str, float]]]:
+    """Rank 1 does something else between its steps."""
+    with built({"host_budget": "32MiB", "timeline": True}) as model:
+        optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+        for step in range(5):
+            train(model, optimizer, range(step, step + 1))
+            time.sleep(SLOW_S * rank())
+        engine = engine_of(model)
+        assert engine.timeline is not None
+        lanes = {span.lane.value for span in engine.timeline.spans()}
+        summary = engine.summary()
+        everybody = deepoffload.stats(model, all_ranks=True)
+        assert isinstance(everybody, list)
+        return dict(summary.waited_for_ranks), summary.table(), lanes, everybody
+
+
+LANES = {lane.value for lane in (Lane.GATHER, Lane.REDUCE, Lane.ROUND, Lane.WAIT)}
+
+
+def accumulate(*, synchronise_last: bool) -> list[Any]:
+    """Three micro-batches a step, each with other data on each rank; all but the last inside ``no_sync`` or outside."""
+    torch.manual_seed(11)
+    config = {
+        "gradient_accumulation_steps": 3,
+        "train_micro_batch_size_per_gpu": 2,
+        "host_budget": "32MiB",
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    engine = deepoffload.initialize(model=TinyGPT(dropout=0.0), config=config)[0]
+    found: list[Any] = []
+    for step in range(2):
+        for micro in range(3):
+            seed = 100 * step + 10 * micro + rank()
+            tokens = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(seed))
+            logits = engine(tokens)
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+            with engine.no_sync() if synchronise_last and micro < 2 else contextlib.nullcontext():
+                engine.backward(loss)
+            engine.step()
+        found.append(engine.get_global_grad_norm())
+    found.append(digests(engine.module.state_dict()))
+    engine.close()
+    return found
+
+
+def accumulate_both_ways() -> tuple[list[Any], list[Any]]:
+    return accumulate(synchronise_last=True), accumulate(synchronise_last=False)
