@@ -5,6 +5,9 @@ memory until all of its bytes are there; then its checksum is taken and it is wr
 one tensor come in order, only a few blocks are open at a time: at most two per tensor that is being written. Where
 pieces come in another order, the block that has waited longest is set aside: what it has goes to the file, and is read
 again when the rest is there.
+
+Several ranks may write one file, each its part of it. A block of which a rank has all bytes is that rank's to write. A
+block of which several have some is rank 0's: the others put theirs into separate files, at the same positions.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool, num_blocks_of
 from deepoffload.checkpoint.safetensors_file import failure
 from deepoffload.errors import IoFailure
 from deepoffload.io.checksums import crc32c
-from deepoffload.io.engine import IoEngine
+from deepoffload.io.engine import IoEngine, IoFile
 from deepoffload.io.ticket import Ticket
 
 IN_FLIGHT_BLOCKS = 24
@@ -39,14 +43,27 @@ Run = tuple[int, int]
 """From and to, in a block."""
 
 
+class FilePart(NamedTuple):
+    """What one rank has written of a file.
+
+    Attributes:
+        sums: the checksum of each block; ``sent`` is 1 where the rank has written it.
+        runs: what the rank has of other blocks, in a separate file.
+    """
+
+    sums: array[int]
+    sent: bytes
+    runs: dict[int, list[Run]]
+
+
 @dataclass
 class _OpenBlock:
-    """A block of which ``filled_bytes`` have come. Those of ``runs`` are in memory, those ``aside`` in the file."""
+    """A block of which ``filled_bytes`` have come. Those of ``runs`` are in memory, those ``aside`` in a file."""
 
     address: int
     filled_bytes: int = 0
     runs: list[Run] = field(default_factory=list)
-    aside: list[Run] = field(default_factory=list)
+    aside: list[tuple[IoFile, Run]] = field(default_factory=list)
 
     def add(self, start: int, end: int) -> None:
         self.filled_bytes += end - start
@@ -60,15 +77,26 @@ class BlockWriter:
 
     Args:
         progress: told the bytes of each block when it is handed to the disk.
+        aside_path: where blocks are set aside, and left that another rank has the rest of. That rank has made the file.
+            None: this process makes the file, and writes all of it.
 
     Raises:
         IoFailure: the file cannot be made, or the disk has no room for it.
     """
 
-    def __init__(self, io: IoEngine, pool: BlockPool, path: str, nbytes: int, progress: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        io: IoEngine,
+        pool: BlockPool,
+        path: str,
+        nbytes: int,
+        progress: Callable[[int], None],
+        aside_path: str | None = None,
+    ) -> None:
         self.path = path
         self.nbytes = nbytes
         self.sums = array("I", bytes(4 * num_blocks_of(nbytes)))
+        self._sent = bytearray(num_blocks_of(nbytes))
         self._pool = pool
         self._io = io
         self._progress = progress
@@ -76,10 +104,14 @@ class BlockWriter:
         self._aside: dict[int, _OpenBlock] = {}
         self._flying: deque[tuple[Ticket, int, int]] = deque()
         self._left_bytes = nbytes
+        self._aside_path = aside_path
+        self._others: list[IoFile] = []
         try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # with the permissions of the user
+            if aside_path is None:
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # with the user's permissions
             self._file = io.open_file(path)
-            self._file.grow(nbytes)
+            if aside_path is None:
+                self._file.grow(nbytes)
         except OSError as error:
             raise failure("making a file", error, path, 0, nbytes) from error
 
@@ -122,13 +154,44 @@ class BlockWriter:
         """
         if self._left_bytes or self._open or self._aside:
             raise RuntimeError(f"{self.path}: {self._left_bytes} of {self.nbytes} bytes are missing")
-        while self._flying:
-            self._land()
+        self._sync()
+        for file in (*self._others, self._file):
+            file.close()
+
+    def end_part(self) -> FilePart:
+        """The same of what this rank has. What it has of blocks that are not complete is in its own file.
+
+        Raises:
+            IoFailure: as :meth:`put`.
+        """
+        for index in list(self._open):
+            self._set_aside(index)
+        self._sync()
+        for file in (*self._others, self._file):
+            file.close()
+        runs = {index: [run for _, run in block.aside] for index, block in self._aside.items()}
+        self._aside.clear()
+        return FilePart(self.sums, bytes(self._sent), runs)
+
+    def adopt(self, part: FilePart, path: str) -> None:
+        """Take over what another rank has written; ``path``: of that rank's file. Raises IoFailure."""
+        for index, sent in enumerate(part.sent):
+            if sent:
+                self.sums[index] = part.sums[index]
+                self._is_sent(index)
+        if not part.runs:
+            return
         try:
-            self._file.sync()
+            file = self._io.open_file(path, readonly=True)
         except OSError as error:
-            raise failure("writing", error, self.path, 0, self.nbytes) from error
-        self._file.close()
+            raise failure("reading what another rank has written", error, path, 0) from error
+        self._others.append(file)
+        for index, runs in part.runs.items():
+            block = self._opened(index)
+            block.aside += [(file, run) for run in runs]
+            block.filled_bytes += sum(end - start for start, end in runs)
+            if block.filled_bytes == self._length_of(index):
+                self._send(index, self._open.pop(index))
 
     def abandon(self) -> None:
         """After a failure: wait for what is on its way, so that its memory may go, and close the file."""
@@ -138,8 +201,29 @@ class BlockWriter:
         for block in self._open.values():
             self._pool.give_back(block.address)
         self._open.clear()
-        with contextlib.suppress(OSError):
-            self._file.close()
+        for file in (*self._others, self._file):
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _sync(self) -> None:
+        while self._flying:
+            self._land()
+        for file in (*self._others, self._file) if self._aside_path is not None else (self._file,):
+            try:
+                file.sync()
+            except OSError as error:
+                raise failure("writing", error, file.path, 0, self.nbytes) from error
+
+    def _aside_file(self) -> IoFile:
+        """Where blocks are set aside."""
+        if self._aside_path is None:
+            return self._file
+        if not self._others:
+            try:
+                self._others.append(self._io.open_file(self._aside_path, create=True))
+            except OSError as error:
+                raise failure("making a file", error, self._aside_path, 0) from error
+        return self._others[0]
 
     def _length_of(self, index: int) -> int:
         return min(BLOCK_BYTES, self.nbytes - index * BLOCK_BYTES)
@@ -156,24 +240,28 @@ class BlockWriter:
         return block
 
     def _set_aside(self, index: int) -> None:
-        """Put what a block has into the file, and give its memory back."""
+        """Put what a block has in memory into a file, and give its memory back."""
         block = self._open.pop(index)
         try:
-            self._move(self._io.write, index, block.address, block.runs, "writing")
+            file = self._aside_file()
+            aside = [(file, run) for run in block.runs]
+            self._move(self._io.write, index, block.address, aside, "writing")
         finally:
             self._pool.give_back(block.address)
         block.address = 0
-        block.aside += block.runs
+        block.aside += aside
         block.runs = []
         self._aside[index] = block
 
-    def _move(self, move: Callable[..., Ticket], index: int, address: int, runs: list[Run], action: str) -> None:
-        for start, end in runs:
+    def _move(
+        self, move: Callable[..., Ticket], index: int, address: int, places: list[tuple[IoFile, Run]], action: str
+    ) -> None:
+        for file, (start, end) in places:
             offset = index * BLOCK_BYTES + start
             try:
-                move(self._file, address + start, end - start, offset).wait()
+                move(file, address + start, end - start, offset).wait()
             except IoFailure as error:
-                raise failure(action, error, self.path, offset, end - start) from error
+                raise failure(action, error, file.path, offset, end - start) from error
 
     def _send(self, index: int, block: _OpenBlock) -> None:
         nbytes = self._length_of(index)
@@ -186,10 +274,17 @@ class BlockWriter:
             (self._io.write(self._file, block.address, nbytes, index * BLOCK_BYTES), block.address, index)
         )
         self.sums[index] = crc32c(block.address, nbytes)  # while the disk has it
-        self._left_bytes -= nbytes
-        self._progress(nbytes)
+        self._is_sent(index)
         while self._flying and (self._flying[0][0].done() or len(self._flying) > IN_FLIGHT_BLOCKS):
             self._land()
+
+    def _is_sent(self, index: int) -> None:
+        """A block has all of its bytes, and its checksum."""
+        if self._sent[index]:
+            raise RuntimeError(f"{self.path}: block {index} was written twice")
+        self._sent[index] = 1
+        self._left_bytes -= self._length_of(index)
+        self._progress(self._length_of(index))
 
     def _land(self) -> None:
         ticket, address, index = self._flying.popleft()

@@ -6,11 +6,10 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from deepoffload.checkpoint.cut import BlockSpan, CutContent
 from deepoffload.checkpoint.file_set import FileSet
-from deepoffload.checkpoint.manifest import FileRecord
 from deepoffload.errors import IoFailure, IoTimeout
 from deepoffload.memory.snapshots import Snapshot
 from deepoffload.memory.tier_manager import TierManager
@@ -78,13 +77,15 @@ class Copying:
 
     Args:
         share: of the disk, see :class:`Pace`.
+        alive: called now and then.
 
     Attributes:
         thread: the one that was started for :meth:`run`; None where the program waits.
     """
 
-    def __init__(self, files: FileSet, share: float) -> None:
+    def __init__(self, files: FileSet, share: float, alive: Callable[[], None]) -> None:
         self._files = files
+        self._alive = alive
         self._share = share
         self._work = threading.Lock()
         self._cut = CutContent()
@@ -123,16 +124,20 @@ class Copying:
         for snapshot in self._snapshots:
             snapshot.begin()
 
-    def run(self) -> Mapping[str, FileRecord]:
-        """Copy everything and put it on the disk; the checksums of the files.
+    def run(self, *, with_headers: bool) -> None:
+        """Copy everything to the files, which have still to be finished.
+
+        Args:
+            with_headers: False: another rank writes these.
 
         Raises:
             IoFailure: a transfer failed. IoTimeout: nothing moves any more. Or what an update raises that had to be
             made for this.
         """
         self._runs_in = threading.get_ident()
-        self._put_the_rest()
+        self._put_the_rest(with_headers=with_headers)
         while any(snapshot.left for snapshot in self._snapshots) and self._error is None:
+            self._alive()
             if not self.is_hurried() and not self._pace.may_go():
                 self._woken.wait(WAIT_S)
                 self._woken.clear()
@@ -143,8 +148,6 @@ class Copying:
                 self._wait_for_more()
         if self._error is not None:
             raise self._error
-        with self._work:
-            return self._files.finish()
 
     def end(self) -> None:
         """Nothing is needed any more. Idempotent."""
@@ -196,10 +199,11 @@ class Copying:
 
     # -- copying ---------------------------------------------------------------------------------------------------
 
-    def _put_the_rest(self) -> None:
+    def _put_the_rest(self, *, with_headers: bool) -> None:
         """What lies in no block, and what no block has yet."""
-        with self._work:
-            self._files.put_headers()
+        if with_headers:
+            with self._work:
+                self._files.put_headers()
         for run in self._cut.in_memory:
             position = run.position
             for values in run.pieces():

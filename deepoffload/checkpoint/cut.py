@@ -15,13 +15,11 @@ from torch import Tensor
 from deepoffload.checkpoint.expressions import Opener, Part, slabs
 from deepoffload.checkpoint.file_layout import PlannedFile
 from deepoffload.checkpoint.file_set import FileSet
+from deepoffload.checkpoint.own_ranges import OwnGather, is_scattered, owned_run, owned_runs, runs_of
 from deepoffload.checkpoint.weights import WINDOW_BYTES, Target, WeightPlan
 from deepoffload.memory.block import Block
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
-
-RUN_BYTES_MIN = 512
-"""A tensor whose memory order is so different from that of the file that shorter runs would result is gathered."""
 
 
 class BlockSpan(NamedTuple):
@@ -58,7 +56,7 @@ class BlockSpans:
     """Puts the bytes of one block, which come in order, into files: its
     :class:`~deepoffload.memory.snapshots.BlockSink`."""
 
-    def __init__(self, files: FileSet, spans: Iterable[BlockSpan], gathers: Sequence[Gather]) -> None:
+    def __init__(self, files: FileSet, spans: Iterable[BlockSpan], gathers: Sequence[Gather | OwnGather]) -> None:
         self.whole = bool(gathers)
         self._files = files
         self._spans = sorted(spans)
@@ -92,7 +90,7 @@ class CutContent:
     """What a checkpoint is made of, by place."""
 
     spans: dict[Block, list[BlockSpan]] = field(default_factory=dict)
-    gathers: dict[Block, list[Gather]] = field(default_factory=dict)
+    gathers: dict[Block, list[Gather | OwnGather]] = field(default_factory=dict)
     in_memory: list[MemoryRun] = field(default_factory=list)
 
     def add_span(self, block: Block, span: BlockSpan) -> None:
@@ -120,11 +118,14 @@ def add_weights(
     plan: WeightPlan,
     targets: Mapping[Opener, Target],
     files: Sequence[PlannedFile],
+    *,
+    with_ordinary: bool = True,
 ) -> None:
-    """What the stored tensors of a model are made of.
+    """What the stored tensors of a model are made of; of weights that are cut for several ranks, what this one owns.
 
     Args:
         targets: what each opener of the plan opens.
+        with_ordinary: False: another rank writes what is not paged.
     """
     for file in files:
         for name, (_, position) in file.places().items():
@@ -132,9 +133,11 @@ def add_weights(
                 handle = targets[part.source.open]
                 nbytes = (part.stop - part.start) * part.view.element_size()
                 block = handle.block if isinstance(handle, ParamHandle) else None
-                if isinstance(handle, ParamHandle) and block is not None and not block.forms:
+                if isinstance(handle, ParamHandle) and block is not None and handle.cut is not None:
+                    _add_owned(content, handle, block, part, file.name, position)
+                elif isinstance(handle, ParamHandle) and block is not None and not block.forms:
                     _add_part(content, handle, block, part, file.name, position)
-                else:
+                elif with_ordinary:
                     content.in_memory.append(MemoryRun(file.name, position, _Slabs(part)))
                 position += nbytes
 
@@ -153,36 +156,25 @@ class _Slabs:
 
 
 def _add_part(content: CutContent, handle: ParamHandle, block: Block, part: Part, file: str, position: int) -> None:
-    _, view, start, stop = part
-    size = view.element_size()
-    inner, outer = _inner_run(view)
-    scattered = inner * size < RUN_BYTES_MIN and inner < view.numel()
-    if scattered or view.dtype is not handle.dtype:
+    size = part.view.element_size()
+    if is_scattered(part.view) or part.view.dtype is not handle.dtype:
         content.gathers.setdefault(block, []).append(Gather(handle, part, file, position))
         return
-    base = handle.form.offset_stored + part.offset_numel * size
-    for number in range(start // inner, -(-stop // inner)):
-        begin, end = max(start, number * inner), min(stop, (number + 1) * inner)
-        offset = base + (_offset_of(number, outer, view.stride()) + begin - number * inner) * size
-        content.add_span(block, BlockSpan(offset, (end - begin) * size, file, position + (begin - start) * size))
+    for run in runs_of(part):
+        offset = handle.form.offset_stored + run.element * size
+        content.add_span(block, BlockSpan(offset, run.numel * size, file, position + run.position * size))
 
 
-def _inner_run(view: Tensor) -> tuple[int, tuple[int, ...]]:
-    """How many elements of the row-major order lie next to each other, and the shape of the dimensions outside."""
-    inner, dim = 1, view.dim()
-    while dim and (view.shape[dim - 1] == 1 or view.stride(dim - 1) == inner):
-        inner *= view.shape[dim - 1]
-        dim -= 1
-    return max(1, inner), tuple(view.shape[:dim])
-
-
-def _offset_of(number: int, shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Where run ``number`` of the outer dimensions begins, in elements."""
-    offset = 0
-    for size, step in zip(reversed(shape), reversed(stride[: len(shape)]), strict=True):
-        number, index = divmod(number, size)
-        offset += index * step
-    return offset
+def _add_owned(content: CutContent, handle: ParamHandle, block: Block, part: Part, file: str, position: int) -> None:
+    owned, size = owned_run(handle), handle.dtype.itemsize
+    if owned is None:
+        return
+    if is_scattered(part.view):
+        content.gathers.setdefault(block, []).append(OwnGather(handle, owned, part, file, position))
+        return
+    for run in owned_runs(part, owned):
+        offset = owned.shard_offset + (run.element - owned.start) * size
+        content.add_span(block, BlockSpan(offset, run.numel * size, file, position + run.position * size))
 
 
 # -- the moment --------------------------------------------------------------------------------------------------------

@@ -1,14 +1,17 @@
-"""The large files of one save, each made when something is first written to it."""
+"""The large files of one save, each made when something is first written to it.
+
+Where several ranks write them, rank 0 makes them all before the others begin.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool
-from deepoffload.checkpoint.block_writer import BlockWriter
+from deepoffload.checkpoint.block_writer import BlockWriter, FilePart
 from deepoffload.checkpoint.file_layout import PlannedFile
 from deepoffload.checkpoint.manifest import FileRecord
 from deepoffload.io.engine import IoEngine
@@ -20,6 +23,7 @@ class FileSet:
     Args:
         open_io: makes the engine that writes them.
         progress: told the bytes of each block when it is handed to the disk.
+        rank: which of several this is; None where this process writes all.
     """
 
     def __init__(
@@ -28,6 +32,7 @@ class FileSet:
         planned: Sequence[PlannedFile],
         progress: Callable[[int], None],
         open_io: Callable[..., IoEngine],
+        rank: int | None = None,
     ) -> None:
         self.put_bytes = 0
         self._staged = staged
@@ -38,6 +43,14 @@ class FileSet:
         self._pool = BlockPool()
         self._writers: dict[str, BlockWriter] = {}
         self._closed = False
+        self._rank = rank
+        if rank == 0:
+            try:
+                for name in self._planned:
+                    self._writer(name)
+            except BaseException:
+                self.close()
+                raise
 
     def put(self, file: str, position: int, address: int, nbytes: int) -> None:
         """Write bytes of memory to a position; they may change when this returns. Raises IoFailure."""
@@ -68,6 +81,15 @@ class FileSet:
             records[name] = FileRecord(file.nbytes, writer.sums)
         return records
 
+    def end_part(self) -> dict[str, FilePart]:
+        """What this rank has written is on the disk. Raises IoFailure."""
+        return {name: writer.end_part() for name, writer in self._writers.items()}
+
+    def adopt(self, rank: int, parts: Mapping[str, FilePart]) -> None:
+        """Take over what another rank has written. Raises IoFailure."""
+        for name, part in parts.items():
+            self._writer(name).adopt(part, self._aside_path(rank, name))
+
     def close(self) -> None:
         """Wait for what is on its way, and give everything back. Idempotent."""
         if self._closed:
@@ -86,5 +108,10 @@ class FileSet:
             if self._io is None:
                 self._io = self._open_io(block_bytes=BLOCK_BYTES)
             path, nbytes = os.path.join(self._staged, name), self._planned[name].nbytes
-            self._writers[name] = BlockWriter(self._io, self._pool, path, nbytes, self._progress)
+            aside_path = self._aside_path(self._rank, name) if self._rank else None
+            self._writers[name] = BlockWriter(self._io, self._pool, path, nbytes, self._progress, aside_path)
         return self._writers[name]
+
+    def _aside_path(self, rank: int, name: str) -> str:
+        """What a rank has of blocks that other ranks have the rest of; next to the folder that is published."""
+        return os.path.join(os.path.dirname(self._staged), f"rank{rank}-{name}")

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepoffload.checkpoint.values import clipped
 from deepoffload.errors import UsageError
+from deepoffload.optim.rank_gradients import RankGradients
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import MODULE_CALL, in_backward
 from deepoffload.params.unit import ParamHandle
@@ -65,7 +66,10 @@ class GradientWatch:
             if isinstance(handle, ParamHandle):
                 pager: Any = handle.pager
                 gradients = pager.gradients
-                if gradients.present(handle) and gradients.changed_since(self._paged.get(id(pager), -1), [handle]):
+                coming = isinstance(gradients, RankGradients) and gradients.is_coming(handle)
+                if (coming or gradients.present(handle)) and gradients.changed_since(
+                    self._paged.get(id(pager), -1), [handle]
+                ):
                     return name
             elif param.grad is not None and self._ordinary.get(id(param)) != (id(param.grad), param.grad._version):
                 return name

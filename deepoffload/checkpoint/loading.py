@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from deepoffload.checkpoint.arguments import check_switches
 from deepoffload.checkpoint.optimizer_matching import MatchedOptimizer, match_optimizer
+from deepoffload.checkpoint.own_ranges import show_again
 from deepoffload.checkpoint.remedies import OF_LOAD, Remedies
+from deepoffload.checkpoint.several_ranks import meet
 from deepoffload.checkpoint.source import StoredTensor, TrainingSource
 from deepoffload.checkpoint.state_files import memory_order
 from deepoffload.checkpoint.state_loading import PieceLoader, split_master
@@ -37,6 +39,7 @@ from deepoffload.optim.state import MASTER_PART_KEYS
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import ParamHandle
+from deepoffload.ranks.joint_task import JointTask
 
 
 @dataclass(frozen=True)
@@ -100,18 +103,19 @@ class Loading:
     optimizer: torch.optim.Optimizer | None
     state: MatchedOptimizer
 
-    def apply(self, pagers: Sequence[Pager]) -> None:
-        """Put weights, masters and optimizer state in.
+    def apply(self, pagers: Sequence[Pager], task: JointTask | None = None) -> None:
+        """Put weights, masters and optimizer state in; with several ranks, ``task``, what this one owns.
 
         Raises:
-            UsageError: a checksum is wrong. IoFailure: a transfer failed. A part is loaded then.
+            UsageError: a checksum is wrong. IoFailure: a transfer failed. A part is loaded then. Also what another rank
+            has failed with.
         """
         if isinstance(self.weights, CustomWeights):
             self.weights.load()
         with outside_user_modes(), torch.no_grad():
-            SHIELD.let_through(self._apply, (pagers,))
+            SHIELD.let_through(self._apply, (pagers, task))
 
-    def _apply(self, pagers: Sequence[Pager]) -> None:
+    def _apply(self, pagers: Sequence[Pager], task: JointTask | None) -> None:
         if isinstance(self.weights, WeightLoader):
             self.weights.load(self.source.reader, self._is_corrected)
         self._correct_ordinary()
@@ -120,6 +124,10 @@ class Loading:
             restore(self.optimizer, self.state.groups, self._in_memory(self.optimizer), kept)
         for pager in pagers:
             self._load_pieces(pager)
+        meet(task)
+        for pager in pagers:
+            if pager.link is not None:
+                show_again(pager)
 
     def _is_corrected(self, target: Target) -> bool:
         """Whether a weight becomes what its master gives, so that the stored weight need not be put in first."""

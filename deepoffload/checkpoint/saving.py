@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from deepoffload.checkpoint import transformers_format
 from deepoffload.checkpoint.block_pool import BLOCK_BYTES
-from deepoffload.checkpoint.block_writer import write_small_file
+from deepoffload.checkpoint.block_writer import FilePart, write_small_file
 from deepoffload.checkpoint.copying import Copying
 from deepoffload.checkpoint.cut import CutContent, add_weights
 from deepoffload.checkpoint.directory import prepare, staging, sync_file
@@ -30,6 +30,7 @@ from deepoffload.checkpoint.file_set import FileSet
 from deepoffload.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, manifest_text
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.safetensors_file import failure
+from deepoffload.checkpoint.several_ranks import refuse_other_plans, shared_folder
 from deepoffload.checkpoint.shards import INDEX_NAME, split
 from deepoffload.checkpoint.state_files import StatePlan
 from deepoffload.checkpoint.tags import check_place, prune, publish_tag
@@ -42,6 +43,7 @@ from deepoffload.io.engine import IoEngine
 from deepoffload.memory.lock import SHIELD
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes
+from deepoffload.ranks.joint_task import JointTask
 
 SHARD_BYTES = 5_000_000_000
 SMALL_FILES_BYTES = 1 << 20
@@ -88,7 +90,11 @@ class Save:
     """One checkpoint on its way. What it consists of is planned when this is made, frozen by :meth:`freeze`, and copied
     by :meth:`run`; the first two inside one :func:`~deepoffload.checkpoint.cut.held_still`.
 
+    Several ranks write the same files: each what it owns, and rank 0 what nobody else has. Rank 0 makes the folder and
+    publishes it.
+
     Args:
+        task: what all ranks do together; None with one.
         keep_last: how many complete checkpoints stay in ``directory``; None: all.
         share: of the disk while the program itself has transfers.
 
@@ -102,12 +108,12 @@ class Save:
         directory: str,
         tag: str,
         content: Content,
+        task: JointTask | None,
         *,
         update_latest: bool,
         keep_last: int | None,
         share: float,
     ) -> None:
-        check_place(directory, tag)
         self.folder = os.path.join(directory, tag)
         self.step = content.step
         self._directory = directory
@@ -115,36 +121,57 @@ class Save:
         self._content = content
         self._update_latest = update_latest
         self._keep_last = keep_last
-        tensors: dict[str, Tensor] = {}
-        training = encode(dict(content.training), "training", tensors)
-        self._training = (
-            json.dumps(training, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-        )
+        self._task = task
+        self._is_first = is_first = task is None or task.rank == 0
+        if is_first:
+            check_place(directory, tag)
         layout = split(content.weights.entries, SHARD_BYTES, content.weights.num_parameters)
         self._index = layout.index
         weight_files = [
             PlannedFile(name, [PlannedTensor(e.name, e.dtype, e.shape) for e in entries], content.weights.metadata)
             for name, entries in layout.files.items()
         ]
-        extra = [PlannedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-        extra_files = [PlannedFile(TRAINING_TENSORS_NAME, extra, {"format": "pt"})] if extra else []
-        self._planned = [*weight_files, *content.state.files, *extra_files]
-        total_bytes = sum(file.nbytes for file in self._planned) + len(self._training)
-        made = prepare(directory, total_bytes + SMALL_FILES_BYTES, "saving a checkpoint")
-        done = f"saved {format_bytes(total_bytes)} to {self.folder}"
-        self._progress = Progress(total_bytes, f"saving to {self.folder}", done)
+        self._planned = [*weight_files, *content.state.files]
+        if task is not None:
+            refuse_other_plans(task, self._planned)
         self._cut = CutContent()
-        add_weights(self._cut, content.weights, content.opener.targets, weight_files)
-        content.state.add_to(self._cut)
-        for file in extra_files:
+        add_weights(self._cut, content.weights, content.opener.targets, weight_files, with_ordinary=is_first)
+        content.state.add_to(self._cut, with_ordinary=is_first)
+        self._training = self._plan_training() if is_first else b""
+        total_bytes = sum(file.nbytes for file in self._planned) + len(self._training)
+        done = f"saved {format_bytes(total_bytes)} to {self.folder}"
+        self._progress = Progress(total_bytes, f"saving to {self.folder}", done) if is_first else None
+        with contextlib.ExitStack() as stack:
+            if is_first:
+                made = prepare(directory, total_bytes + SMALL_FILES_BYTES, "saving a checkpoint")
+                self._staged = os.path.join(stack.enter_context(staging(directory, made)), "new")
+                self._make_folder()
+                self._files = self._open_files()
+                if task is not None:
+                    stack.callback(self._files.close)
+                    task.gather(self._staged)
+            elif task is not None:
+                self._staged = shared_folder(task)
+                self._files = self._open_files()
+            self.copying = Copying(self._files, share, _nothing if task is None else task.alive)
+            self._stack = stack.pop_all()
+
+    def _open_files(self) -> FileSet:
+        progress = None if self._progress is None else self._progress.advance
+        rank = None if self._task is None else self._task.rank
+        return FileSet(self._staged, self._planned, progress or _nothing_of, IoEngine, rank)
+
+    def _plan_training(self) -> bytes:
+        """The content of ``training.json``; the tensors that it names get a file."""
+        tensors: dict[str, Tensor] = {}
+        training = encode(dict(self._content.training), "training", tensors)
+        if tensors:
+            planned = [PlannedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+            file = PlannedFile(TRAINING_TENSORS_NAME, planned, {"format": "pt"})
+            self._planned.append(file)
             for name, (_, begin) in file.places().items():
                 self._cut.add_tensor(file.name, begin, tensors[name])
-        with contextlib.ExitStack() as stack:
-            self._staged = os.path.join(stack.enter_context(staging(directory, made)), "new")
-            self._make_folder()
-            files = FileSet(self._staged, self._planned, self._progress.advance, IoEngine)
-            self.copying = Copying(files, share)
-            self._stack = stack.pop_all()
+        return json.dumps(training, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
     def freeze(self, pagers: Sequence[Pager], *, trains_on: bool) -> None:
         """From here on the program may change what it wants. ``trains_on``: before :meth:`run` has returned."""
@@ -154,25 +181,38 @@ class Save:
         self.copying.freeze(self._cut, pagers)
 
     def run(self) -> str:
-        """Write everything and publish it; returns its folder.
+        """Write everything and publish it; returns its folder. On no rank before it is there.
 
         Raises:
             IoFailure: a transfer failed. Nothing is left of it, and earlier checkpoints are as they were.
         """
+        task = self._task
         try:
-            with torch.no_grad(), outside_user_modes():
-                sums = SHIELD.let_through(self.copying.run)
-            small = self._write_small_files()
-            records: dict[str, Mapping[str, TensorRecord]] = {file.name: file.records() for file in self._planned}
-            manifest = Manifest(self.step, time.time_ns(), written_by(), {**sums, **small}, records)
-            write_small_file(os.path.join(self._staged, MANIFEST_NAME), manifest_text(manifest))
-            path = publish_tag(self._staged, self._directory, self._tag, update_latest=self._update_latest)
+            with contextlib.nullcontext() if task is None else task.together():
+                with torch.no_grad(), outside_user_modes():
+                    SHIELD.let_through(self.copying.run, kwargs={"with_headers": self._is_first})
+                parts = self._files.end_part() if not self._is_first else {}
+                everybody = [parts] if task is None else task.gather(parts)
+                if self._is_first:
+                    self._publish(everybody)
         finally:
             self.abandon()
-        self._progress.done()
+        return self.folder
+
+    def _publish(self, everybody: Sequence[Mapping[str, FilePart]]) -> None:
+        """Put together what all ranks have written, and give it its name."""
+        for rank, parts in enumerate(everybody):
+            self._files.adopt(rank, parts)
+        sums = self._files.finish()
+        small = self._write_small_files()
+        records: dict[str, Mapping[str, TensorRecord]] = {file.name: file.records() for file in self._planned}
+        manifest = Manifest(self.step, time.time_ns(), written_by(), {**sums, **small}, records)
+        write_small_file(os.path.join(self._staged, MANIFEST_NAME), manifest_text(manifest))
+        publish_tag(self._staged, self._directory, self._tag, update_latest=self._update_latest)
+        if self._progress is not None:
+            self._progress.done()
         if self._keep_last is not None:
             prune(self._directory, self._keep_last, self._tag)
-        return path
 
     def abandon(self) -> None:
         """Give everything back, and remove what was written and not published. Idempotent."""
@@ -207,6 +247,14 @@ def written_by() -> str:
     """What the manifest says about who wrote it."""
     package = importlib.import_module(__name__.partition(".")[0])  # by name: the package imports this module
     return f"deepoffload {package.__version__}"
+
+
+def _nothing() -> None:
+    """Nobody waits."""
+
+
+def _nothing_of(nbytes: int) -> None:
+    """Another rank tells how far the save has come."""
 
 
 def _recorded(path: str) -> FileRecord:

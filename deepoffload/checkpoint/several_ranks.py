@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
+from deepoffload.checkpoint.file_layout import PlannedFile
+from deepoffload.errors import UsageError
 from deepoffload.optim.optimizer_parts import pagers_of
 from deepoffload.params.ports import RankPort
+from deepoffload.ranks.joint_task import JointTask
 
 Alive = Callable[[], None]
 """To be called now and then by what takes long."""
@@ -37,6 +44,64 @@ def on_rank_0(module: nn.Module, what: str, write: Callable[[Alive], None]) -> N
             write(alive)
     else:
         link.notices.await_told(what, by=0)
+
+
+@contextmanager
+def all_ranks(module: nn.Module, what: str) -> Iterator[JointTask | None]:
+    """What every rank that trains ``module`` calls: all have come when it begins, and what fails on one fails on all.
+
+    Yields:
+        What they do together; None with one rank.
+
+    Raises:
+        DeepOffloadError: what another rank has failed with. RankError: a rank has gone, or does not come.
+    """
+    link = link_of(module)
+    if link is None:
+        yield None
+        return
+    with link.tasks.begin(what).together() as task:
+        yield task
+
+
+def meet(task: JointTask | None) -> None:
+    """Return when all ranks are here. Raises as :func:`all_ranks`."""
+    if task is not None:
+        task.gather()
+
+
+def of_rank_0(task: JointTask | None, mine: Any) -> Any:
+    """What rank 0 gives."""
+    return mine if task is None else task.gather(mine if task.rank == 0 else None)[0]
+
+
+def refuse_other_plans(task: JointTask, planned: Sequence[PlannedFile]) -> None:
+    """Raise UsageError on all ranks where they would not write the same files."""
+    digest = hashlib.sha256()
+    for file in planned:
+        digest.update(file.name.encode() + b"\n" + file.header)
+    found = task.gather(digest.hexdigest())
+    other = next((rank for rank, text in enumerate(found) if text != found[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"rank {other} would save other tensors than rank 0: build the model and its optimizer in the same way on "
+            "all ranks, and save with the same arguments"
+        )
+
+
+def shared_folder(task: JointTask) -> str:
+    """The folder that rank 0 has made.
+
+    Raises:
+        UsageError: this rank does not see it.
+    """
+    folder: str = of_rank_0(task, None)
+    if not os.path.isdir(folder):
+        raise UsageError(
+            f"rank {task.rank} does not see {folder}, which rank 0 has made: all ranks write to one directory, on a "
+            "file system that all of their hosts share"
+        )
+    return folder
 
 
 def _nothing() -> None:

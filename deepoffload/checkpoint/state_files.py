@@ -17,12 +17,12 @@ from torch import Tensor
 from deepoffload.checkpoint.cut import BlockSpan, CutContent
 from deepoffload.checkpoint.file_layout import OPTIMIZER_FILE, PlannedFile, PlannedTensor
 from deepoffload.checkpoint.safetensors_file import check_dtype
-from deepoffload.errors import UnsupportedError
+from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType
 from deepoffload.optim.eight_bit import num_blocks, torch_dtype
 from deepoffload.optim.optimizer_parts import OptimizerParts
 from deepoffload.optim.rule import SCALE_SUFFIX
-from deepoffload.optim.state import MASTER_PART_KEYS, array_offset, lead_bytes, lead_offset
+from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS, array_offset, lead_bytes, lead_offset
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle, StatePiece
@@ -54,8 +54,8 @@ class StatePlan:
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
 
-    def add_to(self, content: CutContent) -> None:
-        """Say which bytes go where."""
+    def add_to(self, content: CutContent, *, with_ordinary: bool = True) -> None:
+        """Say which bytes go where. ``with_ordinary``: False: another rank writes what lies in no piece."""
         places = {
             name: _ArrayPlace(
                 file.name, begin, tensor.dtype.itemsize, STATE_BLOCK if name.endswith(SCALE_SUFFIX) else 1
@@ -72,7 +72,7 @@ class StatePlan:
                             place = places[f"{name}.{key}"]
                             position = place.begin + part.start // place.numel_per_item * place.itemsize
                             content.add_span(piece.block, BlockSpan(offset, nbytes, place.file, position))
-        for name, tensor in self._in_memory.items():
+        for name, tensor in self._in_memory.items() if with_ordinary else ():
             content.add_tensor(places[name].file, places[name].begin, tensor.detach())
 
     def _runs(self, piece: StatePiece, part: PieceSegment) -> Iterator[tuple[str, int, int]]:
@@ -88,24 +88,87 @@ class StatePlan:
                     yield key + SCALE_SUFFIX, scales, num_blocks(part.numel) * 4
 
 
-def plan_state(
-    names: Mapping[int, str], pagers: Sequence[Pager], parts: OptimizerParts | None, shard_bytes: int
-) -> StatePlan:
-    """Find out what is there. Moves no bytes. Inside :func:`~deepoffload.checkpoint.cut.held_still`.
+class HeldArrays(NamedTuple):
+    """What the pieces of a parameter hold; those of one rank, or of all.
+
+    Attributes:
+        fields: of the arrays, by the optimizer's keys.
+        dtype: how they are stored.
+        has_lead: whether what completes the weight to its master is there and right.
+    """
+
+    fields: Mapping[str, str]
+    dtype: StateDType
+    has_lead: bool
+
+
+Held = Mapping[str, HeldArrays]
+"""By the name of the parameter."""
+
+
+def held_arrays(names: Mapping[int, str], pagers: Sequence[Pager], parts: OptimizerParts | None) -> Held:
+    """What the pieces hold here. Inside :func:`~deepoffload.checkpoint.cut.held_still`.
 
     Args:
         names: of parameters, by ``id``.
         parts: None where there is no optimizer: what completes weights is stored all the same.
     """
-    plan = StatePlan(_pagers=pagers)
-    tensors: list[list[PlannedTensor]] = []
+    found = {}
     for pager in pagers:
         for handle, pieces in _by_handle(pager):
             param = handle.tensor
             if param is None or id(param) not in names:
                 continue
             held = {} if parts is None else parts.in_pieces.get(handle, {})
-            mine = list(_of_parameter(plan, names[id(param)], handle, pieces, held, pager))
+            present = pieces[0].format
+            has_lead = pieces[0].kind in MASTER_PART_KEYS and not handle.master_stale
+            found[names[id(param)]] = HeldArrays(
+                {key: field for key, field in held.items() if field in present.fields},
+                present.dtype,
+                has_lead and any(_has_bytes(pager, piece) for piece in pieces),
+            )
+    return found
+
+
+def of_all(everybody: Sequence[Held]) -> Held:
+    """What the pieces of all ranks hold: each has some of a parameter's elements, or none.
+
+    Raises:
+        UsageError: they hold it in different ways.
+    """
+    found: dict[str, HeldArrays] = {}
+    for rank, held in enumerate(everybody):
+        for name, mine in held.items():
+            known = found.setdefault(name, mine)
+            if (known.fields, known.dtype) != (mine.fields, mine.dtype):
+                raise UsageError(f"rank {rank} keeps other optimizer state of {name} than the ranks before it")
+            found[name] = known._replace(has_lead=known.has_lead or mine.has_lead)
+    return found
+
+
+def plan_state(
+    names: Mapping[int, str],
+    pagers: Sequence[Pager],
+    parts: OptimizerParts | None,
+    shard_bytes: int,
+    held: Held | None = None,
+) -> StatePlan:
+    """Find out what is there. Moves no bytes. Inside :func:`~deepoffload.checkpoint.cut.held_still`.
+
+    Args:
+        names, parts: as :func:`held_arrays` has them.
+        held: what all ranks hold; not said: what is here.
+    """
+    plan = StatePlan(_pagers=pagers)
+    tensors: list[list[PlannedTensor]] = []
+    held = held_arrays(names, pagers, parts) if held is None else held
+    for pager in pagers:
+        for handle in _in_order(pager):
+            param = handle.tensor
+            name = "" if param is None else names.get(id(param), "")
+            if name not in held:
+                continue
+            mine = list(_of_parameter(plan, name, handle, held[name]))
             if mine:
                 tensors.append(mine)
     if parts is not None:
@@ -133,28 +196,29 @@ def _by_handle(pager: Pager) -> Iterator[tuple[ParamHandle, list[StatePiece]]]:
         yield from pieces.items()
 
 
-def _of_parameter(
-    plan: StatePlan,
-    name: str,
-    handle: ParamHandle,
-    pieces: list[StatePiece],
-    held: Mapping[str, str],
-    pager: Pager,
-) -> Iterator[PlannedTensor]:
-    present, kind = pieces[0].format, pieces[0].kind
+def _in_order(pager: Pager) -> Iterator[ParamHandle]:
+    """Parameters in the order of their units and pieces; with several ranks in that which one would have."""
+    if pager.link is None:
+        yield from (handle for handle, _ in _by_handle(pager))
+        return
+    for unit in list(pager.units):
+        for dtype in LAYOUTS:
+            yield from (handle for handle in unit.handles if handle.dtype is dtype)
+
+
+def _of_parameter(plan: StatePlan, name: str, handle: ParamHandle, held: HeldArrays) -> Iterator[PlannedTensor]:
     order = memory_order(handle.shape, handle.stride)
     shape = tuple(handle.shape)
     plan._names[handle] = name
-    lead = MASTER_PART_KEYS.get(kind)
-    if lead is not None and not handle.master_stale and any(_has_bytes(pager, piece) for piece in pieces):
+    lead = MASTER_PART_KEYS.get(LAYOUTS[handle.dtype])
+    if lead is not None and held.has_lead:
         plan._leads.add(handle)
         yield PlannedTensor(f"{name}.{lead}", torch.int16 if lead == "remainder" else torch.float32, shape, order)
-    arrays = {key: array for key, array in held.items() if array in present.fields}
-    if arrays:
-        plan._held[handle] = arrays
-    for key, array in arrays.items():
-        yield PlannedTensor(f"{name}.{key}", torch_dtype(present.dtype, array), shape, order)
-        if present.dtype is StateDType.EIGHT_BIT:
+    if held.fields:
+        plan._held[handle] = held.fields
+    for key, array in held.fields.items():
+        yield PlannedTensor(f"{name}.{key}", torch_dtype(held.dtype, array), shape, order)
+        if held.dtype is StateDType.EIGHT_BIT:
             yield PlannedTensor(f"{name}.{key}{SCALE_SUFFIX}", torch.float32, (num_blocks(handle.numel),), None)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepoffload.checkpoint.block_reader import FileSpan, ReadsAhead
+from deepoffload.checkpoint.own_ranges import changing_shard, owned_run
 from deepoffload.checkpoint.stored_param import LEADS, StoredParam
 from deepoffload.checkpoint.weights import WeightOpener, discard_replaced
 from deepoffload.native import cpu_adam
@@ -17,6 +18,7 @@ from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.eight_bit import num_blocks, torch_dtype
 from deepoffload.optim.optimizer_parts import PieceNeeds, now_in_pieces
 from deepoffload.optim.paged_state import in_turn, pieces_of, resident_piece
+from deepoffload.optim.rank_state import has_state
 from deepoffload.optim.relayout import lay_out
 from deepoffload.optim.rule import SCALE_SUFFIX
 from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS, PieceView, ensure_pieces
@@ -83,7 +85,7 @@ class PieceLoader:
         """How the pieces of a parameter complete its weight, where the checkpoint says anything of that."""
         lead = MASTER_PART_KEYS.get(LAYOUTS[handle.dtype]) if handle.dtype in LAYOUTS else None
         stored = self.stored[handle]
-        if lead is None or stored.weight_dtype is None or not any(handle in piece.handles for piece in _pieces(handle)):
+        if lead is None or stored.weight_dtype is None or not has_state(handle):
             return None
         known = lead in stored.arrays if stored.weight_dtype is handle.dtype else _is_finer(stored, handle.dtype)
         return lead if known else None
@@ -192,16 +194,29 @@ class PieceLoader:
         reader.will_read(
             span
             for _, handle, stored in corrected
-            for start, numel in _runs(handle.numel)
+            for start, numel in _own_runs(handle)
             for span in stored.weight_spans(start, numel)
         )
         opener = WeightOpener(to_write=True)
         opened = [(opener.opener_of(param), handle, stored) for param, handle, stored in corrected]
         for opened_weight, handle, stored in opened:
+            if handle.cut is not None:
+                self._correct_owned(handle, stored)
+                continue
             with opened_weight() as data:
                 flat = data.as_strided((handle.numel,), (1,), data.storage_offset())
                 for start, numel in _runs(handle.numel):
                     flat[start : start + numel].copy_(rounded(stored.master(start, numel), handle.dtype))
+
+    @staticmethod
+    def _correct_owned(handle: ParamHandle, stored: StoredParam) -> None:
+        """The same of what this rank owns of a weight that is cut."""
+        owned = owned_run(handle)
+        with changing_shard(handle, owned) as shard:
+            if shard is not None and owned is not None:
+                for start, numel in _own_runs(handle):
+                    values = rounded(stored.master(start, numel), handle.dtype)
+                    shard[start - owned.start : start - owned.start + numel].copy_(values)
 
 
 def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
@@ -238,13 +253,17 @@ def _is_finer(stored: StoredParam, dtype: torch.dtype) -> bool:
     return stored.weight_dtype is torch.float32 or dtype is torch.float16 or stored.weight_dtype is torch.float16
 
 
-def _pieces(handle: ParamHandle) -> Sequence[StatePiece]:
-    return handle.unit.pieces if handle.unit is not None else ()
-
-
 def _chunks(part: PieceSegment) -> Iterator[PieceSegment]:
     for start, numel in _runs(part.numel):
         yield PieceSegment(part.tensor, part.start + start, numel, part.piece_start + start)
+
+
+def _own_runs(handle: ParamHandle) -> Iterator[tuple[int, int]]:
+    """What this process stores of a weight, as starts and lengths of what is converted at a time."""
+    owned = None if handle.cut is None else owned_run(handle)
+    first, count = (0, handle.numel) if handle.cut is None else (0, 0) if owned is None else (owned.start, owned.numel)
+    for start, numel in _runs(count):
+        yield first + start, numel
 
 
 def _runs(numel: int) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
@@ -16,6 +16,7 @@ from deepoffload.checkpoint.arguments import check_keep_last, check_switches
 from deepoffload.checkpoint.background import SaveHandle, finish, start
 from deepoffload.checkpoint.cut import held_still
 from deepoffload.checkpoint.durable_run import DurableRun
+from deepoffload.checkpoint.given_objects import check_objects, check_params
 from deepoffload.checkpoint.guards import (
     GradientWatch,
     HalfLoaded,
@@ -28,14 +29,15 @@ from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.random_states import checked_random_states, restore_random_states
 from deepoffload.checkpoint.remedies import Remedies
 from deepoffload.checkpoint.saving import SHARD_BYTES, Content, Save, choose_weight_plan
+from deepoffload.checkpoint.several_ranks import all_ranks, meet, of_rank_0
 from deepoffload.checkpoint.source import TrainingSource, open_checkpoint
-from deepoffload.checkpoint.state_files import plan_state
+from deepoffload.checkpoint.state_files import held_arrays, of_all, plan_state
 from deepoffload.checkpoint.tags import checked_directory, checked_tag, folder_to_load, lacking_in
 from deepoffload.checkpoint.weights_loading import listed
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim.optimizer_parts import OptimizerParts, pagers_of, take_apart
-from deepoffload.optim.rank_state import refuse_several_ranks
 from deepoffload.params.pager import Pager
+from deepoffload.ranks.joint_task import JointTask
 from deepoffload.runtime.engine import Engine
 
 log = logging.getLogger("deepoffload")
@@ -94,7 +96,7 @@ class TrainingState(DurableRun):
         self._module: nn.Module = getattr(model, "_orig_mod", model)
         self._optimizer = optimizer
         self._others = dict(others)
-        self._check_objects()
+        check_objects(self._module, self._optimizer, self._others)
         self._watch = GradientWatch(self._module, optimizer)
         self._half_loaded = HalfLoaded(self._module, optimizer)
         self._calls = OneAtATime()
@@ -202,30 +204,30 @@ class TrainingState(DurableRun):
         wait: bool = True,
     ) -> SaveHandle:
         """:meth:`save` with the other arguments of ``engine.save_checkpoint``."""
-        check_switches(wait=wait)
-        check_keep_last(keep_last)
-        step = self.step if step is None else step
-        name = checked_tag(f"global_step{step}" if tag is None else tag)
-        target = checked_directory(directory)
-        with self._alone("save"), torch.no_grad():
-            self._end_running()
-            pagers = self._ready("save")
-            self._refuse_waiting("save")
-            parts = None if self._optimizer is None else take_apart(self._optimizer)
-            save: Save | None = None
-            try:
+        with ExitStack() as calls, ExitStack() as undo:
+            with all_ranks(self._module, "TrainingState.save") as task:
+                check_switches(wait=wait)
+                check_keep_last(keep_last)
+                step = self.step if step is None else step
+                name = checked_tag(f"global_step{step}" if tag is None else tag)
+                target = checked_directory(directory)
+                calls.enter_context(self._alone("save"))
+                calls.enter_context(torch.no_grad())
+                self._end_running()
+                pagers = self._ready("save")
+                self._refuse_waiting("save")
+                parts, training = self._small_values(pagers, client_state, task)
                 with held_still(pagers):
-                    content = self._content(pagers, parts, client_state, step, leave_out_frozen=leave_out_frozen)
+                    content = self._content(pagers, parts, training, step, task, leave_out_frozen=leave_out_frozen)
                     share = min((_share_of(pager) for pager in pagers), default=1.0)
-                    save = Save(target, name, content, update_latest=update_latest, keep_last=keep_last, share=share)
+                    save = Save(
+                        target, name, content, task, update_latest=update_latest, keep_last=keep_last, share=share
+                    )
+                    undo.callback(save.abandon)
                     save.freeze(pagers, trains_on=not wait)
-                handle = finish(save) if wait else start(save)
-            except BaseException:
-                if save is not None:
-                    save.abandon()
-                raise
-            self._running = handle
-        return handle
+            undo.pop_all()
+            self._running = finish(save) if wait else start(save)
+            return self._running
 
     def _end_running(self) -> None:
         """One save at a time. Raises what the one before failed with, if nobody was told."""
@@ -236,12 +238,25 @@ class TrainingState(DurableRun):
             if pager.life.closed_because is None:  # a forked child has not the thread that it would wait for
                 pager.tiers.guards.finish()  # of a TrainingState that is given up, while its save is not
 
+    def _small_values(
+        self, pagers: list[Pager], client_state: Any, task: JointTask | None
+    ) -> tuple[OptimizerParts | None, dict[str, Any]]:
+        """The optimizer's parts, and everything that is no weight and no array of it. When this returns no rank's
+        program changes anything any more, or needs bytes of another."""
+        parts = None if self._optimizer is None else take_apart(self._optimizer)
+        names = {id(param): name for name, param in self._module.named_parameters()}
+        training = self._values(parts, names, pagers, client_state)
+        if task is not None:
+            _, *training["random_of_other_ranks"] = task.gather(training["random"])
+        return parts, training
+
     def _content(
         self,
         pagers: list[Pager],
         parts: OptimizerParts | None,
-        client_state: Any,
+        training: dict[str, Any],
         step: int,
+        task: JointTask | None,
         *,
         leave_out_frozen: bool,
     ) -> Content:
@@ -251,8 +266,8 @@ class TrainingState(DurableRun):
         ]
         left_out = frozenset(frozen if leave_out_frozen else ())
         weights, opener, hub_names = choose_weight_plan(self._module, left_out)
-        state = plan_state(names, pagers, parts, SHARD_BYTES)
-        training = self._values(parts, names, pagers, client_state)
+        held = held_arrays(names, pagers, parts)
+        state = plan_state(names, pagers, parts, SHARD_BYTES, held if task is None else of_all(task.gather(held)))
         training["weights"] = {"hub_names": hub_names, "left_out": sorted(left_out)}
         return Content(self._module, weights, opener, hub_names, state, training, step)
 
@@ -260,36 +275,39 @@ class TrainingState(DurableRun):
 
     def load_if_there(self, directory: str | os.PathLike[str], tag: object, wanted: Wanted) -> LoadedCheckpoint | None:
         """:meth:`load`, or None where no tag is said and there is no ``latest``."""
-        target = checked_directory(directory)
-        with self._alone("load"):
+        with all_ranks(self._module, "TrainingState.load") as task, self._alone("load"):
+            target = checked_directory(directory)
             self._end_running()
             pagers = self._ready("load", also_half_loaded=True)
-            folder = folder_to_load(target, tag)
+            folder = of_rank_0(task, folder_to_load(target, tag))
             if folder is None:
                 return None
             progress = Progress(_size_of(folder), f"loading {folder}", f"loaded {folder}")
             with open_checkpoint(folder, progress.advance) as source:
-                found = self._take_over(source, pagers, wanted)
+                found = self._take_over(source, pagers, wanted, task)
             progress.done()
             return found
 
     def load_source(self, source: TrainingSource, wanted: Wanted) -> LoadedCheckpoint:
         """:meth:`load` of what is open already: a checkpoint of another library."""
-        with self._alone("load"):
+        with all_ranks(self._module, "TrainingState.load") as task, self._alone("load"):
             self._end_running()
-            return self._take_over(source, self._ready("load", also_half_loaded=True), wanted)
+            return self._take_over(source, self._ready("load", also_half_loaded=True), wanted, task)
 
-    def _take_over(self, source: TrainingSource, pagers: list[Pager], wanted: Wanted) -> LoadedCheckpoint:
-        """Check everything, then put it in."""
+    def _take_over(
+        self, source: TrainingSource, pagers: list[Pager], wanted: Wanted, task: JointTask | None = None
+    ) -> LoadedCheckpoint:
+        """Check everything, on all ranks, then put it in."""
         skip = {SCHEDULE} if not wanted.schedule else set()
         others = {} if wanted.weights_only else self._matched_others(source, skip, wanted.remedies)
         loading = match(source, self._module, self._optimizer, wanted)
-        random = None if wanted.weights_only else _random_states(source)
+        random = None if wanted.weights_only else _random_states(source, 0 if task is None else task.rank)
         for pager in pagers:
             pager.catch_up_all()
+        meet(task)
         with self._half_loaded.during(source.folder):
             self._drop_gradients()
-            loading.apply(pagers)
+            loading.apply(pagers, task)
             for other, saved in others.items():
                 _load_other(other, self._others[other], saved, source)
             if random is not None:
@@ -323,46 +341,6 @@ class TrainingState(DurableRun):
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
-    def _check_objects(self) -> None:
-        if self._optimizer is not None and not isinstance(self._optimizer, torch.optim.Optimizer):
-            raise UsageError(
-                f"TrainingState(optimizer=...) takes a torch optimizer, not {type(self._optimizer).__name__}"
-            )
-        for name, other in self._others.items():
-            if isinstance(other, type):
-                raise UsageError(f"TrainingState({name}=...): {other.__name__} is a class; give an object of it")
-            if not callable(getattr(other, "state_dict", None)) or not callable(
-                getattr(other, "load_state_dict", None)
-            ):
-                raise UsageError(
-                    f"TrainingState({name}=...): {type(other).__name__} has no state_dict() and load_state_dict(), so "
-                    "there is nothing to save; leave it out, or give it these"
-                )
-        self._check_once()
-        self._check_params()
-
-    def _check_once(self) -> None:
-        """Two states of one object would be saved, and loaded one after the other."""
-        known = {id(module): "a part of the model" for module in self._module.modules()}
-        known.update({id(self._module): "the model", id(self._optimizer): "the optimizer"})
-        for name, other in self._others.items():
-            itself = f"the same object as {name}"
-            what = known.setdefault(id(getattr(other, "_orig_mod", other)), itself)
-            if what != itself:
-                raise UsageError(f"TrainingState({name}=...) is {what}, which is saved already; leave {name} out")
-
-    def _check_params(self) -> None:
-        if self._optimizer is None:
-            return
-        known = {id(param) for param in self._module.parameters()}
-        for index, group in enumerate(self._optimizer.param_groups):
-            for number, param in enumerate(group["params"]):
-                if id(param) not in known:
-                    raise UsageError(
-                        f"the optimizer's group {index} has a parameter (number {number}, shape {tuple(param.shape)}) "
-                        "that is none of the model's, so it has no name; make the optimizer of model.parameters()"
-                    )
-
     def _own_engines(self) -> None:
         """One of these for each engine: two would not know of each other's half loads."""
         for pager in pagers_of(list(self._module.parameters())):
@@ -381,9 +359,8 @@ class TrainingState(DurableRun):
     def _ready(self, what: str, *, also_half_loaded: bool = False) -> list[Pager]:
         if not also_half_loaded:
             self._half_loaded.refuse()
-        self._check_params()
+        check_params(self._module, self._optimizer)
         pagers = pagers_of(list(self._module.parameters()))
-        refuse_several_ranks(pagers, f"TrainingState.{what}()")
         refuse_during_calls(self._module, what, of_all_threads=also_half_loaded)
         refuse_in_forward(pagers, what)
         return pagers
@@ -412,9 +389,18 @@ def _load_other(name: str, other: HasState, saved: Any, source: TrainingSource) 
         ) from error
 
 
-def _random_states(source: TrainingSource) -> dict[str, Any] | None:
-    """Those of the checkpoint; None where it was converted from a format that has none."""
+def _random_states(source: TrainingSource, rank: int) -> dict[str, Any] | None:
+    """Those of this rank in the checkpoint; None where it has none, because it was converted from a format without
+    them, or because fewer ranks have saved it."""
     states = source.training.get("random")
+    if rank:
+        others = source.training.get("random_of_other_ranks", [])
+        if not isinstance(others, list):
+            raise UsageError(f"{source.folder} is damaged: it has no list of the random states of other ranks")
+        if rank > len(others):
+            log.info("%s has no random states of rank %d, which keeps its own: fewer ranks saved", source.folder, rank)
+            return None
+        states = others[rank - 1]
     return None if states is None and source.converted_from is not None else checked_random_states(states)
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.checkpoint import transformers_format
-from deepoffload.checkpoint.block_reader import ReadsAhead
+from deepoffload.checkpoint.block_reader import FileSpan, ReadsAhead
 from deepoffload.checkpoint.expressions import Opener, Part, slabs
+from deepoffload.checkpoint.own_ranges import changing_shard, is_scattered, owned_elements, owned_run, owned_runs
 from deepoffload.checkpoint.source import StoredTensor
 from deepoffload.checkpoint.values import clipped
 from deepoffload.checkpoint.weights import (
@@ -62,9 +63,24 @@ class WeightLoader:
                 if isinstance(target, ParamHandle):
                     coming[target] += part.stop - part.start
         discard_replaced(coming)
-        reader.will_read(tensor.span(0, tensor.record.numel) for tensor in ordered)
+        reader.will_read(span for tensor in ordered for span in self._spans(tensor))
         for tensor in ordered:
-            fill(self.plan, tensor)
+            fill(self.plan, tensor, self.opener.targets)
+
+    def _spans(self, tensor: StoredTensor) -> Iterator[FileSpan]:
+        """What is going to be read of a tensor: with several ranks what this one owns."""
+        done = 0
+        for part, target in self.parts(tensor.name):
+            numel = part.stop - part.start
+            if not isinstance(target, ParamHandle) or target.cut is None:
+                yield tensor.span(done, numel)
+            elif (owned := owned_run(target)) is not None:
+                if is_scattered(part.view):
+                    yield tensor.span(done, numel)
+                else:
+                    for run in owned_runs(part, owned):
+                        yield tensor.span(done + run.position, run.numel)
+            done += numel
 
     def parts(self, name: str) -> Iterator[tuple[Part, Target]]:
         """What a stored tensor consists of, and of which parameter or ordinary tensor each part is."""
@@ -94,18 +110,50 @@ class CustomWeights:
         self.custom_load(src=source, dst=self.module)
 
 
-def fill(plan: WeightPlan, tensor: StoredTensor) -> None:
-    """Put one stored tensor where its plan says."""
+def fill(plan: WeightPlan, tensor: StoredTensor, targets: Mapping[Opener, Target] | None = None) -> None:
+    """Put one stored tensor where its plan says. Of a weight that is cut for several ranks, what this one owns.
+
+    Args:
+        targets: what each opener of the plan opens, where that is a model.
+    """
     done = 0
     window = max(1, WINDOW_BYTES // tensor.dtype.itemsize)
     for part in plan.expressions.parts(plan.tensors[tensor.name]):
-        with part.opened() as target:
-            for view in slabs(target, part.start, part.stop, window):
+        target = None if targets is None else targets[part.source.open]
+        if isinstance(target, ParamHandle) and target.cut is not None:
+            _fill_owned(target, part, tensor, done)
+            done += part.stop - part.start
+            continue
+        with part.opened() as values:
+            for view in slabs(values, part.start, part.stop, window):
                 if view.is_contiguous() and view.is_cpu and view.dtype is tensor.dtype:
                     tensor.read_into(view.data_ptr(), done, view.numel())
                 else:
                     view.copy_(tensor.read(done, view.numel()).view(view.shape))
                 done += view.numel()
+
+
+def _fill_owned(handle: ParamHandle, part: Part, tensor: StoredTensor, done: int) -> None:
+    """Put this rank's elements of a part into its shard; ``done``: elements of the tensor before the part."""
+    owned = owned_run(handle)
+    window = max(1, WINDOW_BYTES // tensor.dtype.itemsize)
+    with changing_shard(handle, owned) as shard:
+        if shard is None or owned is None:
+            return
+        if is_scattered(part.view):
+            for elements, positions in owned_elements(part, owned):
+                first, last = int(positions[0]), int(positions[-1]) + 1
+                values = tensor.read(done + first, last - first)
+                shard[elements] = values[positions - first].to(shard.dtype)
+            return
+        for element, position, numel in owned_runs(part, owned):
+            for at in range(0, numel, window):
+                count = min(window, numel - at)
+                view = shard[element - owned.start + at : element - owned.start + at + count]
+                if view.dtype is tensor.dtype:
+                    tensor.read_into(view.data_ptr(), done + position + at, count)
+                else:
+                    view.copy_(tensor.read(done + position + at, count))
 
 
 def match_weights(

@@ -82,6 +82,9 @@ class ShownMemory(Protocol):
     def evict_all(self, in_use: set[int] | frozenset[int]) -> None:
         """Drop every copy that may go (tests)."""
 
+    def finish_rewrites(self) -> None:
+        """Wait until what the program has views of shows what is stored, also by other ranks."""
+
     def stats(self) -> dict[str, float]:
         """Numbers of the run so far, of a device's memory; none of the arena's."""
 
@@ -143,6 +146,9 @@ class HostMemory:
 
     def evict_all(self, in_use: set[int] | frozenset[int]) -> None:
         """Nothing to do: there are no copies."""
+
+    def finish_rewrites(self) -> None:
+        """Nothing to do, likewise."""
 
     def stats(self) -> dict[str, float]:
         return {}

@@ -358,10 +358,9 @@ class Gradients:
 
     def present(self, handle: ParamHandle) -> bool:
         """True when the parameter has a gradient, landed or the user's own."""
-        record = self._records.get(handle)
+        record, param = self._records.get(handle), handle.tensor
         if record is not None and record.state is GradientState.LANDED:
             return True
-        param = handle.tensor
         return param is not None and get_grad(param) is not None
 
     def sum_of_squares(self, handle: ParamHandle) -> tuple[int, bool]:

@@ -1,6 +1,7 @@
 """The fp32 master and the arrays of optimizer state of one paged parameter, read and written.
 
-For programs that look at single values. Whole states go through ``state_dict`` and checkpoints.
+For programs that look at single values. Whole states go through ``state_dict`` and checkpoints. With several ranks a
+rank that reads gathers the others' parts, and all ranks write together.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.device_update import split
 from deepoffload.optim.handles import gradients_of
 from deepoffload.optim.paged_state import ArrayCopy, copy_arrays, write_state
-from deepoffload.optim.rank_state import refuse_several_ranks
+from deepoffload.optim.rank_gradients import shared_state_of
+from deepoffload.optim.rank_state import has_state
 from deepoffload.optim.rule import step_count
 from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS
 from deepoffload.params.pager import Pager
+from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import ParamHandle
 
@@ -28,7 +31,7 @@ def read_master(param: Tensor, handle: ParamHandle) -> Tensor:
     """The exact fp32 value of a weight: an ordinary tensor on the weight's device.
 
     Raises:
-        ClosedError, UsageError: the engine was closed, or its context has not ended.
+        ClosedError, UsageError: the engine was closed, or its context has not ended. RankError: another rank has gone.
     """
     pager = _ready(handle)
     with torch.no_grad():
@@ -39,7 +42,7 @@ def read_master(param: Tensor, handle: ParamHandle) -> Tensor:
     dtype = torch.int16 if lead == "remainder" else torch.float32
     with outside_user_modes():
         target = torch.empty_strided(handle.shape, handle.stride, dtype=dtype, device="cpu")
-        copy_arrays(pager, handle, {lead: ArrayCopy("", target)})
+        _copy(pager, handle, {lead: ArrayCopy("", target)})
         if lead == "master":
             return target.to(weight.device)
         high = weight.view(torch.int16).to(torch.int32) << 16
@@ -67,7 +70,7 @@ def write_master(param: Tensor, handle: ParamHandle, value: Tensor) -> None:
         split(weight, part, value)
     with torch.no_grad():
         param.copy_(weight)
-    write_state(pager, {handle: {lead: part}}, {handle: {}})
+    _write(pager, handle, {lead: part}, {})
 
 
 def read_array(handle: ParamHandle, param: Tensor, key: str) -> Tensor | None:
@@ -86,7 +89,7 @@ def read_array(handle: ParamHandle, param: Tensor, key: str) -> Tensor | None:
     with outside_user_modes():
         target = torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32, device="cpu")
         if handle in optimizer._held:
-            copy_arrays(pager, handle, {key: ArrayCopy(field, target)})
+            _copy(pager, handle, {key: ArrayCopy(field, target)})
         else:
             target.fill_(optimizer._initial(group).get(key, 0.0))
         return target.to(handle.device)
@@ -115,27 +118,64 @@ def write_array(handle: ParamHandle, param: Tensor, key: str, value: Tensor) -> 
             values.setdefault(other, torch.full(handle.shape, start, dtype=torch.float32, device="cpu"))
         if optimizer.rule.counts_steps:
             optimizer.state[param].setdefault("step", step_count(0))
-    write_state(pager, {handle: values}, {handle: fields})
+    _write(pager, handle, values, fields)
     optimizer._held.take(handle)
 
 
-def _ready(handle: ParamHandle) -> Any:
-    """The pager, when the parameter's unit has made its update.
+def own_part(handle: ParamHandle) -> slice:
+    """Which elements of a parameter this rank owns, in the order of its memory: all with one rank."""
+    if handle.cut is None:
+        return slice(0, handle.numel)
+    run = handle.cut.run()
+    return slice(0, 0) if run is None else slice(run.start, run.start + run.numel)
+
+
+def show_all_parts(slot: TensorSlot) -> None:
+    """After each rank has written its part of a tensor: all ranks show what all have written.
 
     Raises:
-        UnsupportedError: several ranks train the model, and this one has a part of the parameter.
+        RankError: another rank has gone or failed, or does not come.
     """
+    pager, block = slot.pager, slot.block
+    if pager.link is None or block is None:
+        return
+    with pager.lock:
+        pager.memory.settle(block)
+    pager.link.notices.meet(f"setting parts of {slot.name}")
+    with pager.lock:
+        pager.memory.refresh(block)
+    pager.memory.finish_rewrites()
+
+
+def _copy(pager: Pager, handle: ParamHandle, copies: Mapping[str, ArrayCopy]) -> None:
+    """Copy arrays, of all ranks."""
+    shared = shared_state_of(pager)
+    if shared is None:
+        copy_arrays(pager, handle, copies)
+    else:
+        shared.copy_arrays(handle, copies)
+
+
+def _write(pager: Pager, handle: ParamHandle, values: Mapping[str, Tensor], fields: Mapping[str, str]) -> None:
+    """Put values into the pieces; with several ranks each has its part of them."""
+    shared = shared_state_of(pager)
+    if shared is not None:
+        shared.meet(f"setting state of {handle.name}")  # what another rank still reads does not change
+    write_state(pager, {handle: values}, {handle: fields})
+    if shared is not None:
+        shared.meet(f"the end of setting state of {handle.name}")
+
+
+def _ready(handle: ParamHandle) -> Any:
+    """The pager, when the parameter's unit has made its update."""
     gradients_of(handle.pager, handle.name)
-    if isinstance(handle.pager, Pager):
-        refuse_several_ranks([handle.pager], f"reading or setting the fp32 value or optimizer state of {handle.name}")
     handle.pager.catch_up(handle.unit)
     return handle.pager
 
 
 def _lead(handle: ParamHandle) -> str | None:
     """What completes the weight to its master; None where the weight is all there is."""
-    pieces = handle.unit.pieces if handle.unit is not None else []
-    if not any(handle in piece.handles for piece in pieces):
+    if not has_state(handle):
         return None
     layout = LAYOUTS.get(handle.dtype)
     return None if layout is None else MASTER_PART_KEYS.get(layout)

@@ -238,10 +238,14 @@ class RankGradients(Gradients):
         super().assign(handle, value)
 
     def _settle(self, handle: ParamHandle) -> None:
+        if handle.unit is not None and self.is_coming(handle):
+            self.contributions.settle(handle.unit)
+
+    def is_coming(self, handle: ParamHandle) -> bool:
+        """Whether a gradient of its unit has been taken from autograd, on this rank or another, and has not landed
+        yet."""
         unit = handle.unit
-        if unit is not None and self.pager.life.closed_because is None:
-            if self.contributions.is_under_way(unit):
-                self.contributions.settle(unit)
+        return unit is not None and self.pager.life.closed_because is None and self.contributions.is_under_way(unit)
 
     # -- without batches -------------------------------------------------------------------------------------------
 

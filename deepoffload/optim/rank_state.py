@@ -8,7 +8,7 @@ pieces may have been laid out otherwise than another's: what is gathered is the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepoffload.copies.rank_device import Coming, GatherFlight
 from deepoffload.copies.rank_link import FIRST_STATE_NUMBER, RankLink
-from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.errors import UsageError
 from deepoffload.native import cpu_adam
 from deepoffload.optim.contributions import trained_of
 from deepoffload.optim.paged_state import ArrayCopy, Arrays, copy_own_master, is_own_master, resident_piece, see_edits
@@ -126,7 +126,7 @@ class RankState:
         with self._pager.lock:
             for handle in handles:
                 lead = _lead(handle)
-                if lead is None or not self._is_trained(handle):
+                if lead is None or not has_state(handle):
                     continue
                 assert handle.unit is not None
                 see_edits(self._pager, handle.unit)
@@ -228,20 +228,15 @@ class RankState:
         while self._given and self._given[0].releasable():
             self._given.popleft().release()
 
-    def _is_trained(self, handle: ParamHandle) -> bool:
-        """Whether the pieces of all ranks together hold its state."""
-        unit = handle.unit
-        return unit is not None and unit.gradient_layout is not None and handle in trained_of(unit)
 
-
-def refuse_several_ranks(pagers: Iterable[Pager], what: str) -> None:
-    """Raise ``UnsupportedError`` where each rank has a part of the state of paged parameters. ``what``: needs all."""
-    if any(pager.link is not None for pager in pagers):
-        raise UnsupportedError(
-            f"{what} needs the whole optimizer state of paged parameters. Each rank keeps a part of it, and this does "
-            "not put the parts together yet. optimizer.state_dict() and load_state_dict() do, and "
-            "deepoffload.save_pretrained writes the weights; or train with one rank (launch one process)"
-        )
+def has_state(handle: ParamHandle) -> bool:
+    """Whether pieces hold state of a parameter, perhaps those of other ranks alone."""
+    unit = handle.unit
+    if unit is None:
+        return False
+    if handle.cut is None:
+        return any(handle in piece.handles for piece in unit.pieces)
+    return unit.gradient_layout is not None and handle in trained_of(unit)
 
 
 def _place(handle: ParamHandle) -> tuple[Unit, int]:

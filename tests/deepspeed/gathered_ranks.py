@@ -68,8 +68,10 @@ def refusals(nvme_path: str) -> list[str]:
     said = []
     for call in (
         lambda: deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=2),
-        lambda: deepspeed.utils.safe_get_full_fp32_param(model[0].weight),
-        lambda: deepspeed.utils.safe_set_full_optimizer_state(model[0].weight, torch.ones(64, 64), "exp_avg"),
+        lambda: deepspeed.utils.safe_set_local_fp32_param(model[0].weight, torch.ones(3)),
+        lambda: deepspeed.utils.safe_set_local_grad(
+            model[0].weight, deepspeed.utils.safe_get_local_fp32_param(model[0].weight)
+        ),
     ):
         try:
             call()

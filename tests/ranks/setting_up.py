@@ -180,8 +180,6 @@ def be_an_engine() -> dict[str, Any]:
         "seen": seen,
         "updates": engine.global_steps,
         "norm": engine.get_global_grad_norm(),
-        "no_sync": error_of(engine.no_sync),
-        "save": error_of(engine.save_checkpoint, "/tmp/never"),
         "late": error_of(add_a_layer, engine.module),
         "stats": {key: engine.stats()[key] for key in ("rank", "world_size", "mixed_rounds", "nudges")},
         "bytes": all(engine.stats()[key] > 0 for key in ("rounds", "gather_bytes", "reduce_bytes")),

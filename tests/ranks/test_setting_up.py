@@ -112,8 +112,6 @@ def test_deepspeeds_surface() -> None:
         assert facts["sizes"] == (2, 2, 8, 2)
         assert facts["ranks"] == (rank, rank)
         assert facts["updates"] == 1 and facts["norm"] > 0
-        assert facts["no_sync"].startswith("UnsupportedError: engine.no_sync() is not available with several ranks")
-        assert facts["save"].startswith("UnsupportedError: ")
         assert facts["late"].startswith("UnsupportedError: ") and "adapter.weight came to a model" in facts["late"]
         assert facts["stats"]["rank"] == rank and facts["stats"]["world_size"] == 2
         assert facts["bytes"]

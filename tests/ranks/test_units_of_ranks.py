@@ -295,22 +295,6 @@ def test_what_a_rank_stores_has_no_address_of_the_whole(make: Make) -> None:
                 handle.element_address(run.numel if run.start == 0 else 0)
 
 
-def test_training_state_of_several_ranks_is_refused(make: Make, tmp_path: Path) -> None:
-    world = make(gpt, 2)
-    optimizers = [OPTIMIZERS["adamw"](parts.model) for parts in (*world.ranks, world.one)]
-    set_gradients(world, 0)
-    step_all(world, optimizers)
-    for parts, optimizer in zip(world.ranks, optimizers, strict=False):
-        state = deepoffload.TrainingState(parts.model, optimizer)
-        for asked in (partial(state.save, tmp_path), partial(state.load, tmp_path)):
-            with pytest.raises(UnsupportedError, match="with one rank"):
-                asked()
-    assert not list(tmp_path.iterdir())
-    set_gradients(world, 1)
-    step_all(world, optimizers)
-    assert_the_same(world)
-
-
 class Layers(nn.Module):
     """Linear layers and a table, trained or frozen, in different types."""
 

@@ -3,7 +3,9 @@
 Getters give copies, so nothing of the engine's memory is held. They give None for what has no such value: a parameter
 that is not paged, one without a gradient, or a frozen one's optimizer state.
 
-With one rank the *local* part of a parameter is all of it, flat. It is in the order of the parameter's elements.
+With several ranks a full value is gathered by the rank that asks, and set by all ranks, to the same value. The *local*
+part is what this rank owns, perhaps nothing: flat, in the order of the parameter's memory. Local parts are set by all
+ranks, each its own. With one rank the local part is all of the parameter, in the order of its elements.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from torch import Tensor
 
 from deepoffload.errors import UsageError
 from deepoffload.optim.handles import gradients_of, handle_of
-from deepoffload.optim.one_param import read_array, read_master, write_array, write_master
+from deepoffload.optim.one_param import own_part, read_array, read_master, show_all_parts, write_array, write_master
+from deepoffload.params.slot import TensorSlot
 from deepoffload.params.unit import ParamHandle
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The exact fp32 value of a weight, also of a 16-bit one."""
+    """The exact fp32 value of a weight, also of a 16-bit one. Raises RankError: another rank has gone."""
     handle = _handle(param)
     return None if handle is None else read_master(param, handle)
 
@@ -82,29 +85,37 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
     """This rank's part of the fp32 value."""
-    return _flat(safe_get_full_fp32_param(_paged(param)))
+    return _part(safe_get_full_fp32_param(_paged(param)), param)
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    safe_set_full_fp32_param(_paged(param), _whole(param, value))
+    """Replace it. Raises UsageError: another number of elements."""
+    safe_set_full_fp32_param(_paged(param), _whole(param, value, safe_get_full_fp32_param))
+    show_all_parts(_slot(param))
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """This rank's part of the gradient."""
-    return _flat(safe_get_full_grad(_paged(param)))
+    return _part(safe_get_full_grad(_paged(param)), param)
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
-    safe_set_full_grad(_paged(param), _whole(param, value))
+    """Replace it. Raises UsageError: another number of elements; or, with several ranks, there is no gradient."""
+    safe_set_full_grad(_paged(param), _whole(param, value, safe_get_full_grad))
+    grad = param.grad
+    if grad is not None and isinstance(slot := grad.__dict__.get("_slot"), TensorSlot):
+        show_all_parts(slot)
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """This rank's part of an array of optimizer state."""
-    return _flat(safe_get_full_optimizer_state(_paged(param), optim_state_key))
+    return _part(safe_get_full_optimizer_state(_paged(param), optim_state_key), param)
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    safe_set_full_optimizer_state(_paged(param), _whole(param, value), optim_state_key)
+    """Replace it. Raises UsageError: the optimizer has no such array, or of another number of elements."""
+    whole = _whole(param, value, lambda known: safe_get_full_optimizer_state(known, optim_state_key))
+    safe_set_full_optimizer_state(_paged(param), whole, optim_state_key)
 
 
 def safe_update_full_grad_vectorized(
@@ -129,12 +140,39 @@ def _paged(param: Tensor) -> Tensor:
     return param
 
 
-def _flat(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.reshape(-1)
+def _slot(param: Tensor) -> ParamHandle:
+    handle = _handle(param)
+    assert handle is not None, "it was looked at before"
+    return handle
 
 
-def _whole(param: Tensor, value: Tensor) -> Tensor:
-    if not isinstance(value, Tensor) or value.numel() != param.numel():
+def _part(value: Tensor | None, param: Tensor) -> Tensor | None:
+    """What this rank has of a whole value."""
+    handle = _slot(param)
+    if value is None or handle.cut is None:
+        return None if value is None else value.reshape(-1)
+    return _in_memory_order(value, handle)[own_part(handle)].clone()
+
+
+def _whole(param: Tensor, value: Tensor, get: Callable[[Tensor], Tensor | None]) -> Tensor:
+    """A whole value of which this rank's part is ``value``; ``get`` gives what the rest is now."""
+    handle = _slot(_paged(param))
+    part = own_part(handle)
+    numel = part.stop - part.start
+    if not isinstance(value, Tensor) or value.numel() != numel:
         shown = value.numel() if isinstance(value, Tensor) else type(value).__name__
-        raise UsageError(f"the local part has {param.numel()} elements here, not {shown}")
-    return value.reshape(param.shape)
+        raise UsageError(f"{handle.name}: the local part has {numel} elements here, not {shown}")
+    if handle.cut is None:
+        return value.reshape(param.shape)
+    known = get(param)
+    if known is None:
+        raise UsageError(f"{handle.name} has no such value on any rank yet, so no part of it can be set")
+    laid = _in_memory_order(known, handle)
+    laid[part] = value.reshape(-1).to(laid.dtype)
+    return laid.as_strided(handle.shape, handle.stride)
+
+
+def _in_memory_order(value: Tensor, handle: ParamHandle) -> Tensor:
+    """A copy of a value, flat, as the parameter's elements lie."""
+    laid = torch.empty_strided(handle.shape, handle.stride, dtype=value.dtype, device=value.device).copy_(value)
+    return laid.as_strided((handle.numel,), (1,))
