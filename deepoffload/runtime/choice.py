@@ -166,7 +166,7 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
     place = partial(
         place_columns,
         placed,
-        lambda: tuple(_specs(cut, sizes, stays)) if with_blocks else (),
+        tuple,  # no blocks: most placements are refused, or another one is chosen
         capacity_bytes=room.capacity_bytes,
         nvme_capacity_bytes=room.nvme_bytes,
         event_weight_bytes=event_bytes,
@@ -187,6 +187,8 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
         _set_up_nvme_bytes(cut, sizes, room),
         durable=durable,
     )
+    if with_blocks:
+        placement = replace(placement, blocks=tuple(_specs(cut, sizes, stays)))
     return ChosenCut(cut, sizes, placement, np.flatnonzero(away).tolist())
 
 

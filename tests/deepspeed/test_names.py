@@ -33,7 +33,7 @@ ON_OBJECTS = ("module", "optimizer", "lr_scheduler")
 """Attributes that an engine's object has and its class does not."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
     model = nn.Linear(4, 4)
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
