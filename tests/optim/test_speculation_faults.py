@@ -1,0 +1,130 @@
+"""A disk that fails or is full, or a program that is interrupted, while units are updated on a guess or that is undone:
+the confirmed bytes are whole, the step can be repeated, and nothing is lost or kept for good."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import nn
+
+import deepoffload
+from deepoffload.errors import IoFailure, PlacementError
+from deepoffload.io.engine import IoEngine
+from deepoffload.memory.kept_bytes import KeptBytes
+from deepoffload.runtime import disk as disk_module
+from tests.optim.deferred import sorted_state, units_guessed
+from tests.optim.test_deferred import chunks_of
+from tests.support.loops import assert_same_bits, weights_of
+from tests.support.models import mlp, rows
+from tests.support.paging import EVICTING, Paging
+
+SETTING = replace(EVICTING, step_overlap="speculative", precision="bf16")
+CLIPPING, NOT_CLIPPING = 1e-3, 1e6
+
+
+def build(paging: Paging, **config: Any) -> tuple[nn.Module, Any]:
+    model = paging.build(partial(mlp, depth=4), SETTING, key="deferred", **config)
+    return model, deepoffload.CPUAdamW(model.parameters(), lr=1e-2, weight_decay=0.1, max_grad_norm=NOT_CLIPPING)
+
+
+def again(call: Any, before: Any = lambda: None) -> None:
+    try:
+        call()
+    except IoFailure:
+        before()
+        call()
+
+
+def train(model: nn.Module, optimizer: Any, *limits: float, first: int = 0) -> Any:
+    """Steps of which those with a low limit clip; the limit is known after backward only, so the guess was wrong. What
+    fails is called again."""
+
+    def backward(seed: int) -> None:
+        model(rows(seed=seed).to(model[0].weight.dtype)).float().square().mean().backward()
+
+    for seed, limit in enumerate(limits, start=first):
+        optimizer.max_grad_norm = NOT_CLIPPING
+        again(partial(backward, seed), optimizer.zero_grad)
+        optimizer.max_grad_norm = limit
+        again(optimizer.step)
+        again(optimizer.zero_grad)
+
+
+def result(model: nn.Module, optimizer: Any) -> Any:
+    seen: list[Any] = []
+    again(lambda: seen.append(weights_of(model)))
+    again(lambda: seen.append(sorted_state(optimizer)))
+    return seen
+
+
+def test_a_transfer_fails(paging: Paging, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> tuple[Any, range, dict[str, float]]:
+        model, optimizer = build(paging)
+        train(model, optimizer, *[NOT_CLIPPING] * 3)
+        before = chunks_of(model)
+        train(model, optimizer, NOT_CLIPPING, CLIPPING, NOT_CLIPPING, first=3)
+        chunks = range(before + 1, chunks_of(model))
+        extents = deepoffload.stats(model)["nvme_bytes"]
+        return result(model, optimizer), chunks, {**deepoffload.stats(model), "extents": extents}
+
+    expected, chunks, stats = run()
+    assert stats["speculated"] > 0 and stats["rolled_back"] > 0
+    failed = 0
+    for number, chunk in enumerate(chunks[1 :: len(chunks) // 24]):
+        code = (errno.EIO, errno.ENOSPC)[number % 2]
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_module, "IoEngine", partial(IoEngine, fault_script=f"nth={chunk} errno={code}"))
+            got, _, other = run()
+        assert_same_bits(expected, got, f"chunk {chunk} ")
+        assert other["nvme_bytes"] <= stats["nvme_bytes"], "an extent is kept for good"
+        failed += other["speculated"] != stats["speculated"] or other["rolled_back"] != stats["rolled_back"]
+    assert failed, "no guess has met a failure: this tested nothing"
+
+
+def test_without_disk_space_for_what_is_kept_units_are_deferred(paging: Paging) -> None:
+    model, optimizer = build(paging)
+    train(model, optimizer, *[NOT_CLIPPING] * 3)
+    expected = [weights_of(model), sorted_state(optimizer)]
+    del model, optimizer
+    with pytest.raises(PlacementError) as refused:
+        build(paging, nvme_budget=304 << 10)
+    small, optimizer = build(paging, nvme_budget=refused.value.enough_nvme_bytes)
+    train(small, optimizer, *[NOT_CLIPPING] * 3)
+    assert_same_bits(expected, [weights_of(small), sorted_state(optimizer)])
+    train(small, optimizer, NOT_CLIPPING, CLIPPING, first=3)
+    assert deepoffload.stats(small)["speculation_left"] > 0
+
+
+@pytest.mark.parametrize("place", ["while it is made", "while it is undone"])
+def test_interrupted(paging: Paging, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Ctrl-C at a place where it arrives only by chance: a call that is there raises it."""
+    model, optimizer = build(paging)
+    train(model, optimizer, *[NOT_CLIPPING] * 4)
+    expected = [weights_of(model), sorted_state(optimizer)]
+    del model, optimizer
+    model, optimizer = build(paging)
+    train(model, optimizer, *[NOT_CLIPPING] * 3)
+    name = "will_change" if place == "while it is made" else "_back_to_extent"
+    calls: list[int] = []
+    real = getattr(KeptBytes, name)
+
+    def interrupt(self: Any, *args: Any) -> Any:
+        made = real(self, *args)
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KeptBytes, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(rows(seed=3).to(model[0].weight.dtype)).float().square().mean().backward()
+            optimizer.zero_grad()
+    optimizer.zero_grad()
+    assert units_guessed(model) == 0
+    train(model, optimizer, NOT_CLIPPING, first=3)
+    assert_same_bits(expected, [weights_of(model), sorted_state(optimizer)])
