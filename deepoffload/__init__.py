@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from deepoffload.runtime.context import offload_context as offload_context
     from deepoffload.runtime.context import stats as stats
     from deepoffload.runtime.joining import join as join
+    from deepoffload.runtime.quantize import quantize_weights as quantize_weights
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ _HOMES = {
     "stats": "deepoffload.runtime.context",
     "join": "deepoffload.runtime.joining",
     "add_config_arguments": "deepoffload.deepspeed.initialization",
+    "quantize_weights": "deepoffload.runtime.quantize",
     "initialize": "deepoffload.deepspeed.initialization",
     "save_pretrained": "deepoffload.checkpoint.pretrained",
 }
@@ -61,6 +63,7 @@ __all__ = [
     "join",
     "last_micro_batch",
     "offload_context",
+    "quantize_weights",
     "save_pretrained",
     "stats",
 ]

@@ -112,6 +112,13 @@ OWN_KEYS = (
     ),
     _own("prefetch", boolean(), "Fetch units before they are used. `false` is the serial reference.", True),
     _own(
+        "inference",
+        boolean(),
+        "Nothing is trained: every parameter is frozen, memory holds weights only, and weights that a safetensors file "
+        "has as the model wants them are read there. See [inference](inference.md).",
+        False,
+    ),
+    _own(
         "durability",
         durability(),
         "State on disk that survives a death of the process and a power failure: `state.commit()`, `state.resume()`, "

@@ -118,6 +118,7 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str, world_siz
         "offload_optimizer",
         "step_overlap",
         "prefetch",
+        "inference",
         "timeline",
         "precision",
         "buffers",
@@ -280,6 +281,9 @@ def _check_together(config: Config, fields: dict[str, Any], where: str) -> None:
         )
     if config.durability is not None and config.nvme_budget == 0:
         raise ConfigError(f"{where}durability with nvme_budget = 0: it needs disk space; leave nvme_budget out")
+    trains = [name for name in ("optimizer", "scheduler", "durability") if getattr(config, name) is not None]
+    if config.inference and trains:
+        raise ConfigError(f"{where}inference = true trains nothing: leave {' and '.join(trains)} out, or inference")
     if config.precision is Precision.FP16 and config.step_overlap is StepOverlap.IN_BACKWARD:
         raise ConfigError(
             f'{where}precision is fp16, and step_overlap = "in_backward" uses each gradient before it is known whether '

@@ -170,6 +170,8 @@ class Config:
     offload_optimizer: Tier | None = None
     step_overlap: StepOverlap = StepOverlap.DEFERRED
     prefetch: bool = True
+    inference: bool = False
+    """Nothing is trained: every parameter is frozen, and weights are read where their checkpoint has them."""
     durability: DurabilityConfig | None = None
     """``None``: nothing survives the process."""
     timeline: bool = False

@@ -13,7 +13,7 @@ from typing import Any
 
 from deepoffload.config import Config, OptimizerConfig, Precision, StepOverlap
 from deepoffload.errors import DeepOffloadError, PlacementError, UsageError
-from deepoffload.estimate import measure, plots, report, zero_infinity
+from deepoffload.estimate import inference, measure, plots, report, zero_infinity
 from deepoffload.estimate.arguments import parse
 from deepoffload.estimate.machine import MachineSpec, read_machine
 from deepoffload.estimate.progress import MeasuringProgress
@@ -76,11 +76,20 @@ def _run(options: argparse.Namespace) -> int:
         if options.deepspeed:
             estimate_model_states_mem_needs_all_live(subject.module, machine.devices_per_node, machine.nodes)
             print()
+        if options.inference:
+            return _infer(options, subject, config)
         # What no rates can change is said before they are measured.
         if not options.machine and not surely_too_large(subject, machine, config):
             machine = _machine(options)
         found = _estimate(subject, machine, config, options)
     print(json.dumps(report.as_json(found), indent=1) if options.json else report.text(found))
+    return EXIT_OK if found.fits else EXIT_DOES_NOT_FIT
+
+
+def _infer(options: argparse.Namespace, subject: Subject, config: Config) -> int:
+    context = options.context or options.seq or LENGTH
+    found = inference.estimate_inference(subject, _machine(options), config, options.batch, context)
+    print(json.dumps(inference.as_json(found), indent=1) if options.json else inference.text(found))
     return EXIT_OK if found.fits else EXIT_DOES_NOT_FIT
 
 

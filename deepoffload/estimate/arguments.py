@@ -28,6 +28,8 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     model.add_argument("--vocabulary", type=_count, default=32_000, metavar="N")
     model.add_argument("--largest", action="store_true", help="find the largest decoder that fits instead")
     work = parser.add_argument_group("work")
+    work.add_argument("--inference", action="store_true", help="generate with it, in place of training")
+    work.add_argument("--context", type=_count, metavar="N", help="tokens in the KV cache; with --inference")
     work.add_argument("--batch", type=_count, default=1, metavar="N", help="sequences in a micro-batch")
     work.add_argument("--seq", type=_count, metavar="N", help="tokens in a sequence; not said: 1024, or what it takes")
     work.add_argument("--accumulation", type=_count, default=1, metavar="N", help="micro-batches in a step")
@@ -73,6 +75,12 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--state-dtype {options.state_dtype}: {options.optimizer} has no such state")
     if options.precision == "fp16" and options.step_overlap == "in_backward":
         raise ConfigError("--step-overlap in_backward: fp16 needs all gradients before an update; use deferred")
+    if options.context and not options.inference:
+        raise ConfigError("--context is the length of a KV cache: it goes with --inference")
+    others = ("largest", "deepspeed", "zero_infinity", "plot_efficiency", "plot_budget", "checkpointing")
+    for name in others if options.inference else ():
+        if getattr(options, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is about training: leave it or --inference out")
     if options.machine and options.measure:
         raise ConfigError("--machine describes a machine and --measure measures this one; give one of them")
 

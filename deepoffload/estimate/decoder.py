@@ -175,6 +175,7 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: DecoderShape, *, checkpointing: bool = False) -> None:
         super().__init__()
+        self.shape = shape
         self.checkpointing = checkpointing
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
         self.position = nn.Embedding(shape.positions, shape.hidden) if shape.positions else None

@@ -28,6 +28,15 @@ class Extent:
 
 
 @dataclass(frozen=True)
+class SourceExtent(Extent):
+    """Where a block lies in files of others (``io.source_files``), which nobody may write to. ``path_index`` of its
+    pieces is the number of such a file; the last piece may reach beyond the end of its file, up to a whole page.
+    ``tensors``: names of what lies in it, for errors."""
+
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ExtentRange:
     """A part of one piece of an extent: ``nbytes`` from ``offset`` in piece number ``piece`` on, which are the block's
     from ``start`` on."""

@@ -9,10 +9,11 @@ import os
 import pwd
 import secrets
 import stat
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 
-from deepoffload.errors import ConfigError, IoFailure
+from deepoffload.errors import ConfigError, IoFailure, IoTimeout
 from deepoffload.io.engine import IoEngine, IoFile
 from deepoffload.machine import disk_space
 
@@ -152,3 +153,28 @@ def _entries(directory: str) -> Iterable[str]:
             if entry.name.startswith(PREFIX) and entry.name.endswith(SUFFIX):
                 if stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
                     yield entry.path
+
+
+def buffered_warning(path: str, file: IoFile) -> str:
+    """What is said where transfers of a file go through the page cache."""
+    name = errno.errorcode.get(file.direct_errno, str(file.direct_errno))
+    return (
+        f"{path}: O_DIRECT does not work there ({name}: {os.strerror(file.direct_errno)}); transfers go through the "
+        "page cache, which costs memory and CPU time. A directory on a local ext4 or xfs disk avoids that."
+    )
+
+
+def close_files(files: list[IoFile], timeout_s: float) -> None:
+    """Closes all that can be closed within ``timeout_s`` in all; the others stay in ``files``, and the first of their
+    errors is raised."""
+    until = time.monotonic() + timeout_s
+    problem: IoTimeout | None = None
+    for file in list(files):
+        try:
+            file.close(max(0.0, until - time.monotonic()))
+        except IoTimeout as error:
+            problem = problem or error
+        else:
+            files.remove(file)
+    if problem is not None:
+        raise problem

@@ -5,19 +5,34 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from deepoffload.errors import BudgetError, ClosedError, ConfigError, IoFailure, IoTimeout, UsageError
+from deepoffload.errors import BudgetError, ClosedError, ConfigError, IoFailure, UsageError
 from deepoffload.io.checksums import SUM_BYTES, ChecksumTable
 from deepoffload.io.engine import PADDED, READ, URGENT, WRITE, IoEngine, IoFile
-from deepoffload.io.extents import Extent, ExtentPart, ExtentRange, FreeList, cut_ranges, split_by_weight
+from deepoffload.io.extents import (
+    Extent,
+    ExtentPart,
+    ExtentRange,
+    FreeList,
+    SourceExtent,
+    cut_ranges,
+    split_by_weight,
+)
 from deepoffload.io.header_pages import HEADER_BYTES
 from deepoffload.io.named_files import open_named_files
-from deepoffload.io.swap_files import check_paths, create_swap_file, free_bytes, reclaim_stale
+from deepoffload.io.source_files import SourceFiles
+from deepoffload.io.swap_files import (
+    buffered_warning,
+    check_paths,
+    close_files,
+    create_swap_file,
+    free_bytes,
+    reclaim_stale,
+)
 from deepoffload.io.ticket import Ticket
 from deepoffload.native.aio import PAGE_BYTES, ffi, round_up
 
@@ -39,6 +54,8 @@ class SwapSpace:
     Contract of ``read`` and ``write``: the address is a multiple of 4096, and the memory up to the next multiple of
     4096 behind the last byte is mapped and belongs to the request. A direct transfer rounds its length up inside the
     extent's own padding, on disk as in memory: a read may change those bytes, a write stores what is in them.
+
+    A ``SourceExtent`` lies in a file of somebody else (``sources``): it is read like the others, and is always frozen.
 
     An extent has holders: the one that allocated it, and those that :meth:`hold` it because they still need what lies
     in it. Each gives it back with :meth:`free`; the disk space is free when the last one has. While there are several,
@@ -87,6 +104,7 @@ class SwapSpace:
         self.bytes_read = 0
         self.bytes_written = 0
         self._engine = engine
+        self.sources = SourceFiles(engine)
         self._sums = ChecksumTable(engine) if verify or named else None
         self._compared = self._sums if verify else None
         self._more_holders: dict[Extent, int] = {}
@@ -95,7 +113,7 @@ class SwapSpace:
         self._files: tuple[IoFile, ...] = ()
         self._free = [FreeList() for _ in self.paths]
         self._open: list[IoFile] = []
-        self._finalizer = weakref.finalize(self, _close_files, self._open, 10.0)
+        self._finalizer = weakref.finalize(self, close_files, self._open, 10.0)
         try:
             for path in self.paths:
                 reclaim_stale(path)
@@ -110,7 +128,7 @@ class SwapSpace:
             raise
         for path, file in zip(self.paths, self._files, strict=True):
             if direct == "preferred" and not file.direct:
-                warnings.warn(_buffered_warning(path, file), RuntimeWarning, stacklevel=2)
+                warnings.warn(buffered_warning(path, file), RuntimeWarning, stacklevel=2)
 
     @property
     def direct(self) -> tuple[bool, ...]:
@@ -171,13 +189,14 @@ class SwapSpace:
             UsageError: It is not allocated.
         """
         with self._lock:
-            if not all(self._free[piece.path_index].is_taken(piece.offset, piece.nbytes) for piece in extent.pieces):
+            own = () if isinstance(extent, SourceExtent) else extent.pieces
+            if not all(self._free[piece.path_index].is_taken(piece.offset, piece.nbytes) for piece in own):
                 raise UsageError(f"an extent of {extent.nbytes} bytes that is not allocated cannot be held")
             self._more_holders[extent] = self._more_holders.get(extent, 0) + 1
 
     def is_frozen(self, extent: Extent) -> bool:
-        """Whether an extent has several holders."""
-        return extent in self._more_holders
+        """Whether an extent has several holders, or is not ours to write to."""
+        return extent in self._more_holders or isinstance(extent, SourceExtent)
 
     def free(self, extent: Extent) -> None:
         """One holder less. The last one returns the extent; no request on it may be in flight then.
@@ -190,6 +209,8 @@ class SwapSpace:
             if more:
                 if more > 1:
                     self._more_holders[extent] = more - 1
+                return
+            if isinstance(extent, SourceExtent):
                 return
             for piece in extent.pieces:
                 self._free[piece.path_index].give(piece.offset, piece.nbytes)
@@ -234,8 +255,12 @@ class SwapSpace:
             ClosedError: The swap space or its engine is closed.
         """
         nbytes = extent.nbytes if nbytes is None else nbytes
-        sums = ffi.NULL if self._compared is None else self._compared.known(extent)
-        ticket = self._transfer(READ, extent, address, nbytes, urgent, sums)
+        if isinstance(extent, SourceExtent):
+            self._check_transfer(extent, address, nbytes)
+            ticket = self.sources.read(extent, address, nbytes, urgent=urgent)
+        else:
+            sums = ffi.NULL if self._compared is None else self._compared.known(extent)
+            ticket = self._transfer(READ, extent, address, nbytes, urgent, sums)
         self.bytes_read += nbytes
         return ticket
 
@@ -246,6 +271,9 @@ class SwapSpace:
     def read_range(self, extent: Extent, part: ExtentRange, address: int) -> Ticket:
         """Reads one of :meth:`ranges` to ``address``. As :meth:`read`."""
         self._check_transfer(extent, address, part.nbytes)
+        if isinstance(extent, SourceExtent):
+            self.bytes_read += part.nbytes
+            return self.sources.read_range(extent, part, address)
         piece = extent.pieces[part.piece]
         sums = ffi.NULL if self._compared is None else self._compared.known(extent)
         segment = ffi.new("doff_segment[1]")
@@ -264,7 +292,7 @@ class SwapSpace:
         Raises:
             UsageError: The extent is frozen. Else as ``read``.
         """
-        if extent in self._more_holders:
+        if self.is_frozen(extent):
             raise UsageError(f"an extent of {extent.nbytes} bytes is frozen: somebody still needs what lies in it")
         nbytes = extent.nbytes if nbytes is None else nbytes
         sums = ffi.NULL if self._sums is None else self._sums.to_record(extent)
@@ -280,7 +308,8 @@ class SwapSpace:
                 called again.
         """
         self._closed = True
-        _close_files(self._open, timeout_s)
+        self.sources.close()
+        close_files(self._open, timeout_s)
         self._finalizer.detach()
 
     def _take_over(self) -> None:
@@ -417,27 +446,3 @@ class SwapSpace:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _close_files(files: list[IoFile], timeout_s: float) -> None:
-    """Closes all that can be closed within ``timeout_s`` in all; the others stay in ``files``, and the first of their
-    errors is raised."""
-    until = time.monotonic() + timeout_s
-    problem: IoTimeout | None = None
-    for file in list(files):
-        try:
-            file.close(max(0.0, until - time.monotonic()))
-        except IoTimeout as error:
-            problem = problem or error
-        else:
-            files.remove(file)
-    if problem is not None:
-        raise problem
-
-
-def _buffered_warning(path: str, file: IoFile) -> str:
-    name = errno.errorcode.get(file.direct_errno, str(file.direct_errno))
-    return (
-        f"{path}: O_DIRECT does not work there ({name}: {os.strerror(file.direct_errno)}); transfers go through the "
-        "page cache, which costs memory and CPU time. A directory on a local ext4 or xfs disk avoids that."
-    )

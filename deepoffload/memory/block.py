@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from deepoffload.io.extents import Extent
+from deepoffload.io.extents import Extent, SourceExtent
 from deepoffload.io.ticket import Ticket
 from deepoffload.memory.form import Form, shown_bytes
 from deepoffload.native.aio import round_up
@@ -154,6 +154,11 @@ class Block:
 
     def __repr__(self) -> str:
         return f"<Block {self.id} {self.name} {self.kind.name} {self.nbytes} B {self.state.name} leases={self.leases}>"
+
+
+def is_backed(block: Block) -> bool:
+    """Whether a file of somebody else has a block's bytes: it takes no room on NVMe until it is written to."""
+    return isinstance(block.extent, SourceExtent) and block.state is not BlockState.DIRTY
 
 
 def can_hide(owner: BlockOwner) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Mapping
 from deepoffload.errors import BudgetError
 from deepoffload.io.extents import Extent
 from deepoffload.io.swap_space import SwapSpace
-from deepoffload.memory.block import Block, Census
+from deepoffload.memory.block import Block, Census, is_backed
 from deepoffload.memory.guards import Guards
 from deepoffload.native.aio import round_up
 from deepoffload.schedule.block_state import BlockState
@@ -85,7 +85,8 @@ class DiskRoom:
         extents = [block.extent for block in self._blocks.values() if block.extent is not None]
         own: set[Extent] = {extent for extent in extents if not self._space.is_frozen(extent)}
         held_bytes = self._space.used_bytes - sum(round_up(extent.nbytes) for extent in own)
-        return held_bytes + sum(round_up(b.nbytes) for b in self._blocks.values() if b.id not in self._static)
+        own_room = (b for b in self._blocks.values() if b.id not in self._static and not is_backed(b))
+        return held_bytes + sum(round_up(block.nbytes) for block in own_room)
 
     def _no_room(self, block: Block, error: BudgetError) -> BudgetError:
         what = f"no room on NVMe for {block.name} ({block.kind.name.lower()}, {block.nbytes:,} bytes), which must leave"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from deepoffload.errors import BudgetError, IoFailure
+from deepoffload.io.extents import Extent, SourceExtent
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.block import Block
 from deepoffload.memory.disk_room import DiskRoom
@@ -30,7 +31,7 @@ class TierCounters:
 
     faults: reads that were waited for at a use that no plan had predicted. waits: predicted uses whose read was not
     done in time. wait_s: seconds spent waiting for transfers of any kind. lent: blocks that got the memory of several
-    holes.
+    holes. partial_reads: uses of a block that is away for which a part of it was read.
     """
 
     faults: int = 0
@@ -40,6 +41,7 @@ class TierCounters:
     evictions: int = 0
     compactions: int = 0
     lent: int = 0
+    partial_reads: int = 0
 
 
 class Transfers:
@@ -104,6 +106,11 @@ class Transfers:
         """Whether the disk has something to do for the program. Also without the lock."""
         tickets = [block.ticket for block in (*self._writing.values(), *self._reading.values())]
         return any(ticket is not None and not ticket.done() for ticket in tickets)
+
+    def back(self, block: Block, extent: Extent) -> None:
+        """The bytes of an empty block are those that lie in ``extent``, of somebody else's file or its own."""
+        block.extent = extent
+        block.to(BlockState.ON_NVME)
 
     def start_read(self, block: Block, address: int, *, urgent: bool) -> None:
         """Begin to fill ``block.nbytes`` bytes at ``address`` from its extent."""
@@ -180,7 +187,10 @@ class Transfers:
         overtaken = block.id in self._overtaken
         self._overtaken.discard(block.id)
         try:
-            ticket.wait(0.0)
+            try:
+                ticket.wait(0.0)
+            finally:
+                self._check_source(block)
         except IoFailure as failure:
             if reading:
                 block.to(BlockState.ON_NVME)
@@ -192,6 +202,11 @@ class Transfers:
         if self._timeline is not None:
             lane = Lane.READ if reading else Lane.WRITE
             self._timeline.add(lane, block.name, ticket.started_s, ticket.finished_s, block.nbytes)
+
+    def _check_source(self, block: Block) -> None:
+        """Raise where the file of somebody else that a block was read from was written to meanwhile."""
+        if self._space is not None and isinstance(block.extent, SourceExtent):
+            self._space.sources.check(block.extent)
 
     def _wait(self, block: Block, reading: bool, interruptible: bool) -> None:
         if block.ticket is None:

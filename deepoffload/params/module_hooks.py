@@ -37,11 +37,11 @@ class NoWindow:
 class ModuleHook:
     """A bound hook that Dynamo leaves alone when it compiles the module around it. See [Note: the name of a hook]."""
 
-    def __init__(self, method: Callable[..., None]) -> None:
+    def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
 
-    def __call__(self, *args: Any) -> None:
-        self._method(*args)
+    def __call__(self, *args: Any) -> Any:
+        return self._method(*args)
 
     @property
     def __name__(self) -> str:

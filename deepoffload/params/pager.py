@@ -23,13 +23,15 @@ made (``ParamHandle.count_update``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from deepoffload.copies.shown import HostMemory, ShownMemory
+from deepoffload.errors import UnsupportedError
+from deepoffload.io.mapped_origin import MappedOrigins
 from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.no_room import BudgetFor
@@ -46,7 +48,8 @@ from deepoffload.params.slot import TensorSlot
 from deepoffload.params.unit import BlockView, ParamHandle, Unit
 from deepoffload.params.use_order import UseOrder, phase_name
 from deepoffload.schedule.placement import Placement
-from deepoffload.schedule.trace import Phase, UseKey
+from deepoffload.schedule.small import is_small
+from deepoffload.schedule.trace import Event, Phase, UseKey
 
 
 class Pager:
@@ -64,6 +67,7 @@ class Pager:
         evict_always: evict everything that may leave after every use (tests).
         defer_updates: an optimizer step updates each unit right before its next use, instead of all at once.
         link: joins this rank with the others, of which each keeps a part of every unit; None with one rank.
+        inference: nothing is trained: every parameter is frozen when it is adopted, and stays so.
 
     Attributes:
         units: of all models.
@@ -73,6 +77,8 @@ class Pager:
         casts: what autocast's cache may hold.
         life: what is alive, and whether all is over.
         commits: what makes steps durable; None where nothing does.
+        origins: find what is registered in checkpoints; None where all is copied.
+        partial: ids of blocks of which only some bytes are in memory, for a call that needs no others.
         mapped_copies: of weights, for values of state dicts that were asked for an address.
     """
 
@@ -88,6 +94,7 @@ class Pager:
         evict_always: bool = False,
         defer_updates: bool = False,
         link: RankPort | None = None,
+        inference: bool = False,
     ) -> None:
         self.tiers = tiers
         self.lock = tiers.lock
@@ -100,13 +107,16 @@ class Pager:
         self.evict_always = evict_always
         self.defer_updates = defer_updates
         self.link = link
+        self.inference = inference
+        self.origins: MappedOrigins | None = None
+        self.partial: set[int] = set()
         self.units: list[Unit] = []
         self.storages: dict[int, TensorSlot] = {}
         self.gradients: GradientDoor | None = None
         self.life = Lifetime(tiers.lock, engine)
         self.casts = CastCache()
         self.hooks = HookStack(self, self.memory, tiers.lock, graphs)
-        self.prefetcher = Prefetcher(tiers, order.trace, order.next_use, self.units)
+        self.prefetcher = Prefetcher(tiers, order.trace, order.next_use, self.units, fetches_static=inference)
         self.commits: CommitPort | None = None
         self.mapped_copies = MappedCopies(None if tiers.space is None else str(tiers.space.paths[0]))
         self.held = HeldUntilStep(self.memory_of)
@@ -158,6 +168,7 @@ class Pager:
             with self.lock:
                 self.catch_up(slot.unit)
                 block = self._block_of(slot)
+                self.refuse_partial(block)
                 self.order.stamp(block)
                 if together:
                     with self.order.taking(together):
@@ -172,6 +183,14 @@ class Pager:
             if pinned:  # an interrupt that was held back: the caller will not unpin what it never got
                 self.unpin(slot)
             raise
+
+    def refuse_partial(self, block: Block) -> None:
+        """Raise where only the experts that a running call of their module needs are in memory."""
+        if block.id in self.partial:
+            raise UnsupportedError(
+                f"{block.name} is used while a call of its module is running for which only the routed experts were "
+                "read: by another thread, or from a hook of a module in it"
+            )
 
     def unpin(self, slot: TensorSlot) -> None:
         with self.lock:
@@ -238,6 +257,32 @@ class Pager:
         if self.is_fully_resident():
             return
         self._event((Phase.FORWARD, tuple(u.index for u in units)), tuple(u.weights.id for u in units))
+
+    def expect(self, calls: Iterable[Sequence[Unit]]) -> None:
+        """No order of uses is known yet. The units of each call are probably used in this order: fetch them so. Small
+        ones that stay come first: norms are seldom registered where they are used."""
+        if not self.prefetch or self.evict_always:
+            return
+        events: list[Event] = []
+        largest_bytes = max((unit.weights.room_bytes for unit in self.units), default=0)
+        for every in calls:
+            units = []
+            for unit in every:
+                if unit.weights.id in self.tiers.static and is_small(unit.weights.room_bytes, largest_bytes):
+                    self.tiers.prefetch(unit.weights)
+                else:
+                    units.append(unit)
+            event = Event((Phase.FORWARD, tuple(u.index for u in units)), tuple(u.weights.id for u in units))
+            if units and (not events or events[-1].key != event.key):
+                events.append(event)
+        if len(events) > 1 and events[0].key == events[-1].key:
+            events.pop()  # the next pass begins with the same use: that is no event
+        with self.lock:
+            self.order.trace.guess(events)
+            self.pump()
+            if self.memory.all_stay():
+                for block in list(self.tiers.blocks()):  # nobody plans for them any more
+                    self.tiers.prefetch(block)
 
     def note_use(self, slot: TensorSlot) -> None:
         """The program uses a weight outside of any window."""

@@ -19,10 +19,12 @@ from deepoffload.params import differentiation
 from deepoffload.params.callables import BY_ELEMENT, UNASKED, with_open_doors
 from deepoffload.params.copies import ordinary_parameter, page_in_context, plain_copy
 from deepoffload.params.edits import meet_edit, mutates
+from deepoffload.params.inference import is_leaf, requires_grad
 from deepoffload.params.metadata import LAYOUT, METADATA
 from deepoffload.params.moved_model import MOVES, of_moved_model
 from deepoffload.params.new_data import set_new_data
 from deepoffload.params.peer_names import PeerNames
+from deepoffload.params.rows import look_up
 from deepoffload.params.sharding import refuse_sharding
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.state_dict_values import is_weight_itself, lazy_weight
@@ -320,14 +322,6 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     set_new_data(*args)
 
 
-def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
-    result = past_doors(func, args, kwargs)
-    tensor = args[0]
-    if type(tensor) is OffloadedParameter and tensor._slot.pager.gradients is not None and tensor.requires_grad:
-        tensor._slot.pager.gradients.track(tensor._slot)
-    return result
-
-
 def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     caller = door_caller()
     if caller is MODULE_SAVE and type(args[0]) is OffloadedParameter:
@@ -411,16 +405,18 @@ def _special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
         tensor.data.__get__: _get_data,
         tensor.data.__set__: _set_data,
         tensor.dtype.__get__: differentiation.dtype,
-        tensor.requires_grad.__set__: _requires_grad,
+        tensor.is_leaf.__get__: is_leaf,
+        tensor.requires_grad.__set__: requires_grad,
         Tensor.size: differentiation.size,
         make_dual: _make_dual,
-        Tensor.requires_grad_: _requires_grad,
+        Tensor.requires_grad_: requires_grad,
         Tensor.copy_: _copy,
         Tensor.detach: _detach,
         Tensor.detach_: _detach_in_place,
         Tensor.share_memory_: _share_memory,
         Tensor.__dlpack__: _dlpack,
         **LAYOUT,
+        torch.nn.functional.embedding: look_up(_paged_call),
         Tensor.view_as: _view_as,
         Tensor.is_contiguous: _is_contiguous,
         Tensor.__repr__: _repr,

@@ -110,6 +110,8 @@ class PagerPort(Protocol):
     tiers: TierManager
     memory: ShownMemory
     link: RankPort | None
+    inference: bool
+    partial: set[int]
     lock: BooksLock
     storages: dict[int, TensorSlot]
     units: list[Unit]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Container, Iterator, Sized
 
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
@@ -26,15 +26,35 @@ EVENTS_PER_PLAN = 3
 """How many events may pass without a plan while the disk has enough to do in both directions."""
 
 
+class _PresentStatic:
+    """The blocks that stay in memory for good, and are there."""
+
+    def __init__(self, tiers: TierManager) -> None:
+        self._tiers = tiers
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._tiers.static and not self._tiers.is_away(block)
+
+
 class Prefetcher:
     """Called at every event of the program, under the memory's lock.
 
     Args:
         next_use: events until a block is used again.
         units: of the models; how many there are says what counts as far in the future.
+        fetches_static: blocks that stay in memory for good are fetched ahead, too, while they are away. (Elsewhere they
+            come when they are first used, and give up their extents then.)
     """
 
-    def __init__(self, tiers: TierManager, trace: Trace, next_use: Callable[[int], float], units: Sized) -> None:
+    def __init__(
+        self,
+        tiers: TierManager,
+        trace: Trace,
+        next_use: Callable[[int], float],
+        units: Sized,
+        *,
+        fetches_static: bool = False,
+    ) -> None:
         self._lookahead_bytes = tiers.arena.capacity_bytes
         self._reserve_bytes = 0
         self._granule_bytes = PAGE_BYTES
@@ -42,6 +62,7 @@ class Prefetcher:
         self._trace = trace
         self._next_use = next_use
         self._units = units
+        self._static: Container[int] = _PresentStatic(tiers) if fetches_static else tiers.static
         self._unplanned = 0
         self._stuck_at: tuple[int, int] | None = None
 
@@ -72,7 +93,7 @@ class Prefetcher:
             evictable=self._evictable(in_use),
             next_use=self._next_use,
             lookahead_bytes=self._lookahead_bytes,
-            static=tiers.static,
+            static=self._static,
             is_empty=tiers.is_empty,
             reserve_bytes=self._reserve_bytes,
             aside_bytes=sum(tiers.room_bytes(b) for b in in_use if tiers.is_empty(b) or tiers.is_away(b)),

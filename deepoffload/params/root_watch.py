@@ -20,6 +20,7 @@ class RootWatch:
 
     Args:
         windows: those of them that lie below ``root`` need not ask again in a call of it.
+        shown: makes of what a call returns what the program gets.
 
     Attributes:
         checks: how often it has asked and found nothing new.
@@ -27,10 +28,17 @@ class RootWatch:
         running: a call of ``root`` is.
     """
 
-    def __init__(self, root: nn.Module, refresh: Callable[[nn.Module], None], windows: Iterable[Window]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        refresh: Callable[[nn.Module], None],
+        windows: Iterable[Window],
+        shown: Callable[[Any], Any] | None = None,
+    ) -> None:
         self.checks = self.changes = 0
         self.running = False
         self._refresh = refresh
+        self._shown = shown
         self._members = Membership(root)
         below = set(root.modules())
         for window in windows:
@@ -59,8 +67,9 @@ class RootWatch:
         self._refresh(module)
         self._members = Membership(module)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         self.running = False
+        return None if self._shown is None or module is not self._module() else self._shown(output)
 
     def remove(self) -> None:
         for handle in self._removable:

@@ -65,9 +65,11 @@ _PROXY = _need(_need(torch._C, "_TorchDispatchModeKey"), "PROXY")
 _current_node = _need(torch._C, "_current_autograd_node")
 graph_task: Callable[[], int] = _need(torch._C, "_current_graph_task_id")  # the innermost backward's; -1 outside
 call_at_end_of_backward: Any = _need(_need(torch.autograd.Variable, "_execution_engine"), "queue_callback")
-_len_dispatch_stack = _need(torch._C, "_len_torch_dispatch_stack")
-_len_function_stack = _need(torch._C, "_len_torch_function_stack")
+_len_dispatch_stack, _len_function_stack = (_need(torch._C, f"_len_torch_{n}_stack") for n in ("dispatch", "function"))
 
+int8_product: Callable[..., Tensor] = _need(torch.ops.aten, "_weight_int8pack_mm")
+int4_product: Callable[..., Tensor] = _need(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+pack_int4: Callable[..., Tensor] = _need(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu")
 fused_adam: Callable[..., None] = _need(torch, "_fused_adam_")
 fused_adamw: Callable[..., None] = _need(torch, "_fused_adamw_")
 unscale_and_check: Callable[..., None] = _need(torch, "_amp_foreach_non_finite_check_and_unscale_")
@@ -145,10 +147,8 @@ MODULE_CALL: CodeType = _need(nn.Module, "_call_impl").__code__
 """What runs for as long as a module is called."""
 MODULE_SAVE: CodeType = _need(nn.Module, "_save_to_state_dict").__code__
 VMAP_SIZES: frozenset[CodeType] = _with_inner(_need(_vmap, "_validate_and_get_batch_size").__code__)
-"""What ``torch.vmap`` runs for what it maps over, before native code takes it apart. Its code and what that contains: a
-comprehension has code of its own before Python 3.12."""
-make_dual: Any = _need(torch._VF, "_make_dual")
-"""What gives a tensor its tangent, in forward-mode differentiation."""
+"""What ``torch.vmap`` runs for what it maps over, before native code takes it apart, with comprehensions in it."""
+make_dual: Any = _need(torch._VF, "_make_dual")  # gives a tensor its tangent, in forward-mode differentiation
 PARAMETER_NEW: CodeType = nn.Parameter.__new__.__code__
 
 _base: Any = torch._C.TensorBase

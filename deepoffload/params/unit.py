@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from deepoffload.io.mapped_origin import SourceRange
 from deepoffload.memory.block import Alias, Block
 from deepoffload.native.cpu_adam import StateDType, StateLayout
 from deepoffload.params.layout import PieceLayout, TensorRun, whole_tensors
@@ -66,6 +67,7 @@ class ParamHandle(TensorSlot):
         gathered: how many open ``GatheredParameters`` name it.
         edited_alone: how many of these let one rank edit it for all of them.
         version: torch's in-place counter when deepoffload last looked.
+        origin: which bytes of a checkpoint the parameter was registered with; None where that is not known.
         updated_after: which forward made the last graph before its last update (``OpenGraphs.forwards``).
         state_owner: the token of the optimizer whose state the unit's pieces hold for this parameter.
     """
@@ -82,6 +84,7 @@ class ParamHandle(TensorSlot):
         "windows",
         "gathered",
         "edited_alone",
+        "origin",
     )
 
     def __init__(
@@ -100,6 +103,7 @@ class ParamHandle(TensorSlot):
         self.gathered = 0
         self.edited_alone = 0
         self.mapped_copy: weakref.ref[Any] | None = None
+        self.origin: SourceRange | None = None
 
     @property
     def handle(self) -> ParamHandle:

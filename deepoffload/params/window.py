@@ -18,12 +18,17 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from deepoffload.params.code_scan import hooks_of, may_bypass_hooks, may_cast
+from deepoffload.params.inference import unfrozen
 from deepoffload.params.membership import Membership
 from deepoffload.params.module_hooks import ModuleHook, NoWindow, refuse_wrappers
 from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedParameter
 from deepoffload.params.root_watch import RootWatch
+from deepoffload.params.routed import bring_experts, drop_experts, experts_of_call, num_experts
+from deepoffload.params.rows import is_table, reads_rows
 from deepoffload.params.torch_private import (
+    forward_hooks_of_all,
+    forward_pre_hooks_of_all,
     get_unwrapped,
     in_backward,
     in_functorch,
@@ -35,8 +40,17 @@ from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.params.window_call import FrameEnd, Shown, WindowCall, frame_ended
 
 
+def _is_alone(module: nn.Module) -> bool:
+    """Whether nobody but its window looks at a module when it is called."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    return all(len(of_module) == 1 for of_module in hooks) and not (forward_hooks_of_all or forward_pre_hooks_of_all)
+
+
 class Window:
-    """The hooks of one module whose parameters form a unit, or which uses parameters of other units."""
+    """The hooks of one module whose parameters form a unit, or which uses parameters of other units.
+
+    It has more methods than other classes, because a call has many steps that every call pays for: each is one.
+    """
 
     def __init__(self, pager: Pager, module: nn.Module, name: str) -> None:
         self.pager = pager
@@ -49,6 +63,8 @@ class Window:
         self._call = 0
         self._waiting = False
         self._careful = self._casts = False
+        self._table: ParamHandle | None = None
+        self._stacked = False
         self._hooks: tuple[int, ...] = ()
         self._hooks_before = 0
         self._shown: Shown = []
@@ -68,6 +84,11 @@ class Window:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return (NoWindow, ())  # a pickled model is plain, too
+
+    def expected_units(self) -> list[Unit]:
+        """Those whose weights a call takes as a whole."""
+        in_parts = self._table is not None or self._stacked
+        return [unit for unit in self._units if not in_parts or unit.weights.id in self.pager.tiers.static]
 
     def module(self) -> nn.Module | None:
         """The module, while it exists."""
@@ -94,6 +115,9 @@ class Window:
                         self.pager.casts.share()
                 handles[id(handle)] = handle
                 units[handle.unit.index] = handle.unit
+        frozen = self.pager.inference
+        self._table = next(iter(handles.values())) if frozen and len(handles) == 1 and is_table(module) else None
+        self._stacked = frozen and bool(num_experts(module))
         self._members = Membership(module)
         self._waiting = any(is_lazy(param) for param in module.parameters())
         self._shown = [(handle, handle.reference) for handle in handles.values()]
@@ -169,31 +193,49 @@ class Window:
                 self._read(module)
             if pager.casts.held_by is not None and pager.casts.held_by != id(self):
                 pager.casts.drop()
-            pager.use_forward(self._units)
-            try:
-                self._take(entry, module)
-            except BaseException:
-                for block in entry.blocks:
-                    pager.memory.release(block)
-                entry.blocks = []
-                raise
-            entry.shown = self._shown
-            if not (pager.hooks.shared_by_threads() or self._careful or (self._checkpointing and self._checkpoints())):
-                entry.plain = True
-                for _, reference in entry.shown:
-                    param = reference()
-                    if param is not None:
-                        param.__class__ = nn.Parameter
+            if self._table is None or not reads_rows(self._table, args[0] if args else None):
+                self._open(entry, module, args)
             frame_end = FrameEnd()  # see [Note: the frame's end] in params.window_call
             entry.frame_end = weakref.ref(frame_end, partial(frame_ended, entry))
             frame.f_locals["_deepoffload_window"] = frame_end
 
-    def _take(self, entry: WindowCall, module: nn.Module) -> None:
-        """Bring and lease the bytes, and put our saved-tensor hooks on."""
+    def _open(self, entry: WindowCall, module: nn.Module, args: Any) -> None:
+        """Bring the bytes, and end the time of doors."""
+        pager = self.pager
+        shared = pager.hooks.shared_by_threads()
+        experts = None
+        if self._stacked and not shared and _is_alone(module):
+            experts = experts_of_call(module, self._units, args)
+        if experts is None:
+            pager.use_forward(self._units)
+        try:
+            self._take(entry, module, experts)
+        except BaseException:
+            for block in entry.blocks:
+                pager.memory.release(block)
+            for unit in entry.partial:
+                drop_experts(unit, ())
+            entry.blocks, entry.partial = [], []
+            raise
+        entry.shown = self._shown
+        if not (shared or self._careful or (self._checkpointing and self._checkpoints())):
+            entry.plain = True
+            for _, reference in entry.shown:
+                param = reference()
+                if param is not None:
+                    param.__class__ = nn.Parameter
+
+    def _take(self, entry: WindowCall, module: nn.Module, experts: list[int] | None) -> None:
+        """Bring and lease the bytes, or those of ``experts`` alone, and put our saved-tensor hooks on."""
         pager = self.pager
         for unit in self._units:
-            pager.memory.acquire(unit.weights)
-            entry.blocks.append(unit.weights)
+            if experts is None:
+                pager.refuse_partial(unit.weights)
+                pager.memory.acquire(unit.weights)
+                entry.blocks.append(unit.weights)
+            else:
+                bring_experts(unit, experts)
+                entry.partial.append(unit)
             if not unit.owner.installed:
                 unit.owner.install()
         if in_functorch():
@@ -250,23 +292,26 @@ class Window:
             pager.hooks.pop()
         if self._untracked:
             self._track_unfrozen()
+        edited: list[ParamHandle] = []
         try:
             for handle in self._give_doors_back(entry) if entry.plain else self._look_through_doors(entry):
                 if handle.changed():
+                    edited.append(handle)
                     pager.will_change(handle)
         finally:
             for block in entry.blocks:
                 pager.memory.release(block)
+            for unit in entry.partial:
+                drop_experts(unit, [handle for handle in edited if handle.unit is unit])
         if pager.evict_always:
             pager.pump()
 
     def _track_unfrozen(self) -> None:
         """Parameters that were unfrozen inside the window, where no door sees it."""
-        gradients = self.pager.gradients
         for handle in self._untracked:
             param = handle.tensor
-            if param is not None and param.requires_grad and gradients is not None:
-                gradients.track(handle)
+            if param is not None and param.requires_grad:
+                unfrozen(handle)
 
     def _give_doors_back(self, entry: WindowCall) -> list[ParamHandle]:
         """End the time without doors. Returns the parameters that were written to, or given other memory, meanwhile:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from deepoffload.memory.block import Block
-from deepoffload.params.unit import ParamHandle
+from deepoffload.params.unit import ParamHandle, Unit
 
 if TYPE_CHECKING:
     from deepoffload.params.window import Window
@@ -43,9 +43,10 @@ class WindowCall:
     Attributes:
         shown: the parameters of the call.
         plain: whether they are without their doors.
+        partial: units of which only some bytes are there.
     """
 
-    __slots__ = ("window", "shown", "plain", "blocks", "pushed", "frame_id", "frame_end", "thread", "over")
+    __slots__ = ("window", "shown", "plain", "blocks", "partial", "pushed", "frame_id", "frame_end", "thread", "over")
 
     def __init__(self, window: Window, frame: FrameType) -> None:
         self.window = window
@@ -56,6 +57,7 @@ class WindowCall:
         self.shown: Shown = []
         self.plain = False
         self.blocks: list[Block] = []
+        self.partial: list[Unit] = []
         self.pushed: bool | None = False
 
 

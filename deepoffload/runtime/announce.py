@@ -89,6 +89,8 @@ def summary(
     """What lies on which tier, how much memory is used, and which steps are durable, in one line: of one rank."""
     kept = [f"{row.name} {format_bytes(row.host_bytes)}" for row in placement.rows if row.resident_blocks]
     paged = [f"{row.name} {format_bytes(row.nvme_bytes)}" for row in placement.rows if row.nvme_bytes]
+    sources = [f"{row.name} {format_bytes(row.source_bytes)}" for row in placement.rows if row.source_bytes]
+    read = f"; read from the checkpoint: {', '.join(sources)}" if sources else ""
     used = format_bytes(sum(row.host_bytes for row in placement.rows))
     said = {None: "", 1: "; every step is durable"}
     durable = said.get(durable_every, f"; every {durable_every} steps one is durable")
@@ -96,8 +98,8 @@ def summary(
     kept_by = f" on {world_size} ranks; each keeps in memory" if world_size > 1 else "; kept in memory"
     return (
         f"{num_parameters / 1e6:.1f} M parameters{kept_by}: {', '.join(kept) or 'nothing'}; on NVMe"
-        f"{' (' + ', '.join(paths) + ')' if paged else ''}: {', '.join(paged) or 'nothing'}; memory used: {used} of "
-        f"{format_bytes(placement.capacity_bytes)}{computing}{durable}"
+        f"{' (' + ', '.join(paths) + ')' if paged else ''}: {', '.join(paged) or 'nothing'}{read}; memory used: {used} "
+        f"of {format_bytes(placement.capacity_bytes)}{computing}{durable}"
     )
 
 

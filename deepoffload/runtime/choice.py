@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +17,8 @@ from deepoffload.errors import DevicePlacementError, PlacementError
 from deepoffload.native.aio import round_up
 from deepoffload.ranks.exchange import Exchange
 from deepoffload.runtime.cuts import Cut, Cutter
+from deepoffload.runtime.draft import UnitDraft
+from deepoffload.runtime.read_shares import read_shares
 from deepoffload.runtime.sizes import UnitSizes
 from deepoffload.runtime.whole_copies import CopySizes, contribution_bytes, with_copies
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, Workload
@@ -154,7 +156,8 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
     drafts = cut.division.drafts
     if room.device_bytes:
         _check_calls(cut, sizes, room.device_bytes)
-    columns = _columns(cut, sizes)
+    shares = read_shares(cut) if config.inference else {}
+    columns = _columns(cut, sizes, shares)
     stays = _state_on_device(sizes, room.device_bytes) if config.offload_optimizer is Tier.DEVICE else set()
     is_state = columns.kinds == KIND_NUMBERS[BlockKind.STATE]
     away = is_state & np.isin(columns.units, [drafts[number].index for number in stays])
@@ -171,10 +174,10 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
         nvme_capacity_bytes=room.nvme_bytes,
         event_weight_bytes=event_bytes,
         bandwidths=room.bandwidths,
-        workload=Workload(config.gradient_accumulation_steps, config.step_overlap),
+        workload=Workload(config.gradient_accumulation_steps, config.step_overlap, training=not config.inference),
         num_parameters=sum(handle.numel for draft in drafts for handle, _ in draft.trained) or None,
         keep=frozenset(placed.ids[np.isin(placed.kinds, kept_kinds)].tolist()),
-        set_up_bytes=_set_up_bytes(cut, sizes, can_leave=room.nvme_bytes is not None),
+        set_up_bytes=_set_up_bytes(drafts, sizes, can_leave=room.nvme_bytes is not None),
     )
 
     def placement_of(frugal: bool) -> Placement:
@@ -188,7 +191,7 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
         durable=durable,
     )
     if with_blocks:
-        placement = replace(placement, blocks=tuple(_specs(cut, sizes, stays)))
+        placement = replace(placement, blocks=tuple(_specs(cut, sizes, stays, shares)))
     return ChosenCut(cut, sizes, placement, np.flatnonzero(away).tolist())
 
 
@@ -204,19 +207,22 @@ def _check_calls(cut: Cut, sizes: Sequence[UnitSizes], device_bytes: int) -> Non
         )
 
 
-def _columns(cut: Cut, sizes: Sequence[UnitSizes]) -> BlockColumns:
-    """All blocks of a cut."""
+def _columns(cut: Cut, sizes: Sequence[UnitSizes], shares: Mapping[int, float]) -> BlockColumns:
+    """All blocks of a cut. ``shares``: by number of a draft, where a use does not read all of it."""
     rows = [
-        (KIND_NUMBERS[block.kind], block.room_bytes, draft.index, block.count)
-        for draft, unit in zip(cut.division.drafts, sizes, strict=True)
+        (KIND_NUMBERS[block.kind], block.room_bytes, draft.index, unit.backed, number, block.count)
+        for number, (draft, unit) in enumerate(zip(cut.division.drafts, sizes, strict=True))
         for block in unit.blocks
     ]
-    kinds, nbytes, units, counts = np.array(rows, np.int64).reshape(-1, 4).T
-    kinds, nbytes, units = (np.repeat(column, counts) for column in (kinds, nbytes, units))
-    return BlockColumns(np.arange(len(kinds)), kinds.astype(np.int8), nbytes, units)
+    *columns, counts = np.array(rows, np.int64).reshape(-1, 6).T
+    kinds, nbytes, units, backed, numbers = (np.repeat(column, counts) for column in columns)
+    read_shares = np.ones(len(kinds))
+    for number, share in shares.items():
+        read_shares[numbers == number] = share
+    return BlockColumns(np.arange(len(kinds)), kinds.astype(np.int8), nbytes, units, backed.astype(bool), read_shares)
 
 
-def _specs(cut: Cut, sizes: Sequence[UnitSizes], stays: set[int]) -> Iterator[BlockSpec]:
+def _specs(cut: Cut, sizes: Sequence[UnitSizes], stays: set[int], shares: Mapping[int, float]) -> Iterator[BlockSpec]:
     """The blocks of a cut, without the state of the units whose numbers are in ``stays``."""
     number = 0
     for at, (draft, unit) in enumerate(zip(cut.division.drafts, sizes, strict=True)):
@@ -226,7 +232,8 @@ def _specs(cut: Cut, sizes: Sequence[UnitSizes], stays: set[int]) -> Iterator[Bl
                 name = draft.block_name(block.kind, piece)
                 piece += block.kind is BlockKind.STATE
                 if block.kind is not BlockKind.STATE or at not in stays:
-                    yield BlockSpec(number, name, block.kind, block.room_bytes, draft.index)
+                    share = shares.get(at, 1.0)
+                    yield BlockSpec(number, name, block.kind, block.room_bytes, draft.index, unit.backed, share)
                 number += 1
 
 
@@ -248,11 +255,11 @@ def _state_on_device(sizes: Sequence[UnitSizes], device_bytes: int) -> set[int]:
     return kept
 
 
-def _set_up_bytes(cut: Cut, sizes: Sequence[UnitSizes], *, can_leave: bool) -> int:
+def _set_up_bytes(drafts: Iterable[UnitDraft], sizes: Sequence[UnitSizes], *, can_leave: bool) -> int:
     """What must be in memory at once while the parameters move, one by one, into their units."""
     if can_leave:
         return max((unit.set_up_bytes for unit in sizes), default=0)
-    used = sum(round_up(handle.nbytes) for draft in cut.division.drafts for handle in draft.handles)
+    used = sum(round_up(handle.nbytes) for draft in drafts for handle in draft.handles)
     most = used
     for unit in sizes:
         most = max(most, used + unit.set_up_peak_bytes)
@@ -270,9 +277,11 @@ def _relayout_bytes(cut: Cut, sizes: Sequence[UnitSizes]) -> int:
 
 def _set_up_nvme_bytes(cut: Cut, sizes: Sequence[UnitSizes], room: Room) -> int:
     """NVMe that is certainly enough while the parameters move into their units, and then to where they stay."""
-    rooms = [round_up(handle.nbytes) for draft in cut.division.drafts for handle in draft.handles]
-    rooms += [block.room_bytes for unit in sizes for block in unit.blocks if block.kind is not BlockKind.GRADIENT]
-    most_bytes = _set_up_bytes(cut, sizes, can_leave=False)
+    own = [draft for draft in cut.division.drafts if draft.backing is None]
+    rooms = [round_up(handle.nbytes) for draft in own for handle in draft.handles]
+    unbacked = [unit for unit in sizes if not unit.backed]
+    rooms += [block.room_bytes for unit in unbacked for block in unit.blocks if block.kind is not BlockKind.GRADIENT]
+    most_bytes = _set_up_bytes(own, unbacked, can_leave=False)
     return set_up_nvme_bytes(room.capacity_bytes, most_bytes, max(rooms, default=0))
 
 

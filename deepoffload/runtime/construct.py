@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deepoffload.io.mapped_origin import SourceRange
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
@@ -28,6 +30,7 @@ from deepoffload.params.shards import OwnedRun
 from deepoffload.params.slot import dense_stride
 from deepoffload.params.torch_private import get_data, outside_user_modes, version_of
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, StatePiece, Unit, WeightView
+from deepoffload.runtime.backing import backing_of, find_origin
 from deepoffload.runtime.compute_types import KEEP_TYPES, ComputeTypes
 from deepoffload.runtime.draft import UnitDraft, draft_unit
 from deepoffload.schedule.placement import BlockKind, Placement
@@ -49,7 +52,13 @@ def adoptable(pager: Pager, param: Any) -> bool:
 
 def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
     """Make ``param`` a paged parameter in place: same object, its bytes copied into a separate block."""
+    if pager.inference:
+        param.requires_grad_(False)
     handle = ParamHandle(pager, name, param, param.dtype, dense_stride(param))
+    handle.origin = find_origin(pager.origins, param)
+    if handle.origin is not None:
+        _adopt_where_it_lies(handle, handle.origin)
+        return handle
     memory = pager.memory_on(param.device)
     owner = WeightView(pager, memory)
     owner.slots.append(handle)
@@ -69,6 +78,24 @@ def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
     handle.version = version_of(param)
     memory.release(block)
     return handle
+
+
+def _adopt_where_it_lies(handle: ParamHandle, origin: SourceRange) -> None:
+    """The same of a parameter whose bytes a checkpoint has: none of them is read."""
+    pager, param = handle.pager, handle.tensor
+    backing = backing_of([handle.name], [origin])
+    if backing is None or param is None:
+        raise RuntimeError(f"{handle.name}: one range of a file cannot overlap with itself")
+    owner = WeightView(pager)
+    owner.slots.append(handle)
+    block = pager.tiers.create(handle.name, BlockKind.WEIGHT, backing.nbytes, owner)
+    handle.bind_as_shown(block, backing.offsets[0])
+    pager.tiers.transfers.back(block, backing.extent)
+    with outside_user_modes():
+        param.__class__ = OffloadedParameter
+        param._slot = handle  # type: ignore[attr-defined]
+        handle.uninstall()
+    handle.version = version_of(param)
 
 
 def give_back(handle: ParamHandle) -> None:
@@ -200,6 +227,16 @@ class Assembly:
     def fill(self, draft: UnitDraft) -> None:
         """Move the bytes of a unit's parameters into its block, converting them."""
         unit = draft.unit
+        if draft.backing is not None:
+            names = tuple(handle.name for handle in draft.handles)
+            self.tiers.transfers.back(unit.weights, replace(draft.backing.extent, tensors=names))
+            for index, handle in enumerate(draft.handles):
+                if handle.block is not None:
+                    self.tiers.remove(handle.block)
+                handle.bind_at(unit.weights, draft.place(index))
+                handle.unit = unit
+                unit.owner.slots.append(handle)
+            return
         self.tiers.acquire(unit.weights, load=False)
         try:
             ctypes.memset(self.tiers.address(unit.weights), 0, unit.weights.nbytes)
@@ -212,7 +249,7 @@ class Assembly:
         old = handle.block
         if old is None:
             raise RuntimeError(f"{handle.name} has no block")
-        self._take_edits(handle, old)
+        take_edits(self.pager, handle, old)
         if isinstance(place, TensorCut):
             run = place.run()
         else:
@@ -250,19 +287,6 @@ class Assembly:
             self._convert(unit, handle, run, dtype)
             if dtype is torch.float16:
                 self._fill_master(unit, handle)
-
-    def _take_edits(self, handle: ParamHandle, block: Block) -> None:
-        """Let what the program has done to a parameter since it was registered reach the host's bytes."""
-        memory = self.pager.memory_of(block)
-        memory.acquire(block)
-        try:
-            if isinstance(block.owner, WeightView):
-                block.owner.install()  # Tensor.set_ has no door: what stands in the place of the bytes comes in first
-            if handle.changed():  # and what was put there while the bytes were shown
-                memory.will_change(block)
-        finally:
-            memory.release(block)
-        memory.settle(block)
 
     def _split(self, unit: Unit, handle: ParamHandle, run: OwnedRun) -> None:
         """fp32 to bf16 as ``Tensor.to`` does it; what rounding leaves over goes into the optimizer state, so that the
@@ -313,6 +337,20 @@ class Assembly:
             source = handle.element_address(run.start) - base
             value = torch.frombuffer(buffer, dtype=handle.dtype, count=numel, offset=source)
             torch.frombuffer(buffer, dtype=dtype, count=numel, offset=target).copy_(value)
+
+
+def take_edits(pager: Pager, handle: ParamHandle, block: Block) -> None:
+    """Let what the program has done to a parameter since it was registered reach the host's bytes."""
+    memory = pager.memory_of(block)
+    memory.acquire(block)
+    try:
+        if isinstance(block.owner, WeightView):
+            block.owner.install()  # Tensor.set_ has no door: what stands in the place of the bytes comes in first
+        if handle.changed():  # and what was put there while the bytes were shown
+            memory.will_change(block)
+    finally:
+        memory.release(block)
+    memory.settle(block)
 
 
 def _has_state(unit: Unit, handle: ParamHandle) -> bool:

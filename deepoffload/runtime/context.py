@@ -13,6 +13,7 @@ from deepoffload.config import Config, parse_config
 from deepoffload.errors import BudgetError, UsageError
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.engine import Engine
+from deepoffload.runtime.large_buffers import page_large_buffers
 from deepoffload.runtime.ranks import RankChoice
 from deepoffload.runtime.registration import ConstructionHooks, context_is_open
 from deepoffload.runtime.statistics import stats_of_ranks
@@ -87,6 +88,8 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
                 if short:
                     raise hooks.refusal(error)
                 roots = hooks.roots()
+                if self.config.inference:
+                    page_large_buffers(roots)
                 hooks.take_unregistered(roots)
                 engine.assemble(roots, hooks.handles)
         except BaseException as failure:

@@ -13,6 +13,7 @@ from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.state import pieces_per_unit
 from deepoffload.params.pager import Pager
+from deepoffload.params.routed import has_experts
 from deepoffload.params.unit import ParamHandle, StateFormat
 from deepoffload.runtime.compute_types import ComputeTypes
 from deepoffload.runtime.construct import Assembly
@@ -126,7 +127,8 @@ class Cutter:
         self._handles = handles
         # No method of this object: a cycle would keep the model alive until garbage is collected.
         nbytes = partial(_target_nbytes, types)
-        self._finders = [UnitFinder(root, nbytes) for root in roots]
+        apart = has_experts if pager.inference else None
+        self._finders = [UnitFinder(root, nbytes, apart) for root in roots]
         self._divisions: dict[tuple[int, ...], Division] = {}
 
     @property

@@ -17,6 +17,7 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.shards import FlatTensor, ShardLayout, shard_layout
 from deepoffload.params.unit import ParamHandle, StateFormat, Unit, WeightView
 from deepoffload.ranks.places import RankMap
+from deepoffload.runtime.backing import backing_if_any
 from deepoffload.runtime.compute_types import ComputeTypes
 from deepoffload.schedule.placement import BlockKind
 
@@ -34,6 +35,7 @@ class UnitDraft:
         trained: those of its parameters whose gradients land, and that have optimizer state; with their dtypes.
         layout, gradient_layout: as :class:`Unit` has them. All ranks draft the same ones.
         nbytes: that the block of weights stores.
+        backing: where a checkpoint has these; None where it does not.
     """
 
     def __init__(
@@ -57,6 +59,10 @@ class UnitDraft:
         self.layout: ShardLayout | None = None
         self.gradient_layout: ShardLayout | None = None
         self.unit: Unit
+        self.backing = None if ranks is not None or self.trained else backing_if_any(self.handles, self.dtypes)
+        if self.backing is not None:
+            self._offsets, self.nbytes = list(self.backing.offsets), self.backing.nbytes
+            return
         if ranks is None:
             self._offsets, self.nbytes = byte_offsets([handle.numel * dtype.itemsize for handle, dtype in pairs])
             return
@@ -155,4 +161,4 @@ def alignment_numel(state_format: StateFormat) -> int:
 
 def _trainable(handle: ParamHandle) -> bool:
     param = handle.tensor
-    return param is not None and param.requires_grad
+    return param is not None and param.requires_grad and not handle.pager.inference

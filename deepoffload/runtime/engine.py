@@ -29,6 +29,7 @@ from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.optim.rank_gradients import RankGradients
 from deepoffload.optim.speculation.speculation import Speculation
+from deepoffload.params.inference import without_backward
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.outer_window import OuterWindow
 from deepoffload.params.pager import Pager
@@ -54,6 +55,7 @@ from deepoffload.runtime.device import (
 from deepoffload.runtime.disk import EngineDisk
 from deepoffload.runtime.durability import Durability
 from deepoffload.runtime.host_share import find_budgets
+from deepoffload.runtime.inference import begin_inference, read_in_place
 from deepoffload.runtime.kept_views import budget_for_kept
 from deepoffload.runtime.plan import ModelPlan, plan_model
 from deepoffload.runtime.process_end import close_at_exit, forked
@@ -150,7 +152,9 @@ class Engine:
             evict_always=config.debug.evict_always,
             defer_updates=config.step_overlap in (StepOverlap.DEFERRED, StepOverlap.SPECULATIVE),
             link=self.link,
+            inference=config.inference,
         )
+        read_in_place(self.pager)
         in_backward = config.step_overlap is StepOverlap.IN_BACKWARD
         early = EarlyUpdates(on_device=accelerator is not None) if in_backward else None
         if self.link is not None:
@@ -240,11 +244,13 @@ class Engine:
             for handle in unit.handles:
                 self.gradients.track(handle)
         self._windows = [Window(self.pager, module, name) for name, module in plan.windows]
-        self._watches = [RootWatch(root, self.refresh, self._windows) for root in roots]
+        shown = without_backward if self.config.inference else None
+        self._watches = [RootWatch(root, self.refresh, self._windows, shown) for root in roots]
         self._outer = [OuterWindow(self.pager, module, name) for name, module in plan.outer]
         machine.return_free_memory()  # what construction used and freed
         log.info("placement\n%s", plan.placement.table(len(self.ranks.host_ranks)))
         num_parameters = sum(handle.numel for unit in self.pager.units for handle in unit.handles)
+        begin_inference(self.pager, self._windows)
         self.durability = self._durability(plan.placement)
         every = None if self.durability is None else self.durability.every
         if self.ranks.rank == 0:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from deepoffload.config import Config, GradientDtype
 from deepoffload.errors import PlacementError
 from deepoffload.memory.arena import Arena
-from deepoffload.memory.block import Block
+from deepoffload.memory.block import Block, is_backed
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.optim.checks import STATE_DTYPES
@@ -27,7 +27,7 @@ from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat
 from deepoffload.params.use_order import UseOrder
 from deepoffload.runtime.choice import ChosenCut, Room, choose
 from deepoffload.runtime.compute_types import compute_types
-from deepoffload.runtime.construct import Assembly
+from deepoffload.runtime.construct import Assembly, take_edits
 from deepoffload.runtime.cuts import Cutter
 from deepoffload.runtime.draft import UnitDraft
 from deepoffload.schedule.cost_model import Bandwidths
@@ -140,9 +140,24 @@ def cutter_of(
     Raises:
         UsageError: ``keep_fp32`` names something that the model does not have.
     """
+    pager.inference = config.inference  # of one that only plans
     gradients.in_fp32 = config.gradient_dtype is GradientDtype.FP32 or pager.link is not None
     types = compute_types(config, roots)
-    return Cutter(pager, gradients, types, state_format(config), roots, _alive(pager, handles))
+    alive = _alive(pager, handles)
+    for handle in alive:
+        _keep_origin(pager, handle)
+    return Cutter(pager, gradients, types, state_format(config), roots, alive)
+
+
+def _keep_origin(pager: Pager, handle: ParamHandle) -> None:
+    """Forget where a checkpoint has a parameter that is something else by now."""
+    block = handle.block
+    if handle.origin is None or block is None:
+        return
+    if block.resident or handle.given():
+        take_edits(pager, handle, block)
+    if not is_backed(block):
+        handle.origin = None
 
 
 def _alive(pager: Pager, handles: Iterable[ParamHandle]) -> list[ParamHandle]:
@@ -171,6 +186,9 @@ def dry_pager(
         for name, param in params.values()
         if not is_lazy(param) and param.numel() and not param.is_complex()
     ]
+    for handle in handles:
+        slot = None if handle.tensor is None else handle.tensor.__dict__.get("_slot")
+        handle.origin = slot.origin if isinstance(slot, ParamHandle) else None
     return pager, Gradients(pager), handles
 
 

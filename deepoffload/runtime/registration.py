@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from deepoffload.errors import BudgetError, UsageError
+from deepoffload.memory.block import is_backed
 from deepoffload.native.aio import round_up
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes, parameter_registration_hooks
@@ -82,7 +83,7 @@ def _fills_nvme(pager: Pager, nbytes: int, capacity_bytes: int) -> bool:
     at_most = tiers.arena.used_bytes + space.used_bytes + nbytes
     if set_up_nvme_bytes(capacity_bytes, at_most, capacity_bytes) <= space.budget_bytes:
         return False  # without a look at each block
-    rooms = [nbytes, *(block.room_bytes for block in tiers.blocks())]
+    rooms = [nbytes, *(block.room_bytes for block in tiers.blocks() if not is_backed(block))]
     return set_up_nvme_bytes(capacity_bytes, sum(rooms), max(rooms)) > space.budget_bytes
 
 

@@ -42,6 +42,7 @@ class UnitSizes:
     set_up_peak_bytes, set_up_net_bytes: by how much the memory in use grows at most, and until the end, while the unit
     is filled and nothing can leave.
     whole_weight_bytes, whole_gradient_bytes: the room of a copy of all weights, and of all gradients.
+    backed: the weights are read from a checkpoint, and take no room on NVMe.
     """
 
     blocks: tuple[BlockSizes, ...]
@@ -50,6 +51,7 @@ class UnitSizes:
     set_up_net_bytes: int
     whole_weight_bytes: int
     whole_gradient_bytes: int
+    backed: bool = False
 
     def room_bytes(self, kind: BlockKind) -> int:
         """Of all its blocks of a kind."""
@@ -76,7 +78,8 @@ class Sizer:
     def sizes(self, draft: UnitDraft) -> UnitSizes:
         trained = {id(handle) for handle, _ in draft.trained}
         pairs = zip(draft.handles, draft.dtypes, strict=True)
-        key = tuple((handle.numel, handle.dtype, dtype, id(handle) in trained) for handle, dtype in pairs)
+        tensors = tuple((handle.numel, handle.dtype, dtype, id(handle) in trained) for handle, dtype in pairs)
+        key = (tensors, draft.nbytes, draft.backing is not None)
         if key not in self._known:
             self._known[key] = self._sizes(draft)
         return self._known[key]
@@ -94,6 +97,7 @@ class Sizer:
         rooms = {nbytes: round_up(nbytes) for _, nbytes, _ in sorts}
         if draft.trained:
             rooms = equal_rooms(rooms.items())
+        backed = draft.backing is not None
         blocks = tuple(BlockSizes(kind, nbytes, rooms[nbytes], count) for kind, nbytes, count in sorts)
         largest = max(handle.nbytes for handle in draft.handles)
         piece = max((rooms[nbytes] for _, _, nbytes, _ in runs), default=0)
@@ -105,11 +109,12 @@ class Sizer:
             used.append(list(accumulate(self._set_up_changes(draft, rank, rooms[draft.nbytes], pieces), initial=0)))
         return UnitSizes(
             blocks,
-            set_up_bytes=rooms[draft.nbytes] + round_up(largest) + piece,
+            set_up_bytes=rooms[draft.nbytes] + (0 if backed else round_up(largest) + piece),
             set_up_peak_bytes=max(map(max, used)),
             set_up_net_bytes=max(changes[-1] for changes in used),
             whole_weight_bytes=_copy_bytes(draft.layout, blocks, BlockKind.WEIGHT),
             whole_gradient_bytes=_copy_bytes(draft.gradient_layout, blocks, BlockKind.GRADIENT),
+            backed=backed,
         )
 
     def _gradient_nbytes(self, draft: UnitDraft) -> int:

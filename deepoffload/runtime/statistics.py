@@ -32,6 +32,7 @@ def run_stats(pager: Pager, space: SwapSpace | None, budgets: Budgets) -> dict[s
         "prefetches": counters.prefetches,
         "evictions": counters.evictions,
         "compactions": counters.compactions,
+        "partial_reads": counters.partial_reads,
         "order_mismatches": trace.mismatches,
         "units": len(pager.units),
         "parameters": sum(h.numel for unit in pager.units for h in unit.handles),

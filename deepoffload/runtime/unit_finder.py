@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+Apart = Callable[[nn.Module], bool]
+
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -47,9 +49,10 @@ class _Facts:
     direct: bool
     leaf: bool
     has_containers: bool
+    has_apart: bool
 
     @classmethod
-    def of(cls, module: nn.Module, nbytes: Callable[[Tensor], int]) -> _Facts:
+    def of(cls, module: nn.Module, nbytes: Callable[[Tensor], int], apart: Apart | None) -> _Facts:
         params = [(key, param) for key, param in module.named_parameters() if not is_lazy(param)]
         return cls(
             params,
@@ -57,6 +60,7 @@ class _Facts:
             any(param is not None for param in module._parameters.values()),
             not any(next(child.parameters(), None) is not None for child in module.children()),
             any(isinstance(child, _CONTAINERS) for child in module.modules() if child is not module),
+            apart is not None and any(apart(child) for child in module.modules() if child is not module),
         )
 
 
@@ -80,6 +84,7 @@ class _Visit:
         if not facts.params:
             return
         direct, small = facts.direct, facts.nbytes <= self.max_unit_bytes
+        small = small and not facts.has_apart
         callable_module = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
         if callable_module and (facts.leaf or (small and (repeated or (direct and not facts.has_containers)))):
             self._add(name, module, facts.params)
@@ -113,14 +118,16 @@ class UnitFinder:
 
     Args:
         nbytes: what a parameter will take (in the dtype it will compute in).
+        apart: which modules are separate units, also where they are small, because they are read in parts.
 
     Attributes:
         num_walks: how often the modules were walked through.
     """
 
-    def __init__(self, root: nn.Module, nbytes: Callable[[Tensor], int]) -> None:
+    def __init__(self, root: nn.Module, nbytes: Callable[[Tensor], int], apart: Apart | None = None) -> None:
         self._root = root
         self._nbytes = nbytes
+        self._apart = apart
         self._facts: dict[int, _Facts] = {}
         self._found: dict[int, RootUnits] = {}
         self.num_walks = 0
@@ -144,7 +151,7 @@ class UnitFinder:
 
     def _facts_of(self, module: nn.Module) -> _Facts:
         if id(module) not in self._facts:
-            self._facts[id(module)] = _Facts.of(module, self._nbytes)
+            self._facts[id(module)] = _Facts.of(module, self._nbytes, self._apart)
         return self._facts[id(module)]
 
 
@@ -154,7 +161,7 @@ def find_units(root: nn.Module, max_unit_bytes: int, nbytes: Callable[[Tensor], 
     ``max_unit_bytes`` bounds the bytes of a unit where its module can be split; ``nbytes`` says what a parameter will
     take (in the dtype it will compute in).
     """
-    return _walk(root, max_unit_bytes, lambda module: _Facts.of(module, nbytes))
+    return _walk(root, max_unit_bytes, lambda module: _Facts.of(module, nbytes, None))
 
 
 def _walk(root: nn.Module, max_unit_bytes: int, facts: Callable[[nn.Module], _Facts]) -> RootUnits:

@@ -18,6 +18,7 @@ from deepoffload.schedule.cost_model import (
     block_traffic,
     seconds_saved,
 )
+from deepoffload.schedule.small import is_small
 from deepoffload.schedule.table import Row, Totals, human_bytes, render
 
 __all__ = ["BlockColumns", "BlockSpec", "BlockKind", "Placement", "WorkingSet", "place_columns"]
@@ -33,13 +34,16 @@ KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 @dataclass(frozen=True)
 class BlockSpec:
     """A block to be placed. ``nbytes``: what it takes in memory and on NVMe, alignment included. ``unit``: the unit it
-    belongs to; a unit without gradients is frozen, and its weights are never written."""
+    belongs to; a unit without gradients is frozen, and its weights are never written. ``backed``: a file of somebody
+    else has the bytes, so it takes nothing on NVMe. ``read_share``: the part of it that a use reads."""
 
     id: int
     name: str
     kind: BlockKind
     nbytes: int
     unit: int
+    backed: bool = False
+    read_share: float = 1.0
 
 
 class BlockColumns(NamedTuple):
@@ -49,12 +53,16 @@ class BlockColumns(NamedTuple):
     kinds: npt.NDArray[np.int8]
     nbytes: npt.NDArray[np.int64]
     units: npt.NDArray[np.int64]
+    backed: Mask
+    read_shares: npt.NDArray[np.float64]
 
     @classmethod
     def of(cls, blocks: Iterable[BlockSpec]) -> BlockColumns:
-        rows = [(block.id, KIND_NUMBERS[block.kind], block.nbytes, block.unit) for block in blocks]
-        ids, kinds, nbytes, units = np.array(rows, np.int64).reshape(-1, 4).T
-        return cls(ids, kinds.astype(np.int8), nbytes, units)
+        blocks = list(blocks)
+        rows = [(block.id, KIND_NUMBERS[block.kind], block.nbytes, block.unit, block.backed) for block in blocks]
+        ids, kinds, nbytes, units, backed = np.array(rows, np.int64).reshape(-1, 5).T
+        shares = np.array([block.read_share for block in blocks])
+        return cls(ids, kinds.astype(np.int8), nbytes, units, backed.astype(bool), shares)
 
 
 @dataclass(frozen=True)
@@ -81,13 +89,14 @@ class WorkingSet:
 class Placement:
     """Where each block lives, and what a step is expected to move.
 
-    ``resident``: blocks that never leave memory. ``paged``: blocks with a home on NVMe, of ``nvme_bytes`` in all, which
-    share ``dynamic_bytes`` of memory (at least ``window.nbytes``).
+    ``resident``: blocks that never leave memory. ``paged``: the others, which share ``dynamic_bytes`` of memory (at
+    least ``window.nbytes``). Those that no file of somebody else backs take ``nvme_bytes`` of NVMe.
     ``lookahead_bytes``: how far ahead to fetch (``plan_prefetch``): ``dynamic_bytes`` and the memory of resident
     gradients, which is free until they land.
     ``reserve_bytes``: room that prefetches leave for gradients that are still to land: of three units at most.
     ``minimum_bytes``: the smallest capacity with which this model runs.
-    ``traffic``, ``disk_seconds``: expected per optimizer step.
+    ``traffic``, ``disk_seconds``: expected per optimizer step, or per forward pass where nothing is trained
+    (``training``).
     """
 
     blocks: tuple[BlockSpec, ...]
@@ -106,6 +115,7 @@ class Placement:
     disk_seconds: float
     num_parameters: int | None
     rows: tuple[Row, ...]
+    training: bool = True
 
     def table(self, host_ranks: int = 1) -> str:
         """What went where and why, as aligned text: with ``host_ranks`` ranks on a host, of each of them and of all."""
@@ -118,6 +128,7 @@ class Placement:
                 disk_seconds=self.disk_seconds,
                 num_parameters=self.num_parameters,
                 host_ranks=host_ranks,
+                training=self.training,
             ),
         )
 
@@ -204,7 +215,8 @@ class _Problem:
         keep: frozenset[int],
         set_up_bytes: int,
     ) -> None:
-        self._ids, self._kind, self._nbytes, units = columns
+        self._ids, self._kind, self._nbytes, units, self._backed, shares = columns
+        self._moved_bytes = np.rint(self._nbytes * shares).astype(np.int64)
         ids = np.sort(self._ids)  # np.unique takes thirty times as long
         if (ids[1:] == ids[:-1]).any():
             raise ValueError("block ids must be unique")
@@ -212,6 +224,7 @@ class _Problem:
         self._kept = self._among(keep)
         self._event_weight_bytes = event_weight_bytes
         self._bandwidths = bandwidths
+        self._training = workload.training
         self._num_parameters = num_parameters
         # Plans are of up to some 100,000 blocks, and of few sorts of them: everything is done by the column.
         trained = np.isin(units, units[self._kind != KIND_NUMBERS[BlockKind.WEIGHT]])
@@ -222,12 +235,15 @@ class _Problem:
         everything = np.ones(len(self._ids), bool)
         prices = bandwidths.prices(self._traffic(everything))
         worth = np.array([seconds_saved(traffic, prices) for traffic in self._per_byte])
-        self._worth = worth[self._sort]
+        self._worth = worth[self._sort] * shares
+        ranked = self._worth.copy()
+        if not workload.training and len(ranked):
+            ranked[is_small(self._nbytes, self._nbytes.max())] *= 2  # a request costs more than its bytes
         place = np.empty(len(self._ids))
         for number in range(len(_KINDS)):
             of_kind = self._kind == number
             place[of_kind] = _spread(int(of_kind.sum()))
-        self._order = np.lexsort((place, self._kind, -self._worth, ~self._kept))
+        self._order = np.lexsort((place, self._kind, -ranked, ~self._kept))
         ranked_bytes = self._nbytes[self._order]
         self._prefix_bytes = np.concatenate(([0], np.cumsum(ranked_bytes)))
         self._suffix_needs = _Needs.of_suffixes(self._kind[self._order], ranked_bytes)
@@ -240,7 +256,7 @@ class _Problem:
 
     def _traffic(self, which: Mask) -> Traffic:
         """Of all blocks of ``which``, when they are paged."""
-        nbytes = [int(self._nbytes[which & (self._sort == sort)].sum()) for sort in range(len(self._per_byte))]
+        nbytes = [int(self._moved_bytes[which & (self._sort == sort)].sum()) for sort in range(len(self._per_byte))]
         pairs = list(zip(self._per_byte, nbytes, strict=True))
         return Traffic(
             sum(traffic.read_bytes * count for traffic, count in pairs),
@@ -306,7 +322,7 @@ class _Problem:
         self, resident: frozenset[int], window: WorkingSet, capacity_bytes: int, nvme_capacity_bytes: int | None
     ) -> Placement:
         stays = self._among(resident)
-        resident_bytes, paged_bytes = int(self._nbytes[stays].sum()), int(self._nbytes[~stays].sum())
+        resident_bytes = int(self._nbytes[stays].sum())
         traffic = self._traffic(~stays)
         dynamic_bytes = max(capacity_bytes - resident_bytes, 0)
         rows = [self._row(number, stays) for number in range(len(_KINDS))]
@@ -325,12 +341,13 @@ class _Problem:
             lookahead_bytes=dynamic_bytes
             + int(self._nbytes[stays & (self._kind == _KINDS.index(BlockKind.GRADIENT))].sum()),
             reserve_bytes=min(dynamic_bytes // 4, 3 * window.gradient_bytes),
-            nvme_bytes=paged_bytes,
+            nvme_bytes=int(self._nbytes[~stays & ~self._backed].sum()),
             minimum_bytes=self.minimum_bytes,
             traffic=traffic,
             disk_seconds=self._bandwidths.seconds(traffic),
             num_parameters=self._num_parameters,
             rows=tuple(rows),
+            training=self._training,
         )
 
     def _row(self, number: int, stays: Mask) -> Row:
@@ -347,11 +364,13 @@ class _Problem:
         else:
             worth = float(self._worth[paged].max()) * (1 << 30)
             room = "no room" if num_paged == num_free else f"{num_paged} of {num_free} have no room"
-            reason = f"{room}; 1 GiB more would save {worth:.2f} s per step"
+            per = "step" if self._training else "forward pass"
+            reason = f"{room}; 1 GiB more would save {worth:.2f} s per {per}"
         return Row(
             name=_KINDS[number].value,
             host_bytes=int(self._nbytes[kept].sum()),
-            nvme_bytes=int(self._nbytes[paged].sum()),
+            nvme_bytes=int(self._nbytes[paged & ~self._backed].sum()),
+            source_bytes=int(self._nbytes[paged & self._backed].sum()),
             resident_blocks=int(kept.sum()),
             num_blocks=int(every.sum()),
             read_bytes=moved.read_bytes,

@@ -6,15 +6,18 @@ from dataclasses import dataclass
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _COLUMNS = ("", "host", "NVMe", "blocks", "read/step", "written/step", "why")
+_INFERENCE_COLUMNS = ("", "host", "NVMe", "blocks", "read/forward", "written", "why")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line: what is meant, its bytes on each tier, resident of all blocks, bytes moved per step, and the reason."""
+    """One line: what is meant, its bytes on each tier, resident of all blocks, bytes moved per step, and the reason.
+    ``source_bytes``: what is read where a checkpoint has it."""
 
     name: str
     host_bytes: int = 0
     nvme_bytes: int = 0
+    source_bytes: int = 0
     resident_blocks: int = 0
     num_blocks: int = 0
     read_bytes: int = 0
@@ -33,6 +36,8 @@ class Totals:
     num_parameters: int | None
     host_ranks: int = 1
     """Ranks of the host, which have the same rows."""
+    training: bool = True
+    """Rows are of a training step; else of a forward pass."""
 
 
 def human_bytes(nbytes: int) -> str:
@@ -51,27 +56,36 @@ def render(rows: tuple[Row, ...], totals: Totals) -> str:
         "total",
         host_bytes=sum(row.host_bytes for row in rows),
         nvme_bytes=sum(row.nvme_bytes for row in rows),
+        source_bytes=sum(row.source_bytes for row in rows),
         resident_blocks=sum(row.resident_blocks for row in rows),
         num_blocks=sum(row.num_blocks for row in rows),
         read_bytes=sum(row.read_bytes for row in rows),
         written_bytes=sum(row.written_bytes for row in rows),
     )
-    columns: tuple[str, ...] = _COLUMNS
+    columns: tuple[str, ...] = _COLUMNS if totals.training else _INFERENCE_COLUMNS
     if totals.host_ranks > 1:
         each = f"of {totals.host_ranks} ranks"
-        columns = ("", "memory, one rank", each, "NVMe, one rank", each, *_COLUMNS[3:])
-    lines = _align([columns, *(_cells(row, totals.host_ranks) for row in (*rows, total))])
+        columns = ("", "memory, one rank", each, "NVMe, one rank", each, *columns[3:])
+    cells = [columns, *(_cells(row, totals.host_ranks) for row in (*rows, total))]
+    if total.source_bytes:
+        sources = ["checkpoint", *(_size(row.source_bytes) for row in (*rows, total))]
+        cells = [(*line[:3], source, *line[3:]) for line, source in zip(cells, sources, strict=True)]
+    lines = _align(cells)
     return "\n".join([*lines, _budgets(totals), _expectation(total, totals)])
 
 
 def _cells(row: Row, host_ranks: int) -> tuple[str, ...]:
     blocks = f"{row.resident_blocks}/{row.num_blocks}" if row.num_blocks else "-"
     sizes = (row.host_bytes, row.nvme_bytes, row.read_bytes, row.written_bytes)
-    host, nvme, read, written = (human_bytes(size) if size else "-" for size in sizes)
+    host, nvme, read, written = map(_size, sizes)
     if host_ranks == 1:
         return row.name, host, nvme, blocks, read, written, row.reason
-    all_host, all_nvme = (human_bytes(size * host_ranks) if size else "-" for size in sizes[:2])
+    all_host, all_nvme = (_size(size * host_ranks) for size in sizes[:2])
     return row.name, host, all_host, nvme, all_nvme, blocks, read, written, row.reason
+
+
+def _size(nbytes: int) -> str:
+    return human_bytes(nbytes) if nbytes else "-"
 
 
 def _align(cells: list[tuple[str, ...]]) -> list[str]:
@@ -97,8 +111,14 @@ def _budgets(totals: Totals) -> str:
 
 def _expectation(total: Row, totals: Totals) -> str:
     moved = total.read_bytes + total.written_bytes
+    what = "step" if totals.training else "forward pass"
     if not moved:
-        return "expected per step: nothing moves"
+        return f"expected per {what}: nothing moves"
+    if not totals.training:
+        return (
+            f"expected per forward pass: {human_bytes(moved)} read, {totals.disk_seconds:.2f} s of disk time, which is "
+            "the least time per token of a batch of any size"
+        )
     text = f"expected per step: {human_bytes(moved)} moved, {totals.disk_seconds:.2f} s of disk time"
     if totals.num_parameters:
         text += f", {moved / totals.num_parameters:.1f} bytes per parameter"

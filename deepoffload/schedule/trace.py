@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -173,6 +173,13 @@ class Trace:
         self._exception = None
         self._cycle = _Cycle(step)
         self._learned += 1
+
+    def guess(self, events: Iterable[Event]) -> None:
+        """Take an order for the cycle that no step has shown yet, such as that in which modules are registered. What is
+        seen corrects it as it corrects a cycle."""
+        order = tuple(events)
+        if self._cycle is None and 0 < len(order) <= self._limit:
+            self._cycle = _Cycle(order)
 
     # -- asking ------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from deepoffload.schedule.cost_model import (
 )
 from deepoffload.schedule.nvme_room import within_nvme
 from deepoffload.schedule.placement import BlockSpec, Placement, WorkingSet
+from deepoffload.schedule.small import is_small
 from deepoffload.schedule.table import Row, human_bytes
 
 __all__ = ["plan_placement"]
@@ -99,6 +100,7 @@ class _Problem:
         self._event_weight_bytes = event_weight_bytes
         self._bandwidths = bandwidths
         self._num_parameters = num_parameters
+        self._training = workload.training
         if len({block.id for block in self.blocks}) != len(self.blocks):
             raise ValueError("block ids must be unique")
         trained = {block.unit for block in self.blocks if block.kind is not BlockKind.WEIGHT}
@@ -111,12 +113,16 @@ class _Problem:
         self._sort = {block.id: (block.kind, block.unit in trained) for block in self.blocks}
         prices = bandwidths.prices(self._traffic(self.blocks))
         worth = {sort: seconds_saved(traffic, prices) for sort, traffic in self._per_byte.items()}
-        self._worth = {block: worth[sort] for block, sort in self._sort.items()}
+        shares = {block.id: block.read_share for block in self.blocks}
+        self._worth = {block: worth[sort] * shares[block] for block, sort in self._sort.items()}
+        largest = max((block.nbytes for block in self.blocks), default=0)
+        small = {block.id for block in self.blocks if not workload.training and is_small(block.nbytes, largest)}
         ranked: list[tuple[tuple[bool, float, int, float], BlockSpec]] = []
         for rank, kind in enumerate(_KINDS):
             of_kind = [block for block in self.blocks if block.kind is kind]
             for place, block in zip(_spread(len(of_kind)), of_kind, strict=True):
-                ranked.append(((block.id not in keep, -self._worth[block.id], rank, place), block))
+                value = self._worth[block.id] * (2 if block.id in small else 1)
+                ranked.append(((block.id not in keep, -value, rank, place), block))
         self._ranked = [block for _, block in sorted(ranked, key=lambda entry: entry[0])]
         self._prefix_bytes = list(accumulate((block.nbytes for block in self._ranked), initial=0))
         self._suffix_needs = _suffix_needs(self._ranked)
@@ -130,7 +136,7 @@ class _Problem:
         """Of all of ``blocks``, when they are paged."""
         nbytes: Counter[tuple[BlockKind, bool]] = Counter()
         for block in blocks:
-            nbytes[self._sort[block.id]] += block.nbytes
+            nbytes[self._sort[block.id]] += round(block.nbytes * block.read_share)
         return Traffic(
             sum(self._per_byte[sort].read_bytes * count for sort, count in nbytes.items()),
             sum(self._per_byte[sort].written_bytes * count for sort, count in nbytes.items()),
@@ -212,12 +218,13 @@ class _Problem:
             lookahead_bytes=dynamic_bytes
             + sum(block.nbytes for block in self.blocks if block.id in resident and block.kind is BlockKind.GRADIENT),
             reserve_bytes=min(dynamic_bytes // 4, 3 * window.gradient_bytes),
-            nvme_bytes=sum(block.nbytes for block in paged),
+            nvme_bytes=sum(block.nbytes for block in paged if not block.backed),
             minimum_bytes=self.minimum_bytes,
             traffic=traffic,
             disk_seconds=self._bandwidths.seconds(traffic),
             num_parameters=self._num_parameters,
             rows=tuple(rows),
+            training=self._training,
         )
 
     def _row(self, kind: BlockKind, resident: frozenset[int]) -> Row:
@@ -235,11 +242,12 @@ class _Problem:
             worth = max(self._worth[block.id] for block in paged) * (1 << 30)
             free = [block for block in every if block.id not in self._keep]
             room = "no room" if len(paged) == len(free) else f"{len(paged)} of {len(free)} have no room"
-            reason = f"{room}; 1 GiB more would save {worth:.2f} s per step"
+            reason = f"{room}; 1 GiB more would save {worth:.2f} s per {'step' if self._training else 'forward pass'}"
         return Row(
             name=kind.value,
             host_bytes=sum(block.nbytes for block in kept),
-            nvme_bytes=sum(block.nbytes for block in paged),
+            nvme_bytes=sum(block.nbytes for block in paged if not block.backed),
+            source_bytes=sum(block.nbytes for block in paged if block.backed),
             resident_blocks=len(kept),
             num_blocks=len(every),
             read_bytes=moved.read_bytes,

@@ -43,7 +43,9 @@ def problems(draw: st.DrawFn) -> tuple[list[tuple[BlockKind, int, int]], dict[st
 
 def answer(module: ModuleType, blocks: list[tuple[BlockKind, int, int]], said: dict[str, Any]) -> object:
     specs = [
-        BlockSpec(number, f"{number}", kind, nbytes, unit)
+        BlockSpec(number, f"{number}", kind, nbytes, unit, number % 3 == 0, (1.0, 0.5, 0.0)[number % 5 % 3])
+        if kind is BlockKind.WEIGHT and not said["workload"].training
+        else BlockSpec(number, f"{number}", kind, nbytes, unit)
         for number, (kind, nbytes, unit) in enumerate(blocks, start=1)
     ]
     try:
