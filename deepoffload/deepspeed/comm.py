@@ -92,6 +92,11 @@ def init_distributed(
         timeout = timedelta(minutes=_whole("DEEPSPEED_TIMEOUT", minutes))
     name = get_accelerator().communication_backend_name()
     backend = dist_backend or ("gloo" if name == "gloo" else f"cpu:gloo,{get_accelerator().device_name()}:{name}")
+    if dist_backend == "nccl" and not dist.is_nccl_available():
+        raise UsageError(
+            'init_distributed(dist_backend="nccl"): this torch has no NCCL, so it is the one for CPUs; leave '
+            "dist_backend out, which takes what the device needs"
+        )
     if init_method is not None:
         dist.init_process_group(backend, init_method, timeout, world_size, rank)
     elif "WORLD_SIZE" in os.environ or "RANK" in os.environ:

@@ -55,6 +55,9 @@ is false.
   and programs. Refused are only those that ask for other numbers: the keys at the end of this page, and the optimizers
   Lamb, Muon, MuAdam, MuSGD and the 1-bit ones. A run starts with the first rate of its schedule:
   `last_batch_iteration` may only be -1.
+- **Scripts.** DeepSpeedExamples' cifar10 and gan, and the model and loop of its HelloDeepSpeed, were run with changed
+  imports and data of ours. They have the bits of plain PyTorch in fp32, with an optimizer of ours that clips in its
+  step. The suite has small scripts with the same calls (`tests/deepspeed/test_scripts.py`).
 - **`"auto"` is for a trainer.** Where nothing has filled it in, one warning lists every `"auto"` and what it became.
   A schedule whose length is `"auto"` is an error, unless the program passes its own schedule.
 - **Checkpoints** have another format (docs/checkpoints.md). `python -m deepoffload.checkpoint` converts those of

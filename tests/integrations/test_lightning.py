@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +153,57 @@ def test_fabric(precision, late, nvme_path, tmp_path):
         assert_same_bits(expected, seen)
     resumed, _ = run(ours(), 2, resume=True)
     assert_same_bits(seen[2:], resumed)
+
+
+MEMORY = """
+import json, os, sys
+import torch, lightning
+from torch import nn
+import deepoffload
+from deepoffload.integrations.lightning import DeepOffloadStrategy
+from tests.support.memory_watch import MemoryWatch, give_back
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = None
+    def configure_model(self):
+        if self.net is None:
+            self.net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(14)])
+    def training_step(self, rows, index):
+        return self.net(rows).sum()
+    def configure_optimizers(self):
+        return deepoffload.CPUAdamW(self.parameters(), lr=1e-3)
+
+def fit(steps, resume=None):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    strategy = DeepOffloadStrategy(host_budget="24MiB", nvme_path=folder)
+    trainer = lightning.Trainer(accelerator="cpu", strategy=strategy, max_steps=steps, **quiet)
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(8, 1024), batch_size=2), ckpt_path=resume)
+    return trainer
+
+folder = sys.argv[1]
+watch, seen = MemoryWatch(), {}
+trainer = fit(2)
+seen["training"] = watch.take_peak()
+trainer.save_checkpoint(folder + "/saved.ckpt")
+seen["saving"] = watch.take_peak()
+del trainer
+give_back()
+watch.take_peak()
+fit(3, folder + "/saved.ckpt")
+seen["resuming"] = watch.take_peak()
+print(json.dumps({**seen, "file": os.path.getsize(folder + "/saved.ckpt")}))
+"""
+
+
+@pytest.mark.slow
+def test_checkpoints_take_no_memory(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)],
+        capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["file"] > 160 << 20
+    assert max(seen["saving"], seen["resuming"]) < seen["training"] + (32 << 20), seen

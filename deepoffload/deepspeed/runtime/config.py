@@ -12,6 +12,20 @@ from deepoffload.errors import ConfigError as DeepSpeedConfigError
 
 __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "ZeroConfig"]
 
+ADAGRAD_OPTIMIZER = "adagrad"
+ADAM_OPTIMIZER = "adam"
+ADAMW_OPTIMIZER = "adamw"
+LAMB_OPTIMIZER = "lamb"
+LION_OPTIMIZER = "lion"
+MUADAM_OPTIMIZER = "muadam"
+MUADAMW_OPTIMIZER = "muadamw"
+MUON_OPTIMIZER = "muon"
+MUSGD_OPTIMIZER = "musgd"
+ONEBIT_ADAM_OPTIMIZER = "onebitadam"
+ONEBIT_LAMB_OPTIMIZER = "onebitlamb"
+ZERO_ONE_ADAM_OPTIMIZER = "zerooneadam"
+"""What ``engine.optimizer_name()`` is compared with; the last three are those of older versions."""
+
 _DEEPSPEED_NAMES = {Tier.HOST: "cpu", Tier.NVME: "nvme"}
 
 
