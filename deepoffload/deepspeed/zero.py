@@ -15,6 +15,7 @@ from deepoffload.deepspeed import comm
 from deepoffload.deepspeed.initialization import take_over
 from deepoffload.deepspeed.names import look_up
 from deepoffload.errors import ConfigError, UnsupportedError, UsageError
+from deepoffload.memory.lock import SHIELD
 from deepoffload.optim.handles import handle_of
 from deepoffload.params.peer_names import ZeroParamStatus as ZeroParamStatus
 from deepoffload.params.unit import ParamHandle
@@ -223,14 +224,15 @@ def _check_all_ranks(handles: list[ParamHandle]) -> None:
 def _pin(handles: list[ParamHandle]) -> None:
     """Keep whole parameters in memory; none of them when one does not fit."""
     pinned: list[ParamHandle] = []
-    try:
-        for handle in handles:
-            handle.pager.pin(handle)
-            pinned.append(handle)
-    except BaseException:
-        for handle in pinned:
-            handle.pager.unpin(handle)
-        raise
+    with SHIELD:
+        try:
+            for handle in handles:
+                handle.pager.pin(handle)
+                pinned.append(handle)
+        except BaseException:
+            for handle in pinned:
+                handle.pager.unpin(handle)
+            raise
 
 
 def _take_values_of(rank: int, handle: ParamHandle) -> None:

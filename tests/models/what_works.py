@@ -37,10 +37,10 @@ no weights but those in the budget.
 _ON_RANKS = """
 ## On two ranks
 
-{names}: the rows from initial values to training after saving, all **=**, where two processes run the same program
-with the same data: with everything in memory, the first one with everything evicted. What is compared with adds each
-gradient twice, half of it each time, as the mean over ranks does. Where gradients accumulate, that rounds otherwise
-than adding it once.
+{names}: the rows from initial values to training after saving, all **=**. Two processes run the same program with the
+same data, once with everything in memory; the first model also with everything evicted. The plain program that they are
+compared with adds half of each gradient twice, as the mean over two ranks does. Where gradients accumulate, that rounds
+otherwise than adding it once.
 
 An edit in place of a weight or a gradient (`param.mul_`, torch's `clip_grad_norm_`) waits for all ranks, which have to
 make the same one; otherwise all raise `RankError`.
