@@ -8,7 +8,6 @@ before it leaves, and before the host's bytes are used (:meth:`CopyMemory.settle
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,6 +22,7 @@ from deepoffload.copies.host_link import HostLink
 from deepoffload.copies.materialise import Materialiser
 from deepoffload.copies.movement import Movement
 from deepoffload.copies.residency import Residency
+from deepoffload.io.checksums import crc32c
 from deepoffload.memory.block import Block, DeviceCopies
 from deepoffload.memory.tier_manager import TierManager
 
@@ -109,13 +109,19 @@ class CopyMemory:
                 copy.leases -= 1
                 raise
 
-    def serve(self, block: Block, number: int, sections: Sequence[SectionPlace]) -> None:
+    def serve(
+        self, block: Block, number: int, sections: Sequence[SectionPlace], tensor_names: Sequence[str] = ()
+    ) -> None:
         """From now on ranks can gather a block of which each stores a part, under the same number on all of them.
-        ``sections``: how it is cut."""
+
+        Args:
+            sections: how it is cut.
+            tensor_names: how errors call the tensors in it.
+        """
         with self.tiers.lock:
             if self._gathered is None:
                 raise RuntimeError(f"{block.name} is no part of what other ranks have")
-            self._gathered.show(block, number, sections)
+            self._gathered.show(block, number, sections, tensor_names)
 
     def finish_rewrites(self) -> None:
         """Wait until copies that the program has views of show what is stored. Serves other ranks meanwhile."""
@@ -159,7 +165,8 @@ class CopyMemory:
             current.wait_event(event)
         with self._outside_user_modes():
             there = self._movement.shown_bytes(copy)[offset_bytes : offset_bytes + nbytes]
-            return zlib.crc32(there.cpu().numpy().data)
+            there = there.cpu()
+            return crc32c(there.data_ptr(), nbytes)
 
     def shows(self, block: Block) -> bool:
         """Whether there is a copy of the block."""

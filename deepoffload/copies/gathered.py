@@ -74,10 +74,13 @@ class Gathered:
 
     # -- what ranks may ask for ------------------------------------------------------------------------------------
 
-    def show(self, block: Block, number: int, sections: Sequence[SectionPlace]) -> None:
-        """From now on this rank serves a block, and can ask for it. All ranks use the same number."""
+    def show(
+        self, block: Block, number: int, sections: Sequence[SectionPlace], tensor_names: Sequence[str] = ()
+    ) -> None:
+        """From now on this rank serves a block, and can ask for it. All ranks use the same number, and the same names
+        for the tensors in it."""
         shown = self._shown[block.id] = _Shown(self, block, number, sections)
-        self._link.show(number, block.name, shown)
+        self._link.show(number, block.name, shown, tensor_names)
 
     # -- coming ----------------------------------------------------------------------------------------------------
 

@@ -7,18 +7,21 @@ weights of the unit with index i have 2 i, its gradients 2 i + 1. Parts of optim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from deepoffload.errors import RankError
 from deepoffload.memory.lock import SHIELD
 from deepoffload.ranks.collectives import as_bytes, has_gone, start_all_gather, wait_within
+from deepoffload.ranks.edited import Edited
 from deepoffload.ranks.exchange import Exchange
 from deepoffload.ranks.group import RankGroup
 from deepoffload.ranks.joint_task import JointTasks
+from deepoffload.ranks.leaving import text_of
+from deepoffload.ranks.limited_store import LimitedStore
 from deepoffload.ranks.links import own_client
 from deepoffload.ranks.notices import Notices
 from deepoffload.ranks.round_runner import PayloadFlight
@@ -75,6 +78,14 @@ class Given(Protocol):
         """Wait for that in C++ at most so long. Returns ``releasable()``."""
 
 
+class _Numbered(NamedTuple):
+    """What has a number: how errors call it and its tensors, and what serves it."""
+
+    name: str
+    gatherer: Gatherer
+    tensors: Sequence[str]
+
+
 class _Release:
     """The end of the others' reading, as what a wait is for."""
 
@@ -127,7 +138,7 @@ class RankLink:
         self.before_meeting: list[Callable[[], None]] = []
         self.state: StateGatherer | None = None
         self._lock = lock
-        self._shown: dict[int, tuple[str, Gatherer]] = {}
+        self._shown: dict[int, _Numbered] = {}
         self._sums = group.new_private_group("sums")
         self._closed = self._ended = False
         self.rounds = RoundService(
@@ -135,26 +146,26 @@ class RankLink:
             self.ranks.rank,
             self.ranks.world_size,
             self._launch,
-            self._name_of,
+            self._name_of_want,
             timeout_s=timeout_s,
             lock=lock,
             abandon=exchange.abandon,
             outside=SHIELD.outside,
             timeline=timeline,
         )
-        self.notices = Notices(
-            own_client(group.store("notices")), self.rounds, self.ranks.world_size, self._has_gone, timeout_s
-        )
-        store = own_client(group.store("tasks"))
+        store = LimitedStore(own_client(group.store("notices")))
+        self.notices = Notices(store, self.rounds, self.ranks.world_size, self._has_gone, timeout_s)
+        store = LimitedStore(own_client(group.store("tasks")))
         waiting = Notices(store, self.rounds, self.ranks.world_size, self._has_gone, timeout_s)
         self.tasks = JointTasks(store, waiting, self.ranks.rank, self.ranks.world_size)
 
     # -- what is served --------------------------------------------------------------------------------------------
 
-    def show(self, number: int, name: str, gatherer: Gatherer) -> None:
-        """From now on ``gatherer`` serves the gathers of ``number``; errors call it ``name``."""
+    def show(self, number: int, name: str, gatherer: Gatherer, tensors: Sequence[str] = ()) -> None:
+        """From now on ``gatherer`` serves the gathers of ``number``; errors call it ``name``, and what is edited of it
+        by the names of its ``tensors``."""
         with self._lock:
-            self._shown[number] = name, gatherer
+            self._shown[number] = _Numbered(name, gatherer, tensors)
 
     def _launch(self, payload: Payload) -> PayloadFlight | None:
         if payload.kind is WantKind.REDUCE:
@@ -166,13 +177,19 @@ class RankLink:
         known = self._shown.get(payload.unit)
         if known is None:
             raise RuntimeError(f"rank {self.ranks.rank} has no {self._name_of(payload.unit)} to give")
-        return known[1].serve(payload.ranks)
+        return known.gatherer.serve(payload.ranks)
 
     def _name_of(self, number: int) -> str:
         if number >= FIRST_STATE_NUMBER and self.state is not None:
             return self.state.name(number)
         known = self._shown.get(number) or self._shown.get(number ^ 1)
-        return f"block {number}" if known is None else known[0]
+        return f"block {number}" if known is None else known.name
+
+    def _name_of_want(self, want: Want) -> str:
+        known, tensor = self._shown.get(want.unit), Edited.unpacked(want.content).tensor
+        if want.kind is WantKind.EDIT and known is not None and tensor < len(known.tensors):
+            return known.tensors[tensor]
+        return self._name_of(want.unit)
 
     def hold(self) -> AbstractContextManager[None]:
         """While this lasts nothing is launched here. To be called with the lock held, by what must not be interrupted
@@ -287,10 +304,14 @@ class RankLink:
         if waited_s >= self.timeout_s:
             raise RankError(f"not every rank has sent its sum within {self.timeout_s:g} s")
 
-    def meet_edit(self, number: int) -> None:
-        """Return when all ranks are about to change what their programs see of a block, or when all have done so. They
-        are served meanwhile. Not inside :meth:`hold`."""
-        self.rounds.meet(WantKind.EDIT, number)
+    def meet_edit(self, number: int, edited: Edited) -> None:
+        """Return when all ranks are about to change what their programs see of a tensor, or when all have done so. They
+        are served meanwhile. Not inside :meth:`hold`.
+
+        Raises:
+            RankError: another rank edits another tensor, or has written other values.
+        """
+        self.rounds.meet(WantKind.EDIT, number, edited.packed())
 
     def _has_gone(self, rank: int) -> bool:
         return has_gone(rank, self._sums)
@@ -311,9 +332,7 @@ class RankLink:
             return
         self._closed = True
         try:
-            if not self.rounds.has_failed:
-                for prepare in self.before_meeting:
-                    prepare()
+            self._prepare_end()
             self.rounds.close()
         except BaseException:
             self.exchange.abandon()
@@ -323,6 +342,17 @@ class RankLink:
         else:
             self.exchange.close()
         self._ended = True
+
+    def _prepare_end(self) -> None:
+        try:
+            if not self.rounds.has_failed:
+                for prepare in self.before_meeting:
+                    prepare()
+        except BaseException as error:
+            if not self.rounds.has_failed:
+                self.rounds.fail(text_of(error))
+            self.rounds.close()  # waits for nobody, as the rank has failed
+            raise
 
     @property
     def is_over(self) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from deepoffload.io.checksums import crc32c
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 
@@ -121,7 +121,7 @@ class HostMemory:
     def checksum(self, block: Block, offset_bytes: int, nbytes: int) -> int:
         if block.offset is None:
             raise RuntimeError(f"block {block.name} has no memory")
-        return zlib.crc32(self._arena.view(block.offset + offset_bytes, nbytes))
+        return crc32c(self._arena.address + block.offset + offset_bytes, nbytes)
 
     def settle(self, block: Block) -> None:
         """Nothing to do: what is shown are the host's bytes."""

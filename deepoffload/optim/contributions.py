@@ -333,8 +333,9 @@ class Contributions:
 
     def poll(self) -> None:
         """Land what has arrived, and have the memory back that nobody reads any more. Waits for nobody."""
-        while self._reducing and self._reducing[0].ready():
-            self._land_told(self._reducing[0])
+        with self._link.rounds.judged():
+            while self._reducing and self._reducing[0].ready():
+                self._land_told(self._reducing[0])
         self._release_what_is_read()
 
     def is_under_way(self, unit: Unit) -> bool:
@@ -378,7 +379,8 @@ class Contributions:
     def _land_told(self, reducing: _Reducing) -> None:
         """Land a reduction; all ranks are told of an error."""
         try:
-            self.land_through(reducing)
+            with self._link.rounds.judged(_want(reducing.plan)):
+                self.land_through(reducing)
         except RankError:
             raise
         except Exception as error:
@@ -403,7 +405,9 @@ class Contributions:
         self._gradients.after_landing(first.plan.unit)
 
     def _release_what_is_read(self) -> None:
-        for reducing in [one for one in self._landed if one.flight.releasable()]:
+        with self._link.rounds.judged():
+            read = [one for one in self._landed if one.flight.releasable()]
+        for reducing in read:
             reducing.flight.release()
             self._landed.remove(reducing)
             if reducing.given is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepoffload.io.checksums import crc32c
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
 from deepoffload.optim.dtypes import NATIVE_DTYPES
@@ -22,6 +23,13 @@ def sum_of_squares(handle: ParamHandle) -> tuple[int, bool]:
     keep: list[Tensor] = []
     source, dtype = address(handle, keep)
     return cpu_adam.sum_of_squares(source, handle.numel, dtype=dtype, num_threads=num_threads())
+
+
+def checksum(handle: ParamHandle) -> int:
+    """Of the bytes that :func:`address` gives."""
+    keep: list[Tensor] = []
+    source, _ = address(handle, keep)
+    return crc32c(source, keep[0].nbytes)
 
 
 def address(handle: ParamHandle, keep: list[Tensor]) -> tuple[int, DType]:

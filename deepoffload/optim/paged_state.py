@@ -16,11 +16,12 @@ from deepoffload.optim.relayout import add_fields
 from deepoffload.optim.rule import SCALE_SUFFIX
 from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS, PieceView, to_fp32
 from deepoffload.optim.threads import num_threads
+from deepoffload.params.edits import look_for_edits
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
 from deepoffload.params.passage import Passage
 from deepoffload.params.torch_private import get_data, outside_user_modes
-from deepoffload.params.unit import ParamHandle, StatePiece, Unit
+from deepoffload.params.unit import ParamHandle, StatePiece
 
 Arrays = Mapping[str, str]
 """Keys of ``optimizer.state`` to fields of ``Segment``."""
@@ -189,17 +190,11 @@ def pieces_of(pager: Pager, handles: Set[ParamHandle]) -> Iterator[tuple[StatePi
     one = next(iter(handles)).unit if len(handles) == 1 else None
     for unit in list(pager.units) if one is None else (one,):
         if any(handle in handles for handle in unit.handles):
-            see_edits(pager, unit)
+            look_for_edits([unit])
             for piece in unit.pieces:
                 parts = [part for part in piece.layout.segments if piece.handles[part.tensor] in handles]
                 if parts:
                     yield piece, parts
-
-
-def see_edits(pager: Pager, unit: Unit) -> None:
-    """A weight that the program wrote has another master."""
-    if unit.owner.changed():
-        pager.memory.will_change(unit.weights)
 
 
 def in_turn(pager: Pager, handles: Set[ParamHandle]) -> Iterator[tuple[StatePiece, list[PieceSegment]]]:

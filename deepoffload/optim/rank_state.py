@@ -19,9 +19,10 @@ from deepoffload.copies.rank_link import FIRST_STATE_NUMBER, RankLink
 from deepoffload.errors import UsageError
 from deepoffload.native import cpu_adam
 from deepoffload.optim.contributions import trained_of
-from deepoffload.optim.paged_state import ArrayCopy, Arrays, copy_own_master, is_own_master, resident_piece, see_edits
+from deepoffload.optim.paged_state import ArrayCopy, Arrays, copy_own_master, is_own_master, resident_piece
 from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS, PieceView
 from deepoffload.optim.threads import num_threads
+from deepoffload.params.edits import look_for_edits
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
 from deepoffload.params.shards import OwnedRun
@@ -110,7 +111,7 @@ class RankState:
         threads = num_threads()
         with self._pager.lock:
             if handle.unit is not None:
-                see_edits(self._pager, handle.unit)
+                look_for_edits([handle.unit])
             for key, copy in copies.items():
                 if not copy.field and handle.master_stale:
                     copy_own_master(handle, key, copy.target)
@@ -129,7 +130,7 @@ class RankState:
                 if lead is None or not has_state(handle):
                     continue
                 assert handle.unit is not None
-                see_edits(self._pager, handle.unit)
+                look_for_edits([handle.unit])
                 if not handle.master_stale and any(is_own_master(lead, run) for _, run in self._runs(handle, "")):
                     found.add(handle)
         return found
@@ -225,8 +226,9 @@ class RankState:
 
     def _let_go(self) -> None:
         """Of what the other ranks have read."""
-        while self._given and self._given[0].releasable():
-            self._given.popleft().release()
+        with self._link.rounds.judged():
+            while self._given and self._given[0].releasable():
+                self._given.popleft().release()
 
 
 def has_state(handle: ParamHandle) -> bool:

@@ -8,6 +8,7 @@ has changed.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +18,16 @@ from torch import Tensor
 from deepoffload.copies.rank_link import RankLink
 from deepoffload.errors import RankError, UnsupportedError, UsageError
 from deepoffload.memory.lock import SHIELD
+from deepoffload.optim import outside_gradient
+from deepoffload.optim.gradient_state import GradientState
 from deepoffload.optim.handles import gradients_of, handle_of
 from deepoffload.optim.rank_gradients import RankGradients
 from deepoffload.optim.rule import UpdateJob
 from deepoffload.optim.step_order import SteppingOptimizer, first_order, order_of, packed
+from deepoffload.params.edits import look_for_edits
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
+from deepoffload.ranks.apart import differing_values
 from deepoffload.ranks.sums import SquareSum
 
 DIGEST_BYTES = 8
@@ -37,6 +42,7 @@ class RankStep:
     """
 
     def __init__(self, pager: Pager, gradients: RankGradients, optimizer: SteppingOptimizer | None = None) -> None:
+        self._pager = pager
         self._lock = pager.lock
         self._gradients = gradients
         self._optimizer = optimizer
@@ -80,18 +86,43 @@ class RankStep:
         """
         shared = {id(job): f"{job.step} {job.hyper}" for _, job in jobs.values()}
         lines = sorted(f"{handle.name} {shared[id(job)]}" for handle, (_, job) in jobs.items())
-        digest = hashlib.blake2b("\n".join([*lines, repr(settings)]).encode(), digest_size=DIGEST_BYTES).digest()
-        mine = int.from_bytes(digest, "little")
+        written = self._written(jobs)
+        said = "\n".join([*lines, repr(settings), repr(written)])
+        mine = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=DIGEST_BYTES).digest(), "little")
         together = self._link.exchange_sums(SquareSum(mine, overflow))
         self._gradients.stepped.update(jobs)
         ranks = self._link.ranks
         if together.total != mine * ranks.world_size:
+            self._compare_written(written)
             raise UsageError(
                 "the ranks' optimizer.step() differ: in the parameters that have gradients, in their step counts, in a "
                 f"setting such as lr, or in the loss scale. Rank {ranks.rank} updates {len(jobs)} parameters with "
                 f"{settings}, {_shown(lines)}. Give all ranks the same optimizer and schedule"
             )
         return together.non_finite
+
+    def _written(self, jobs: Iterable[ParamHandle]) -> dict[str, int]:
+        """Checksums of what this rank's program has written since the last step, where the ranks have not compared it:
+        weights past the doors ([Note: edits] in ``params.edits``), and tensors that it has assigned to ``.grad``. By
+        name, in an order that all ranks have."""
+        units = self._pager.units
+        look_for_edits(units)
+        found = {}
+        for handle in (handle for unit in units for handle in unit.handles):
+            if handle.uncompared is not None:
+                found[handle.name], handle.uncompared = handle.uncompared, None
+        for handle in jobs:
+            if self._gradients.state_of(handle) is GradientState.USER:
+                found[f"{handle.name}.grad"] = outside_gradient.checksum(handle)
+        return dict(sorted(found.items()))
+
+    def _compare_written(self, written: Mapping[str, int]) -> None:
+        """Raise UsageError where the ranks have written other values; called on all of them."""
+        of_rank = [json.loads(message) for message in self._link.exchange_messages(json.dumps(written).encode())]
+        for name in sorted({name for found in of_rank for name in found}):
+            values = [found.get(name) for found in of_rank]
+            if len(set(values)) > 1:
+                raise UsageError(differing_values(name, values))
 
     def sum_over_ranks(self, squares: SquareSum) -> SquareSum:
         """The sum of what all ranks own."""

@@ -13,6 +13,7 @@ from deepoffload.errors import UsageError
 from deepoffload.optim.gradient_state import GradientState
 from deepoffload.optim.handles import handle_of
 from deepoffload.optim.rank_gradients import RankGradients
+from deepoffload.params.edits import look_for_edits
 
 
 class SteppingOptimizer(Protocol):
@@ -91,9 +92,7 @@ def order_of(optimizer: SteppingOptimizer, gradients: RankGradients) -> StepOrde
 
 def _edited(optimizer: SteppingOptimizer) -> frozenset[str]:
     handles = [handle for handle in (handle_of(param) for param, _ in optimizer._each()) if handle is not None]
-    for unit in {handle.unit for handle in handles if handle.unit is not None}:
-        if unit.owner.changed():
-            handles[0].pager.memory.will_change(unit.weights)
+    look_for_edits({handle.unit for handle in handles if handle.unit is not None})
     return frozenset(handle.name for handle in handles if handle.master_stale)
 
 

@@ -22,6 +22,7 @@ from deepoffload.optim.relayout import fit_pieces
 from deepoffload.optim.rule import Hyper, Rule, UpdateJob
 from deepoffload.optim.state import MASTER_PART_KEYS, PieceView, ensure_pieces, follow_weight
 from deepoffload.optim.threads import num_threads
+from deepoffload.params.edits import look_for_edits
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import get_grad
@@ -78,8 +79,7 @@ class HostUpdate:
                         unit.owner.install()
                     finally:
                         self.memory.release(unit.weights)
-                if unit.owner.changed():
-                    self.memory.will_change(unit.weights)
+                look_for_edits([unit])
 
     def hand_over(self) -> None:
         """From here on every unit of a parameter in ``jobs`` has this update to make. To be called under the pager's

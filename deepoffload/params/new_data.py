@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.lock import SHIELD
-from deepoffload.params.edits import meet_edit
+from deepoffload.params.edits import after_edit, before_edit
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import count_change, get_data, outside_user_modes, version_of
 from deepoffload.params.unit import BlockView, ParamHandle
@@ -53,7 +53,7 @@ def _copy_in(tensor: Any, slot: TensorSlot, value: Any) -> None:
         if slot.shows_the_same(value):
             return
         slot.part_from_views()
-        meet_edit(slot)
+        before_edit(slot)
         slot.pager.will_change(slot)
         if isinstance(slot, ParamHandle) and slot.unit is None:
             slot.restride(value)  # still being built: channels_last and the like are taken over
@@ -69,7 +69,7 @@ def _copy_in(tensor: Any, slot: TensorSlot, value: Any) -> None:
         slot.taken()
         if isinstance(slot, ParamHandle):
             count_change(tensor)  # torch gives it other memory, and graphs keep the old; ours is written over
-        meet_edit(slot)
+        after_edit(slot)
     finally:
         slot.pager.unpin(slot)
 

@@ -18,7 +18,7 @@ from deepoffload.memory.lock import SHIELD
 from deepoffload.params import differentiation
 from deepoffload.params.callables import BY_ELEMENT, UNASKED, with_open_doors
 from deepoffload.params.copies import ordinary_parameter, page_in_context, plain_copy
-from deepoffload.params.edits import meet_edit, mutates
+from deepoffload.params.edits import after_edit, before_edit, mutates
 from deepoffload.params.inference import is_leaf, requires_grad
 from deepoffload.params.metadata import LAYOUT, METADATA
 from deepoffload.params.moved_model import MOVES, of_moved_model
@@ -192,7 +192,7 @@ def _with_bytes(func: Callable[..., Any], name: str, types: Iterable[type], args
         for tensor in paged:
             _after_call(tensor, name)
         for tensor in changed:
-            meet_edit(tensor._slot)
+            after_edit(tensor._slot)
         return of_moved_model(paged[0], result) if name in MOVES else result
     finally:
         for slot in pinned:
@@ -221,7 +221,7 @@ def _before_mutation(name: str, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     if "out" in kwargs:
         _collect((kwargs["out"],), targets)
     for tensor in targets:
-        meet_edit(tensor._slot)
+        before_edit(tensor._slot)
         tensor._slot.pager.will_change(tensor._slot)
         if type(tensor) is OffloadedParameter:
             tensor._slot.master_stale = True

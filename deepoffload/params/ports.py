@@ -17,6 +17,7 @@ from deepoffload.memory.block import Block
 from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.params.held import HeldUntilStep
+from deepoffload.ranks.edited import Edited
 from deepoffload.ranks.exchange import Exchange
 from deepoffload.ranks.joint_task import JointTasks
 from deepoffload.ranks.notices import Notices
@@ -100,8 +101,8 @@ class RankPort(Protocol):
     def hold(self) -> AbstractContextManager[None]:
         """While this lasts no other rank is served."""
 
-    def meet_edit(self, number: int) -> None:
-        """Wait until all ranks are about to change what their programs see of a block, or have done so."""
+    def meet_edit(self, number: int, edited: Edited) -> None:
+        """Wait until all ranks are about to change what their programs see of a tensor, or have done so."""
 
 
 class PagerPort(Protocol):

@@ -361,6 +361,12 @@ class TensorSlot:
         same = values.untyped_storage()._cdata == self.storage._cdata and values.stride() == self.stride
         return same and values.data_ptr() == self.data_ptr
 
+    def crc(self) -> int:
+        """Checksum of the bytes that are shown."""
+        if self.block is None:
+            raise RuntimeError(f"{self.name} has no block")
+        return self.memory.checksum(self.block, self.form.offset_shown, self.form.nbytes_shown)
+
     def copy_in(self, values: Tensor) -> None:
         """Overwrite the resident bytes, also with a view of themselves (``p.data = p.data.t()``)."""
         tensor = self.tensor

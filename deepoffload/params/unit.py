@@ -68,6 +68,7 @@ class ParamHandle(TensorSlot):
         edited_alone: how many of these let one rank edit it for all of them.
         version: torch's in-place counter when deepoffload last looked.
         origin: which bytes of a checkpoint the parameter was registered with; None where that is not known.
+        uncompared: checksum of what the program has written past the doors. The ranks compare it when they step.
         updated_after: which forward made the last graph before its last update (``OpenGraphs.forwards``).
         state_owner: the token of the optimizer whose state the unit's pieces hold for this parameter.
     """
@@ -80,6 +81,7 @@ class ParamHandle(TensorSlot):
         "version",
         "escape_crc",
         "mapped_copy",
+        "uncompared",
         "updated_after",
         "windows",
         "gathered",
@@ -99,6 +101,7 @@ class ParamHandle(TensorSlot):
         self.version = 0
         self.updated_after = 0
         self.escape_crc: int | None = None
+        self.uncompared: int | None = None
         self.windows: set[int] = set()
         self.gathered = 0
         self.edited_alone = 0
@@ -140,7 +143,14 @@ class ParamHandle(TensorSlot):
             self.escape_crc = crc if self.aliased() else None
         self.master_stale |= changed
         self.edits += changed
+        if changed and self.is_shared():
+            self.uncompared = self.crc()
         return changed
+
+    def is_shared(self) -> bool:
+        """Whether all ranks have to edit it alike: each stores a part of it, and the program has not said that one of
+        them edits it for all."""
+        return self.pager.link is not None and self.unit is not None and not self.edited_alone
 
     def take_back_if_set(self, tensor: Tensor) -> None:
         if version_of(tensor) != self.version and self.displaced():
@@ -179,11 +189,12 @@ class ParamHandle(TensorSlot):
         if self.escape_crc is not None:
             self.escape_crc = self.crc() if self.aliased() else None
 
-    def crc(self) -> int:
-        """Checksum of the shown bytes, to see whether an alias that was handed out has been written through."""
-        if self.block is None:
-            raise RuntimeError(f"{self.name} has no block")
-        return self.memory.checksum(self.block, self.form.offset_shown, self.form.nbytes_shown)
+    def compared(self, crc: int) -> None:
+        """All ranks have the same bytes after an edit by a door, those that were written past the doors before it
+        included; ``crc`` is their checksum."""
+        self.uncompared = None
+        if self.escape_crc is not None:
+            self.escape_crc = crc if self.aliased() else None
 
 
 @dataclass(frozen=True, slots=True)

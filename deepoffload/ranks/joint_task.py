@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from deepoffload.errors import DeepOffloadError, UsageError
+from deepoffload.ranks.limited_store import LimitedStore
 from deepoffload.ranks.notices import LOOK_S, Notices, kind_of
 
 
@@ -42,7 +41,7 @@ class JointTasks:
         notices: what waits, and finds out that a rank has gone.
     """
 
-    def __init__(self, store: dist.Store, notices: Notices, rank: int, world_size: int) -> None:
+    def __init__(self, store: LimitedStore, notices: Notices, rank: int, world_size: int) -> None:
         self.store, self.notices = store, notices
         self.rank, self.world_size = rank, world_size
         self._count = 0
@@ -129,7 +128,7 @@ class JointTask:
         with suppress(DeepOffloadError), self._tasks.notices.kept_together():
             for rank in range(self.world_size):
                 key = f"{part} of {rank}"
-                said: _Message | None = pickle.loads(store.get(key)) if store.check([key]) else None
+                said: _Message | None = pickle.loads(store.get(key)) if store.check(key) else None
                 if said is not None and said.error is not None:
                     return self._failed(rank, said)
         return None
@@ -138,7 +137,7 @@ class JointTask:
         """What a rank gives to a part."""
         tasks, key = self._tasks, f"{part} of {rank}"
         waits = f"rank {rank} at {self.what}"
-        tasks.notices.wait(lambda: bool(tasks.store.check([key])), waits, lambda: tasks.store.add(self._beat, 0))
+        tasks.notices.wait(lambda: tasks.store.check(key), waits, lambda: tasks.store.add(self._beat, 0))
         said: _Message = pickle.loads(tasks.store.get(key))
         return said
 
@@ -169,6 +168,5 @@ class JointTask:
     def _say(self, part: str, said: _Message) -> None:
         key = f"{part} of {self.rank}"
         self._said.append(key)
-        store: Any = self._tasks.store  # which takes bytes, too; torch's stubs say text
         with self._tasks.notices.kept_together():
-            store.set(key, pickle.dumps(said))
+            self._tasks.store.set(key, pickle.dumps(said))

@@ -18,8 +18,10 @@ import torch.distributed as dist
 from deepoffload.ranks.collectives import AnyGroup, LinkError, break_off, first_line, has_gone, wait_within
 
 FOREVER = timedelta(days=365)
-MESSAGE_NUMEL = 4
-"""Of int64: 32 bytes."""
+ROUND_NUMEL = 5
+"""Numbers (int64) that a rank sends in a round."""
+NUDGE_NUMEL = 4
+"""The same of a nudge."""
 
 
 def _joined(purpose: str, store: dist.Store, member: int, members: int, timeout_s: float) -> AnyGroup:
@@ -37,7 +39,7 @@ def own_client(store: dist.Store) -> dist.Store:
 
 
 class RoundLink:
-    """Four numbers from every rank to every rank, one exchange at a time.
+    """A few numbers from every rank to every rank, one exchange at a time.
 
     Every rank sends to every other rank itself (an all-to-all). gloo's all-gather passes the numbers on in a ring: with
     four ranks that takes several times as long, in CPU time, too.
@@ -47,9 +49,9 @@ class RoundLink:
         self._group = _joined("rounds", store, rank, world_size, timeout_s)
         self._options = dist.AllToAllOptions()
         self._options.timeout = FOREVER
-        self._sent = torch.zeros(world_size, MESSAGE_NUMEL, dtype=torch.int64)
+        self._sent = torch.zeros(world_size, ROUND_NUMEL, dtype=torch.int64)
         self._words = self._sent.numpy()  # the same memory; a twentieth of the time
-        self._received = torch.zeros(world_size, MESSAGE_NUMEL, dtype=torch.int64)
+        self._received = torch.zeros(world_size, ROUND_NUMEL, dtype=torch.int64)
         self._work: dist.Work | None = None
 
     def start(self, message: Sequence[int]) -> None:
@@ -107,7 +109,7 @@ class NudgeLink:
             listening = other.submit(_joined, "nudges", own_client(store), 2 * rank, 2 * world_size, timeout_s)
             sending = _joined("nudges", store, 2 * rank + 1, 2 * world_size, timeout_s)
             self._groups = [listening.result(), sending]
-        self._received = torch.zeros(MESSAGE_NUMEL, dtype=torch.int64)
+        self._received = torch.zeros(NUDGE_NUMEL, dtype=torch.int64)
         self._sent: dict[tuple[int, int], tuple[torch.Tensor, dist.Work]] = {}
 
     def send(self, rank: int, message: Sequence[int]) -> bool:

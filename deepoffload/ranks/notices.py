@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
-
 from deepoffload import errors
 from deepoffload.errors import DeepOffloadError, RankError
 from deepoffload.ranks.collectives import LinkError, first_line
+from deepoffload.ranks.limited_store import LimitedStore
 from deepoffload.ranks.service import RoundService
 
 POLL_S = 0.001
@@ -38,7 +37,7 @@ class Notices:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: LimitedStore,
         rounds: RoundService,
         world_size: int,
         has_gone: Callable[[int], bool],
@@ -95,7 +94,7 @@ class Notices:
         key = self._key(what)
         with self.kept_together():
             self.wait(
-                lambda: bool(self._store.check([key])),
+                lambda: self._store.check(key),
                 f"{what} on rank {by}",
                 lambda: self._store.add(f"{key} goes on", 0),
             )

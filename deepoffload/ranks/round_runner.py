@@ -9,7 +9,7 @@ from typing import Protocol
 
 from deepoffload.errors import RankError
 from deepoffload.ranks.apart import PeersApartError
-from deepoffload.ranks.collectives import wait_within
+from deepoffload.ranks.collectives import LinkError, wait_within
 from deepoffload.ranks.links import RoundLink
 from deepoffload.ranks.recording import RankRecorder
 from deepoffload.ranks.rounds import NOTHING, PAYLOADS, RESTS, Payload, Rounds, Want, WantKind
@@ -76,7 +76,6 @@ class RoundRunner:
         met: what all ranks have met at, until somebody takes note of it.
         joined: the ranks that were there because they have joined.
         bytes_wanted: whether any rank asked for a payload in the last round.
-        elsewhere: in how many rounds so far another rank's thread has answered for its program.
         heard: when a payload was launched or over, or something met, on the clock of ``time.monotonic``.
         held: above zero no round is taken and nothing is launched: what a launch calls, or an update, is in the middle
             of something.
@@ -90,7 +89,8 @@ class RoundRunner:
         self.met: WantKind | None = None
         self.joined: tuple[int, ...] = ()
         self.bytes_wanted = False
-        self.elsewhere = 0
+        self._said_at = 0.0
+        self._answered: tuple[Want, float] | None = None
         self._link, self._launch = link, launch
         self._flights: list[tuple[int, Payload, PayloadFlight]] = []
         self._launched_s: dict[PayloadFlight, float] = {}
@@ -135,7 +135,8 @@ class RoundRunner:
         asked = self.rounds.asked
         if flight is None and asked is not None:
             work = self._link.work
-            assert work is not None
+            if work is None:  # another thread has met the error, and still asks who has gone
+                raise LinkError("a connection has ended before this round")
             helps = self.rounds.has_queue or asked.kind not in RESTS - {WantKind.WAIT} | {WantKind.NOTHING}
             return Waitable(lambda limit_s: wait_within(work, limit_s), self.rounds.counts.rounds, helps)
         reduces = any(p.kind is WantKind.REDUCE and known is flight for _, p, known in self._flights)
@@ -177,24 +178,33 @@ class RoundRunner:
             lands = lands and payload.kind is not WantKind.REDUCE  # one after the other
         return None
 
+    def _note_who_is_elsewhere(self, others: list[Want]) -> None:
+        """A program that comes to the same place one round after its thread has answered was only slow. Then the nudge
+        was needless, and the next one waits longer."""
+        answered, self._answered = self._answered, None
+        if answered is not None and answered[0] in others:
+            self.times.ended(time.monotonic() - answered[1])
+        if NOTHING in others:
+            self._answered = self.said, self._said_at
+
     def _say(self, want: Want) -> None:
-        self.said = want
+        self.said, self._said_at = want, time.monotonic()
         self._recorder.enters()
-        self._link.start((want.kind, want.unit, self.rounds.steps, int(self.times.waited_s * 1e6)))
+        self._link.start((*want, self.rounds.steps, int(self.times.waited_s * 1e6)))
 
     def _take(self) -> None:
         messages = self._link.take()
         number = self.rounds.counts.rounds
-        wants = [Want(WantKind(kind), unit) for kind, unit, _, _ in messages]
+        wants = [Want(WantKind(kind), unit, content) for kind, unit, content, _, _ in messages]
         outcome = self.rounds.take(wants)
-        slowest, lost_s = self.times.round_over(self.rounds.rank, [waited_us for _, _, _, waited_us in messages])
+        slowest, lost_s = self.times.round_over(self.rounds.rank, [waited_us for *_, waited_us in messages])
         self._recorder.round_over(self.said, slowest, lost_s)
         self.bytes_wanted = any(want.kind in PAYLOADS for want in wants)
-        self.elsewhere += any(want == NOTHING for rank, want in enumerate(wants) if rank != self.rounds.rank)
+        self._note_who_is_elsewhere([want for rank, want in enumerate(wants) if rank != self.rounds.rank])
         if outcome.failed:
             raise PeersFailedError(outcome.failed)
         if outcome.apart:
-            raise PeersApartError(wants, [steps for _, _, steps, _ in messages])
+            raise PeersApartError(wants, [steps for *_, steps, _ in messages])
         if outcome.met is not None:
             self.met, self.joined = outcome.met, outcome.joined
         if outcome.payloads or outcome.met is not None:

@@ -39,8 +39,8 @@ class WantKind(enum.IntEnum):
     PASS = 8
     """The rank has no part in the next reduction of a unit: the others need not wait for one."""
     EDIT = 9
-    """The program is about to change what it sees of a unit, or has changed it; over when all ranks have said so of the
-    same unit."""
+    """The program is about to change a tensor of a unit, or has changed it; over when all ranks say so of the same
+    tensor and, afterwards, of the same values."""
 
 
 PAYLOADS = frozenset({WantKind.GATHER, WantKind.REDUCE})
@@ -58,10 +58,16 @@ NAMED = OF_UNITS | {WantKind.EDIT}
 
 
 class Want(NamedTuple):
-    """What a rank needs next. ``unit`` is a unit's index, 0 for a kind that is not of a unit."""
+    """What a rank needs next.
+
+    Attributes:
+        unit: a unit's index, 0 for a kind that is not of a unit.
+        content: of an edit, what :class:`~deepoffload.ranks.edited.Edited` says of it; 0 for other kinds.
+    """
 
     kind: WantKind
     unit: int = 0
+    content: int = 0
 
 
 class Payload(NamedTuple):
@@ -88,8 +94,8 @@ class RoundOutcome:
         met: STEP, JOIN, CLOSE or EDIT where all ranks are there.
         joined: the ranks that are there because they have joined.
         failed: the ranks that have said so.
-        apart: ranks are at places that can never meet: at their end while others train, or at edits of different
-            tensors.
+        apart: ranks are at places that can never meet: at their end while others train, at edits of different
+            tensors, or of the same one with different values.
     """
 
     payloads: tuple[Payload, ...] = ()

@@ -38,7 +38,7 @@ from deepoffload.ranks.collectives import LinkError
 from deepoffload.ranks.leaving import at_exit_of, call_at_exit, text_of
 from deepoffload.ranks.links import NudgeLink, RoundLink, own_client
 from deepoffload.ranks.recording import RankRecorder
-from deepoffload.ranks.roll_call import RollCall, Whereabouts
+from deepoffload.ranks.roll_call import RollCall
 from deepoffload.ranks.round_runner import (
     Launch,
     LaunchError,
@@ -50,6 +50,7 @@ from deepoffload.ranks.round_runner import (
 from deepoffload.ranks.rounds import NOTHING, PARTS, Want, WantKind
 from deepoffload.ranks.sleeper import Sleeper
 from deepoffload.ranks.wait_times import Patience, RoundStats
+from deepoffload.ranks.words import Whereabouts, at, ranks_in_words
 from deepoffload.timeline import Timeline
 
 log = logging.getLogger("deepoffload")
@@ -73,7 +74,7 @@ class RoundService:
         store: nobody else uses its keys.
         launch: starts a payload that all ranks launch now. It is called with the lock held, in the same order on all
             ranks, by any thread, also for a payload that this rank has not asked for. Returns what to wait for or None.
-        unit_name: for errors.
+        name_of: what errors call what a want is of.
         timeout_s: how long a rank waits while nothing happens.
         lock: held while the state changes and while ``launch`` runs, not while this rank waits. Re-entrant.
         abandon: ends the payload that is in flight, after an error.
@@ -91,7 +92,7 @@ class RoundService:
         rank: int,
         world_size: int,
         launch: Launch,
-        unit_name: Callable[[int], str],
+        name_of: Callable[[Want], str],
         *,
         timeout_s: float = 600.0,
         lock: Any = None,
@@ -101,11 +102,12 @@ class RoundService:
     ) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         self._others = [other for other in range(world_size) if other != rank]
-        self._abandon, self._outside = abandon, outside
-        self._recorder = RankRecorder(timeline, unit_name)
-        self._words = self._recorder.words
+        self._name_of, self._abandon, self._outside = name_of, abandon, outside
+        self._at = partial(at, name_of=name_of)
+        self._recorder = RankRecorder(timeline, name_of)
         self._lock = threading.RLock() if lock is None else lock
         self._failure: str | None = None
+        self._closed = False
         self._nudges = 0
         self._inside = 0  # calls of the program that wait
         self._calls = 0  # of the program: the thread sees by it whether the program is elsewhere
@@ -116,7 +118,13 @@ class RoundService:
         except LinkError as error:
             raise RankError(f"rank {rank} at the start of rounds: {error}") from error
         self._runner = RoundRunner(self._link, rank, world_size, launch, self._recorder)
-        self._roll_call = RollCall(own_client(store), rank, world_size, lambda other: self._sleeper.alarm(other))
+        self._roll_call = RollCall(
+            own_client(store),
+            rank,
+            world_size,
+            lambda other: self._sleeper.alarm(other),
+            lambda other: self._sleeper.is_alarmed(other),
+        )
         self._sleeper = Sleeper(nudge_link, rank, world_size, self._serve, self._answer_alarm)
         self._cancel_at_exit = call_at_exit(at_exit_of(weakref.ref(self)))
 
@@ -197,14 +205,14 @@ class RoundService:
         with self._lock:
             return self._runner.rounds.is_pending(want)
 
-    def meet(self, kind: WantKind, unit: int = 0) -> WantKind:
+    def meet(self, kind: WantKind, unit: int = 0, content: int = 0) -> WantKind:
         """Wait at STEP, JOIN, CLOSE or EDIT (of ``unit``) until all ranks are there, and serve them until then.
 
         Returns:
             What has been met. After JOIN that may be STEP: the program makes it with the others, and joins again.
             :attr:`joined` has the ranks that had joined.
         """
-        want = Want(kind, unit)
+        want = Want(kind, unit, content)
         self._until(lambda: self._runner.met is not None, want, want)
         with self._lock:
             met, self._runner.met = self._runner.met, None
@@ -225,7 +233,7 @@ class RoundService:
 
     def fail(self, message: str) -> None:
         """Tell all ranks that this one cannot continue, and why: all raise it. Returns when they have heard it."""
-        self._give_up(self._tell(f"rank {self.rank} has failed at {self._here().want}: {message}"))
+        self._give_up(self._tell(f"rank {self.rank} has failed {self._here().at}: {message}"))
 
     def close(self) -> None:
         """Wait until all ranks close, serve them until then, and end. Idempotent.
@@ -233,8 +241,9 @@ class RoundService:
         Raises:
             RankError: others train on. It is raised there, too. This rank's part has ended all the same.
         """
-        if not self._sleeper.is_alive():
+        if self._closed:
             return
+        self._closed = True
         try:
             if self._failure is None:
                 self.meet(WantKind.CLOSE)
@@ -263,7 +272,7 @@ class RoundService:
             serve: take rounds meanwhile, and launch what they say.
             land: take what has come of reductions, too; who serves does.
         """
-        started, elsewhere = time.monotonic(), self._runner.elsewhere
+        started = time.monotonic()
         patience = Patience(self._runner.times.nudge_after_s, started)
         with self._counted_in(), self.judged(want):
             while True:
@@ -271,7 +280,7 @@ class RoundService:
                     self.check()
                     if serve:
                         if self._runner.held:
-                            raise RuntimeError(f"rank {self.rank} waits for {self._words(want)} and can serve nobody")
+                            raise RuntimeError(f"rank {self.rank} waits {self._at(want)} and can serve nobody")
                         self._runner.advance()
                     else:
                         self._runner.take_arrived(land=land)
@@ -281,7 +290,8 @@ class RoundService:
                         self._runner.rounds.rest(rest)
                     waitable = self._runner.waitable(flight)
                 self._wait(waitable, patience, want)
-            if self._runner.elsewhere == elsewhere:  # a wait that only a nudge has ended says nothing about others
+            # Nobody nudges at a rest. How long a wait takes that a nudge has ended says nothing about other programs.
+            if not patience.has_nudged and (rest is None or rest.kind is WantKind.WAIT):
                 self._runner.times.ended(time.monotonic() - started)
 
     def _wait(self, waitable: Waitable, patience: Patience, want: Want) -> None:
@@ -303,7 +313,7 @@ class RoundService:
             # gloo does not tell a wait of a rank that has died in the middle of a message. To send to it fails.
             self._check_all(self._sleeper.reaches)
         if now >= max(patience.started, self._runner.heard) + self.timeout_s:
-            cause = f"rank {self.rank} has waited {self.timeout_s:g} s at {self._words(want)} and nothing has happened"
+            cause = f"rank {self.rank} has waited {self.timeout_s:g} s {self._at(want)} and nothing has happened"
             raise self._give_up(self._roll_call.inquire(self._here(), cause))
 
     def _nudge(self, number: int) -> None:
@@ -336,8 +346,10 @@ class RoundService:
                 waitable = self._serve_once(number, stays)
                 while waitable is not None and waitable.within(SERVE_S):
                     waitable = self._serve_once(number, stays)
-        except RankError:
-            log.debug("rank %d: the thread has ended its service: %s", self.rank, self._failure)
+        except Exception as error:  # the program hears of it with its next call, as all ranks do
+            log.debug("rank %d: the thread has ended its service: %s", self.rank, error)
+            if self._failure is None:
+                self.fail(text_of(error))
 
     def _serve_once(self, number: int, stays: bool) -> Waitable | None:
         # The program may wait with the lock held, and serves then. In any case this thread must hear the next message.
@@ -349,9 +361,9 @@ class RoundService:
                 return None
             self._runner.advance()
             rounds = self._runner.rounds
-            if rounds.counts.rounds > number and not (
-                stays and self._calls == self._answered_at and self._runner.bytes_wanted
-            ):
+            stays = stays and self._calls == self._answered_at and self._runner.bytes_wanted
+            # What the program has asked for before it left costs no other rank a round.
+            if rounds.counts.rounds > number and rounds.asked is None and not stays:
                 return None
             if rounds.answer():
                 self._answered_at = self._calls
@@ -383,20 +395,19 @@ class RoundService:
         try:
             yield
         except PeersFailedError as error:
-            ranks = " and ".join(map(str, error.ranks))
             said = self._roll_call.verdict(VERDICT_WITHIN_S)
-            raise self._give_up(said or f"rank {ranks} has failed; its output says why") from None
+            raise self._give_up(said or f"failure of {ranks_in_words(error.ranks)}: its output says why") from None
         except PeersApartError as error:
-            raise self._give_up(error.text(self._words)) from None
+            raise self._give_up(error.text(self._name_of)) from None
         except LaunchError as error:
             cause = error.__cause__
             assert cause is not None
-            what = self._words(Want(error.payload.kind, error.payload.unit))
-            self._give_up(self._tell(f"rank {self.rank} has failed at {what}: {text_of(cause)}"))
+            where = self._at(Want(error.payload.kind, error.payload.unit))
+            self._give_up(self._tell(f"rank {self.rank} has failed {where}: {text_of(cause)}"))
             raise cause from None
         except (LinkError, RankError) as error:
             if self._failure is None:
-                cause_text = f"rank {self.rank} has lost a connection at {self._words(want)} ({error})"
+                cause_text = f"rank {self.rank} has lost a connection {self._at(want)} ({error})"
                 self._give_up(self._roll_call.inquire(self._here(), cause_text))
             raise RankError(self._failure) from error
 
@@ -435,4 +446,4 @@ class RoundService:
 
     def _here(self) -> Whereabouts:
         waits = self._inside > 0 or not self._sleeper.is_current()
-        return Whereabouts(self._words(self._runner.said), self._runner.rounds.steps, waits)
+        return Whereabouts(self._at(self._runner.said), self._runner.rounds.steps, waits)

@@ -21,7 +21,9 @@ class Message(enum.IntEnum):
     """Another rank has received a nudge, so it can be sent another one."""
     ALARM = 2
     """Something is wrong: say where this rank is. Sent once."""
-    END = 3
+    ALARMED = 3
+    """The answer to an alarm: this rank is alive."""
+    END = 4
 
 
 class Sleeper:
@@ -46,7 +48,8 @@ class Sleeper:
         self._lock = threading.Lock()
         self._under_way = [-1] * world_size  # the round of the nudge that another rank has not received yet
         self._wanted = [-1] * world_size  # the last round that somebody has waited for
-        self._alarmed: set[int] = set()
+        self._alarmed: set[int] = set()  # ranks that have been sent an alarm
+        self._answered: set[int] = set()  # those that have heard it
         self._thread = threading.Thread(target=self._run, name="deepoffload ranks", daemon=True)
         self._thread.start()
 
@@ -66,6 +69,10 @@ class Sleeper:
                 return self._link.reaches(rank)
             self._alarmed.add(rank)
             return self._link.send(rank, (Message.ALARM, 0, self._rank, 0))
+
+    def is_alarmed(self, rank: int) -> bool:
+        """Whether another rank has heard the alarm, so it is alive."""
+        return rank in self._answered
 
     def reaches(self, rank: int) -> bool:
         """Whether another rank has not gone."""
@@ -98,7 +105,11 @@ class Sleeper:
             if message == Message.END:
                 return
             if message == Message.ALARM:
+                with self._lock:
+                    self._link.send(sender, (Message.ALARMED, 0, self._rank, 0))
                 self._on_alarm()
+            elif message == Message.ALARMED:
+                self._answered.add(sender)
             elif message == Message.RECEIVED:
                 self._received_by(sender)
             else:

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 
 NUDGE_AFTER_S = 0.1
 """Nobody is nudged before. A nudge costs an extra round if its rank is only slow."""
-NUDGE_AFTER_USUAL = 4.0
-"""Nobody is nudged before so many times the usual wait."""
-NUDGE_AFTER_S_MAX = 5.0
+NUDGE_AFTER_USUAL = 2.0
+"""Nobody is nudged before so many times the longest wait that is usual."""
+NUDGE_AFTER_S_MAX = 1.0
+"""But nobody waits longer for the first nudge. Next to such a wait, a nudge that was not needed costs little."""
+NUDGE_AGAIN_S_MAX = 5.0
+"""The longest pause between two nudges of one wait."""
 NOT_A_WAIT_S = 0.001
 """What takes less does not count for what is usual."""
-_NEW_SHARE = 0.2
-"""How much the newest wait counts for what is usual."""
+_FADES = 0.997
+"""What a long wait still counts after each one that follows. A step has some hundred waits, and one of them is often
+much longer than the others."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class WaitTimes:
     """The waits of one rank.
 
     Attributes:
-        usual_s: a moving average of what a wait takes.
+        usual_s: what the longest waits for another rank's program take, as long as it comes by itself.
         waited_s: seconds in which this rank has waited, for rounds and for bytes.
         for_rank_s: by rank, how much longer than that rank this one has waited while that rank waited least of all. So
             it is the time that is lost because ranks are not equally fast; what all wait for, transfers, is not in it.
@@ -58,9 +62,9 @@ class WaitTimes:
         return min(max(NUDGE_AFTER_S, NUDGE_AFTER_USUAL * self.usual_s), NUDGE_AFTER_S_MAX)
 
     def ended(self, seconds: float) -> None:
-        """A wait is over and took so long."""
+        """A wait that a nudge could end is over, or would be without the nudge, and took so long."""
         if seconds >= NOT_A_WAIT_S:
-            self.usual_s += _NEW_SHARE * (seconds - self.usual_s)
+            self.usual_s = max(min(seconds, NUDGE_AFTER_S_MAX), _FADES * self.usual_s)
 
     def round_over(self, rank: int, waited_us: Sequence[int]) -> tuple[int, float]:
         """A round is over. ``rank`` is this one; ``waited_us``: how long each rank had waited, by then, in all.
@@ -81,10 +85,12 @@ class Patience:
 
     def __init__(self, nudge_after_s: float, now: float) -> None:
         self.started = now
+        self.has_nudged = False
         self._gap_s = nudge_after_s
         self.nudge_at = now + nudge_after_s
 
     def nudged(self, now: float) -> None:
         """The others have been nudged."""
-        self._gap_s = min(2 * self._gap_s, NUDGE_AFTER_S_MAX)
+        self.has_nudged = True
+        self._gap_s = min(2 * self._gap_s, NUDGE_AGAIN_S_MAX)
         self.nudge_at = now + self._gap_s

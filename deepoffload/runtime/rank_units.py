@@ -24,10 +24,12 @@ def join_units(memory: ShownMemory, gradients: Gradients, units: Sequence[Unit])
     if not isinstance(gradients, RankGradients) or not isinstance(memory, CopyMemory):
         return
     for unit in units:
+        names = [handle.name for handle in unit.handles]
         if unit.layout is not None:
-            memory.serve(unit.weights, weights_number(unit.index), unit.layout.sections)
+            memory.serve(unit.weights, weights_number(unit.index), unit.layout.sections, names)
         if unit.gradients is not None and unit.gradient_layout is not None:
-            memory.serve(unit.gradients, gradients_number(unit.index), unit.gradient_layout.sections)
+            names = [f"{name}.grad" for name in names]
+            memory.serve(unit.gradients, gradients_number(unit.index), unit.gradient_layout.sections, names)
     gradients.contributions.reserve(units)
 
 

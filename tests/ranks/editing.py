@@ -1,8 +1,11 @@
-"""What ranks do in the tests of in-place edits: the same with the same data, one rank later than the others."""
+"""What ranks do in the tests of edits: the same with the same data, one rank later than the others; or what they must
+not, each rank something else."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepoffload import CPUAdamW
+from deepoffload.errors import RankError, UsageError
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
-from tests.support.paging import EVICTING, plain
+from tests.support.paging import EVICTING, RESIDENT, plain
 from tests.support.rank_paging import RankPaging
 
 WIDTH = 32
@@ -68,3 +73,48 @@ def edit(program: str, transport: str, directory: str, late: int) -> str:
     except AssertionError as error:
         return str(error)
     return ""
+
+
+def assign_gradient(weight: nn.Parameter, rank: int) -> None:
+    weight.grad = None
+    weight.grad = torch.full_like(weight, 0.5 * rank)
+
+
+def assign_data(weight: nn.Parameter, rank: int) -> None:
+    weight.data = torch.full_like(weight, float(rank))
+
+
+def write_past_the_door(weight: nn.Parameter, rank: int) -> None:
+    if rank == 1:
+        weight.data.add_(1.0)
+
+
+OTHER_VALUES: dict[str, Callable[[nn.Parameter, int], Any]] = {
+    "in place": lambda weight, rank: weight.add_(rank),
+    "data": assign_data,
+    "gradient": lambda weight, rank: weight.grad.mul_(1.0 + rank),  # type: ignore[union-attr]
+    "assigned gradient": assign_gradient,
+    "past the door": lambda weight, rank: weight.data.mul_(1.0 + rank),
+    "past the door of one rank": write_past_the_door,
+}
+"""Edits of a weight or its gradient that differ from rank to rank."""
+
+
+def edit_differently(how: str, transport: str, directory: str) -> str:
+    """Returns what the edit, or the step after it, raises."""
+    paging = RankPaging(Path(directory), transport)
+    model = paging.build(build, RESIDENT)
+    optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+    model(rows(width=WIDTH)).square().sum().backward()
+    rank = dist.get_rank()
+    try:
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)  # the same on all ranks
+            OTHER_VALUES[how](model[2].weight, rank)
+        optimizer.step()
+        return "nothing was raised"
+    except (RankError, UsageError) as error:
+        return str(error)
+    finally:
+        with suppress(RankError):
+            paging.close()

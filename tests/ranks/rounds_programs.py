@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -68,7 +69,7 @@ class Side:
             self.rank,
             self.world_size,
             self.launch,
-            lambda unit: f"blocks.{unit}",
+            lambda want: f"blocks.{want.unit}",
             timeout_s=LONG_S,
         )
 
@@ -258,6 +259,8 @@ def trouble(path: str, what: str, timeout_s: float) -> dict[str, Any]:
     ``timeout_s``: the limit of waits when all are there; on a busy machine a process may start late.
     """
     side = Side(path)
+    fell: list[str] = []
+    threading.excepthook = lambda hook: fell.append("".join(traceback.format_exception(hook.exc_value)))
     side.forward_and_backward()
     side.step()
     side.service.timeout_s = timeout_s
@@ -282,7 +285,8 @@ def trouble(path: str, what: str, timeout_s: float) -> dict[str, Any]:
         except RankError as error_again:
             again = str(error_again)
         side.service.close()
-        return side.result() | {"error": text, "again": again, "seconds": seconds, "class": type(error).__name__}
+        raised = {"error": text, "again": again, "seconds": seconds, "class": type(error).__name__, "fell": fell}
+        return side.result() | raised
     return {"error": None}
 
 
@@ -293,8 +297,10 @@ def cause_trouble(side: Side, path: str, what: str) -> None:
         os.kill(os.getpid(), getattr(signal, what))
     if what == "raise":
         side.service.fail("ValueError: the batch is empty")
-    if what == "launch":
+    if what.startswith("launch"):
         side.fault = OSError(28, "No space left on device")
+    if what == "launch for a program that is elsewhere":
+        time.sleep(1.5)
     if what == "busy":
         time.sleep(2 * side.service.timeout_s)
     if what == "close":

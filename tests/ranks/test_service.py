@@ -44,6 +44,11 @@ def test_a_slow_rank_is_named_by_who_waits_for_it(tmp_path: Path) -> None:
     assert stats.waited_for_s[0] == 0.0
 
 
+def test_a_program_that_is_only_slow_is_not_nudged_again_and_again(tmp_path: Path) -> None:
+    quick, _ = run(programs.slow_rank, 2, tmp_path, 2, (0.0, 0.15))
+    assert quick["stats"].nudges < 8  # there are 16 waits, each longer than before a first nudge
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_programs_that_differ_end_with_the_same_sums(world_size: int, tmp_path: Path) -> None:
     results = run(programs.unequal_everything, world_size, tmp_path)
@@ -71,7 +76,8 @@ def in_trouble(what: str, world_size: int, tmp_path: Path, timeout_s: float) -> 
         assert ended.pop(1).exit_code == -9
     assert all(one.error is None and one.exit_code == 0 for one in ended), "\n".join(one.text for one in ended)
     values = [one.value for one in ended]
-    assert all(value["threads"] == [] for value in values)
+    for value in values:
+        assert (value["threads"], value["fell"]) == ([], [])
     own = values.pop(1) if what == "launch" else None
     assert all(value["class"] == "RankError" for value in values)
     assert {value["error"] for value in values} == {values[0]["error"]} == {value["again"] for value in values}
@@ -98,7 +104,10 @@ def test_a_program_that_stays_away_is_named_with_its_last_want(tmp_path: Path) -
     value = in_trouble("busy", 2, tmp_path, 2.0)[0]
     assert 2.0 <= value["seconds"] < SOON_S
     assert "nothing has happened" in value["error"]
-    assert re.search(r"rank 1 was at [a-z0-9. ]+ \(step 1, its program elsewhere\)", value["error"])
+    assert re.search(
+        r"rank 1's program (was outside of the model|did not wait for .* was last at [a-z0-9. ]+) \(step 1\)",
+        value["error"],
+    )
 
 
 def test_what_one_rank_raises_all_raise(tmp_path: Path) -> None:
@@ -107,8 +116,9 @@ def test_what_one_rank_raises_all_raise(tmp_path: Path) -> None:
         assert re.search(r"^rank 1 has failed at [a-z0-9. ]+: ValueError: the batch is empty$", value["error"])
 
 
-def test_a_payload_that_cannot_start_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    for value in in_trouble("launch", 2, tmp_path, LONG_S):
+@pytest.mark.parametrize("what", ["launch", "launch for a program that is elsewhere"])
+def test_a_payload_that_cannot_start_on_one_rank_is_an_error_on_all(what: str, tmp_path: Path) -> None:
+    for value in in_trouble(what, 2, tmp_path, LONG_S):
         assert value["seconds"] < SOON_S
         assert re.match(r"rank 1 has failed at gather of blocks\.\d: OSError: .*No space left", value["error"])
 

@@ -95,17 +95,27 @@ def _child(answer: Connection, environment: dict[str, str], program: Callable[..
         answer.send((None, type(error).__name__, traceback.format_exc()))
 
 
-def run_ranks(program: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 120.0) -> list[Ended]:
+def run_ranks(
+    program: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 120.0, stops: int | None = None
+) -> list[Ended]:
     """Run ``program(*arguments)``, a function of a module, on every rank, and return how each ended, in rank order.
 
     A rank that has not ended within ``limit_s`` is killed, and the test fails.
+
+    Args:
+        stops: a rank that stops in the middle, and is killed when the others have ended.
     """
     with reserved_port() as port:
-        return _run_ranks(program, world_size, arguments, limit_s, port)
+        return _run_ranks(program, world_size, arguments, limit_s, port, stops)
 
 
 def _run_ranks(
-    program: Callable[..., Any], world_size: int, arguments: tuple[Any, ...], limit_s: float, port: int
+    program: Callable[..., Any],
+    world_size: int,
+    arguments: tuple[Any, ...],
+    limit_s: float,
+    port: int,
+    stops: int | None,
 ) -> list[Ended]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.rank_imports"])
@@ -134,6 +144,8 @@ def _run_ranks(
                 if rank in said:
                     processes[rank].join()
                     ended[rank] = Ended(*said[rank], time.monotonic() - begin, processes[rank].exitcode)
+            if stops is not None and stops not in ended and len(ended) == world_size - 1:
+                processes[stops].kill()
     finally:
         for process in processes:
             if process.is_alive():

@@ -125,7 +125,10 @@ class RankParts(PagerOwner):
         link: Any = None
         if rank is not None:
             link = SimpleNamespace(
-                ranks=RankMap(rank, (0,) * world_size), exchange=None, hold=nullcontext, meet_edit=lambda number: None
+                ranks=RankMap(rank, (0,) * world_size),
+                exchange=None,
+                hold=nullcontext,
+                meet_edit=lambda number, edited: None,
             )
         self.pager = Pager(tiers, order, graphs, memory, self, prefetch=False, defer_updates=defer_updates, link=link)
         self.gradients = Gradients(self.pager)

@@ -1,0 +1,207 @@
+"""A rank dies, stops or fails in the middle of training, at a random place: every other rank raises an error that names
+it, soon, and nothing is left. ``python -m tests.ranks.deaths --places 100`` tries so many places."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import resource
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepoffload import CPUAdamW, offload_context
+from deepoffload.errors import DeepOffloadError, RankError
+from tests.ranks.training_programs import MODELS, loss_of
+from tests.support.rank_processes import Ended, run_ranks
+
+TIMEOUT_S = 2.0
+"""``ranks.timeout_s`` where a rank stops; a rank that has gone is noticed earlier."""
+SOON_S = 5.0
+LATE_S = 1.0
+"""What a machine that has other things to do adds."""
+ENDS_WITHIN_S = 40.0
+STEPS = 400
+"""More than any rank makes before one of them dies."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """How and where one rank ends.
+
+    Attributes:
+        way: of ``WAYS``.
+        rank: which one.
+        place: it is at so many places (batches, forwards and backwards of layers) before it ends.
+        later_s: signals come so much later, wherever the rank is then.
+    """
+
+    way: str
+    rank: int
+    place: int
+    later_s: float
+    world_size: int
+    transport: str
+
+    @property
+    def limit_s(self) -> float:
+        """How long after it the others may raise."""
+        return LATE_S + (TIMEOUT_S + 2.0 if self.way == "SIGSTOP" else SOON_S)
+
+
+class _Places:
+    """Counts the places that a rank comes to, and lets it die at one of them."""
+
+    def __init__(self, death: Death, folder: Path) -> None:
+        self._death, self._folder = death, folder
+        self._count = 0
+        self._is_over = death.rank != int(os.environ["RANK"])
+
+    def at(self, kind: str) -> None:
+        """The rank comes to a place of this kind; where it dies of an error of its own, these are the only ones that
+        count."""
+        way = self._death.way
+        self._count += 1
+        wrong_kind = way in ("loader", "forward", "backward") and kind != way
+        if self._is_over or self._count < self._death.place or wrong_kind:
+            return
+        self._is_over = True
+        if way.startswith("SIG"):
+            threading.Timer(self._death.later_s, self._die).start()
+            return
+        self._note()
+        if way == "disk full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        else:
+            raise ArithmeticError(f"the {way} is out of order")
+
+    def _note(self) -> None:
+        (self._folder / "died").write_text(str(time.monotonic()))
+
+    def _die(self) -> None:
+        self._note()
+        os.kill(os.getpid(), getattr(signal, self._death.way))
+
+
+def _watch(layer: nn.Module, at: Callable[[str], None]) -> None:
+    """The forwards and backwards of a layer are places."""
+    layer.register_forward_pre_hook(lambda *_: at("forward"))
+    layer.register_forward_hook(lambda _, inputs, output: output.register_hook(lambda _: at("backward")) and None)
+
+
+def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, list[str]]:
+    """Train until something goes wrong. Returns the class of the error, its text, when it was raised, and which of our
+    threads are left when the engine is closed."""
+    places = _Places(death, Path(folder))
+    config = {
+        "host_budget": f"{2 * death.world_size}MiB",
+        "nvme_budget": "64MiB",
+        "nvme_path": nvme_path,
+        "ranks": {"timeout_s": TIMEOUT_S if death.way == "SIGSTOP" else 30, "transport": death.transport},
+    }
+    torch.manual_seed(5)
+    context = offload_context(config)
+    with context:
+        model: Any = MODELS["gpt"]()
+    for block in model.blocks:
+        _watch(block, places.at)
+    optimizer = CPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+    try:
+        for step in range(STEPS):
+            places.at("loader")
+            loss_of(model, "gpt", step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except (ArithmeticError, DeepOffloadError) as error:
+        raised = time.monotonic()
+        said = type(error).__name__, str(error), raised
+    else:
+        said = "nothing", "", time.monotonic()
+    with suppress(DeepOffloadError):
+        context.engine.close()
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("deepoffload")]
+    return *said, threads
+
+
+def check(death: Death, nvme_path: Path, folder: Path) -> None:
+    """Let a rank die, and look at the others."""
+    stops = death.rank if death.way == "SIGSTOP" else None
+    arguments = death, str(nvme_path), str(folder)
+    ended = run_ranks(train, death.world_size, *arguments, limit_s=ENDS_WITHIN_S, stops=stops)
+    died = float((folder / "died").read_text())
+    for rank, one in enumerate(ended):
+        if rank == death.rank:
+            _check_own_end(death, one)
+            continue
+        assert one.error is None and one.exit_code == 0, f"{death}: rank {rank}: {one.text}"
+        kind, text, raised, threads = one.value
+        assert kind == RankError.__name__, f"{death}: rank {rank} has {kind}: {text}"
+        assert re.search(rf"ranks? {death.rank}\b", text), f"{death}: rank {rank} says {text}"
+        assert raised - died < death.limit_s, f"{death}: rank {rank} raises after {raised - died:.1f} s: {text}"
+        waits_for_store = death.way == "SIGSTOP" and death.rank == 0  # which lives in that process
+        assert not threads or waits_for_store, f"{death}: rank {rank} is left with {threads}"
+    left = list(nvme_path.iterdir())
+    assert not left, f"{death}: {left} is left"
+
+
+def _check_own_end(death: Death, own: Ended) -> None:
+    if death.way.startswith("SIG"):
+        assert own.exit_code == -signal.SIGKILL, f"{death}: {own}"
+        return
+    assert own.error is None and own.exit_code == 0, f"{death}: {own.text}"
+    kind, text, _, threads = own.value
+    expected = ("IoFailure", "RankError") if death.way == "disk full" else ("ArithmeticError",)
+    assert kind in expected and not threads, f"{death}: {kind}, {threads}: {text}"
+
+
+WAYS = ("SIGKILL", "SIGSTOP", "forward", "backward", "loader", "disk full")
+
+
+def deaths(count: int, seed: int) -> list[Death]:
+    """So many, each way about as often as the others."""
+    dice = random.Random(seed)
+    return [
+        Death(
+            WAYS[number % len(WAYS)],
+            dice.randrange(2),
+            dice.randrange(1, 60),
+            dice.random() * 0.05,
+            2,
+            ("memory", "group")[number // len(WAYS) % 2],
+        )
+        for number in range(count)
+    ]
+
+
+def campaign(found: list[Death], nvme_path: Path) -> None:
+    """Try all of them, one after the other."""
+    for number, death in enumerate(found):
+        with tempfile.TemporaryDirectory() as folder:
+            begin = time.monotonic()
+            check(death, nvme_path, Path(folder))
+            print(f"{number + 1:4} {time.monotonic() - begin:5.1f} s  {death}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--places", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="of these, begin with this one")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as nvme_path:
+        campaign(deaths(chosen.places, chosen.seed)[chosen.first :], Path(nvme_path))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Ranks that die, stop or fail at a few random places; ``python -m tests.ranks.deaths`` tries more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import deaths
+
+
+@pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP", "disk full"])
+def test_all_others_hear_of_a_death(way: str, nvme_path: Path, tmp_path: Path) -> None:
+    death = next(death for death in deaths.deaths(8, seed=3) if death.way == way)
+    deaths.check(death, nvme_path, tmp_path)
