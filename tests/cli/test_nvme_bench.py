@@ -268,7 +268,7 @@ def test_ctrl_c_says_what_is_known_and_leaves_nothing(disk, tmp_path):
     wait_until_measuring(process, disk)
     wait_until_moved(process, 2 << 30)
     process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate(timeout=30)
+    printed, errors = process.communicate(timeout=100)
     assert process.returncode == 130 and "Traceback" not in errors and "interrupted" in errors
     report = json.loads(out.read_text())
     assert report["interrupted"] and report["results"]
@@ -280,7 +280,7 @@ def test_kill_leaves_nothing(disk):
     wait_until_measuring(process, disk)
     assert list(disk.iterdir()) == [], "the files have no name from the start"
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=100)
     assert list(disk.iterdir()) == []
 
 

@@ -171,7 +171,7 @@ def test_two_ranks_of_a_launcher(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(tmp_path / "script.py")], env=environment, capture_output=True, text=True, timeout=120
+        [*command, str(tmp_path / "script.py")], env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("rank 1 has 3.0") == 1 and "rank 0 has" not in done.stderr and "nobody" not in done.stderr

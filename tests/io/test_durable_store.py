@@ -275,7 +275,7 @@ def test_a_second_run_is_refused_and_told_who_has_it(make_engine, two_steps: Pat
         assert other.stdout is not None and other.stdout.readline() == "open\n"
         with pytest.raises(UsageError, match=rf"is used by process {other.pid} on .*; end that run"):
             SwapSpace(make_engine(), [two_steps], named=True)
-        other.communicate("", timeout=30)
+        other.communicate("", timeout=100)
     SwapSpace(make_engine(), [two_steps], named=True).close()
 
 

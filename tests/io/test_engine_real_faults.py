@@ -48,7 +48,7 @@ def start(body: str, backend: str, directory: Path) -> subprocess.Popen[str]:
 
 def run(body: str, backend: str, directory: Path) -> str:
     process = start(body, backend, directory)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     return out
 
@@ -240,7 +240,7 @@ def test_kill_9_leaves_no_file(backend, tmp_path):
     assert list(tmp_path.iterdir()) == [], "the file has no name while it is used"
     time.sleep(0.2)
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=100)
     assert process.returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
 

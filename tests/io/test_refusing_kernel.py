@@ -48,7 +48,7 @@ def told(call):
     try:
         call()
     except (IoFailure, IoTimeout) as error:
-        print(type(error).__name__, int(time.monotonic() - begin < 8), error)
+        print(type(error).__name__, int(time.monotonic() - begin < 20), error)
 
 engine = IoEngine(backend=backend)
 file = engine.open_file(directory + "/data", create=True)
@@ -93,7 +93,7 @@ def test_a_queue_that_no_longer_says_what_is_done(tmp_path, backend, code, answe
     """
     start = time.monotonic()
     waited, again, refused, closed, ended, done = run(body, tmp_path, backend)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 50
     for line in (waited, again, closed, ended):
         assert line.startswith("IoTimeout 1 ") and f"no longer says what is done ({code}" in line, line
     assert f"{tmp_path}/data" in waited and "memory in use" in waited

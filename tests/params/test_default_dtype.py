@@ -135,6 +135,6 @@ assert model[0].weight.dtype is torch.bfloat16 and losses[2] < 0.9 * losses[0], 
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
-        capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

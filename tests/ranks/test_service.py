@@ -159,7 +159,7 @@ def run_to_the_end(tmp_path: Path, last: tuple[str, str]) -> list[subprocess.Com
         return [
             subprocess.CompletedProcess(child.args, child.returncode, out, error)
             for child in children
-            for out, error in [child.communicate(timeout=60)]
+            for out, error in [child.communicate(timeout=200)]
         ]
     finally:
         for child in children:

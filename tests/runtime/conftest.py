@@ -60,7 +60,7 @@ def run_program(nvme_path: Path, tmp_path: Path, programs: Programs) -> Callable
     not one that is forked when torch is imported."""
 
     def run(
-        program: str, *arguments: object, code: int | None = 0, limit_s: float = 90.0, fresh: bool = False, **more: str
+        program: str, *arguments: object, code: int | None = 0, limit_s: float = 240.0, fresh: bool = False, **more: str
     ) -> Outcome:
         path = ROOT / "tests" / "runtime" / f"{program}.py"
         words = [str(nvme_path), *map(str, arguments)]
