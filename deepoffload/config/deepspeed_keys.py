@@ -211,7 +211,9 @@ _PRECISION = (
     honoured("fp16.auto_cast", boolean(), "Cast floating-point positional arguments of the forward to fp16.", False),
     honoured("fp16.loss_scale", number(0), "A static loss scale; 0: a dynamic one, which the next five rule.", 0.0),
     honoured("fp16.initial_scale_power", integer(0, 127), "The first scale is 2 to this power.", 16),
-    honoured("fp16.loss_scale_window", integer(1), "Steps without an overflow until the scale is doubled.", 1000),
+    honoured(
+        "fp16.loss_scale_window", integer(), "Steps without an overflow until the scale is doubled; above 0.", 1000
+    ),
     honoured("fp16.hysteresis", integer(1), "The scale is halved from this overflow on.", 2),
     honoured(
         "fp16.consecutive_hysteresis",
@@ -219,7 +221,9 @@ _PRECISION = (
         "Each step without an overflow renews the hysteresis, not only one that doubles the scale.",
         False,
     ),
-    honoured("fp16.min_loss_scale", integer(1), "The least scale; an overflow there raises `LossScaleError`.", 1),
+    honoured(
+        "fp16.min_loss_scale", integer(), "The least scale, above 0; an overflow there raises `LossScaleError`.", 1
+    ),
     inapplicable("fp16.fused_mode", boolean(), "the update is always one fused pass", True),
     refused("fp16.fp16_master_weights_and_grads", boolean(), "master weights are kept in fp32", False),
     *_BF16,

@@ -294,8 +294,12 @@ def _check_together(config: Config, fields: dict[str, Any], where: str) -> None:
             f'{where}step_overlap = "speculative" is not available with durability: a durable step would have to know '
             'which extents are certain; use step_overlap = "deferred"'
         )
+    scales = config.precision is Precision.FP16 and not config.fp16.loss_scale
+    for name in ("loss_scale_window", "min_loss_scale"):
+        if scales and getattr(config.fp16, name) < 1:  # else nothing asks for it, and DeepSpeed does not look, either
+            raise ConfigError(f"{where}fp16.{name} = 0: expected a whole number of at least 1: the scale is dynamic")
     first = 2.0**config.fp16.initial_scale_power
-    if config.precision is Precision.FP16 and not config.fp16.loss_scale and config.fp16.min_loss_scale > first:
+    if scales and config.fp16.min_loss_scale > first:
         raise ConfigError(
             f"{where}fp16.min_loss_scale = {config.fp16.min_loss_scale} is above the first scale, 2 to the power of "
             f"fp16.initial_scale_power = {config.fp16.initial_scale_power}"

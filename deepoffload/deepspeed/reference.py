@@ -60,6 +60,7 @@ is false.
   step. The suite has small scripts with the same calls (`tests/deepspeed/test_scripts.py`).
 - **`"auto"` is for a trainer.** Where nothing has filled it in, one warning lists every `"auto"` and what it became.
   A schedule whose length is `"auto"` is an error, unless the program passes its own schedule.
+- **transformers' Trainer, Lightning and others** have their own page: docs/trainers.md.
 - **Checkpoints** have another format (docs/checkpoints.md). `python -m deepoffload.checkpoint` converts those of
   DeepSpeed, and writes universal ones that DeepSpeed loads.
 - **The engine is no `torch.nn.Module`.** What is not its own is looked up on the model, so `engine.generate(...)`

@@ -15,6 +15,7 @@ Lightning's own.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,6 +38,8 @@ from deepoffload.deepspeed.initialization import ConfigSource, page
 from deepoffload.errors import ConfigError
 from deepoffload.runtime.context import offload_context
 
+log = logging.getLogger("deepoffload")
+
 _PRECISIONS = {"bf16-true": Precision.BF16, "16-true": Precision.FP16}
 """What Lightning converts whole models to. Others leave the weights as they are."""
 
@@ -56,6 +59,31 @@ def _settings(config: Config, plugin: Any) -> Config:
             f'precision is "{config.precision.value}" in the configuration and "{named}" in Lightning; say it once'
         )
     return parse_config(config, precision=asked)
+
+
+def _check(config: Config, clipping: float | None, accumulation: int) -> None:
+    """Compare what the configuration says with what the Trainer does.
+
+    Raises:
+        ConfigError: it clips or accumulates otherwise.
+    """
+    _mention_unused(config)
+    differing = []
+    if config.gradient_clipping is not None and config.gradient_clipping != (clipping or 0.0):
+        differing.append(f"gradient_clipping = {config.gradient_clipping}, but gradient_clip_val = {clipping}")
+    if config.gradient_accumulation_steps not in (1, accumulation):
+        steps = config.gradient_accumulation_steps
+        differing.append(f"gradient_accumulation_steps = {steps}, but accumulate_grad_batches = {accumulation}")
+    if differing:
+        raise ConfigError(
+            f"the configuration is not what the Trainer does: {'; '.join(differing)}; say the same in both"
+        )
+
+
+def _mention_unused(config: Config) -> None:
+    unused = [name for name in ("optimizer", "scheduler") if getattr(config, name) is not None]
+    if unused:
+        log.warning("%s of the configuration: not used, the program makes its own", " and ".join(unused))
 
 
 def _device(config: Config) -> torch.device:
@@ -115,6 +143,7 @@ class DeepOffloadStrategy(SingleDeviceStrategy):
             yield
 
     def setup(self, trainer: Any) -> None:
+        _check(self._config, trainer.gradient_clip_val, trainer.accumulate_grad_batches)
         page(_settings(self._config, self.precision_plugin), self.lightning_module)
         super().setup(trainer)
 
@@ -146,5 +175,6 @@ class DeepOffloadFabricStrategy(SingleDeviceFabric):
                 yield
 
     def setup_module(self, module: nn.Module) -> nn.Module:
+        _mention_unused(self._config)
         page(_settings(self._config, self.precision), module)
         return super().setup_module(module)

@@ -103,9 +103,11 @@ def test_the_trainer_clips_accumulates_evaluates_saves_and_resumes(precision, la
     assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".ckpt"}
 
 
-def test_masters_stay_exact_where_lightning_converts_a_model(nvme_path, tmp_path):
+def test_masters_stay_exact_where_lightning_converts_a_model(nvme_path, tmp_path, caplog):
     """Plain ``bf16-true`` throws the fp32 values away."""
-    module = fit(strategy(nvme_path), False, "bf16-true", tmp_path, epochs=1)
+    settings = {"gradient_clipping": 0.5, "optimizer": {"type": "AdamW"}}
+    module = fit(strategy(nvme_path, **settings), False, "bf16-true", tmp_path, epochs=1)
+    assert "optimizer of the configuration: not used, the program makes its own" in caplog.text
     assert module.net[0].weight.dtype is torch.bfloat16
     assert deepoffload.stats(module)["disk_bytes_written"] > 0
 
@@ -113,6 +115,10 @@ def test_masters_stay_exact_where_lightning_converts_a_model(nvme_path, tmp_path
 def test_what_cannot_be_is_refused(nvme_path, tmp_path):
     with pytest.raises(ConfigError, match='precision is "fp16" in the configuration and "bf16-true" in Lightning'):
         fit(strategy(nvme_path, precision="fp16"), True, "bf16-true", tmp_path)
+    with pytest.raises(
+        ConfigError, match="gradient_clipping = 1.0, but .* 0.5; gradient_accumulation_steps = 4, but .* 2"
+    ):
+        fit(strategy(nvme_path, gradient_clipping=1.0, gradient_accumulation_steps=4), False, "32-true", tmp_path)
     with pytest.raises(ConfigError, match="host_bugdet: unknown key"):
         DeepOffloadStrategy(host_bugdet=1)
 

@@ -293,7 +293,11 @@ MISTAKES = [
     ({"precision": "fp16", "step_overlap": "in_backward"}, 'precision is fp16, and step_overlap = "in_backward" uses'),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled contradict each other"),
     ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis = 0: expected a whole number of at least 1"),
-    ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale = 0: expected a whole number of at least 1"),
+    (
+        {"fp16": {"enabled": True, "min_loss_scale": 0}},
+        "fp16.min_loss_scale = 0: expected a whole number of at least 1",
+    ),
+    ({"precision": "fp16", "fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window = 0: expected a whole number"),
     (
         {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 5}},
         "5 is above the first scale, 2 to the",

@@ -415,7 +415,7 @@ def test_what_the_installed_deepspeed_reads_we_read_but_for_what_changes_numbers
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     command = [DEEPSPEED_PYTHON, "-c", THEIRS, json.dumps(given), json.dumps(texts)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr
     read = set(json.loads(done.stdout.rpartition("READ ")[2]))
     assert set(ALL_READ) - read == set(), done.stdout
