@@ -5,7 +5,10 @@
         model = AutoModelForCausalLM.from_pretrained(name)
     trainer = Trainer(model, args, train_dataset=data, optimizers=optimizers_of(config, model))
 
-The Trainer accumulates, clips, saves and resumes as it does for a model without offloading.
+The Trainer accumulates, clips, saves and resumes as it does for a model without offloading. Under ``torchrun`` it
+would wrap the model in DistributedDataParallel. With several ranks take one that does not::
+
+    class RankTrainer(OnRanks, Trainer): ...
 """
 
 from __future__ import annotations
@@ -87,6 +90,25 @@ def optimizers_of(
     optimizer = make_optimizer(settings.optimizer, trained)
     schedule = None if settings.scheduler is None else make_schedule(optimizer, settings.scheduler)
     return optimizer, schedule
+
+
+class OnRanks:
+    """Goes before ``Trainer``, or a trainer that is derived from it, among the bases of a class: that one trains a
+    paged model on several ranks, which add the gradients up themselves."""
+
+    accelerator: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's, with :class:`deepoffload.integrations.accelerate.RankAccelerator`."""
+        from deepoffload.integrations.accelerate import (
+            RankAccelerator,
+        )  # here: the Trainer needs it, and this module not
+
+        made: Any = super()
+        made.create_accelerator_and_postprocess()
+        self.accelerator.__class__ = (
+            RankAccelerator  # the Trainer makes it, and keeps methods of it: it stays the same one
+        )
 
 
 def _arguments(args: Any, num_training_steps: int | None) -> Iterator[tuple[str, Any, str]]:

@@ -8,7 +8,7 @@ from deepoffload.params.torch_private import door_frame
 
 NO_WRAPPER = (
     "DistributedDataParallel around a paged model would not average gradients: use the model without it, on any number "
-    "of ranks (docs/ranks.md)"
+    "of ranks (docs/ranks.md; docs/trainers.md for transformers' Trainer and accelerate)"
 )
 
 _WRAPPING = "torch.distributed.utils"

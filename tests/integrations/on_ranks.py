@@ -1,0 +1,90 @@
+"""What ranks do with transformers' ``Trainer`` and with accelerate, in processes of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+import deepoffload
+from deepoffload.integrations.accelerate import RankAccelerator
+from deepoffload.integrations.transformers import OnRanks
+from deepoffload.runtime.context import engine_of
+from tests.ranks.saving import digests
+from tests.support.models import VOCABULARY, llama
+
+ROWS = 24
+
+
+class RankTrainer(OnRanks, Trainer):  # type: ignore[misc]
+    """The Trainer for several ranks."""
+
+
+def built() -> Any:
+    torch.manual_seed(0)
+    with deepoffload.offload_context({"host_budget": "32MiB", "gradient_dtype": "fp32"}):
+        return llama(attention_dropout=0.0)
+
+
+def rows() -> list[dict[str, Any]]:
+    tokens = torch.randint(0, VOCABULARY, (ROWS, 10), generator=torch.Generator().manual_seed(5))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def trainer_of(model: Any, folder: Path, accumulate: int, steps: int) -> Any:
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulate,
+        max_steps=steps,
+        max_grad_norm=0.5,
+        learning_rate=1e-3,
+        save_steps=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        train_sampling_strategy="sequential",
+    )
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-3)
+    return RankTrainer(model, arguments, train_dataset=rows(), optimizers=(optimizer, None))
+
+
+def train(folder: str, world_size: int) -> tuple[dict[str, str], list[float], dict[str, str]]:
+    """Four steps; and the last two of them again, from the Trainer's own checkpoint, with another model."""
+    model = built()
+    trainer = trainer_of(model, Path(folder), 2 // world_size, 4)
+    trainer.train()
+    weights = digests(model.state_dict())
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    engine_of(model).close()
+    again = built()
+    trainer = trainer_of(again, Path(folder), 2 // world_size, 4)
+    trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
+    resumed = digests(again.state_dict())
+    engine_of(again).close()
+    return weights, norms, resumed
+
+
+def accelerate(world_size: int) -> tuple[dict[str, str], list[float]]:
+    """A loop of accelerate's, in which each rank gets its batches from the prepared loader."""
+    model = built()
+    accelerator = RankAccelerator(cpu=True, gradient_accumulation_steps=2 // world_size)
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(rows(), batch_size=2)  # type: ignore[arg-type]
+    prepared, its_optimizer, its_loader = accelerator.prepare(model, optimizer, loader)
+    assert prepared is model
+    norms = []
+    for batch in its_loader:
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(**batch).loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(prepared.parameters(), 0.5)))
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    weights = digests(model.state_dict())
+    engine_of(model).close()
+    return weights, norms
