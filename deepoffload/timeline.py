@@ -69,7 +69,9 @@ class Summary:
 
     Attributes:
         compute_s: the program's time without waits, updates and landings: forward, backward and all Python.
+        backward_s: from where a backward begins to where it ends, with what is updated in it.
         disk_busy_s: when at least one transfer was on its way.
+        disk_busy_in_backward_s: the part of it during backward.
         waited_for: seconds by what was waited for ("read weight", "write state", ...), the longest first.
         waited_for_ranks: of the waits, seconds that a slower rank ("rank 1") has cost this one, the longest first.
     """
@@ -80,7 +82,9 @@ class Summary:
     wait_s: float
     update_s: float
     landing_s: float
+    backward_s: float
     disk_busy_s: float
+    disk_busy_in_backward_s: float
     read_bytes: int
     written_bytes: int
     waited_for: Mapping[str, float]
@@ -102,7 +106,9 @@ class Summary:
             ("  landing gradients", self.landing_s),
             ("  waiting", self.wait_s),
             *((f"    {what}", seconds) for what, seconds in self.waited_for.items()),
+            ("backward", self.backward_s),
             ("disk busy", self.disk_busy_s),
+            ("  during backward", self.disk_busy_in_backward_s),
         ]
         lines = [f"{self.steps} steps{'':18}s per step   share"]
         lines += [f"{name:<26}{s / self.steps:>9.4f}  {s / self.seconds:>6.1%}" for name, s in rows]
@@ -155,7 +161,7 @@ class Timeline:
         complete_s = self._complete_from_s()
         ends = [end_s for end_s in self._steps if end_s >= complete_s][-last_steps - 1 :]
         if len(ends) < 2:
-            return Summary(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, {})
+            return Summary(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, {})
         begin_s, end_s = ends[0], ends[-1]
         inside = [span for span in self._spans if span.end_s > begin_s and span.begin_s < end_s]
         seconds = {lane: _total(span for span in inside if span.lane is lane) for lane in Lane}
@@ -163,6 +169,7 @@ class Timeline:
         # A transfer counts where it ends: then every byte counts once.
         moved = [span for span in inside if span.lane in TRANSFERS and span.end_s <= end_s]
         busy = _union((max(span.begin_s, begin_s), span.end_s) for span in moved)
+        backwards = [(max(begin, begin_s), min(end, end_s)) for begin, end in _backwards(inside)]
         others_s = seconds[Lane.WAIT] + seconds[Lane.UPDATE] + seconds[Lane.LANDING]
         return Summary(
             steps=len(ends) - 1,
@@ -171,7 +178,12 @@ class Timeline:
             wait_s=seconds[Lane.WAIT],
             update_s=seconds[Lane.UPDATE],
             landing_s=seconds[Lane.LANDING],
+            backward_s=sum(end - begin for begin, end in backwards),
             disk_busy_s=busy,
+            disk_busy_in_backward_s=sum(
+                _union((max(span.begin_s, begin), min(span.end_s, end)) for span in moved if span.begin_s < end)
+                for begin, end in backwards
+            ),
             read_bytes=sum(span.nbytes for span in moved if span.lane is Lane.READ),
             written_bytes=sum(span.nbytes for span in moved if span.lane is Lane.WRITE),
             waited_for=waited,
@@ -226,6 +238,22 @@ def _by_name(spans: Iterable[Span]) -> dict[str, float]:
     for span in spans:
         seconds[span.name] = seconds.get(span.name, 0.0) + span.end_s - span.begin_s
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def _backwards(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """When each backward began and ended: updates that come in it belong to it."""
+    found: list[tuple[float, float]] = []
+    inside = False
+    for span in spans:
+        if span.lane is not Lane.PROGRAM:
+            continue
+        phase = span.name.partition(" ")[0]
+        if phase == "backward" and not inside:
+            found.append((span.begin_s, span.end_s))
+        inside = phase == "backward" or (inside and phase == "update")
+        if inside:
+            found[-1] = (found[-1][0], span.end_s)
+    return found
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> float:

@@ -66,7 +66,7 @@ def estimate_step(
     """
     blocks, pieces_in_one = coarser(blocks, pieces_max)
     placement, bandwidths = blocks.placement, machine.bandwidths()
-    units = unit_blocks(placement.blocks)
+    units = unit_blocks(placement.blocks, placement.resident)
     costs = _Costs(blocks, units, run, machine, op_times or {}, workload.accumulation_steps, pieces_in_one)
     uses = costs.timed(step_uses(run.visits, units, workload))
     first = costs.timed(step_uses(run.visits, units, workload, first=True))

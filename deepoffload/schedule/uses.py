@@ -6,12 +6,13 @@ visits of one forward and backward; ``tests/runtime/test_order_of_uses.py`` comp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from deepoffload.schedule.cost_model import BlockKind, StepOverlap, Workload
 from deepoffload.schedule.placement import BlockSpec
+from deepoffload.schedule.speculation import FIRST_SHARE, choose_evenly
 from deepoffload.schedule.trace import Event, Phase
 
 
@@ -41,11 +42,14 @@ class StepUse:
 
 @dataclass(frozen=True)
 class UnitBlocks:
-    """Ids of the blocks of a unit. ``gradients``: None where it is frozen."""
+    """Ids of the blocks of a unit. ``gradients``: None where it is frozen. ``moving``: those of ``state`` that do not
+    stay in memory, of ``moving_bytes`` in all."""
 
     weights: int
     gradients: int | None
     state: tuple[int, ...]
+    moving: tuple[int, ...] = ()
+    moving_bytes: int = 0
 
 
 class UnitVisit(Protocol):
@@ -62,8 +66,13 @@ class UnitVisit(Protocol):
     def landed(self) -> Mapping[int, int]: ...
 
 
-def unit_blocks(blocks: Iterable[BlockSpec]) -> dict[int, UnitBlocks]:
-    """The blocks of each unit by its number, in the order of the numbers."""
+def unit_blocks(blocks: Iterable[BlockSpec], resident: Container[int] = ()) -> dict[int, UnitBlocks]:
+    """The blocks of each unit by its number, in the order of the numbers.
+
+    Args:
+        resident: ids of those that stay in memory.
+    """
+    moving: dict[int, list[BlockSpec]] = {}
     weights: dict[int, int] = {}
     gradients: dict[int, int] = {}
     state: dict[int, list[int]] = {}
@@ -74,8 +83,17 @@ def unit_blocks(blocks: Iterable[BlockSpec]) -> dict[int, UnitBlocks]:
             gradients[block.unit] = block.id
         else:
             state.setdefault(block.unit, []).append(block.id)
+            if block.id not in resident:
+                moving.setdefault(block.unit, []).append(block)
     return {
-        unit: UnitBlocks(weights[unit], gradients.get(unit), tuple(state.get(unit, ()))) for unit in sorted(weights)
+        unit: UnitBlocks(
+            weights[unit],
+            gradients.get(unit),
+            tuple(state.get(unit, ())),
+            tuple(block.id for block in moving.get(unit, ())),
+            sum(block.nbytes for block in moving.get(unit, ())),
+        )
+        for unit in sorted(weights)
     }
 
 
@@ -86,9 +104,17 @@ def step_uses(
 
     Args:
         visits: of one micro-batch.
-        first: no step came before this one, so with ``DEFERRED`` there is no update to make.
+        first: no step came before this one, so with ``DEFERRED`` there is no update to make, and ``SPECULATIVE``
+            guesses nothing.
     """
-    return _folded(_uses(visits, units, workload, first))
+    guessed = {} if first else guessed_pieces(visits, units, workload)
+    uses = list(_uses(visits, units, workload, first, guessed))
+    done = [units[unit].gradients for unit, pieces in guessed.items() if len(pieces) == len(units[unit].state)]
+    if done:  # the step confirms them, and needs their gradients no more
+        last = uses[-1]
+        drops = (*last.use.drops, *(block for block in done if block is not None))
+        uses[-1] = replace(last, use=replace(last.use, drops=drops))
+    return _folded(uses)
 
 
 def seen_until_zero_grad(units: Mapping[int, UnitBlocks], workload: Workload) -> list[int]:
@@ -100,23 +126,27 @@ def seen_until_zero_grad(units: Mapping[int, UnitBlocks], workload: Workload) ->
 
 
 def _uses(
-    visits: Sequence[UnitVisit], units: Mapping[int, UnitBlocks], workload: Workload, first: bool
+    visits: Sequence[UnitVisit],
+    units: Mapping[int, UnitBlocks],
+    workload: Workload,
+    first: bool,
+    guessed: Mapping[int, tuple[int, ...]],
 ) -> Iterator[StepUse]:
     if not workload.training:
         yield from (_visit(number, visit, units) for number, visit in enumerate(visits) if not visit.backward)
         return
     overlap, last_micro = workload.step_overlap, workload.accumulation_steps - 1
-    pending = {number for number, unit in units.items() if unit.gradients is not None}
+    pending = {number: tuple(range(len(unit.state))) for number, unit in units.items() if unit.gradients is not None}
     deferred = overlap in (StepOverlap.DEFERRED, StepOverlap.SPECULATIVE)
     if first and deferred:
         pending.clear()
-    last_landing = {unit: number for number, visit in enumerate(visits) for unit in visit.landed}
+    last_landing = _last_landings(visits)
+    for unit, pieces in guessed.items():
+        pending[unit] = tuple(piece for piece in pending.get(unit, ()) if piece not in pieces)
 
     def updates(which: Iterable[int]) -> Iterator[StepUse]:
         for unit in which:
-            if unit in pending:
-                pending.discard(unit)
-                yield from _update(unit, units[unit], drops=overlap is not StepOverlap.NONE)
+            yield from _update(unit, units[unit], pending.pop(unit, ()), drops=overlap is not StepOverlap.NONE)
 
     for micro in range(workload.accumulation_steps):
         for number, visit in enumerate(visits):
@@ -125,6 +155,10 @@ def _uses(
             yield _visit(number, visit, units)
             if overlap is StepOverlap.IN_BACKWARD and micro == last_micro:
                 yield from updates(unit for unit in visit.landed if last_landing[unit] == number)
+            if micro == last_micro:
+                for unit in visit.landed:
+                    if last_landing[unit] == number:
+                        yield from _update(unit, units[unit], guessed.get(unit, ()), drops=False)
     yield from updates(sorted(pending))
 
 
@@ -142,10 +176,32 @@ def _visit(number: int, visit: UnitVisit, units: Mapping[int, UnitBlocks]) -> St
     return StepUse(use, phase, visit.units, visits=(number,))
 
 
-def _update(number: int, unit: UnitBlocks, *, drops: bool) -> Iterator[StepUse]:
-    for piece, state in enumerate(unit.state):
+def _last_landings(visits: Sequence[UnitVisit]) -> dict[int, int]:
+    """The visit in which a unit has all its gradients."""
+    return {unit: number for number, visit in enumerate(visits) for unit in visit.landed}
+
+
+def guessed_pieces(
+    visits: Sequence[UnitVisit], units: Mapping[int, UnitBlocks], workload: Workload
+) -> dict[int, tuple[int, ...]]:
+    """The pieces that are updated inside backward on a guess, in a step whose guesses are right."""
+    if workload.step_overlap is not StepOverlap.SPECULATIVE or not workload.training:
+        return {}
+    last_landing = _last_landings(visits)
+    order = sorted(last_landing, key=lambda unit: last_landing[unit])
+    chosen = choose_evenly([units[unit].moving_bytes for unit in order], FIRST_SHARE)
+    return {
+        unit: tuple(number for number, block in enumerate(units[unit].state) if block in units[unit].moving)
+        for unit, taken in zip(order, chosen, strict=True)
+        if taken
+    }
+
+
+def _update(number: int, unit: UnitBlocks, pieces: Sequence[int], *, drops: bool) -> Iterator[StepUse]:
+    for piece in pieces:
+        state = unit.state[piece]
         used = (unit.weights, state) if unit.gradients is None else (unit.weights, unit.gradients, state)
-        last = piece == len(unit.state) - 1
+        last = piece == pieces[-1]
         use = Use(
             Event((Phase.UPDATE, (number, piece)), used),
             writes=(unit.weights, state),

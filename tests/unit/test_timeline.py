@@ -96,6 +96,22 @@ def test_summary_by_hand() -> None:
     assert table[0].startswith("1 steps") and any("write state" in line for line in table)
 
 
+def test_how_busy_the_disk_is_in_backward() -> None:
+    """Updates inside backward belong to it; those of the next forward do not."""
+    timeline = Timeline()
+    timeline.phase("forward a")
+    timeline.end_of_step()
+    for name in ("forward a", "backward b", "update b", "backward a"):
+        timeline.phase(name)
+    timeline.end_of_step()
+    spans = {span.name: span for span in timeline.spans()}
+    begin_s, end_s = spans["backward b"].begin_s, spans["backward a"].end_s
+    timeline.add(Lane.READ, "until its middle", begin_s - 1.0, (begin_s + end_s) / 2, 10)
+    summary = timeline.summary()
+    assert summary.backward_s == pytest.approx(end_s - begin_s)
+    assert summary.disk_busy_in_backward_s == pytest.approx((end_s - begin_s) / 2)
+
+
 def test_only_the_last_steps_count() -> None:
     timeline = Timeline()
     for _ in range(5):
