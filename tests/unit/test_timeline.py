@@ -82,7 +82,7 @@ def test_summary_by_hand() -> None:
 
     summary = timeline.summary()
     assert middle_s <= end_s
-    assert summary.steps == 1 and summary.seconds == pytest.approx(end_s - begin_s)
+    assert summary.steps == 1 and summary.seconds == pytest.approx(end_s - begin_s, abs=1e-9)
     assert summary.wait_s == pytest.approx(3.5 * ms)
     assert summary.update_s == pytest.approx(3 * ms)
     assert summary.landing_s == pytest.approx(0.25 * ms)
@@ -108,8 +108,8 @@ def test_how_busy_the_disk_is_in_backward() -> None:
     begin_s, end_s = spans["backward b"].begin_s, spans["backward a"].end_s
     timeline.add(Lane.READ, "until its middle", begin_s - 1.0, (begin_s + end_s) / 2, 10)
     summary = timeline.summary()
-    assert summary.backward_s == pytest.approx(end_s - begin_s)
-    assert summary.disk_busy_in_backward_s == pytest.approx((end_s - begin_s) / 2)
+    assert summary.backward_s == pytest.approx(end_s - begin_s, abs=1e-9)
+    assert summary.disk_busy_in_backward_s == pytest.approx((end_s - begin_s) / 2, abs=1e-9)
 
 
 def test_only_the_last_steps_count() -> None:
