@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import deepoffload
 from deepoffload.errors import BudgetError, DeepOffloadError
@@ -185,7 +186,35 @@ def be_an_engine() -> dict[str, Any]:
         "bytes": all(engine.stats()[key] > 0 for key in ("rounds", "gather_bytes", "reduce_bytes")),
     }
     engine.destroy()
-    return facts
+    return facts | {"warned": warnings_of(lambda: read_a_stream(config))}
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Does not look which rank draws from it."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(4, 4))
+
+
+def read_a_stream(config: dict[str, Any]) -> None:
+    torch.manual_seed(7)
+    engine, _, loader, _ = deepoffload.initialize(model=nn.Linear(4, 1), config=config, training_data=Stream())
+    assert [len(rows) for rows in loader] == [2, 2]
+    engine.destroy()
+
+
+def warnings_of(call: Callable[[], None]) -> list[str]:
+    """What ``call`` warns of in the log."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("deepoffload")
+    logger.addHandler(handler)
+    try:
+        call()
+    finally:
+        logger.removeHandler(handler)
+    return said
 
 
 def add_a_layer(model: nn.Module) -> None:

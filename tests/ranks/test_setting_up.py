@@ -116,6 +116,9 @@ def test_deepspeeds_surface() -> None:
         assert facts["stats"]["rank"] == rank and facts["stats"]["world_size"] == 2
         assert facts["bytes"]
     assert first["norm"] == second["norm"]
+    (warning,) = first["warned"]
+    assert "Stream is an IterableDataset" in warning and "from torch.distributed.get_rank() on" in warning
+    assert second["warned"] == []
     for epoch in range(2):
         assert sorted(first["seen"][epoch] + second["seen"][epoch]) == list(range(12))
     assert first["seen"][0] != first["seen"][1]
