@@ -10,7 +10,7 @@ from torch import nn
 
 from deepoffload import offload_context
 from deepoffload.errors import BudgetError
-from tests.support.paging import PLENTY_BYTES, QUICK_BACKEND
+from tests.support.paging import QUICK_BACKEND
 
 
 def save(model: Any, path: Path, dtype: torch.dtype) -> Path:
@@ -55,11 +55,6 @@ class Generation:
             if engine is None or engine.placement is None or engine.placement.minimum_bytes >= budget:
                 return budget
             budget = engine.placement.minimum_bytes
-
-    def budgets(self) -> tuple[int, int, int]:
-        """The least, some more, and one that holds everything."""
-        least = self.least_bytes()
-        return least, int(1.5 * least), PLENTY_BYTES
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -1,0 +1,117 @@
+"""One side of the comparison in a separate process: it is told by lines on stdin, and answers with JSON.
+
+``python -m benchmarks.inference.child '{"side": ..., "checkpoint": ..., "folder": ..., "budget": ...}'``. Sides:
+``plain`` (in memory), ``ours``, ``int8``, ``int4``, ``accelerate`` (``disk_offload``), ``transformers``
+(``device_map`` on disk).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.end_to_end.meter import read_counters
+
+PROMPT_TOKENS = 16
+
+
+def drop_caches(folders: list[str]) -> None:
+    """Every file below these folders leaves the page cache, as far as nobody maps it."""
+    for folder in folders:
+        for path in Path(folder).rglob("*"):
+            if path.is_file():
+                fd = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+
+
+class Side:
+    """A loaded model and its way to be loaded."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.side: str = spec["side"]
+        self.checkpoint: str = spec["checkpoint"]
+        self.folder: str = spec["folder"]
+        self.budget: int = spec["budget"]
+        self.model: Any = None
+
+    def _from_pretrained(self, **more: Any) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.bfloat16, **more).eval()
+
+    def load(self) -> None:
+        self.model = None
+        gc.collect()
+        if self.side in ("ours", "int8", "int4"):
+            import deepoffload
+
+            with deepoffload.offload_context(inference=True, host_budget=self.budget, nvme_path=self.folder):
+                self.model = self._from_pretrained()
+                if self.side != "ours":
+                    deepoffload.quantize_weights(self.model, self.side)
+        elif self.side == "transformers":
+            self.model = self._from_pretrained(device_map={"": "disk"}, offload_folder=self.folder)
+        else:
+            self.model = self._from_pretrained()
+            for param in self.model.parameters():  # else the file's pages stay in memory, and other sides find them
+                param.data = param.data.clone()
+            if self.side == "accelerate":
+                from accelerate import disk_offload
+
+                disk_offload(self.model, self.folder, execution_device=torch.device("cpu"))
+
+    def swapped_bytes(self) -> float:
+        """What deepoffload has written to its swap file."""
+        if self.side not in ("ours", "int8", "int4"):
+            return 0
+        import deepoffload
+
+        return deepoffload.stats(self.model)["disk_bytes_written"]
+
+    @torch.no_grad()
+    def tokens(self, batch: int, count: int, *, dropping: bool) -> dict[str, Any]:
+        """Seconds and bytes read of each forward pass: of a prompt, then of ``count`` greedy tokens."""
+        torch.manual_seed(0)
+        ids = torch.randint(3, 30_000, (batch, PROMPT_TOKENS))
+        cache, seconds, read, chosen = None, [], [], []
+        for _ in range(count + 1):
+            if dropping:
+                drop_caches([self.checkpoint, self.folder])
+            before, begin = read_counters(), time.perf_counter()
+            output = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+            seconds.append(time.perf_counter() - begin)
+            read.append((read_counters() - before).read_bytes)
+            cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            chosen.append(ids[:, 0].tolist())
+        return {"seconds": seconds, "read_bytes": read, "tokens": chosen}
+
+    def answer(self, asked: list[Any]) -> dict[str, Any]:
+        if asked[0] == "load":
+            drop_caches([self.checkpoint])
+            begin = time.perf_counter()
+            self.load()
+            found = self.tokens(1, 0, dropping=False)
+            seconds = time.perf_counter() - begin
+            return {"first_token_s": seconds, "written_bytes": self.swapped_bytes(), "tokens": found["tokens"]}
+        _, batch, count = asked
+        return self.tokens(batch, count, dropping=self.side != "plain")
+
+
+def main() -> None:
+    side = Side(json.loads(sys.argv[1]))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    for line in sys.stdin:
+        print(json.dumps(side.answer(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
