@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepoffload import errors as errors
     from deepoffload.checkpoint.pretrained import save_pretrained as save_pretrained
+    from deepoffload.checkpoint.pretrained_loading import load_pretrained as load_pretrained
     from deepoffload.checkpoint.training_state import TrainingState as TrainingState
     from deepoffload.config import Config as Config
     from deepoffload.deepspeed.initialization import add_config_arguments as add_config_arguments
@@ -46,6 +47,7 @@ _HOMES = {
     "add_config_arguments": "deepoffload.deepspeed.initialization",
     "quantize_weights": "deepoffload.runtime.quantize",
     "initialize": "deepoffload.deepspeed.initialization",
+    "load_pretrained": "deepoffload.checkpoint.pretrained_loading",
     "save_pretrained": "deepoffload.checkpoint.pretrained",
 }
 
@@ -62,6 +64,7 @@ __all__ = [
     "initialize",
     "join",
     "last_micro_batch",
+    "load_pretrained",
     "offload_context",
     "quantize_weights",
     "save_pretrained",

@@ -226,10 +226,11 @@ def discard_replaced(written: Mapping[ParamHandle, int]) -> None:
     """
     for handle in written:
         unit, pager = handle.unit, cast(Pager, handle.pager)
-        if unit is None or not pager.memory.on_host:
+        if unit is None or not (pager.memory.on_host or handle.cut is not None):
             continue
         with pager.lock:
-            away = pager.tiers.is_away(unit.weights.id)
+            copies = pager.tiers.copies
+            away = pager.tiers.is_away(unit.weights.id) and (copies is None or not copies.shows(unit.weights))
             if away and all(written.get(other) == other.numel for other in unit.handles):
                 pager.tiers.discard(unit.weights)
 

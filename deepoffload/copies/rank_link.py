@@ -48,6 +48,8 @@ def gradients_number(unit_index: int) -> int:
 
 FIRST_STATE_NUMBER = 1 << 62
 """Numbers from here on are of optimizer state."""
+FIRST_BUILDING_NUMBER = 1 << 60
+"""Numbers from here on are of parameters of a model that is being built."""
 
 
 class Gatherer(Protocol):
@@ -166,6 +168,11 @@ class RankLink:
         by the names of its ``tensors``."""
         with self._lock:
             self._shown[number] = _Numbered(name, gatherer, tensors)
+
+    def show_no_longer(self, number: int) -> None:
+        """Nobody asks for it any more."""
+        with self._lock:
+            self._shown.pop(number, None)
 
     def _launch(self, payload: Payload) -> PayloadFlight | None:
         if payload.kind is WantKind.REDUCE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +17,6 @@ from deepoffload.errors import DevicePlacementError, PlacementError
 from deepoffload.native.aio import round_up
 from deepoffload.ranks.exchange import Exchange
 from deepoffload.runtime.cuts import Cut, Cutter
-from deepoffload.runtime.draft import UnitDraft
 from deepoffload.runtime.read_shares import read_shares
 from deepoffload.runtime.sizes import UnitSizes
 from deepoffload.runtime.whole_copies import CopySizes, contribution_bytes, with_copies
@@ -132,7 +131,7 @@ def _both(memory: PlacementError, nvme: PlacementError) -> PlacementError:
 
 def _placed(cutter: Cutter, cut: Cut, config: Config, room: Room, *, with_blocks: bool = True) -> ChosenCut:
     """``with_blocks``: False where only whether it fits is asked; there may be some 100,000 blocks."""
-    sizes, exchange = cutter.sizes(cut), room.exchange
+    sizes, exchange = cutter.sizes(cut, room.capacity_bytes), room.exchange
     if exchange is None:
         return _placed_blocks(cut, sizes, config, room, with_blocks=with_blocks)
     drafts = cut.division.drafts
@@ -177,7 +176,7 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
         workload=Workload(config.gradient_accumulation_steps, config.step_overlap, training=not config.inference),
         num_parameters=sum(handle.numel for draft in drafts for handle, _ in draft.trained) or None,
         keep=frozenset(placed.ids[np.isin(placed.kinds, kept_kinds)].tolist()),
-        set_up_bytes=_set_up_bytes(drafts, sizes, can_leave=room.nvme_bytes is not None),
+        set_up_bytes=_set_up_bytes(sizes, can_leave=room.nvme_bytes is not None),
     )
 
     def placement_of(frugal: bool) -> Placement:
@@ -255,11 +254,11 @@ def _state_on_device(sizes: Sequence[UnitSizes], device_bytes: int) -> set[int]:
     return kept
 
 
-def _set_up_bytes(drafts: Iterable[UnitDraft], sizes: Sequence[UnitSizes], *, can_leave: bool) -> int:
+def _set_up_bytes(sizes: Sequence[UnitSizes], *, can_leave: bool) -> int:
     """What must be in memory at once while the parameters move, one by one, into their units."""
     if can_leave:
         return max((unit.set_up_bytes for unit in sizes), default=0)
-    used = sum(round_up(handle.nbytes) for draft in drafts for handle in draft.handles)
+    used = sum(unit.registered_bytes for unit in sizes)
     most = used
     for unit in sizes:
         most = max(most, used + unit.set_up_peak_bytes)
@@ -281,7 +280,7 @@ def _set_up_nvme_bytes(cut: Cut, sizes: Sequence[UnitSizes], room: Room) -> int:
     rooms = [round_up(handle.nbytes) for draft in own for handle in draft.handles]
     unbacked = [unit for unit in sizes if not unit.backed]
     rooms += [block.room_bytes for unit in unbacked for block in unit.blocks if block.kind is not BlockKind.GRADIENT]
-    most_bytes = _set_up_bytes(own, unbacked, can_leave=False)
+    most_bytes = _set_up_bytes(unbacked, can_leave=False)
     return set_up_nvme_bytes(room.capacity_bytes, most_bytes, max(rooms, default=0))
 
 

@@ -31,6 +31,7 @@ from deepoffload.params.slot import dense_stride
 from deepoffload.params.torch_private import get_data, outside_user_modes, version_of
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, StatePiece, Unit, WeightView
 from deepoffload.runtime.backing import backing_of, find_origin
+from deepoffload.runtime.building import BuildingMemory, is_cut
 from deepoffload.runtime.compute_types import KEEP_TYPES, ComputeTypes
 from deepoffload.runtime.draft import UnitDraft, draft_unit
 from deepoffload.schedule.placement import BlockKind, Placement
@@ -50,8 +51,9 @@ def adoptable(pager: Pager, param: Any) -> bool:
     )
 
 
-def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
-    """Make ``param`` a paged parameter in place: same object, its bytes copied into a separate block."""
+def adopt(pager: Pager, param: Tensor, name: str, building: BuildingMemory | None = None) -> ParamHandle:
+    """Make ``param`` a paged parameter in place: same object, its bytes copied into a separate block. ``building``:
+    what several ranks keep while they build a model."""
     if pager.inference:
         param.requires_grad_(False)
     handle = ParamHandle(pager, name, param, param.dtype, dense_stride(param))
@@ -59,10 +61,13 @@ def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
     if handle.origin is not None:
         _adopt_where_it_lies(handle, handle.origin)
         return handle
-    memory = pager.memory_on(param.device)
+    memory, nbytes = pager.memory_on(param.device), handle.nbytes
+    is_shared = building is not None and is_cut(nbytes, building.world_size)
+    if building is not None and is_shared:
+        memory, nbytes = building, building.whole_nbytes(nbytes)
     owner = WeightView(pager, memory)
     owner.slots.append(handle)
-    block = pager.tiers.create(name, BlockKind.WEIGHT, handle.nbytes, owner)
+    block = pager.tiers.create(name, BlockKind.WEIGHT, nbytes, owner)
     handle.bind_as_shown(block, 0)
     try:
         memory.acquire(block, load=False)
@@ -77,6 +82,8 @@ def adopt(pager: Pager, param: Tensor, name: str) -> ParamHandle:
     owner.install()
     handle.version = version_of(param)
     memory.release(block)
+    if building is not None and is_shared:
+        building.registered(handle, block)
     return handle
 
 
@@ -124,11 +131,14 @@ def _forget(handle: ParamHandle) -> None:
         handle.pager.tiers.remove(handle.block)
 
 
-def bring_residents(tiers: TierManager, placement: Placement) -> None:
-    """Bring the blocks to memory that stay there, where NVMe has no room for them next to those that pass.
+def pin_residents(tiers: TierManager, placement: Placement) -> None:
+    """From now on resident blocks stay. Not before: while bytes move into units, all memory is needed for that.
 
-    Elsewhere each comes when it is first used. See [Note: room on NVMe] in ``schedule.nvme_room``.
+    They are brought to memory, where NVMe has no room for them next to the blocks that pass. Elsewhere each comes when
+    it is first used. See [Note: room on NVMe] in ``schedule.nvme_room``.
     """
+    for block_id in placement.resident:
+        tiers.keep(tiers.block(block_id))
     space = tiers.space
     away = [tiers.block(number) for number in placement.resident if tiers.is_away(number)]
     if space is None or space.budget_bytes is None:
@@ -150,6 +160,7 @@ class Assembly:
     Attributes:
         on_value: called for each parameter before it moves, with the host address of its registered value, which is
             all there.
+        building: what several ranks keep of the model while it is built.
         typical_bytes: of the weights of most units of the model, if there are such: pieces of other units are made
             as large, so that each fits where another was.
     """
@@ -170,6 +181,7 @@ class Assembly:
         self.state_format = state_format
         self.typical_bytes: int | None = None
         self.on_value: Callable[[ParamHandle, int], None] | None = None
+        self.building: BuildingMemory | None = None
 
     def target_nbytes(self, param: Tensor) -> int:
         """Bytes of a parameter in the dtype it will compute in."""
@@ -226,7 +238,7 @@ class Assembly:
 
     def fill(self, draft: UnitDraft) -> None:
         """Move the bytes of a unit's parameters into its block, converting them."""
-        unit = draft.unit
+        unit, registered = draft.unit, [handle.block for handle in draft.handles if handle.block is not None]
         if draft.backing is not None:
             names = tuple(handle.name for handle in draft.handles)
             self.tiers.transfers.back(unit.weights, replace(draft.backing.extent, tensors=names))
@@ -244,11 +256,15 @@ class Assembly:
                 self._move(unit, handle, draft.place(index), draft.dtypes[index])
         finally:
             self.tiers.release(unit.weights)
+        if self.building is not None:
+            self.building.placed(registered)
 
     def _move(self, unit: Unit, handle: ParamHandle, place: Place, dtype: torch.dtype) -> None:
         old = handle.block
         if old is None:
             raise RuntimeError(f"{handle.name} has no block")
+        if self.building is not None:
+            self.building.bring(old)
         take_edits(self.pager, handle, old)
         if isinstance(place, TensorCut):
             run = place.run()

@@ -15,6 +15,7 @@ from deepoffload.optim.state import pieces_per_unit
 from deepoffload.params.pager import Pager
 from deepoffload.params.routed import has_experts
 from deepoffload.params.unit import ParamHandle, StateFormat
+from deepoffload.runtime.building import shares_of
 from deepoffload.runtime.compute_types import ComputeTypes
 from deepoffload.runtime.construct import Assembly
 from deepoffload.runtime.draft import UnitDraft, draft_unit
@@ -136,9 +137,13 @@ class Cutter:
         """How often the modules of the models were walked through."""
         return sum(finder.num_walks for finder in self._finders)
 
-    def sizes(self, cut: Cut) -> list[UnitSizes]:
-        """Of the blocks that each draft of ``cut`` would have."""
-        sizer = Sizer(self._gradients, cut.piece_bytes, self._format, cut.division.typical_bytes)
+    def sizes(self, cut: Cut, capacity_bytes: int) -> list[UnitSizes]:
+        """Of the blocks that each draft of ``cut`` would have. ``capacity_bytes``: of the memory in which the model is
+        built."""
+        link, shares = self._pager.link, 1
+        if link is not None and link.exchange is not None:
+            shares = shares_of([handle.nbytes for handle in self._handles], capacity_bytes, link.ranks.world_size)
+        sizer = Sizer(self._gradients, cut.piece_bytes, self._format, cut.division.typical_bytes, shares)
         return [sizer.sizes(draft) for draft in cut.division.drafts]
 
     def declare(self, cut: Cut) -> Assembly:

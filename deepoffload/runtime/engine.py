@@ -43,7 +43,7 @@ from deepoffload.runtime.agreement import Agreement
 from deepoffload.runtime.announce import OutsideWatch, announce, summary, warn_of_settings
 from deepoffload.runtime.choice import Room
 from deepoffload.runtime.compute_types import convert_buffers
-from deepoffload.runtime.construct import Assembly, adoptable, bring_residents
+from deepoffload.runtime.construct import Assembly, adoptable, pin_residents
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
 from deepoffload.runtime.device import (
     find_accelerator,
@@ -215,6 +215,7 @@ class Engine:
         landings = self.gradients.from_device
         if landings is not None and landings.no_room is not None:
             raise landings.no_room
+        parts = None if self._building is None else self._building.begin_placing(registered, self.agreement)
         try:
             plan = self._plan(roots, registered, self._capacity_bytes())
         except PlacementError as error:
@@ -224,9 +225,9 @@ class Engine:
         take_device_memory(memory, plan)
         self._reserve(plan.placement, roots)
         kept = {block.id for block in plan.on_device}
-        values = ValueSums()
-        if self.link is not None:
-            plan.assembly.on_value = values.take
+        values = ValueSums(parts)
+        if parts is not None:
+            plan.assembly.building, plan.assembly.on_value = parts, values.take
         for draft in plan.drafts:
             plan.assembly.fill(draft)
             for piece in draft.unit.pieces:
@@ -235,7 +236,7 @@ class Engine:
         join_units(memory, self.gradients, self.pager.units)  # now handles have the types that they compute in
         values.compare(self.agreement)
         if not self.pager.evict_always:
-            self._pin_residents(plan.placement)
+            pin_residents(self.pager.tiers, plan.placement)
         for root in roots:
             convert_buffers(root, memory.device, plan.assembly.types)
         self._building = None
@@ -300,19 +301,13 @@ class Engine:
         room = Room(placement.capacity_bytes, self._nvme_bytes(), self._disk.bandwidths)
         self.pager.placed(placement, budget_for_kept(self.pager, self.config, roots, room))
 
-    def _pin_residents(self, placement: Placement) -> None:
-        """From now on resident blocks stay. Not before: while bytes move into units, all memory is needed for that."""
-        for block_id in placement.resident:
-            self.pager.tiers.keep(self.pager.tiers.block(block_id))
-        bring_residents(self.pager.tiers, placement)
-
     def adopt_model(self, model: nn.Module) -> None:
         """Take a model that was built before: its parameters move into the arena one by one."""
-        handles = []
+        handles, building = [], self.construction()
         for name, param in model.named_parameters():
             if adoptable(self.pager, param):
                 try:
-                    handles.append(take(self.pager, param, name, self._capacity_bytes()))
+                    handles.append(take(self.pager, param, name, self._capacity_bytes(), building.kept))
                 except ShortageError as error:
                     raise self._refusals().of_shortage([model], error, 0) from None
         if not handles:
@@ -322,7 +317,7 @@ class Engine:
 
     def construction(self) -> ConstructionHooks:
         """What adopts parameters while models are being built."""
-        self._building = ConstructionHooks(self.pager, self._capacity_bytes(), self._refusals().of_shortage)
+        self._building = ConstructionHooks(self.pager, self._capacity_bytes(), self._refusals().of_shortage, self.link)
         return self._building
 
     def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:

@@ -91,7 +91,7 @@ def _needed_bytes(cutter: Cutter, config: Config, room: Room, kept: Kept, budget
     needed = least_bytes(cutter, cut, config, room)
     if room.nvme_bytes is None:
         return needed  # of everything
-    for draft, sizes in zip(cut.division.drafts, cutter.sizes(cut), strict=True):
+    for draft, sizes in zip(cut.division.drafts, cutter.sizes(cut, budget_bytes), strict=True):
         needed += sum(sizes.room_bytes(kind) for kind, ids in kept.items() if _is_among(draft.handles, ids))
     return needed
 

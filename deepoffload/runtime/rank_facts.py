@@ -15,6 +15,7 @@ from deepoffload.io.checksums import crc32c
 from deepoffload.params.torch_private import get_data
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.agreement import Agreement
+from deepoffload.runtime.building import BuildingMemory
 
 _OF_A_RANK = frozenset(("nvme_path", "timeline", "steps_per_print", "wall_clock_breakdown", "aio", "checkpoint.share"))
 """What a configuration may say otherwise on one rank than on the others: no number depends on it. (Whether it has
@@ -82,14 +83,18 @@ def refuse_ordinary(roots: Sequence[nn.Module], handles: Sequence[ParamHandle]) 
 
 
 class ValueSums:
-    """The checksums of what parameters are registered with, taken while their bytes move into units."""
+    """The checksums of what parameters are registered with, taken while their bytes move into units. ``building``:
+    knows those of parameters of which each rank has kept a part."""
 
-    def __init__(self) -> None:
+    def __init__(self, building: BuildingMemory | None) -> None:
         self._facts: dict[str, str] = {}
+        self._building = building
 
     def take(self, handle: ParamHandle, address: int) -> None:
-        """``address``: of the whole value, in host memory."""
-        self._facts[handle.name] = f"{crc32c(address, handle.nbytes):08x}"
+        """``address``: of the whole value, in host memory. Where ranks have put it together of their parts, it says
+        nothing: then what was noted before counts."""
+        known = "" if self._building is None or handle.block is None else self._building.fact(handle.block)
+        self._facts[handle.name] = known or f"{crc32c(address, handle.nbytes):08x}"
 
     def compare(self, agreement: Agreement) -> None:
         """Raise UsageError on all ranks where values differ; the message names the first such parameter."""

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from deepoffload.copies.rank_link import RankLink
 from deepoffload.errors import BudgetError, UsageError
 from deepoffload.memory.block import is_backed
 from deepoffload.native.aio import round_up
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes, parameter_registration_hooks
 from deepoffload.params.unit import ParamHandle
+from deepoffload.runtime.agreement import Agreement
+from deepoffload.runtime.building import BuildingMemory, kept_bytes
 from deepoffload.runtime.construct import adopt, adoptable
 from deepoffload.runtime.whole_copies import ONE_RANK_HAS
 from deepoffload.schedule.nvme_room import set_up_nvme_bytes
@@ -42,8 +45,10 @@ Refusal = Callable[[Sequence[nn.Module], ShortageError, int], BudgetError]
 once, to the error for the user."""
 
 
-def take(pager: Pager, param: Tensor, name: str, capacity_bytes: int) -> ParamHandle:
-    """Adopt ``param``.
+def take(
+    pager: Pager, param: Tensor, name: str, capacity_bytes: int, building: BuildingMemory | None = None
+) -> ParamHandle:
+    """Adopt ``param``. ``building``: what several ranks keep while they build a model.
 
     Raises:
         ShortageError: memory of ``capacity_bytes`` cannot hold it, now or ever.
@@ -57,6 +62,8 @@ def take(pager: Pager, param: Tensor, name: str, capacity_bytes: int) -> ParamHa
             f"{what} alone is larger than the budget of {budget_bytes:,} bytes"
             f"{left if capacity_bytes < budget_bytes else ''}{f' {ONE_RANK_HAS}' if pager.link is not None else ''}"
         )
+    if building is not None:
+        building.make_room(param.nbytes)
     if _fills_nvme(pager, round_up(param.nbytes), capacity_bytes):
         raise ShortageError(
             f"no room for {what}, because NVMe is full: memory and NVMe hold what was registered before it, and need "
@@ -64,7 +71,7 @@ def take(pager: Pager, param: Tensor, name: str, capacity_bytes: int) -> ParamHa
             on_disk=True,
         )
     try:
-        return adopt(pager, param, name)
+        return _adopted(pager, param, name, building)
     except BudgetError:
         if pager.tiers.space is not None:
             raise  # views, of which the program may hold fewer
@@ -72,6 +79,15 @@ def take(pager: Pager, param: Tensor, name: str, capacity_bytes: int) -> ParamHa
         f"no room for {what}: parameters registered before it take "
         f"{_registered_bytes(pager, capacity_bytes):,} bytes of {capacity_bytes:,}"
     )
+
+
+def _adopted(pager: Pager, param: Tensor, name: str, building: BuildingMemory | None) -> ParamHandle:
+    try:
+        return adopt(pager, param, name, building)
+    except BudgetError:
+        if building is None or not building.put_all_away():
+            raise
+    return adopt(pager, param, name, building)
 
 
 def _fills_nvme(pager: Pager, nbytes: int, capacity_bytes: int) -> bool:
@@ -83,7 +99,8 @@ def _fills_nvme(pager: Pager, nbytes: int, capacity_bytes: int) -> bool:
     at_most = tiers.arena.used_bytes + space.used_bytes + nbytes
     if set_up_nvme_bytes(capacity_bytes, at_most, capacity_bytes) <= space.budget_bytes:
         return False  # without a look at each block
-    rooms = [nbytes, *(block.room_bytes for block in tiers.blocks() if not is_backed(block))]
+    there = (block for block in tiers.blocks() if not is_backed(block) and not tiers.is_empty(block.id))
+    rooms = [nbytes, *(block.room_bytes for block in there)]
     return set_up_nvme_bytes(capacity_bytes, sum(rooms), max(rooms)) > space.budget_bytes
 
 
@@ -99,15 +116,18 @@ class ConstructionHooks:
     Args:
         capacity_bytes: of memory, for what is registered.
         refusal: makes the error for a model that the budget does not hold.
+        link: to the other ranks; None with one.
 
     Attributes:
+        kept: what this rank keeps of the model, where there are others.
         handles: of the parameters that were paged.
         shortage: the first parameter that did not fit, if there was one. Parameters that come after it are replaced by
             ones on the meta device.
     """
 
-    def __init__(self, pager: Pager, capacity_bytes: int, refusal: Refusal) -> None:
+    def __init__(self, pager: Pager, capacity_bytes: int, refusal: Refusal, link: RankLink | None = None) -> None:
         self.pager = pager
+        self.kept = None if link is None else BuildingMemory(pager.tiers, link, capacity_bytes)
         self.handles: list[ParamHandle] = []
         self.shortage: ShortageError | None = None
         self._capacity_bytes = capacity_bytes
@@ -130,6 +150,13 @@ class ConstructionHooks:
         for removable in self._removable:
             removable.remove()
         self._removable.clear()
+
+    def begin_placing(self, handles: Sequence[ParamHandle], agreement: Agreement) -> BuildingMemory | None:
+        """The model is built. Returns :attr:`kept`; every rank then has the parts that others ask for."""
+        if self.kept is not None:
+            self.kept.begin_placing(handles)
+            agreement.gather(None, "placing the model")
+        return self.kept
 
     def is_on(self) -> bool:
         """Whether the context is open."""
@@ -186,7 +213,7 @@ class ConstructionHooks:
     def _take(self, param: Any, name: str) -> ParamHandle | None:
         if not adoptable(self.pager, param):
             return None
-        handle = take(self.pager, param, name, self._capacity_bytes)
+        handle = take(self.pager, param, name, self._capacity_bytes, self.kept)
         self.handles.append(handle)
         return handle
 
@@ -213,9 +240,11 @@ class ConstructionHooks:
         on_disk = self.shortage is not None and self.shortage.on_disk
         if on_disk or self.pager.tiers.space is None:
             alive = (stand_in() for stand_in in self._stand_ins)
-            coming_bytes += sum(round_up(param.nbytes) for param in alive if param is not None)
-            blocks = self.pager.tiers.blocks()
+            ranks = 1 if self.kept is None else self.kept.world_size
+            coming_bytes += sum(kept_bytes(param.nbytes, ranks) for param in alive if param is not None)
+            tiers = self.pager.tiers
             registered = _registered_bytes(self.pager, self._capacity_bytes)
+            blocks = (block for block in tiers.blocks() if not tiers.is_empty(block.id))
             coming_bytes += sum(block.room_bytes for block in blocks) if on_disk else registered
         self._peak_bytes = max(self._peak_bytes, coming_bytes)
 

@@ -17,6 +17,7 @@ from deepoffload.optim.state import LAYOUTS, equal_rooms, piece_runs
 from deepoffload.params.layout import byte_offsets
 from deepoffload.params.shards import ShardLayout
 from deepoffload.params.unit import StateFormat
+from deepoffload.runtime.building import is_cut, kept_bytes
 from deepoffload.runtime.construct import fills_state
 from deepoffload.runtime.draft import UnitDraft, alignment_numel
 from deepoffload.schedule.cost_model import BlockKind
@@ -38,6 +39,7 @@ class UnitSizes:
 
     With several ranks these are the same on each: of what one rank stores, and the most that any needs for the set-up.
 
+    registered_bytes: what its parameters take before it is filled.
     set_up_bytes: what must be in memory at once while the unit is filled, and everything else can leave.
     set_up_peak_bytes, set_up_net_bytes: by how much the memory in use grows at most, and until the end, while the unit
     is filled and nothing can leave.
@@ -46,6 +48,7 @@ class UnitSizes:
     """
 
     blocks: tuple[BlockSizes, ...]
+    registered_bytes: int
     set_up_bytes: int
     set_up_peak_bytes: int
     set_up_net_bytes: int
@@ -63,11 +66,13 @@ class Sizer:
 
     Args:
         piece_bytes, typical_bytes: as of :class:`~deepoffload.runtime.construct.Assembly`.
+        shares: in how many parts ranks keep what is registered; 1 where it is whole.
     """
 
     def __init__(
-        self, gradients: Gradients, piece_bytes: int, state_format: StateFormat, typical_bytes: int | None
+        self, gradients: Gradients, piece_bytes: int, state_format: StateFormat, typical_bytes: int | None, shares: int
     ) -> None:
+        self._shares = shares
         self._gradients = gradients
         self._piece_bytes = piece_bytes
         self._format = state_format
@@ -109,13 +114,22 @@ class Sizer:
             used.append(list(accumulate(self._set_up_changes(draft, rank, rooms[draft.nbytes], pieces), initial=0)))
         return UnitSizes(
             blocks,
-            set_up_bytes=rooms[draft.nbytes] + (0 if backed else round_up(largest) + piece),
+            registered_bytes=sum(self._kept_bytes(handle.nbytes) for handle in draft.handles),
+            set_up_bytes=rooms[draft.nbytes] + (0 if backed else self._whole_bytes(largest) + piece),
             set_up_peak_bytes=max(map(max, used)),
             set_up_net_bytes=max(changes[-1] for changes in used),
             whole_weight_bytes=_copy_bytes(draft.layout, blocks, BlockKind.WEIGHT),
             whole_gradient_bytes=_copy_bytes(draft.gradient_layout, blocks, BlockKind.GRADIENT),
             backed=backed,
         )
+
+    def _kept_bytes(self, nbytes: int) -> int:
+        """Of a parameter before it comes to its unit."""
+        return kept_bytes(nbytes, self._shares)
+
+    def _whole_bytes(self, nbytes: int) -> int:
+        """Of one that is on its way there."""
+        return round_up(nbytes) + (self._kept_bytes(nbytes) if is_cut(nbytes, self._shares) else 0)
 
     def _gradient_nbytes(self, draft: UnitDraft) -> int:
         if draft.gradient_layout is not None:
@@ -132,8 +146,12 @@ class Sizer:
         trained = {id(handle) for handle, _ in draft.trained}
         filled = dict.fromkeys(pieces, 0)  # elements of a layout's state that belong to the parameters before
         made: set[tuple[StateLayout, int]] = set()
+        parts = 0  # they are kept until the unit is full
         for index, (handle, dtype) in enumerate(zip(draft.handles, draft.dtypes, strict=True)):
             held = round_up(handle.nbytes)
+            if is_cut(handle.nbytes, self._shares):
+                yield held
+                parts += self._kept_bytes(handle.nbytes)
             start, own_numel = draft.own_run(index, rank)
             if id(handle) in trained and own_numel:
                 layout = LAYOUTS[dtype]
@@ -149,6 +167,7 @@ class Sizer:
                     yield left - held
                     held = left
             yield -held
+        yield -parts
 
 
 def _copy_bytes(layout: ShardLayout | None, blocks: tuple[BlockSizes, ...], kind: BlockKind) -> int:

@@ -141,7 +141,7 @@ def save_files(config: dict[str, Any], root: str) -> dict[str, str]:
                 param.mul_(0.5)  # nobody comes here before all is written
         _train_llama(model, optimizer, 1)
         if rank() == 0:
-            deepoffload.save_pretrained(model, Path(root) / "first", max_shard_size="60KB")
+            deepoffload.save_pretrained(model, Path(root) / "first", max_shard_size="60KB", rank0_only=True)
         _train_llama(model, optimizer, 2)
         if rank() == 0:
             model.save_pretrained(Path(root) / "transformers", max_shard_size="60KB")  # type: ignore[operator]
@@ -169,7 +169,7 @@ def save_again_after_rank_0_alone(directory: str) -> list[str]:
     with built({"host_budget": "32MiB"}) as model:
         optimizer = CPUAdamW(model.parameters(), lr=1e-2)
         if rank() == 0:
-            deepoffload.save_pretrained(model, directory)
+            deepoffload.save_pretrained(model, directory, rank0_only=True)
         train(model, optimizer, range(1))
         if rank() == 0:
             time.sleep(0.5)

@@ -227,7 +227,7 @@ def save(folder: str, how: str) -> list[float]:
     model, engine = build()
     train(model, 1)
     if how == "all" or rank() == 0:
-        deepoffload.save_pretrained(model, folder)
+        deepoffload.save_pretrained(model, folder, rank0_only=how != "all")
     losses = train(model, 1)
     engine.close()
     return losses

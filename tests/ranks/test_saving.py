@@ -104,7 +104,7 @@ def test_what_fails_on_rank_0_is_raised_on_all(tmp_path: Path):
     (tmp_path / "file").write_text("no directory")
     first, second = values_of(save_where_it_fails, 2, str(tmp_path / "file"))
     kind, text = first.split(": ", 1)
-    assert second.startswith(f"{kind}: rank 0 has failed at save_pretrained to")
+    assert second.startswith(f"{kind}: rank 0 has failed at save_pretrained:")
     assert text in second
 
 
