@@ -48,7 +48,9 @@ def gradients_number(unit_index: int) -> int:
 
 FIRST_STATE_NUMBER = 1 << 62
 """Numbers from here on are of optimizer state."""
-FIRST_BUILDING_NUMBER = 1 << 60
+BUILT_NUMBER = 1 << 60
+"""Of the end of construction."""
+FIRST_BUILDING_NUMBER = BUILT_NUMBER + 1
 """Numbers from here on are of parameters of a model that is being built."""
 
 
@@ -189,6 +191,8 @@ class RankLink:
     def _name_of(self, number: int) -> str:
         if number >= FIRST_STATE_NUMBER and self.state is not None:
             return self.state.name(number)
+        if number == BUILT_NUMBER:
+            return "the end of offload_context"
         known = self._shown.get(number) or self._shown.get(number ^ 1)
         return f"block {number}" if known is None else known.name
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from deepoffload.copies.rank_device import GatherFlight
-from deepoffload.copies.rank_link import FIRST_BUILDING_NUMBER, RankLink
+from deepoffload.copies.rank_link import BUILT_NUMBER, FIRST_BUILDING_NUMBER, RankLink
 from deepoffload.copies.shown import HostMemory
 from deepoffload.io.checksums import crc32c
 from deepoffload.memory.block import Block
@@ -274,6 +274,10 @@ class BuildingMemory(HostMemory):
         share.flight = None
 
     # -- placing the model -----------------------------------------------------------------------------------------
+
+    def meet_at_end(self) -> None:
+        """Return when all ranks have built the model. Raises RankError where another one still looks at a parameter."""
+        self._link.meet_edit(BUILT_NUMBER, Edited(0))
 
     def begin_placing(self, handles: Iterable[ParamHandle]) -> None:
         """The model is built. From now on parameters come whole one by one (:meth:`bring`), or all are whole."""

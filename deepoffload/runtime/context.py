@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, overload
 
 from torch import nn
 
 from deepoffload.config import Config, parse_config
-from deepoffload.errors import BudgetError, UsageError
+from deepoffload.errors import BudgetError, RankError, UsageError
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.engine import Engine
 from deepoffload.runtime.large_buffers import page_large_buffers
@@ -80,10 +81,13 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
         short = hooks.shortage is not None and not isinstance(error, BudgetError)
         if error is not None and not (short and isinstance(error, Exception)):
             if isinstance(error, Exception):
+                with suppress(RankError):  # what has happened here is raised
+                    hooks.meet_at_end()
                 engine.agreement.tell(error, "building the model")
             engine.close(f"its offload_context was left by {type(error).__name__}")
             return
         try:
+            hooks.meet_at_end()
             with engine.agreement.together("building the model"):
                 if short:
                     raise hooks.refusal(error)

@@ -151,6 +151,15 @@ class ConstructionHooks:
             removable.remove()
         self._removable.clear()
 
+    def meet_at_end(self) -> None:
+        """Return when all ranks have left the context. Nothing to do with one.
+
+        Raises:
+            RankError: another rank still looks at a parameter of which each rank has a part.
+        """
+        if self.kept is not None:
+            self.kept.meet_at_end()
+
     def begin_placing(self, handles: Sequence[ParamHandle], agreement: Agreement) -> BuildingMemory | None:
         """The model is built. Returns :attr:`kept`; every rank then has the parts that others ask for."""
         if self.kept is not None:
