@@ -35,13 +35,29 @@ except ModuleNotFoundError:  # the same classes under their other name
 
 from deepoffload.config import Config, Precision, parse_config
 from deepoffload.deepspeed.initialization import ConfigSource, page
-from deepoffload.errors import ConfigError
+from deepoffload.errors import ConfigError, UnsupportedError
 from deepoffload.runtime.context import offload_context
+from deepoffload.runtime.ranks import RankChoice
 
 log = logging.getLogger("deepoffload")
 
 _PRECISIONS = {"bf16-true": Precision.BF16, "16-true": Precision.FP16}
 """What Lightning converts whole models to. Others leave the weights as they are."""
+
+
+def _parse(config: ConfigSource | None, keys: Mapping[str, Any]) -> Config:
+    """The configuration of a strategy, which trains with one rank.
+
+    Raises:
+        ConfigError: it is wrong. UnsupportedError: a launcher has started several processes.
+    """
+    ranks = RankChoice().world_size
+    if ranks > 1:
+        raise UnsupportedError(
+            f"a strategy for Lightning trains with one rank, and a launcher has started {ranks}: several ranks train "
+            "in a plain loop or with deepoffload.initialize (docs/ranks.md)"
+        )
+    return parse_config(config, **keys)
 
 
 def _settings(config: Config, plugin: Any) -> Config:
@@ -124,13 +140,13 @@ class DeepOffloadStrategy(SingleDeviceStrategy):
         keys: its keys as keywords, which win over ``config``.
 
     Raises:
-        ConfigError: the configuration is wrong.
+        ConfigError: the configuration is wrong. UnsupportedError: a launcher has started several processes.
     """
 
     strategy_name = "deepoffload"
 
     def __init__(self, config: ConfigSource | None = None, **keys: Any) -> None:
-        self._config = parse_config(config, **keys)
+        self._config = _parse(config, keys)
         super().__init__(device=_device(self._config), checkpoint_io=StreamedCheckpointIO())
 
     @contextlib.contextmanager
@@ -164,7 +180,7 @@ class DeepOffloadFabricStrategy(SingleDeviceFabric):
     """A strategy for ``Fabric``; arguments and errors are those of :class:`DeepOffloadStrategy`."""
 
     def __init__(self, config: ConfigSource | None = None, **keys: Any) -> None:
-        self._config = parse_config(config, **keys)
+        self._config = _parse(config, keys)
         super().__init__(device=_device(self._config), checkpoint_io=StreamedCheckpointIO())
 
     @contextlib.contextmanager

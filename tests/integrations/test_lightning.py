@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import deepoffload
-from deepoffload.errors import ConfigError
+from deepoffload.errors import ConfigError, UnsupportedError
 from deepoffload.params.parameter import OffloadedParameter
 from tests.support.loops import assert_same_bits, weights_of
 
@@ -112,7 +112,7 @@ def test_masters_stay_exact_where_lightning_converts_a_model(nvme_path, tmp_path
     assert deepoffload.stats(module)["disk_bytes_written"] > 0
 
 
-def test_what_cannot_be_is_refused(nvme_path, tmp_path):
+def test_what_cannot_be_is_refused(nvme_path, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match='precision is "fp16" in the configuration and "bf16-true" in Lightning'):
         fit(strategy(nvme_path, precision="fp16"), True, "bf16-true", tmp_path)
     with pytest.raises(
@@ -121,6 +121,11 @@ def test_what_cannot_be_is_refused(nvme_path, tmp_path):
         fit(strategy(nvme_path, gradient_clipping=1.0, gradient_accumulation_steps=4), False, "32-true", tmp_path)
     with pytest.raises(ConfigError, match="host_bugdet: unknown key"):
         DeepOffloadStrategy(host_bugdet=1)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for kind in (DeepOffloadStrategy, DeepOffloadFabricStrategy):
+        with pytest.raises(UnsupportedError, match="trains with one rank, and a launcher has started 2"):
+            kind(host_budget="1MiB")
 
 
 @pytest.mark.parametrize(("precision", "late"), [("32-true", False), ("bf16-true", True)])
