@@ -6,21 +6,25 @@ rank that reads gathers the others' parts, and all ranks write together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepoffload.errors import UsageError
+from deepoffload.native import cpu_adam
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.device_update import split
+from deepoffload.optim.gradient_state import GradientSlot
 from deepoffload.optim.handles import gradients_of
 from deepoffload.optim.paged_state import ArrayCopy, copy_arrays, write_state
 from deepoffload.optim.rank_gradients import shared_state_of
 from deepoffload.optim.rank_state import has_state
 from deepoffload.optim.rule import step_count
 from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS
+from deepoffload.optim.threads import num_threads
 from deepoffload.params.pager import Pager
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import outside_user_modes
@@ -130,18 +134,63 @@ def own_part(handle: ParamHandle) -> slice:
     return slice(0, 0) if run is None else slice(run.start, run.start + run.numel)
 
 
-def show_all_parts(slot: TensorSlot) -> None:
-    """After each rank has written its part of a tensor: all ranks show what all have written.
+@contextmanager
+def edited_in_parts(handle: ParamHandle) -> Iterator[None]:
+    """Inside it each rank writes its part of a weight, among other values that count for nothing. When it ends, all
+    ranks show what all have written.
 
     Raises:
         RankError: another rank has gone or failed, or does not come.
     """
+    pager = handle.pager
+    if pager.link is None or handle.unit is None:
+        yield
+        return
+    pager.link.notices.meet(f"setting parts of {handle.name}")
+    handle.edited_alone += 1
+    try:
+        yield
+        with pager.lock:
+            if handle.unit.owner.changed():
+                pager.memory.will_change(handle.unit.weights)
+            pager.memory.settle(handle.unit.weights)
+    finally:
+        handle.edited_alone -= 1
+    _show_all_parts(handle)
+
+
+def set_own_gradient(slot: GradientSlot, values: Tensor) -> None:
+    """Replace this rank's part of a gradient; all ranks do so.
+
+    Args:
+        values: fp32, flat, contiguous, on the CPU: as many as the rank owns.
+
+    Raises:
+        RankError: another rank has gone or failed, or does not come.
+    """
+    pager, block, cut = slot.pager, slot.block, slot.cut
+    assert pager.link is not None and block is not None and cut is not None, "several ranks have parts of it"
+    pager.link.notices.meet(f"setting parts of {slot.name}")
+    with pager.lock:
+        pager.memory.settle(block)
+        run = cut.run()
+        if run is not None:
+            pager.tiers.acquire(block)
+            try:
+                pager.tiers.will_change(block)
+                cpu_adam.copy(slot.element_address(run.start), values.data_ptr(), values.nbytes, num_threads())
+            finally:
+                pager.tiers.release(block)
+        slot.record.forget_sum()
+    _show_all_parts(slot)
+
+
+def _show_all_parts(slot: TensorSlot) -> None:
+    """Each rank has stored its part of a tensor: all show what all have stored."""
     pager, block = slot.pager, slot.block
     if pager.link is None or block is None:
         return
-    with pager.lock:
-        pager.memory.settle(block)
-    pager.link.notices.meet(f"setting parts of {slot.name}")
+    pager.link.notices.meet(f"the end of setting parts of {slot.name}")
     with pager.lock:
         pager.memory.refresh(block)
     pager.memory.finish_rewrites()

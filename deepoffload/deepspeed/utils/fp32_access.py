@@ -16,9 +16,17 @@ import torch
 from torch import Tensor
 
 from deepoffload.errors import UsageError
+from deepoffload.optim.gradient_state import GradientSlot
 from deepoffload.optim.handles import gradients_of, handle_of
-from deepoffload.optim.one_param import own_part, read_array, read_master, show_all_parts, write_array, write_master
-from deepoffload.params.slot import TensorSlot
+from deepoffload.optim.one_param import (
+    edited_in_parts,
+    own_part,
+    read_array,
+    read_master,
+    set_own_gradient,
+    write_array,
+    write_master,
+)
 from deepoffload.params.unit import ParamHandle
 
 
@@ -90,8 +98,9 @@ def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     """Replace it. Raises UsageError: another number of elements."""
-    safe_set_full_fp32_param(_paged(param), _whole(param, value, safe_get_full_fp32_param))
-    show_all_parts(_slot(param))
+    whole = _whole(param, value, safe_get_full_fp32_param)
+    with edited_in_parts(_slot(param)):
+        safe_set_full_fp32_param(param, whole)
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
@@ -100,11 +109,21 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
-    """Replace it. Raises UsageError: another number of elements; or, with several ranks, there is no gradient."""
-    safe_set_full_grad(_paged(param), _whole(param, value, safe_get_full_grad))
+    """Replace it.
+
+    Raises:
+        UsageError: another number of elements; or, with several ranks, there is no gradient, or it is a tensor that the
+            program has assigned.
+    """
+    whole, handle = _whole(param, value, safe_get_full_grad), _slot(param)
+    if handle.cut is None:
+        safe_set_full_grad(param, whole)
+        return
     grad = param.grad
-    if grad is not None and isinstance(slot := grad.__dict__.get("_slot"), TensorSlot):
-        show_all_parts(slot)
+    slot = None if grad is None else grad.__dict__.get("_slot")
+    if not isinstance(slot, GradientSlot) or slot.cut is None:
+        raise UsageError(f"{handle.name}.grad is a tensor that the program has assigned: set all of it on all ranks")
+    set_own_gradient(slot, value.detach().to("cpu", torch.float32).reshape(-1).contiguous())
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
