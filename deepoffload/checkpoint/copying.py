@@ -210,6 +210,7 @@ class Copying:
                 with self._work:
                     self._files.put_tensor(run.file, position, values)
                 position += values.nbytes
+                del values  # a view of a weight: the next one may need its room
         self._cut.in_memory.clear()
         zeros = ctypes.create_string_buffer(ZEROS_BYTES if self._zeros else 1)
         for span in self._zeros:

@@ -123,9 +123,14 @@ class Expressions(TorchDispatchMode):
     def _stream(self, tensor: Tensor, start: int, stop: int, window: int) -> Iterator[Tensor]:
         """Elements ``start`` to ``stop`` of the row-major order of ``tensor``."""
         for part, first, last in self._parts(tensor, start, stop):
-            with self._opened(part) as values:
-                for view in slabs(values, first, last, window):
-                    yield view.contiguous().view(-1)
+            yield from self._slabs(part, first, last, window)
+
+    def _slabs(self, part: Tensor, start: int, stop: int, window: int) -> Iterator[Tensor]:
+        """The same of one that is opened. In a separate generator, so that what it holds goes before the next one is
+        opened, which may need the room."""
+        with self._opened(part) as values:
+            for view in slabs(values, start, stop, window):
+                yield view.contiguous().view(-1)
 
     def _parts(self, tensor: Tensor, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
         """The same elements as runs of tensors that are neither copies nor joins of others."""

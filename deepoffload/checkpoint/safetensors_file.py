@@ -96,6 +96,7 @@ def write_file(
                     if piece.numel():
                         out.write(file.fileno(), piece.view(torch.uint8).numpy())
                         progress(piece.nbytes)
+                    del piece  # a view of a weight: the next one may need its room
                 if out.offset != end:
                     raise RuntimeError(f"{entry.name}: {end - out.offset} of {entry.nbytes} bytes are missing")
             os.fsync(file.fileno())

@@ -162,8 +162,7 @@ def _stand_in(expressions: Expressions, value: Tensor, opener_of: Callable[[Tens
 
 def _entry(expressions: Expressions, name: str, tensor: Tensor) -> Entry:
     def pieces() -> Iterator[Tensor]:
-        for piece in expressions.pieces(tensor, WINDOW_BYTES):
-            yield piece.cpu()
+        return map(Tensor.cpu, expressions.pieces(tensor, WINDOW_BYTES))  # which keeps none of them
 
     check_dtype(name, tensor.dtype)
     return Entry(name, tensor.dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size(), pieces)

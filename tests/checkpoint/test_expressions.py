@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepoffload.checkpoint.expressions import Expressions
+from deepoffload.checkpoint.safetensors_file import write_file
+from deepoffload.checkpoint.weights import _entry
 from deepoffload.errors import UnsupportedError
 
 
@@ -119,3 +123,23 @@ def test_changing_a_weight_in_place_is_refused() -> None:
     stand_in = Opened().stand_in(expressions, torch.ones(3))
     with expressions, pytest.raises(UnsupportedError, match="in place"):
         stand_in.mul_(2)
+
+
+def test_a_source_is_let_go_before_the_next_one_is_opened(tmp_path: Path) -> None:
+    """A view that is still held would keep a weight in memory while the next one needs room."""
+    memory: list[weakref.ref[torch.UntypedStorage]] = []
+
+    @contextlib.contextmanager
+    def open_next() -> Iterator[Tensor]:
+        assert all(before() is None for before in memory)
+        shown = torch.ones(6)
+        memory.append(weakref.ref(shown.untyped_storage()))
+        yield shown
+
+    expressions = Expressions()
+    sources = [expressions.source(torch.Size([6]), (1,), torch.float32, open_next) for _ in range(4)]
+    with expressions:
+        tensors = {"joined": torch.cat(sources[:2]), "third": sources[2], "last": sources[3]}
+    entries = [_entry(expressions, name, tensor) for name, tensor in tensors.items()]
+    write_file(str(tmp_path / "file"), entries, {}, lambda nbytes: None)
+    assert len(memory) == 4
