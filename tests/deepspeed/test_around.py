@@ -84,13 +84,12 @@ def test_tensor_types_and_random_numbers():
 
 
 @pytest.mark.parametrize(("said", "expected"), [("cpu", "cpu"), ("", "cpu"), ("npu", "UsageError")])
-def test_the_accelerator_that_the_environment_names(said, expected):
+def test_the_accelerator_that_the_environment_names(said, expected, programs):
     program = "from deepoffload.deepspeed.accelerator import get_accelerator as get\n"
     program += "try:\n    print(get().device_name(), get() is get())\nexcept ValueError as error:\n"
     program += "    print(type(error).__name__, error)"
-    environment = {**os.environ, "DS_ACCELERATOR": said, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(expected), done.stdout
+    done = programs.run(program, env={"DS_ACCELERATOR": said, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.stdout.startswith(expected), done.stdout + done.stderr
 
 
 # -- process groups --------------------------------------------------------------------------------------------------

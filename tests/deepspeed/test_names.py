@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,10 +173,10 @@ def test_a_name_that_deepspeed_does_not_have_either():
         _ = deepspeed.get_accelerator().warm_up
 
 
-def test_importing_the_package_loads_no_other_module_of_ours():
+def test_importing_the_package_loads_no_other_module_of_ours(programs):
     program = "import sys, torch\nbefore = set(sys.modules)\nimport deepoffload.deepspeed as deepspeed\n"
     program += "print(*sorted(name for name in set(sys.modules) - before if name.startswith('deepoffload')))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = programs.run(program)
     assert done.stdout.split() == ["deepoffload", "deepoffload.deepspeed"]
 
 

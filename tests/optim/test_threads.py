@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from functools import partial
 
 import torch
@@ -15,6 +13,7 @@ from deepoffload.optim.threads import num_threads
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import TIGHT, Paging, plain
+from tests.support.programs import Programs
 
 
 def test_torchs_number_of_threads_counts(two_threads: None) -> None:
@@ -36,7 +35,7 @@ def test_updates_on_two_threads_have_the_bits_of_ordinary_parameters(two_threads
     assert_same_bits(trained(plain(build)), trained(paging.build(build, TIGHT, key="two threads")))
 
 
-def test_no_more_threads_than_cores_that_may_be_used() -> None:
+def test_no_more_threads_than_cores_that_may_be_used(programs: Programs) -> None:
     code = """
 import os, torch
 torch.set_num_threads(4)
@@ -44,5 +43,5 @@ os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 from deepoffload.optim.threads import num_threads
 print(torch.get_num_threads(), num_threads())
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
-    assert result.stdout.split() == ["4", "1"]
+    done = programs.run(code)
+    assert done.stdout.split() == ["4", "1"], done.stderr
