@@ -47,19 +47,21 @@ def test_a_rank_that_dies_ends_the_others():
     ("second", "text"),
     [
         ({"host_budget": "1GiB", "timeline": True, "nvme_path": "/other"}, "nothing"),
+        ({"host_budget": "1GiB"}, "ConfigError: {differs} nvme_path is set on rank 0 and not set on rank 1"),
         (
-            {"host_budget": "2GiB"},
+            {"host_budget": "2GiB", "nvme_path": "/other"},
             "ConfigError: {differs} host_budget is 1073741824 on rank 0 and 2147483648 on rank 1",
         ),
         (
-            {"host_budget": "1GiB", "gradient_accumulation_steps": 2},
+            {"host_budget": "1GiB", "nvme_path": "/other", "gradient_accumulation_steps": 2},
             "ConfigError: {differs} gradient_accumulation_steps is 1 on rank 0 and 2 on rank 1",
         ),
     ],
 )
 def test_configurations(second, text):
     said = text.format(differs="the configuration differs between ranks:")
-    assert values_of(agreeing.compare_configurations, 2, {"host_budget": "1GiB"}, second) == [said] * 2
+    first = {"host_budget": "1GiB", "nvme_path": "/one"}
+    assert values_of(agreeing.compare_configurations, 2, first, second) == [said] * 2
 
 
 def test_models():
