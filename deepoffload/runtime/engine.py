@@ -249,7 +249,7 @@ class Engine:
         self._watches = [RootWatch(root, self.refresh, self._windows, shown) for root in roots]
         self._outer = [OuterWindow(self.pager, module, name) for name, module in plan.outer]
         machine.return_free_memory()  # what construction used and freed
-        log.info("placement\n%s", plan.placement.table(len(self.ranks.host_ranks)))
+        log.info("placement\n%s", plan.table(len(self.ranks.host_ranks), self.config.gradient_accumulation_steps))
         num_parameters = sum(handle.numel for unit in self.pager.units for handle in unit.handles)
         begin_inference(self.pager, self._windows)
         self.durability = self._durability(plan.placement)

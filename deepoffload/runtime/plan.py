@@ -30,6 +30,7 @@ from deepoffload.runtime.compute_types import compute_types
 from deepoffload.runtime.construct import Assembly, take_edits
 from deepoffload.runtime.cuts import Cutter
 from deepoffload.runtime.draft import UnitDraft
+from deepoffload.runtime.whole_copies import from_other_ranks
 from deepoffload.schedule.cost_model import Bandwidths
 from deepoffload.schedule.placement import Placement
 
@@ -85,6 +86,12 @@ class ModelPlan:
     def outer(self) -> list[tuple[str, nn.Module]]:
         """Names and modules that were split."""
         return self.chosen.cut.division.outer
+
+    def table(self, host_ranks: int, accumulation_steps: int) -> str:
+        """The placement for people; with several ranks also what comes from the others."""
+        chosen = self.chosen
+        line = from_other_ranks(self.drafts, chosen.sizes, chosen.copies_bytes, accumulation_steps)
+        return "\n".join(filter(None, [self.placement.table(host_ranks), line]))
 
     @property
     def grain_bytes(self) -> int:

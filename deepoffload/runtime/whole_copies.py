@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from deepoffload.config.units import format_bytes
 from deepoffload.errors import PlacementError
 from deepoffload.native.aio import PAGE_BYTES, round_up
 from deepoffload.optim.contribution_layout import ContributionLayout
@@ -71,6 +72,26 @@ class CopySizes:
 
 ONE_RANK_HAS = "that one rank has"
 """Where an error says it, the host's figure is added (:class:`deepoffload.runtime.refusals.Refusals`)."""
+
+
+def from_other_ranks(
+    drafts: Sequence[UnitDraft], sizes: Sequence[UnitSizes], copies_bytes: int, accumulation_steps: int
+) -> str:
+    """A line for people: what a rank gets from the others in a step, of weights (at most) and of gradients; "" for one
+    rank. A whole copy is made again when its weights were updated; where copies have no room to stay, for each forward
+    and each backward."""
+    stay = copies_bytes >= CopySizes.of(sizes, ()).most_bytes
+    gathered = reduced = 0
+    for draft in drafts:
+        if draft.layout is None:
+            return ""
+        others = draft.layout.world_size - 1
+        gathers = bool(draft.trained) if stay else 2 * accumulation_steps
+        gathered += gathers * others * draft.layout.shard_nbytes
+        if draft.gradient_layout is not None and draft.trained:
+            part = ContributionLayout(draft.gradient_layout, [dtype for _, dtype in draft.trained], draft.rank)
+            reduced += accumulation_steps * others * part.part_nbytes
+    return f"from other ranks per step: weights {format_bytes(gathered)}, gradients {format_bytes(reduced)}"
 
 
 def with_copies(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -44,6 +45,26 @@ def build_load_train_save(config: dict[str, Any], source: str, target: str) -> t
     deepoffload.save_pretrained(model, target, max_shard_size="1MB")
     engine_of(model).close()
     return built, norms
+
+
+def moved_and_said(config: dict[str, Any]) -> tuple[str, list[float]]:
+    """The last line of the table, and the bytes that one step has got from the other rank: weights and gradients."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepoffload").addHandler(handler)
+    logging.getLogger("deepoffload").setLevel(logging.INFO)
+    torch.manual_seed(6)
+    with offload_context({"precision": "bf16", **config}):
+        model = TinyGPT(width=128, depth=3, dropout=0.0).train()
+    optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(2))
+    before = deepoffload.stats(model)
+    train(model, optimizer, range(2, 3))
+    after = deepoffload.stats(model)
+    engine_of(model).close()
+    table = next(line for line in lines if line.startswith("placement"))
+    return table.splitlines()[-1], [after[name] - before[name] for name in ("gather_bytes", "reduce_bytes")]
 
 
 class Looked(nn.Module):

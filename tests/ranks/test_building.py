@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from deepoffload.config.units import parse_bytes
 from tests.ranks.building import (
     Looked,
     build_load_train_save,
     build_otherwise,
     large,
     look_back,
+    moved_and_said,
     registered_bytes,
     share_bytes,
 )
@@ -44,6 +47,18 @@ def test_a_model_eight_times_one_ranks_memory(tmp_path: Path) -> None:
     one, all_four = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("one", "four"))
     assert len(one) > 2
     assert one == all_four
+
+
+@pytest.mark.parametrize("host", ["64MiB", "6MiB"])
+def test_the_table_says_what_comes_from_other_ranks(host: str, tmp_path: Path) -> None:
+    for line, moved in values_of(moved_and_said, 2, {**little(tmp_path / "swap", host), "debug": {}}):
+        said = re.fullmatch(r"from other ranks per step: weights (.*), gradients (.*)", line)
+        assert said is not None, line
+        weights, gradients = (parse_bytes(text) for text in said.groups())
+        assert (
+            0.5 * weights < moved[0] <= 1.02 * weights if host == "6MiB" else abs(moved[0] - weights) < 0.02 * weights
+        )
+        assert abs(moved[1] - gradients) <= 0.02 * gradients
 
 
 @pytest.mark.parametrize("transport", ["group", "memory"])
