@@ -6,7 +6,7 @@
 # TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu takes the CPU builds, which save gigabytes each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-core="-n 2 --dist worksteal tests/house tests/unit tests/memory tests/native tests/params tests/optim"
+core="-n 2 --dist worksteal tests/house tests/unit tests/memory tests/native tests/params tests/optim tests/ranks"
 failed=()
 
 interpreter() {
