@@ -20,8 +20,9 @@ from deepoffload.runtime.cuts import Cut, Cutter
 from deepoffload.runtime.read_shares import read_shares
 from deepoffload.runtime.sizes import UnitSizes
 from deepoffload.runtime.whole_copies import CopySizes, contribution_bytes, with_copies
-from deepoffload.schedule.cost_model import Bandwidths, BlockKind, Workload
+from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Workload
 from deepoffload.schedule.durable import with_durable_steps
+from deepoffload.schedule.guess_room import with_guess_room
 from deepoffload.schedule.nvme_room import set_up_nvme_bytes, within_nvme
 from deepoffload.schedule.placement import KIND_NUMBERS, BlockColumns, BlockSpec, Placement, place_columns
 
@@ -191,6 +192,8 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
     )
     if with_blocks:
         placement = replace(placement, blocks=tuple(_specs(cut, sizes, stays, shares)))
+    if config.step_overlap is StepOverlap.SPECULATIVE:
+        placement = with_guess_room(placement)
     return ChosenCut(cut, sizes, placement, np.flatnonzero(away).tolist())
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import deepoffload
+from deepoffload.runtime.context import engine_of
 from tests.optim.deferred import sorted_state, units_guessed
 from tests.support.inspect import pager_of, units_of
 from tests.support.loops import assert_same_bits, weights_of
@@ -131,3 +132,18 @@ def test_a_loop_whose_number_of_micro_batches_changes(paging: Paging, said: bool
     got, stats = train(guessing(EVICTING))
     assert_same_bits(expected, got)
     assert stats["speculated"] > 0 and (stats["rolled_back"] == 0 or not said), stats
+
+
+def test_the_table_has_disk_space_for_what_guesses_keep(paging: Paging) -> None:
+    tables = {}
+    for setting in (guessing(TIGHT), replace(TIGHT, step_overlap="deferred")):
+        model = paging.build(partial(mlp, depth=6), setting, key="mlp")
+        placement = engine_of(model).placement
+        assert placement is not None
+        tables[setting.step_overlap] = {row.name: row.nvme_bytes for row in placement.rows}
+        assert sum(tables[setting.step_overlap].values()) == placement.nvme_bytes
+        assert deepoffload.stats(model)["nvme_capacity_bytes"] >= placement.nvme_bytes
+        del model
+    kept = tables["speculative"].pop("updates on a guess")
+    assert tables["speculative"] == tables["deferred"]
+    assert 0 < kept < sum(tables["deferred"].values())

@@ -234,7 +234,7 @@ class Speculation:
 
     def _undo_for_room(self, block: Block) -> bool:
         """Somebody lacks disk space for ``block``."""
-        guess = next((guess for guess in self._guesses.values() if guess.may_be_undone_for(block)), None)
+        guess = next((guess for guess in self._standing() if guess.may_be_undone_for(block)), None)
         if guess is None:
             return False
         guess.apply(guess.unit)
@@ -243,7 +243,15 @@ class Speculation:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def _of(self, optimizer: object) -> list[Guess]:
-        return [guess for guess in self._guesses.values() if guess.optimizer is optimizer]
+        return [guess for guess in self._standing() if guess.optimizer is optimizer]
+
+    def _standing(self) -> list[Guess]:
+        """The guesses of units that are still there. What was kept of others is given back."""
+        for guess in list(self._guesses.values()):
+            if guess.unit not in self._pager.units:
+                self._journals += guess.abandon()
+                self._remove(guess)
+        return list(self._guesses.values())
 
     def settle(self, optimizer: GuessingOptimizer, jobs: Mapping[ParamHandle, UpdateJob], factor: float | None) -> None:
         """Undo the guesses that differ from the step of ``optimizer``. Those that are left are right.
@@ -260,26 +268,16 @@ class Speculation:
             step.wrong |= step.spoiled or factor is None or sample != _of_unit(unit, jobs, factor)
         self._is_settling = True
         try:
-            for guess in list(self._guesses.values()):
-                if not self._is_alive(guess):
-                    continue
+            for guess in self._standing():
                 mine = guess.optimizer is optimizer or any(handle in jobs for handle in guess.unit.handles)
                 if mine and (factor is None or not guess.is_right(_of_unit(guess.unit, jobs, factor), optimizer.rule)):
                     guess.apply(guess.unit)
         finally:
             self._is_settling = False
 
-    def _is_alive(self, guess: Guess) -> bool:
-        """Whether its unit is still there. What was kept of one that is gone is given back."""
-        if guess.unit in self._pager.units:
-            return True
-        self._journals += guess.abandon()
-        self._remove(guess)
-        return False
-
     def confirm(self, optimizer: GuessingOptimizer, update: HostUpdate) -> None:
         """``update`` is the step that was settled: what is left of the guesses of its units is part of it."""
-        for guess in list(self._guesses.values()):
+        for guess in self._standing():
             if any(handle in update.jobs for handle in guess.unit.handles):
                 self._journals += guess.confirm()
                 update.made(guess.unit, guess.pieces)
@@ -305,8 +303,7 @@ class Speculation:
             IoFailure, BudgetError: as :meth:`settle`; the gradients are there then.
         """
         for guess in self._of(optimizer):
-            if self._is_alive(guess):
-                guess.apply(guess.unit)
+            guess.apply(guess.unit)
         if self._steps.pop(optimizer, None) is not None:
             self._last.start_step(self._units_of(optimizer), stepped=False)
         self._drop_journals()

@@ -1,0 +1,29 @@
+"""Disk space for updates on a guess: what blocks held before stays there until the step is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deepoffload.schedule.cost_model import BlockKind
+from deepoffload.schedule.placement import Placement
+from deepoffload.schedule.speculation import FIRST_SHARE
+from deepoffload.schedule.table import Row
+
+PAGE_BYTES = 4096
+"""Disk space comes in whole pages."""
+
+
+def with_guess_room(placement: Placement) -> Placement:
+    """The placement with disk space for the old bytes of the units that are guessed at first. Where that would take
+    more than half of what is left none is set aside: nothing is refused for want of it, and a unit without is deferred.
+    """
+    rows = {row.name: row for row in placement.rows}
+    state, weights = rows.get(BlockKind.STATE.value), rows.get(BlockKind.WEIGHT.value)
+    if state is None or weights is None or not state.nvme_bytes or placement.nvme_capacity_bytes is None:
+        return placement
+    changed_bytes = state.nvme_bytes + weights.host_bytes + weights.nvme_bytes
+    more_bytes = int(FIRST_SHARE * changed_bytes) // PAGE_BYTES * PAGE_BYTES
+    if more_bytes > (placement.nvme_capacity_bytes - placement.nvme_bytes) // 2:
+        return placement
+    row = Row("updates on a guess", nvme_bytes=more_bytes, reason="what these change, kept until the step is known")
+    return replace(placement, nvme_bytes=placement.nvme_bytes + more_bytes, rows=(*placement.rows, row))
