@@ -164,7 +164,7 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
     placed = BlockColumns(*(column[~away] for column in columns))
     limits = {BlockKind.WEIGHT: config.offload_param, BlockKind.STATE: config.offload_optimizer}
     kept_kinds = [KIND_NUMBERS[kind] for kind, tier in limits.items() if tier is not None and tier is not Tier.NVME]
-    event_bytes = max((nbytes for _, nbytes in _stored_window_bytes(cut, sizes)), default=0)
+    event_bytes = max(_event_bytes(cut, sizes, several=config.inference), default=0)
     durable = config.durability is not None
     place = partial(
         place_columns,
@@ -290,6 +290,13 @@ def _set_up_nvme_bytes(cut: Cut, sizes: Sequence[UnitSizes], room: Room) -> int:
 def window_bytes(cut: Cut, sizes: Sequence[UnitSizes]) -> Iterator[tuple[str, int]]:
     """Each window's name, and the memory that the weights of one call of its module take, on the host or as copies."""
     yield from _window_sums(cut, [unit.whole_weight_bytes for unit in sizes])
+
+
+def _event_bytes(cut: Cut, sizes: Sequence[UnitSizes], *, several: bool) -> Iterator[int]:
+    """The weights that one call takes at once, as a rank stores them. ``several``: of calls that take several units.
+    One unit alone counts as paged or as resident, not as both."""
+    windows = zip(_stored_window_bytes(cut, sizes), cut.division.window_units, strict=True)
+    return (nbytes for (_, nbytes), (_, numbers) in windows if len(numbers) > 1 or not several)
 
 
 def _stored_window_bytes(cut: Cut, sizes: Sequence[UnitSizes]) -> Iterator[tuple[str, int]]:

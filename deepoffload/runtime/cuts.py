@@ -28,6 +28,10 @@ PIECES_PER_BUDGET = 14
 UNITS_PER_BUDGET = 8
 """A unit's weights take at most this part of the budget, where the model can be split so far."""
 
+UNITS_PER_BUDGET_IN_INFERENCE = 5
+"""The same where nothing is trained: no gradients and no state want memory, and fewer units cost less of the program's
+time."""
+
 GRAINS_PER_OCTAVE = 8
 """There are so many grains between a budget and twice as much. Models are cut as for one of them, so that cuts are few,
 and the same ones for each budget."""
@@ -128,6 +132,7 @@ class Cutter:
         self._handles = handles
         # No method of this object: a cycle would keep the model alive until garbage is collected.
         nbytes = partial(_target_nbytes, types)
+        self._units_per_budget = UNITS_PER_BUDGET_IN_INFERENCE if pager.inference else UNITS_PER_BUDGET
         apart = has_experts if pager.inference else None
         self._finders = [UnitFinder(root, nbytes, apart) for root in roots]
         self._divisions: dict[tuple[int, ...], Division] = {}
@@ -160,7 +165,7 @@ class Cutter:
         """All cuts that differ, the one that suits ``capacity_bytes`` first, then finer ones, then coarser ones."""
         seen: set[Hashable] = set()
         for grain_bytes in self._grains(capacity_bytes):
-            cut = Cut(grain_bytes, self._division(grain_bytes // UNITS_PER_BUDGET))
+            cut = Cut(grain_bytes, self._division(grain_bytes // self._units_per_budget))
             pieces = tuple(pieces_per_unit(size, cut.piece_bytes) for size in cut.division.sizes_bytes)
             kind = cut.division.kind, pieces
             if kind not in seen:

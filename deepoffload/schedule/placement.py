@@ -236,14 +236,15 @@ class _Problem:
         prices = bandwidths.prices(self._traffic(everything))
         worth = np.array([seconds_saved(traffic, prices) for traffic in self._per_byte])
         self._worth = worth[self._sort] * shares
-        ranked = self._worth.copy()
+        ranked, size = self._worth.copy(), np.zeros_like(self._nbytes)
         if not workload.training and len(ranked):
             ranked[is_small(self._nbytes, self._nbytes.max())] *= 2  # a request costs more than its bytes
+            size = self._nbytes  # the window is as large as the largest blocks that pass through it
         place = np.empty(len(self._ids))
         for number in range(len(_KINDS)):
             of_kind = self._kind == number
             place[of_kind] = _spread(int(of_kind.sum()))
-        self._order = np.lexsort((place, self._kind, -ranked, ~self._kept))
+        self._order = np.lexsort((place, self._kind, -size, -ranked, ~self._kept))
         ranked_bytes = self._nbytes[self._order]
         self._prefix_bytes = np.concatenate(([0], np.cumsum(ranked_bytes)))
         self._suffix_needs = _Needs.of_suffixes(self._kind[self._order], ranked_bytes)

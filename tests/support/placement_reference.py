@@ -117,12 +117,13 @@ class _Problem:
         self._worth = {block: worth[sort] * shares[block] for block, sort in self._sort.items()}
         largest = max((block.nbytes for block in self.blocks), default=0)
         small = {block.id for block in self.blocks if not workload.training and is_small(block.nbytes, largest)}
-        ranked: list[tuple[tuple[bool, float, int, float], BlockSpec]] = []
+        ranked: list[tuple[tuple[bool, float, int, int, float], BlockSpec]] = []
         for rank, kind in enumerate(_KINDS):
             of_kind = [block for block in self.blocks if block.kind is kind]
             for place, block in zip(_spread(len(of_kind)), of_kind, strict=True):
                 value = self._worth[block.id] * (2 if block.id in small else 1)
-                ranked.append(((block.id not in keep, -value, rank, place), block))
+                size = 0 if workload.training else block.nbytes
+                ranked.append(((block.id not in keep, -value, -size, rank, place), block))
         self._ranked = [block for _, block in sorted(ranked, key=lambda entry: entry[0])]
         self._prefix_bytes = list(accumulate((block.nbytes for block in self._ranked), initial=0))
         self._suffix_needs = _suffix_needs(self._ranked)
