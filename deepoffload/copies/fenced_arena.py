@@ -131,7 +131,8 @@ class DeviceArena:
                 self._bytes[start:end].fill_(0xFF)
             events = [self._accelerator.event(current)]
         self._ranges.free(offset)
-        self._fences += [_Fence(start, end, event) for event in events]
+        fences = [*self._fences, *(_Fence(start, end, event) for event in events)]
+        self._fences = [fence for fence in fences if not fence.event.query()]
 
     def empty_limbo(self) -> bool:
         """Take back ranges whose last alias has gone; True when some came back."""

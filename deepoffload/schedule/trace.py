@@ -138,6 +138,8 @@ class Trace:
         expected = self.expected()
         if expected is not None and expected == event:
             event = expected  # the history of a steady run is made of one step's objects
+        else:
+            event = self._known(event)
         self._record(event)
         if expected is not None and expected.key == event.key:
             self._advance()
@@ -219,6 +221,14 @@ class Trace:
         return TraceStats(self._observed, self._predicted, self._mismatches, self._learned, length)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _known(self, event: Event) -> Event:
+        """The same event as it was recorded last, where it was: the history of a run in changing order is long."""
+        last = self._last_seen.get(event.key)
+        if last is None or self._observed - last > self._limit:
+            return event
+        before = self._history[last % self._limit]
+        return before if before == event else event
 
     def _record(self, event: Event) -> None:
         number, history = self._observed, self._history
