@@ -92,9 +92,8 @@ def test_a_rank_that_goes_is_named_by_all_others(transport: str, what: str) -> N
     assert all(one.error is None for one in ended), "\n".join(one.text for one in ended)
     texts = {one.value[1] for one in ended}
     assert len(texts) == 1
-    expected = (
-        r"rank 2 has gone; rank 0('s program)? (was|did)" if what == "SIGKILL" else "rank 2 has failed at .*ValueError: the batch"
-    )
+    died = r"rank 2 has gone; rank 0('s program)? (was|did)"
+    expected = died if what == "SIGKILL" else "rank 2 has failed at .*ValueError: the batch"
     assert re.match(expected, texts.pop())
     assert all(one.value[0] == "RankError" and one.value[2] < SOON_S for one in ended)
 
