@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -24,8 +23,8 @@ class LimitedStore:
     """The calls of a store that ranks use. After one that has failed all raise LinkError at once.
 
     Args:
-        store: nobody else uses this connection.
-        limit_s: how long a call may take that waits for nothing.
+        store: nobody else uses this connection. One call at a time goes through it: none of these waits for a key.
+        limit_s: how long a call may take.
     """
 
     def __init__(self, store: dist.Store, limit_s: float = ANSWERS_WITHIN_S) -> None:
@@ -58,17 +57,7 @@ class LimitedStore:
         found: bytes = self._call(self._store.compare_set, key, expected, value)
         return found
 
-    def wait(self, key: str, limit_s: float) -> bool:
-        """Whether ``key`` is there within ``limit_s``."""
-        try:
-            self._call(self._store.wait, [key], timedelta(seconds=limit_s), may_fail=True, limit_s=limit_s)
-        except LinkError:
-            raise
-        except RuntimeError:
-            return False
-        return True
-
-    def _call(self, call: Callable[..., Any], *arguments: Any, may_fail: bool = False, limit_s: float = 0.0) -> Any:
+    def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:
         if self._lost is not None:
             raise LinkError(self._lost)
         ended: list[tuple[Any, RuntimeError | None]] = []
@@ -82,13 +71,11 @@ class LimitedStore:
             over.set()
 
         threading.Thread(target=run, name="deepoffload store", daemon=True).start()
-        if not over.wait(limit_s + self._limit_s):
-            self._lost = f"the store's host has not answered within {limit_s + self._limit_s:g} s"
+        if not over.wait(self._limit_s):
+            self._lost = f"the store's host has not answered within {self._limit_s:g} s"
             raise LinkError(self._lost)
         (value, error), *_ = ended
-        if error is None:
-            return value
-        if may_fail:
-            raise error
-        self._lost = f"the store's host has gone ({first_line(error)})"
-        raise LinkError(self._lost) from error
+        if error is not None:
+            self._lost = f"the store's host has gone ({first_line(error)})"
+            raise LinkError(self._lost) from error
+        return value

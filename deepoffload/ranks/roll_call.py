@@ -91,9 +91,13 @@ class RollCall:
         return None if said is None else Whereabouts(**json.loads(said))
 
     def _read(self, key: str, limit_s: float) -> str | None:
+        until = time.monotonic() + limit_s
         with suppress(RuntimeError):
-            if self._store.check(key) or (limit_s > 0 and self._store.wait(key, limit_s)):
-                return self._store.get(key).decode()
+            while not self._store.check(key):
+                if time.monotonic() >= until:
+                    return None
+                time.sleep(ASK_AGAIN_S)  # to wait in the store would keep other threads from asking it
+            return self._store.get(key).decode()
         return None
 
 
