@@ -90,6 +90,8 @@ class Coming:
         """Wait for it, and serve other ranks meanwhile."""
         if not self.arrived:
             self._link.wait_launched(self._number)
+            if self.flight is None:
+                self._link.lose(self._number)
             self._wait(serve=True)
 
     def synchronize(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from deepoffload.errors import RankError
 from deepoffload.memory.lock import SHIELD
-from deepoffload.ranks.collectives import as_bytes, has_gone, start_all_gather, wait_within
+from deepoffload.ranks.collectives import LinkError, as_bytes, has_gone, start_all_gather, wait_within
 from deepoffload.ranks.edited import Edited
 from deepoffload.ranks.exchange import Exchange
 from deepoffload.ranks.group import RankGroup
@@ -225,6 +225,12 @@ class RankLink:
     def wait_launched(self, number: int) -> None:
         """Return when a gather that was posted has been launched. Serves other ranks meanwhile."""
         self.rounds.wait_launched(Want(WantKind.GATHER, number))
+
+    def lose(self, number: int) -> None:
+        """Raise what all ranks raise where a gather was begun and never launched: another rank has gone meanwhile, and
+        this one's other thread has met that."""
+        with self.rounds.judged(Want(WantKind.GATHER, number)):
+            raise LinkError("the gather was not launched")
 
     def wait_gathered(self, number: int, flight: PayloadFlight, *, serve: bool) -> None:
         """Return when a gather has arrived. ``serve``: launch what others ask for meanwhile."""
