@@ -26,6 +26,8 @@ class Lane(enum.Enum):
     PROGRAM = "program"
     """Where the training program is: forward or backward of a unit, or its update. One after the other, without
     gaps."""
+    PASS = "forward pass"
+    """A call of a whole model, where nothing is trained: in generation a token of every sequence."""
     WAIT = "wait"
     """The program stands still for a transfer."""
     UPDATE = "update"
@@ -65,7 +67,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What the last ``steps`` optimizer steps were made of. Seconds are totals over these steps.
+    """What the last ``steps`` steps were made of: optimizer steps, or forward passes where nothing is trained. Seconds
+    are totals over these steps.
 
     Attributes:
         compute_s: the program's time without waits, updates and landings: forward, backward and all Python.
@@ -145,7 +148,8 @@ class Timeline:
         self._phase, self._phase_begin_s = name, now
 
     def end_of_step(self) -> None:
-        """An optimizer step was made: here one step ends and the next begins."""
+        """An optimizer step was made, or a forward pass where nothing is trained: here one step ends and the next
+        begins."""
         self.phase("between steps")
         self._steps.append(self._phase_begin_s)
 
@@ -156,8 +160,8 @@ class Timeline:
         return list(self._spans)
 
     def summary(self, last_steps: int = 10) -> Summary:
-        """Of the last whole steps, at most ``last_steps``; each lasts from one optimizer step to the next. Steps of
-        which spans have been dropped do not count."""
+        """Of the last whole steps, at most ``last_steps``; each lasts from the end of one to the end of the next. Steps
+        of which spans have been dropped do not count."""
         complete_s = self._complete_from_s()
         ends = [end_s for end_s in self._steps if end_s >= complete_s][-last_steps - 1 :]
         if len(ends) < 2:

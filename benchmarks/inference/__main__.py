@@ -5,6 +5,9 @@ Then the sides take turns in every round: deepoffload with a budget of 512 MiB, 
 model in memory, accelerate's ``disk_offload`` and transformers' ``device_map`` with everything on disk. Files leave
 the page cache before every forward pass. Reported are medians over rounds of each round's ratios, and bytes read
 per token. The best rate of the disk is measured in each round.
+
+``--size 20gb --sides ours transformers`` is a model that memory does not hold. ``--size experts --sides plain ours
+"every expert"`` has 8 experts, of which a token uses 2.
 """
 
 from __future__ import annotations
@@ -24,31 +27,15 @@ from typing import Any
 from benchmarks.end_to_end.disk import DiskRate
 from benchmarks.end_to_end.meter import MemoryWatch, read_counters
 from benchmarks.end_to_end.runner import ROOT, environment
+from benchmarks.inference.checkpoints import SIZES, write_checkpoint
 from deepoffload.cli.nvme.types import Pattern
 
-SIZES = {
-    "1.2b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16},
-    "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 8},
-}
-SIDES = ("plain", "ours", "int8", "int4", "accelerate", "transformers")
+SIDES = ("plain", "ours", "int8", "int4", "accelerate", "transformers", "every expert")
 PEERS = ("accelerate", "transformers")
-ONE_BATCH = (*PEERS, "int8", "int4")
+ONE_BATCH = (*PEERS, "int8", "int4", "every expert")
 """Sides that run with the first batch only."""
 TOKENS, PEER_TOKENS = 5, 2
 """Of each side in a round, after a prompt. The first of the former is not counted: it still follows the prompt."""
-
-
-def write_checkpoint(folder: Path, size: str) -> None:
-    """Random weights, layer by layer of a plain model."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**SIZES[size], num_key_value_heads=8, vocab_size=32_000, max_position_embeddings=32_768)
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    model = LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    model.save_pretrained(folder, max_shard_size="1GB")
 
 
 class SideProcess:
@@ -158,22 +145,46 @@ def report(found: dict[str, Any], batches: list[int], sides: list[str]) -> None:
                 f"{batch / seconds:>9.2f}{peak / 1e6:>9.0f}"
             )
     first = f" {batches[0]}"
+
+    def against(name: str, other: str, key: str) -> float:
+        return median(lambda each: each[name + first][key] / each[other + first][key])
+
     for name in ("plain", *PEERS):
         if name in sides and "ours" in sides:
-            ratio = median(lambda each, n=name: each["ours" + first]["s"] / each[n + first]["s"])
-            print(f"ours / {name}: {ratio:.2f}")
-    for name in ("int8", "int4"):
+            print(f"ours / {name}: {against('ours', name, 's'):.2f}")
+    for name in ("int8", "int4", "every expert"):
         if name in sides and "ours" in sides:
-            time_s = median(lambda each, n=name: each[n + first]["s"] / each["ours" + first]["s"])
-            read = median(lambda each, n=name: each[n + first]["read_bytes"] / each["ours" + first]["read_bytes"])
-            print(f"{name} / bf16: {time_s:.2f} of the time, {read:.2f} of the bytes")
+            one, other = ("ours", name) if name == "every expert" else (name, "ours")
+            time, read = against(one, other, "s"), against(one, other, "read_bytes")
+            print(f"{one} / {other}: {time:.2f} of the time, {read:.2f} of the bytes")
+    if "ours" in sides:
+        report_ours(found, batches, first, median)
     if "plain" in sides and "ours" in sides:
-        pairs = zip(found["loads"]["ours"], found["loads"]["plain"], strict=True)
-        ratio = statistics.median(ours["first_token_s"] / plain["first_token_s"] for ours, plain in pairs)
-        written = max(load["written_bytes"] for load in found["loads"]["ours"])
-        print(f"from_pretrained to the first token, ours / plain: {ratio:.2f}, {written} bytes written")
-        same = all(each[f"ours {b}"]["tokens"] == each[f"plain {b}"]["tokens"] for each in rounds for b in batches)
-        print(f"greedy tokens {'equal' if same else 'DIFFER FROM'} plain's")
+        report_next_to_plain(found, batches)
+
+
+def report_ours(found: dict[str, Any], batches: list[int], first: str, median: Any) -> None:
+    loaded = found["loads"]["ours"]
+    left = found["weights_bytes"] - loaded[0]["resident_bytes"]
+    read = median(lambda each: each["ours" + first]["read_bytes"])
+    print(f"read per token / (weights - {loaded[0]['resident_bytes'] / 1e6:.0f} MB that stay): {read / left:.3f}")
+    print(f"written: {max(load['written_bytes'] for load in loaded) / 1e6:.0f} MB")
+    most = f"ours {max(batches)}"
+    rates = median(lambda each: max(batches) / each[most]["s"] / (batches[0] / each["ours" + first]["s"]))
+    print(f"tokens/s of a batch of {max(batches)} / of {batches[0]}: {rates:.1f}")
+
+
+def report_next_to_plain(found: dict[str, Any], batches: list[int]) -> None:
+    rounds, loads = found["rounds"], found["loads"]
+    pairs = zip(loads["ours"], loads["plain"], strict=True)
+    ratio = statistics.median(ours["first_token_s"] / plain["first_token_s"] for ours, plain in pairs)
+    print(f"from_pretrained to the first token, ours / plain: {ratio:.2f}")
+    for batch in batches:
+        peaks = {side: max(each[f"{side} {batch}"]["peak_bytes"] for each in rounds) for side in ("ours", "plain")}
+        above = peaks["ours"] - (peaks["plain"] - found["weights_bytes"]) - found["budget_bytes"]
+        print(f"batch {batch}: peak above plain's activations and cache, less the budget: {above / 1e6:.0f} MB")
+    same = all(each[f"ours {b}"]["tokens"] == each[f"plain {b}"]["tokens"] for each in rounds for b in batches)
+    print(f"greedy tokens {'equal' if same else 'DIFFER FROM'} plain's")
 
 
 def main() -> None:
@@ -182,8 +193,8 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="1.2b")
     parser.add_argument("--budget", type=float, default=512, help="MiB of deepoffload's memory")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES[:-1]))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", help="write everything that was measured to this file")
     options = parser.parse_args()

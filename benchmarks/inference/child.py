@@ -1,8 +1,8 @@
 """One side of the comparison in a separate process: it is told by lines on stdin, and answers with JSON.
 
 ``python -m benchmarks.inference.child '{"side": ..., "checkpoint": ..., "folder": ..., "budget": ...}'``. Sides:
-``plain`` (in memory), ``ours``, ``int8``, ``int4``, ``accelerate`` (``disk_offload``), ``transformers``
-(``device_map`` on disk).
+``plain`` (in memory), ``ours``, ``int8``, ``int4``, ``every expert`` (ours, where a call of stacked experts takes all
+of them), ``accelerate`` (``disk_offload``), ``transformers`` (``device_map`` on disk).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from benchmarks.end_to_end.meter import read_counters
 
 PROMPT_TOKENS = 16
+OURS = ("ours", "int8", "int4", "every expert")
 
 
 def drop_caches(folders: list[str]) -> None:
@@ -41,6 +42,7 @@ class Side:
         self.folder: str = spec["folder"]
         self.budget: int = spec["budget"]
         self.model: Any = None
+        self.context: Any = None
 
     def _from_pretrained(self, **more: Any) -> Any:
         from transformers import AutoModelForCausalLM
@@ -50,31 +52,38 @@ class Side:
     def load(self) -> None:
         self.model = None
         gc.collect()
-        if self.side in ("ours", "int8", "int4"):
+        if self.side in OURS:
             import deepoffload
 
-            with deepoffload.offload_context(inference=True, host_budget=self.budget, nvme_path=self.folder):
-                self.model = self._from_pretrained()
-                if self.side != "ours":
+            more = {"experts_implementation": "eager"} if self.side == "every expert" else {}
+            self.context = deepoffload.offload_context(inference=True, host_budget=self.budget, nvme_path=self.folder)
+            with self.context:
+                self.model = self._from_pretrained(**more)
+                if self.side in ("int8", "int4"):
                     deepoffload.quantize_weights(self.model, self.side)
         elif self.side == "transformers":
             self.model = self._from_pretrained(device_map={"": "disk"}, offload_folder=self.folder)
         else:
             self.model = self._from_pretrained()
-            for param in self.model.parameters():  # else the file's pages stay in memory, and other sides find them
-                param.data = param.data.clone()
             if self.side == "accelerate":
                 from accelerate import disk_offload
 
+                self.leave_files()
                 disk_offload(self.model, self.folder, execution_device=torch.device("cpu"))
 
-    def swapped_bytes(self) -> float:
-        """What deepoffload has written to its swap file."""
-        if self.side not in ("ours", "int8", "int4"):
-            return 0
+    def leave_files(self) -> None:
+        """Copy what the model maps: else the file's pages stay in memory, and other sides find them there."""
+        for param in self.model.parameters():
+            param.data = param.data.clone()
+
+    def about_ours(self) -> dict[str, float]:
+        """What deepoffload has written to its swap file, and which bytes of weights it keeps in memory."""
+        if self.side not in OURS:
+            return {"written_bytes": 0, "resident_bytes": 0}
         import deepoffload
 
-        return deepoffload.stats(self.model)["disk_bytes_written"]
+        written = deepoffload.stats(self.model)["disk_bytes_written"]
+        return {"written_bytes": written, "resident_bytes": self.context.engine.placement.resident_bytes}
 
     @torch.no_grad()
     def tokens(self, batch: int, count: int, *, dropping: bool) -> dict[str, Any]:
@@ -100,7 +109,9 @@ class Side:
             self.load()
             found = self.tokens(1, 0, dropping=False)
             seconds = time.perf_counter() - begin
-            return {"first_token_s": seconds, "written_bytes": self.swapped_bytes(), "tokens": found["tokens"]}
+            if self.side == "plain":
+                self.leave_files()
+            return {"first_token_s": seconds, "tokens": found["tokens"], **self.about_ours()}
         _, batch, count = asked
         return self.tokens(batch, count, dropping=self.side != "plain")
 

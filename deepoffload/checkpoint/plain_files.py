@@ -12,12 +12,12 @@ import torch
 
 from deepoffload.checkpoint.safetensors_file import DTYPE_NAMES
 from deepoffload.checkpoint.shards import INDEX_NAME, WEIGHTS_NAME
-from deepoffload.checkpoint.source import DTYPES, HEADER_BYTES_MAX
+from deepoffload.checkpoint.source import DTYPES
 from deepoffload.checkpoint.values import clipped, parse_json
 from deepoffload.errors import IoFailure, UsageError
+from deepoffload.io.safetensors_header import HEADER_BYTES_MAX, LENGTH_BYTES, header_length
 
 INDEX_BYTES_MAX = HEADER_BYTES_MAX
-_LENGTH_BYTES = 8
 _DIMS_MAX = 64
 _AGAIN = "copy or download it again"
 
@@ -37,12 +37,18 @@ class FileTensor(NamedTuple):
 
 
 class PlainFile(NamedTuple):
-    """A file whose header is right. ``nbytes``: of all of it. ``header_bytes``: of its beginning, before the values."""
+    """A file whose header is right. ``status``: what it was when that was read. ``header_bytes``: of its beginning,
+    before the values."""
 
     path: str
-    nbytes: int
+    status: os.stat_result
     header_bytes: int
     tensors: Mapping[str, FileTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        return self.status.st_size
 
 
 def open_files(path: str | os.PathLike[str]) -> list[PlainFile]:
@@ -120,26 +126,26 @@ def _open_regular(path: str) -> int:
 def _read(path: str) -> PlainFile:
     path = os.path.realpath(path)
     with open(_open_regular(path), "rb") as file:
-        nbytes = os.fstat(file.fileno()).st_size
+        status = os.fstat(file.fileno())
+        nbytes = status.st_size
         try:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if nbytes < _LENGTH_BYTES or length > min(HEADER_BYTES_MAX, nbytes - _LENGTH_BYTES):
-                raise UsageError(
-                    f"{path} is no safetensors file, or is cut off: it has {nbytes} bytes, and its header cannot be "
-                    f"{length} bytes long"
-                )
+            length = header_length(file.read(LENGTH_BYTES), nbytes)
             text = file.read(length)
+        except ValueError as error:
+            raise UsageError(
+                f"{path} is no safetensors file, or is cut off: it has {nbytes} bytes, and {error}"
+            ) from None
         except OSError as error:
             raise IoFailure("reading the header", error.errno or 0, path, 0, nbytes) from error
     header = parse_json(text.rstrip(b" "), path)
     if not isinstance(header, dict):
         raise UsageError(f"{path} is damaged: its header is no object; {_AGAIN}")
-    header_bytes = _LENGTH_BYTES + length
+    header_bytes = LENGTH_BYTES + length
     tensors = {
         name: _tensor(path, name, record, header_bytes) for name, record in header.items() if name != "__metadata__"
     }
     _check_places(path, tensors, header_bytes, nbytes)
-    return PlainFile(path, nbytes, header_bytes, tensors)
+    return PlainFile(path, status, header_bytes, tensors)
 
 
 def _tensor(path: str, name: str, record: Any, header_bytes: int) -> FileTensor:

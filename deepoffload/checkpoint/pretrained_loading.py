@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -33,9 +33,11 @@ from deepoffload.checkpoint.weights_loading import listed
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import UsageError
 from deepoffload.memory.lock import SHIELD
+from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import ParamHandle
 from deepoffload.ranks.joint_task import JointTask
+from deepoffload.runtime.construct import move_to_checkpoint
 
 
 class LoadedKeys(NamedTuple):
@@ -55,6 +57,7 @@ def load_pretrained(model: nn.Module | HasModule, path: str | os.PathLike[str], 
 
     The model gets the values that ``model.load_state_dict(load_file(path), strict)`` gives it, in the types that it
     has, but the files are never in memory as a whole: what needs no conversion is read straight to where it is stored.
+    With ``inference = true``, inside the context, it is not even copied: it is read from the files when it is used.
     Tied weights need one of their names. For models of transformers the files have the names of the hub, as
     ``save_pretrained`` writes them, or those of the state dict.
 
@@ -83,6 +86,7 @@ def load_pretrained(model: nn.Module | HasModule, path: str | os.PathLike[str], 
             parts = PartsToLoad(found, written)
             last.callback(parts.finish)
         with outside_user_modes():
+            _leave_in_files(loading, files)
             discard_replaced(written)
             SHIELD.let_through(_load, (loading, os.fspath(path), parts, task))
     return loading.keys
@@ -94,12 +98,18 @@ class _Loading:
 
     plan: WeightPlan
     opener: WeightOpener
-    stored: Mapping[str, FileTensor]
+    stored: dict[str, FileTensor]
     keys: LoadedKeys
 
     def parts(self, name: str) -> Iterator[tuple[Part, Target]]:
         for part in self.plan.expressions.parts(self.plan.tensors[name]):
             yield part, self.opener.targets[part.source.open]
+
+    def forget(self, name: str) -> None:
+        """Load this one no more: the model has its values."""
+        for part, _ in list(self.parts(name)):
+            self.opener.targets.pop(part.source.open, None)
+        del self.stored[name]
 
     def written(self) -> Counter[ParamHandle]:
         """How many elements of each paged parameter are going to be written."""
@@ -151,7 +161,33 @@ def _with_names(module: nn.Module, found: Mapping[str, FileTensor], *, hub_names
     return _Loading(plan, opener, stored, LoadedKeys(missing, unexpected))
 
 
+def _leave_in_files(loading: _Loading, files: Sequence[PlainFile]) -> None:
+    """With ``inference = true`` weights that a file has as the model stores them are read from there when they are
+    used."""
+    statuses = {file.path: file.status for file in files}
+    for name, tensor in list(loading.stored.items()):
+        parts = list(loading.parts(name))
+        part, handle = parts[0] if len(parts) == 1 else (None, None)
+        if part is None or not isinstance(handle, ParamHandle) or not _is_whole(part, handle):
+            continue
+        origins = cast(Pager, handle.pager).origins
+        if origins is None or tensor.dtype is not handle.dtype or tensor.begin % handle.itemsize:
+            continue
+        origin = origins.range_in(tensor.path, statuses[tensor.path], tensor.begin, handle.nbytes)
+        if origin is not None and move_to_checkpoint(handle, origin):
+            loading.forget(name)
+
+
+def _is_whole(part: Part, handle: ParamHandle) -> bool:
+    """Whether a part is all elements of a parameter, in the order of memory."""
+    every = part.start == 0 and part.stop == part.view.numel() == handle.numel
+    return every and part.offset_numel == 0 and part.view.is_contiguous()
+
+
 def _load(loading: _Loading, path: str, parts: PartsToLoad | None, task: JointTask | None) -> None:
+    if not loading.stored:
+        return
+
     def own(target: Target) -> OwnPart | None:
         return None if parts is None else parts.of(target)
 

@@ -21,11 +21,9 @@ from deepoffload.checkpoint.safetensors_file import DTYPE_NAMES
 from deepoffload.checkpoint.values import decode, parse_json
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.io.engine import IoEngine
+from deepoffload.io.safetensors_header import LENGTH_BYTES, header_length
 
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-HEADER_BYTES_MAX = 100_000_000
-"""As safetensors has it."""
-
 _METADATA_BYTES_MAX = 1 << 20
 _ENTRY_BYTES, _NUMBER_BYTES, _ESCAPED = 128, 21, 12
 """Of JSON, at most: around the name of a tensor, per dimension, and per character of a name that is written with
@@ -200,15 +198,18 @@ def open_checkpoint(folder: str, progress: Callable[[int], None]) -> Iterator[Ch
 def _check_header(reader: BlockReader, folder: str, file: str, tensors: Mapping[str, TensorRecord]) -> None:
     path = os.path.join(folder, file)
     nbytes = reader.length_of_file(file)
-    length = int.from_bytes(reader.part(FileSpan(file, 0, min(8, nbytes))), "little")
-    if nbytes < 8 or length > min(_header_bytes_max(tensors), nbytes - 8):
-        raise UsageError(f"{path} is damaged: its header cannot be {length} bytes long")
-    header = parse_json(reader.part(FileSpan(file, 8, length)), path)
+    begin = reader.part(FileSpan(file, 0, min(LENGTH_BYTES, nbytes)))
+    try:
+        length = header_length(begin, nbytes, _header_bytes_max(tensors))
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {error}") from None
+    values_begin = LENGTH_BYTES + length
+    header = parse_json(reader.part(FileSpan(file, LENGTH_BYTES, length)), path)
     expected = {
         name: {
             "dtype": record.dtype,
             "shape": list(record.stored_shape),
-            "data_offsets": [record.begin - 8 - length, record.end - 8 - length],
+            "data_offsets": [record.begin - values_begin, record.end - values_begin],
         }
         for name, record in tensors.items()
     }
@@ -224,4 +225,4 @@ def _header_bytes_max(tensors: Mapping[str, TensorRecord]) -> int:
     described = sum(
         _ENTRY_BYTES + _ESCAPED * len(name) + _NUMBER_BYTES * len(record.shape) for name, record in tensors.items()
     )
-    return min(HEADER_BYTES_MAX, _METADATA_BYTES_MAX + described)
+    return _METADATA_BYTES_MAX + described

@@ -20,11 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deepoffload.io.safetensors_header import LENGTH_BYTES, header_length
 from deepoffload.io.source_files import SourceFiles
 from deepoffload.native.aio import PAGE_BYTES
-
-HEADER_MAX = 100 << 20
-"""Of a safetensors file; the format allows no more."""
 
 _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 _COMPARED_BYTES = 1 << 20
@@ -77,13 +75,23 @@ class MappedOrigins:
             untouched = self._same_bytes(number, offset, address, nbytes)
         return SourceRange(number, offset, nbytes) if untouched else None
 
+    def range_in(self, path: str, status: os.stat_result, offset: int, nbytes: int) -> SourceRange | None:
+        """``nbytes`` from ``offset`` on of the file at ``path``, which was a safetensors file when it had ``status``;
+        None where it is another one by now, or has changed."""
+        number = self._files.number_of(path, status.st_dev, status.st_ino)
+        if number is None or self._files.content_of(number) != (status.st_size, status.st_mtime_ns):
+            return None
+        return SourceRange(number, offset, nbytes)
+
     def _is_one(self, number: int) -> bool:
         """Whether a file begins as a safetensors file does: the length of its header, and JSON."""
         if number not in self._is_safetensors:
-            begin = self._files.read_at(number, 0, 9)
-            length = int.from_bytes(begin[:8], "little")
-            fits = 2 <= length <= min(HEADER_MAX, self._files.size_of(number) - 8)
-            self._is_safetensors[number] = len(begin) == 9 and begin[8:] == b"{" and fits
+            begin = self._files.read_at(number, 0, LENGTH_BYTES + 1)
+            try:
+                length = header_length(begin, self._files.size_of(number))
+            except ValueError:
+                length = 0
+            self._is_safetensors[number] = length > 0 and begin[LENGTH_BYTES:] == b"{"
         return self._is_safetensors[number]
 
     def _same_bytes(self, number: int, offset: int, address: int, nbytes: int) -> bool:

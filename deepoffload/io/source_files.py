@@ -97,6 +97,10 @@ class SourceFiles:
         number = self._numbers[(device, inode)] = len(self._files) - 1
         return number
 
+    def content_of(self, number: int) -> Content:
+        """What tells the content of a file from another one, when it was opened."""
+        return self._files[number].content
+
     def size_of(self, number: int) -> int:
         """Bytes of a file, when it was opened."""
         return self._files[number].content[0]

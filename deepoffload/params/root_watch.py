@@ -12,6 +12,7 @@ from deepoffload.params.membership import Membership
 from deepoffload.params.module_hooks import ModuleHook, NoWindow
 
 if TYPE_CHECKING:
+    from deepoffload.params.forward_passes import ForwardPasses
     from deepoffload.params.window import Window
 
 
@@ -20,7 +21,7 @@ class RootWatch:
 
     Args:
         windows: those of them that lie below ``root`` need not ask again in a call of it.
-        shown: makes of what a call returns what the program gets.
+        passes: told when a call begins and ends; it makes of what the call returns what the program gets.
 
     Attributes:
         checks: how often it has asked and found nothing new.
@@ -33,12 +34,12 @@ class RootWatch:
         root: nn.Module,
         refresh: Callable[[nn.Module], None],
         windows: Iterable[Window],
-        shown: Callable[[Any], Any] | None = None,
+        passes: ForwardPasses | None = None,
     ) -> None:
         self.checks = self.changes = 0
         self.running = False
         self._refresh = refresh
-        self._shown = shown
+        self._passes = passes
         self._members = Membership(root)
         below = set(root.modules())
         for window in windows:
@@ -60,6 +61,8 @@ class RootWatch:
         if module is not self._module():
             return
         self.running = True
+        if self._passes is not None:
+            self._passes.began()
         if not self._members.changed():
             self.checks += 1
             return
@@ -69,7 +72,7 @@ class RootWatch:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         self.running = False
-        return None if self._shown is None or module is not self._module() else self._shown(output)
+        return None if self._passes is None or module is not self._module() else self._passes.ended(output)
 
     def remove(self) -> None:
         for handle in self._removable:

@@ -57,9 +57,11 @@ def adopt(pager: Pager, param: Tensor, name: str, building: BuildingMemory | Non
     if pager.inference:
         param.requires_grad_(False)
     handle = ParamHandle(pager, name, param, param.dtype, dense_stride(param))
-    handle.origin = find_origin(pager.origins, param)
-    if handle.origin is not None:
-        _adopt_where_it_lies(handle, handle.origin)
+    origin = find_origin(pager.origins, param)
+    if origin is not None:
+        _lie_in(handle, origin)
+        _show_stand_in(handle, param)
+        handle.version = version_of(param)
         return handle
     memory, nbytes = pager.memory_on(param.device), handle.nbytes
     is_shared = building is not None and is_cut(nbytes, building.world_size)
@@ -76,9 +78,7 @@ def adopt(pager: Pager, param: Tensor, name: str, building: BuildingMemory | Non
         raise
     with outside_user_modes():
         handle.view().copy_(get_data(param))
-        param.__class__ = OffloadedParameter
-        param._slot = handle  # type: ignore[attr-defined]
-        handle.uninstall()
+    _show_stand_in(handle, param)
     owner.install()
     handle.version = version_of(param)
     memory.release(block)
@@ -87,22 +87,42 @@ def adopt(pager: Pager, param: Tensor, name: str, building: BuildingMemory | Non
     return handle
 
 
-def _adopt_where_it_lies(handle: ParamHandle, origin: SourceRange) -> None:
-    """The same of a parameter whose bytes a checkpoint has: none of them is read."""
-    pager, param = handle.pager, handle.tensor
-    backing = backing_of([handle.name], [origin])
-    if backing is None or param is None:
-        raise RuntimeError(f"{handle.name}: one range of a file cannot overlap with itself")
-    owner = WeightView(pager)
-    owner.slots.append(handle)
-    block = pager.tiers.create(handle.name, BlockKind.WEIGHT, backing.nbytes, owner)
-    handle.bind_as_shown(block, backing.offsets[0])
-    pager.tiers.transfers.back(block, backing.extent)
+def _show_stand_in(handle: ParamHandle, param: Tensor) -> None:
+    """Give ``param`` the doors, and its stand-in."""
     with outside_user_modes():
         param.__class__ = OffloadedParameter
         param._slot = handle  # type: ignore[attr-defined]
         handle.uninstall()
-    handle.version = version_of(param)
+
+
+def _lie_in(handle: ParamHandle, origin: SourceRange) -> None:
+    """Give a parameter a block whose bytes a checkpoint has. None of them is read."""
+    pager = handle.pager
+    backing = backing_of([handle.name], [origin])
+    if backing is None:
+        raise RuntimeError(f"{handle.name}: one range of a file cannot overlap with itself")
+    owner = WeightView(pager)
+    owner.slots.append(handle)
+    block = pager.tiers.create(handle.name, BlockKind.WEIGHT, backing.nbytes, owner)
+    handle.origin = origin
+    handle.bind_as_shown(block, backing.offsets[0])
+    pager.tiers.transfers.back(block, backing.extent)
+
+
+def move_to_checkpoint(handle: ParamHandle, origin: SourceRange) -> bool:
+    """Drop the bytes of a registered parameter: a checkpoint has those that it is to have. False where it is part of a
+    unit already, or where the program holds views of what would go; nothing is changed then."""
+    old, tiers = handle.block, handle.pager.tiers
+    if old is None or handle.unit is not None or handle.tensor is None:
+        return False
+    with handle.pager.lock, outside_user_modes():
+        owner = old.owner
+        if old.leases or handle.given() or handle.displaced() or owner is None or not owner.can_release():
+            return False
+        tiers.remove(old)
+        _lie_in(handle, origin)
+        handle.count_update()  # graphs that have kept the old values must not go on
+    return True
 
 
 def give_back(handle: ParamHandle) -> None:

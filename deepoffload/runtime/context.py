@@ -10,7 +10,7 @@ from typing import Any, overload
 
 from torch import nn
 
-from deepoffload.config import Config, parse_config
+from deepoffload.config import Config, Precision, parse_config
 from deepoffload.errors import BudgetError, RankError, UsageError
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.engine import Engine
@@ -93,7 +93,8 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
                     raise hooks.refusal(error)
                 roots = hooks.roots()
                 if self.config.inference:
-                    page_large_buffers(roots)
+                    in_their_types = self.config.precision is Precision.KEEP
+                    page_large_buffers(roots, engine.pager.origins if in_their_types else None)
                 hooks.take_unregistered(roots)
                 engine.assemble(roots, hooks.handles)
         except BaseException as failure:

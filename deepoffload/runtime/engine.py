@@ -29,7 +29,7 @@ from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.optim.rank_gradients import RankGradients
 from deepoffload.optim.speculation.speculation import Speculation
-from deepoffload.params.inference import without_backward
+from deepoffload.params.forward_passes import ForwardPasses
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.outer_window import OuterWindow
 from deepoffload.params.pager import Pager
@@ -103,6 +103,7 @@ class Engine:
         self._windows: list[Window] = []
         self._outer: list[OuterWindow] = []
         self._watches: list[RootWatch] = []
+        self._passes: ForwardPasses | None = None
         self._outside: OutsideWatch | None = None
         self._building: ConstructionHooks | None = None
         self._disk = EngineDisk()
@@ -245,8 +246,8 @@ class Engine:
             for handle in unit.handles:
                 self.gradients.track(handle)
         self._windows = [Window(self.pager, module, name) for name, module in plan.windows]
-        shown = without_backward if self.config.inference else None
-        self._watches = [RootWatch(root, self.refresh, self._windows, shown) for root in roots]
+        self._passes = ForwardPasses(self.pager) if self.config.inference else None
+        self._watches = [RootWatch(root, self.refresh, self._windows, self._passes) for root in roots]
         self._outer = [OuterWindow(self.pager, module, name) for name, module in plan.outer]
         machine.return_free_memory()  # what construction used and freed
         log.info("placement\n%s", plan.table(len(self.ranks.host_ranks), self.config.gradient_accumulation_steps))
@@ -362,6 +363,7 @@ class Engine:
             **run_stats(self.pager, self._disk.space, self.budgets),
             "rank": self.ranks.rank,
             "world_size": self.ranks.world_size,
+            **({} if self._passes is None else self._passes.stats()),
             **({} if self.link is None else self.link.stats()),
             **({} if self.gradients.speculation is None else self.gradients.speculation.stats()),
         }

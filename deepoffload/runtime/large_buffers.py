@@ -1,4 +1,4 @@
-"""Large integer buffers become frozen parameters, so that they are paged: quantised checkpoints keep weights there."""
+"""Large buffers that are weights become frozen parameters, so that they are paged: quantised checkpoints have such."""
 
 from __future__ import annotations
 
@@ -6,22 +6,36 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from deepoffload.io.mapped_origin import MappedOrigins
+from deepoffload.runtime.backing import find_origin
+
 LARGE_BYTES = 1 << 20
 
 
-def page_large_buffers(roots: Iterable[nn.Module]) -> None:
+def page_large_buffers(roots: Iterable[nn.Module], origins: MappedOrigins | None) -> None:
     """Register large integer buffers as parameters, under their names: a state dict has them as before. Those that are
-    not saved with the model stay: the program may replace them at any time."""
+    not saved with the model stay: the program may replace them at any time. Of the other types only what lies in a
+    checkpoint counts: anything else may be what a model computes, such as a cache.
+
+    Args:
+        origins: knows what lies in a checkpoint; None where parameters take another type, which buffers may not.
+    """
     made: dict[int, nn.Parameter] = {}
     for root in roots:
         for module in root.modules():
             for name, buffer in list(module._buffers.items()):
-                if buffer is not None and name not in module._non_persistent_buffers_set and _is_large(buffer):
+                if buffer is None or name in module._non_persistent_buffers_set or not _is_large(buffer):
+                    continue
+                if _is_integer(buffer) or find_origin(origins, buffer) is not None:
                     del module._buffers[name]
                     param = made.setdefault(id(buffer), nn.Parameter(buffer, requires_grad=False))
                     module.register_parameter(name, param)
 
 
 def _is_large(buffer: Tensor) -> bool:
-    is_integer = not (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype.itemsize == 0)
-    return type(buffer) is Tensor and buffer.device.type == "cpu" and is_integer and buffer.nbytes >= LARGE_BYTES
+    plain = type(buffer) is Tensor and not buffer.is_complex() and not buffer.is_quantized
+    return plain and buffer.device.type == "cpu" and buffer.nbytes >= LARGE_BYTES
+
+
+def _is_integer(buffer: Tensor) -> bool:
+    return not buffer.is_floating_point()

@@ -1,0 +1,159 @@
+"""Generation that lasts, that Ctrl-C ends, and whose files or disks are not as they should be."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from deepoffload import stats
+from deepoffload.errors import ConfigError, PlacementError
+from deepoffload.timeline import Lane
+from tests.runtime.generation_campaign import GROWTH_BYTES, TOKENS, generate_long, generation_in, interrupt_often
+from tests.support.disks import tmpfs
+from tests.support.generation import Generation
+from tests.support.inspect import pager_of
+from tests.support.programs import Programs
+
+BUDGET_BYTES = 4 << 20
+
+
+@pytest.fixture
+def generation(tmp_path: Path) -> Generation:
+    return generation_in(tmp_path)
+
+
+@torch.no_grad()
+def test_nothing_grows_and_nothing_is_written(generation: Generation) -> None:
+    """``python -m tests.runtime.generation_campaign`` does the same for 2,000 tokens."""
+    model = generation.paged(BUDGET_BYTES)
+    assert generate_long(model, 60, warm=20) <= GROWTH_BYTES
+
+
+def test_ctrl_c_leaves_a_model_that_generates(generation: Generation) -> None:
+    expected = generation.plain().generate(TOKENS, max_new_tokens=5, do_sample=False)
+    ended = interrupt_often(generation.paged(BUDGET_BYTES), expected, 12, seed=1)
+    assert ended > 3, "hardly any Ctrl-C was in time"
+
+
+@torch.no_grad()
+def test_each_forward_pass_is_counted_and_shown(generation: Generation, tmp_path: Path) -> None:
+    model = generation.paged(BUDGET_BYTES, timeline=True)
+    for count in range(1, 5):
+        model(TOKENS)
+        found = stats(model)
+        assert found["forwards"] == count
+    before = found
+    model(TOKENS)
+    found = stats(model)
+    assert found["forward_bytes_read"] == found["disk_bytes_read"] - before["disk_bytes_read"] > 0
+    waits = ("waits", "faults", "partial_reads")
+    assert found["forward_waits"] == sum(found[name] - before[name] for name in waits)
+    assert found["forward_wait_s"] == pytest.approx(found["wait_s"] - before["wait_s"])
+    engine = generation.context.engine
+    assert engine is not None and engine.timeline is not None
+    passes = [span for span in engine.timeline.spans() if span.lane is Lane.PASS]
+    assert [span.name for span in passes] == [f"forward pass {number}" for number in range(1, 6)]
+    assert engine.summary().steps == 4 and engine.summary().read_bytes > 0
+    engine.export_trace(tmp_path / "trace.json")
+    assert "forward pass 5" in (tmp_path / "trace.json").read_text()
+    with pytest.raises(IndexError):
+        model(torch.full((1, 3), 1 << 40))
+    assert stats(model)["forwards"] == 5, "a call that failed is none"
+
+
+@torch.no_grad()
+def test_a_checkpoint_on_a_read_only_disk_without_direct_io(generation: Generation, tmp_path: Path) -> None:
+    """Network file systems are such. It is said once for each file, and nothing else differs."""
+    expected = generation.plain().generate(TOKENS, max_new_tokens=3, do_sample=False)
+    with tmpfs(tmp_path / "small", 64) as where:
+        shutil.copytree(generation.checkpoint, where / "checkpoint")
+        subprocess.run(["mount", "-o", "remount,ro", where], check=True)
+        there = Generation(generation.kind, where / "checkpoint", generation.nvme_path)
+        with pytest.warns(RuntimeWarning, match=r"model\.safetensors: O_DIRECT does not work") as caught:
+            model = there.paged(BUDGET_BYTES)
+            found = [model.generate(TOKENS, max_new_tokens=3, do_sample=False) for _ in range(2)]
+        assert len([warning for warning in caught if "O_DIRECT" in str(warning.message)]) == 1
+        assert torch.equal(found[0], expected) and torch.equal(found[1], expected)
+        assert stats(model)["disk_bytes_written"] == 0
+        with pytest.raises(ConfigError, match="EROFS|[Rr]ead-only"):
+            Generation(generation.kind, generation.checkpoint, where).paged(BUDGET_BYTES)
+        there.context.engine.close()  # type: ignore[union-attr]
+
+
+def test_files_that_are_wrong_from_the_start(generation: Generation) -> None:
+    """from_pretrained raises its own error; the engine is closed, and the next one works."""
+    file = generation.checkpoint / "model.safetensors"
+    content = file.read_bytes()
+    lies = content.replace(b'"shape":[256,256]', b'"shape":[256,999]', 1)
+    for wrong in (content[: len(content) // 2], (1 << 40).to_bytes(8, "little") + content[8:], lies):
+        file.write_bytes(wrong)
+        with pytest.raises((SafetensorError, OSError)):
+            generation.paged(BUDGET_BYTES)
+        engine = generation.context.engine
+        assert engine is not None and pager_of(engine).life.closed_because is not None
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(OSError):
+        generation.paged(BUDGET_BYTES)
+    file.rmdir()
+    file.write_bytes(content)
+    model = generation.paged(BUDGET_BYTES)
+    assert torch.equal(model(TOKENS).logits, generation.plain()(TOKENS).logits)
+
+
+def test_a_budget_below_the_largest_call(generation: Generation) -> None:
+    with pytest.raises(PlacementError, match="(?s)working set does not fit.*forward pass") as caught:
+        generation.paged(64 << 10)
+    assert caught.value.enough_bytes is not None
+    assert generation.paged(caught.value.enough_bytes) is not None
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from deepoffload import stats
+from tests.support.generation import Generation
+from tests.support.memory_watch import give_back, resident_bytes
+from transformers import LlamaForCausalLM
+
+torch.set_num_threads(1)
+generation = Generation(LlamaForCausalLM, Path(sys.argv[1]), Path(sys.argv[2]))
+warm = generation.paged(64 << 20)  # what is imported and allocated by a first model is not counted
+warm.generate(torch.arange(3, 15).view(2, 6), max_new_tokens=8, do_sample=False)
+generation.context.engine.close()
+del warm
+give_back()
+before = resident_bytes()
+model = generation.paged(int(sys.argv[3]))
+for _ in range(4):
+    found = model.generate(torch.arange(3, 15).view(2, 6), max_new_tokens=8, do_sample=False)
+give_back()
+print(found.tolist())
+print(resident_bytes() - before, stats(model)["disk_bytes_read"], stats(model)["disk_bytes_written"])
+"""
+
+
+@torch.no_grad()
+def test_two_processes_generate_from_one_checkpoint(generation: Generation, programs: Programs) -> None:
+    words = [str(generation.checkpoint), str(generation.nvme_path), str(BUDGET_BYTES)]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(programs.run, PROGRAM, *words)
+        model = generation.paged(BUDGET_BYTES)
+        calls = 0
+        while not other.done() or not calls:
+            found = model.generate(TOKENS, max_new_tokens=8, do_sample=False)
+            calls += 1
+    done = other.result()
+    assert not done.returncode, done.stderr
+    theirs, numbers = done.stdout.strip().splitlines()[-2:]
+    assert theirs == str(found.tolist()) and calls > 0
+    growth, read, written = map(float, numbers.split())
+    assert growth <= BUDGET_BYTES + (2 << 20), "the other one holds more than its budget"
+    assert read > 0 and written == 0 and stats(model)["disk_bytes_written"] == 0
