@@ -74,6 +74,10 @@ class RootWatch:
         self.running = False
         return None if self._passes is None or module is not self._module() else self._passes.ended(output)
 
+    def stats(self) -> dict[str, float]:
+        """Of the calls of all models that this one was built with, where they are counted."""
+        return {} if self._passes is None else self._passes.stats()
+
     def remove(self) -> None:
         for handle in self._removable:
             handle.remove()

@@ -103,7 +103,6 @@ class Engine:
         self._windows: list[Window] = []
         self._outer: list[OuterWindow] = []
         self._watches: list[RootWatch] = []
-        self._passes: ForwardPasses | None = None
         self._outside: OutsideWatch | None = None
         self._building: ConstructionHooks | None = None
         self._disk = EngineDisk()
@@ -246,8 +245,8 @@ class Engine:
             for handle in unit.handles:
                 self.gradients.track(handle)
         self._windows = [Window(self.pager, module, name) for name, module in plan.windows]
-        self._passes = ForwardPasses(self.pager) if self.config.inference else None
-        self._watches = [RootWatch(root, self.refresh, self._windows, self._passes) for root in roots]
+        passes = ForwardPasses(self.pager) if self.config.inference else None
+        self._watches = [RootWatch(root, self.refresh, self._windows, passes) for root in roots]
         self._outer = [OuterWindow(self.pager, module, name) for name, module in plan.outer]
         machine.return_free_memory()  # what construction used and freed
         log.info("placement\n%s", plan.table(len(self.ranks.host_ranks), self.config.gradient_accumulation_steps))
@@ -363,7 +362,7 @@ class Engine:
             **run_stats(self.pager, self._disk.space, self.budgets),
             "rank": self.ranks.rank,
             "world_size": self.ranks.world_size,
-            **({} if self._passes is None else self._passes.stats()),
+            **(self._watches[0].stats() if self._watches else {}),
             **({} if self.link is None else self.link.stats()),
             **({} if self.gradients.speculation is None else self.gradients.speculation.stats()),
         }
