@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from deepoffload.ranks.round_runner import PayloadFlight
 from deepoffload.ranks.rounds import Payload, Want, WantKind
 from deepoffload.ranks.service import RoundService
 from deepoffload.ranks.sums import SquareSum, packed, unpacked
+from deepoffload.schedule.cost_model import LinkRates
 from deepoffload.timeline import Timeline
 
 SLICE_S = 1.0
@@ -112,6 +114,7 @@ class RankLink:
         lock: the tier manager's: it guards what launches do. [Note: held] in ``ranks.service`` says who waits for what
             with it.
         timeout_s: how long a rank waits while nothing happens.
+        rates: of ``exchange``, for plans; None where nobody plans with them.
         timeline: of what rounds and waits take; None: nothing is recorded.
 
     All methods that post or wait raise RankError, on all ranks the same one.
@@ -133,10 +136,12 @@ class RankLink:
         lock: Any,
         *,
         timeout_s: float,
+        rates: LinkRates | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         self.ranks = group.ranks
         self.exchange = exchange
+        self.rates = rates
         self.timeout_s = timeout_s
         self.on_reduce: Reducer | None = None
         self.before_meeting: list[Callable[[], None]] = []
@@ -379,6 +384,7 @@ class RankLink:
     def stats(self) -> dict[str, float]:
         """Numbers of the run so far."""
         stats = self.rounds.stats()
+        rates = {} if self.rates is None else asdict(self.rates)
         return {
             "rounds": stats.rounds,
             "mixed_rounds": stats.mixed_rounds,
@@ -388,4 +394,5 @@ class RankLink:
             **{f"rank_{rank}_waited_for_s": seconds for rank, seconds in enumerate(stats.waited_for_s)},
             "gather_bytes": self.exchange.gather_bytes,
             "reduce_bytes": self.exchange.part_bytes,
+            **{f"link_{name}": rate for name, rate in rates.items()},
         }

@@ -7,16 +7,18 @@ import gc
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from deepoffload.config import Config, OptimizerConfig, Precision, StepOverlap
+import torch
+
+from deepoffload.config import Config, OptimizerConfig, Precision, RanksConfig, StepOverlap
 from deepoffload.errors import DeepOffloadError, PlacementError, UsageError
-from deepoffload.estimate import inference, measure, plots, report, zero_infinity
+from deepoffload.estimate import inference, measure, on_ranks, plots, report, zero_infinity
 from deepoffload.estimate.arguments import parse
 from deepoffload.estimate.machine import MachineSpec, read_machine
-from deepoffload.estimate.progress import MeasuringProgress
+from deepoffload.estimate.progress import MeasuringProgress, Report, silent
 from deepoffload.estimate.questions import Estimate, estimate, largest_model, surely_too_large
 from deepoffload.estimate.recording import DryRun
 from deepoffload.estimate.states import estimate_model_states_mem_needs_all_live
@@ -29,9 +31,13 @@ BUDGET_POINTS = 12
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m deepoffload.estimate") -> int:
     """Returns 0 when the model fits, 1 when it does not, 2 for a mistake in the command."""
+    said = sys.argv[1:] if argv is None else argv
     try:
         with without_collections():
-            return _run(parse(argv, prog))
+            options = parse(said, prog)
+            if options.ranks is None and not options.machine:
+                options.ranks = on_ranks.launched_ranks()
+            return _run(options, said)
     except DeepOffloadError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -49,7 +55,7 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     for name in ("plot_efficiency", "plot_budget"):
         if getattr(options, name):
             plots.check_plot(f"--{name.replace('_', '-')}", getattr(options, name))
@@ -64,25 +70,35 @@ def _run(options: argparse.Namespace) -> int:
     if not (options.config or options.parameters or options.largest):
         return EXIT_OK
     batch, config = Batch(options.batch, options.seq or LENGTH), _config(options)
-    if options.largest:
-        found = largest_model(
-            _machine(options), config, batch, checkpointing=options.checkpointing, vocabulary=options.vocabulary
-        )
-    else:
-        subject = _subject(options, batch)
-        for note in subject.notes:
-            print(note, file=sys.stderr)
-        machine = read_machine(options.machine) if options.machine else measure.unmeasured_machine(options.measure)
-        if options.deepspeed:
-            estimate_model_states_mem_needs_all_live(subject.module, machine.devices_per_node, machine.nodes)
-            print()
-        if options.inference:
-            return _infer(options, subject, config)
-        # What no rates can change is said before they are measured.
-        if not options.machine and not surely_too_large(subject, machine, config):
-            machine = _machine(options)
-        found = _estimate(subject, machine, config, options)
-    print(json.dumps(report.as_json(found), indent=1) if options.json else report.text(found))
+    together = _measuring_ranks(options)
+    try:
+        if options.largest:
+            if _measured_by_others(options, together):
+                return on_ranks.start(options.ranks, argv)
+            machine = _machine(options, together)
+            sizes = {"checkpointing": options.checkpointing, "vocabulary": options.vocabulary}
+            found = largest_model(machine, config, batch, **sizes)
+        else:
+            subject = _subject(options, batch)
+            for note in subject.notes if together is None or together.is_first else ():
+                print(note, file=sys.stderr)
+            machine = _unmeasured(options, together)
+            if options.deepspeed:
+                estimate_model_states_mem_needs_all_live(subject.module, machine.devices_per_node, machine.nodes)
+                print()
+            if options.inference:
+                return _infer(options, subject, config)
+            # What no rates can change is said before they are measured.
+            if not options.machine and not surely_too_large(subject, machine, config):
+                if _measured_by_others(options, together):
+                    return on_ranks.start(options.ranks, argv)
+                machine = _machine(options, together)
+            found = _estimate(subject, machine, config, options, together)
+    finally:
+        if together is not None:
+            together.close()
+    if together is None or together.is_first:
+        print(json.dumps(report.as_json(found), indent=1) if options.json else report.text(found))
     return EXIT_OK if found.fits else EXIT_DOES_NOT_FIT
 
 
@@ -93,11 +109,58 @@ def _infer(options: argparse.Namespace, subject: Subject, config: Config) -> int
     return EXIT_OK if found.fits else EXIT_DOES_NOT_FIT
 
 
-def _machine(options: argparse.Namespace) -> MachineSpec:
+def _measuring_ranks(options: argparse.Namespace) -> on_ranks.MeasuringRanks | None:
+    """The ranks that a launcher has started, where they are to measure."""
+    launched = on_ranks.launched_ranks()
+    if launched == 1 or options.machine or options.link_rate:
+        return None
+    if options.ranks != launched:
+        raise UsageError(f"--ranks {options.ranks}, but the launcher has started {launched}: leave --ranks out")
+    return on_ranks.MeasuringRanks(options.transport)
+
+
+def _measured_by_others(options: argparse.Namespace, together: on_ranks.MeasuringRanks | None) -> bool:
+    """Whether several ranks are asked about, of which nobody has started any."""
+    several = options.ranks is not None and options.ranks > 1
+    return several and together is None and not (options.machine or options.link_rate)
+
+
+def _unmeasured(options: argparse.Namespace, together: on_ranks.MeasuringRanks | None = None) -> MachineSpec:
+    """The machine, with usual rates where no file says them."""
     if options.machine:
-        return read_machine(options.machine)
-    with MeasuringProgress(sys.stderr) as progress:
-        return measure.measure_machine(options.measure, fresh=options.measure is not None, progress=progress)
+        return _with_ranks(options, read_machine(options.machine))
+    spec = _with_ranks(options, measure.unmeasured_machine(options.measure))
+    return spec if together is None else together.same(spec)
+
+
+def _with_ranks(options: argparse.Namespace, spec: MachineSpec) -> MachineSpec:
+    ranks = options.ranks or spec.ranks
+    if ranks % spec.nodes:
+        raise UsageError(f"--ranks {ranks}: the machine has {spec.nodes} nodes, which get equal numbers of ranks")
+    spec = replace(spec, devices_per_node=ranks // spec.nodes)
+    rate = options.link_rate
+    return spec if rate is None else replace(spec, rank_gather_bytes_per_s=rate, rank_reduce_bytes_per_s=rate)
+
+
+def _machine(options: argparse.Namespace, together: on_ranks.MeasuringRanks | None = None) -> MachineSpec:
+    if options.machine:
+        return _unmeasured(options)
+    with _progress(together) as progress:
+        if together is not None:
+            spec = replace(measure.unmeasured_machine(options.measure), process_bytes=measure.process_bytes())
+            return together.machine(spec, options.measure, progress)
+        found = measure.measure_machine(options.measure, fresh=options.measure is not None, progress=progress)
+    found = _with_ranks(options, found)
+    if found.devices_per_node > 1:  # this process has measured with all cores, of which a rank has its part
+        each = found.devices_per_node
+        torch.set_num_threads(max(1, torch.get_num_threads() // each))
+        found = replace(found, flops_per_s=found.flops_per_s / each, device_bytes_per_s=found.device_bytes_per_s / each)
+    return found
+
+
+def _progress(together: on_ranks.MeasuringRanks | None) -> AbstractContextManager[Report]:
+    """One rank says what is being measured."""
+    return MeasuringProgress(sys.stderr) if together is None or together.is_first else nullcontext(silent)
 
 
 def _config(options: argparse.Namespace) -> Config:
@@ -108,6 +171,7 @@ def _config(options: argparse.Namespace) -> Config:
         step_overlap=StepOverlap(options.step_overlap),
         gradient_accumulation_steps=options.accumulation,
         optimizer=OptimizerConfig(options.optimizer, {"state_dtype": options.state_dtype, "momentum": 0.9}),
+        ranks=RanksConfig(transport=options.transport),
     )
 
 
@@ -131,20 +195,27 @@ def _subject(options: argparse.Namespace, batch: Batch) -> Subject:
     )
 
 
-def _estimate(subject: Subject, machine: MachineSpec, config: Config, options: argparse.Namespace) -> Estimate:
+def _estimate(
+    subject: Subject,
+    machine: MachineSpec,
+    config: Config,
+    options: argparse.Namespace,
+    together: on_ranks.MeasuringRanks | None,
+) -> Estimate:
     timed: dict[int, OpTimes] = {}
 
     def time_ops(run: DryRun) -> OpTimes:
         """Seconds of the model's own operators on this machine; measured once for all budgets."""
         if not timed:
-            with MeasuringProgress(sys.stderr) as progress:
-                timed[0] = measure.measure_ops(run, progress=progress)
+            with _progress(together) as progress:
+                by = measure.measure_ops if together is None else together.ops
+                timed[0] = by(run, progress=progress)
         return timed[0]
 
     known: dict[str, Any] = {"time_ops": time_ops} if options.measure else {}
-    with MeasuringProgress(sys.stderr) as progress:
+    with _progress(together) as progress:
         found = estimate(subject, machine, config, progress=progress, **known)
-    if options.plot_budget:
+    if options.plot_budget and (together is None or together.is_first):
         _plot_budgets(found, known, options.plot_budget)
     return found
 

@@ -45,9 +45,14 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
         "--host-budget",
         type=_bytes,
         metavar="BYTES",
-        help="of one rank, a part of the configuration's; not said: what there is",
+        help="of all ranks of a host, as in the configuration; not said: what there is",
     )
-    machine.add_argument("--nvme-budget", type=_bytes, metavar="BYTES", help="of one rank; 0 for none")
+    machine.add_argument("--nvme-budget", type=_bytes, metavar="BYTES", help="of all ranks of a host; 0 for none")
+    machine.add_argument("--ranks", type=_count, metavar="N", help="processes that train it together, on CPUs")
+    machine.add_argument(
+        "--link-rate", type=_bytes, metavar="BYTES", help="per second, from the other ranks to one; else measured"
+    )
+    machine.add_argument("--transport", choices=("auto", "group", "memory"), default="auto", help="between ranks")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--deepspeed", action="store_true", help="print DeepSpeed's estimates and ours next to them")
@@ -81,6 +86,12 @@ def _check(options: argparse.Namespace) -> None:
     for name in others if options.inference else ():
         if getattr(options, name):
             raise ConfigError(f"--{name.replace('_', '-')} is about training: leave it or --inference out")
+    if options.ranks and (options.inference or options.deepspeed):
+        raise ConfigError(
+            f"--ranks is about training: leave it or --{'inference' if options.inference else 'deepspeed'} out"
+        )
+    if options.link_rate == 0:
+        raise ConfigError("--link-rate 0: nothing would ever arrive; give bytes per second, such as 4GB")
     if options.machine and options.measure:
         raise ConfigError("--machine describes a machine and --measure measures this one; give one of them")
 

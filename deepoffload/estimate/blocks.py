@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from deepoffload.config import Config
 from deepoffload.errors import PlacementError, UsageError
+from deepoffload.estimate.rank_share import PlannedLink, RankShare, rank_share
 from deepoffload.native.aio import PAGE_BYTES, round_up
+from deepoffload.runtime.building import WINDOW_SHARE, kept_bytes, shares_of
 from deepoffload.runtime.choice import ChosenCut, Room, choose
 from deepoffload.runtime.compute_types import ComputeTypes
 from deepoffload.runtime.plan import cutter_of, dry_pager
@@ -27,6 +29,7 @@ class BlockPlan:
     ``content_bytes``: by block, what it stores (``BlockSpec.nbytes`` is what it takes in memory).
     ``trained_by_unit``: how many trainable parameters (tensors) each unit has.
     ``registered_bytes``: parameters as the model registers them. ``largest_bytes``: the largest one, so registered.
+    ``rank``: where this is one rank's part of a model, what the rank has besides.
     """
 
     placement: Placement
@@ -37,6 +40,11 @@ class BlockPlan:
     largest_bytes: int
     num_parameters: int
     trained_by_unit: dict[int, int]
+    rank: RankShare | None = None
+
+    def table(self) -> str:
+        """The placement for people, as the engine logs it."""
+        return self.placement.table() if self.rank is None else self.rank.table
 
     def extent_bytes(self, block: BlockSpec) -> int:
         """What a block takes on NVMe: its content, in whole pages."""
@@ -54,15 +62,19 @@ class BlockPlan:
 class Planner:
     """Plans of one model, on any device (the meta device, too). What does not depend on the room is worked out once.
 
+    Args:
+        link: joins the ranks that train it; None with one. Plans are one rank's then.
+
     Raises:
         UsageError: the model has no parameters.
     """
 
-    def __init__(self, model: nn.Module, config: Config) -> None:
-        pager, gradients, handles = dry_pager(model)
+    def __init__(self, model: nn.Module, config: Config, link: PlannedLink | None = None) -> None:
+        pager, gradients, handles = dry_pager(model, link=link)
         if not handles:
             raise UsageError(f"{type(model).__name__} has no parameters that could be placed")
         self._config = config
+        self._link = link
         self._params = [handle.tensor for handle in handles if handle.tensor is not None]
         self._cutter = cutter_of(pager, gradients, config, [model], handles)
 
@@ -77,8 +89,28 @@ class Planner:
         Raises:
             PlacementError: it does not fit; the message carries the table.
         """
-        room = Room(capacity_bytes // PAGE_BYTES * PAGE_BYTES, nvme_bytes, bandwidths)
-        return _block_plan(choose(self._cutter, self._config, room))
+        exchange = None if self._link is None else self._link.exchange
+        room = Room(capacity_bytes // PAGE_BYTES * PAGE_BYTES, nvme_bytes, bandwidths, exchange=exchange)
+        choice = choose(self._cutter, self._config, room)
+        plan = _block_plan(choice)
+        if self._link is None:
+            return plan
+        share = rank_share(choice, self._link, room.capacity_bytes, self._config.gradient_accumulation_steps)
+        return replace(plan, rank=share, registered_bytes=self._registered_bytes(room.capacity_bytes))
+
+    def _registered_bytes(self, capacity_bytes: int) -> int:
+        """What one of several ranks has of the parameters while the model is built: its part of each, and the last ones
+        whole, in a part of its memory."""
+        sizes = [param.nbytes for param in self._params]
+        whole_bytes = sum(map(round_up, sizes))
+        if shares_of(sizes, capacity_bytes, self._world_size) == 1:
+            return whole_bytes
+        parts_bytes = sum(kept_bytes(nbytes, self._world_size) for nbytes in sizes)
+        return min(parts_bytes + capacity_bytes // WINDOW_SHARE, whole_bytes)
+
+    @property
+    def _world_size(self) -> int:
+        return 1 if self._link is None else self._link.ranks.world_size
 
     def smallest_capacity(self, *, nvme_bytes: int | None, bandwidths: Bandwidths) -> int:
         """The smallest memory budget with which the model can be placed.
@@ -107,7 +139,8 @@ class Planner:
         """What the largest parameter alone takes while it moves into its unit: as registered, and in the dtype it
         computes in. No budget below that will do, and plans for much smaller ones would be of very many very small
         blocks."""
-        needs = (param.nbytes + param.numel() * self.types.of(param).itemsize for param in self._params)
+        part = self._world_size
+        needs = (param.nbytes + param.numel() * self.types.of(param).itemsize // part for param in self._params)
         return max(needs, default=PAGE_BYTES)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from deepoffload.config.units import parse_bytes
 from deepoffload.errors import ConfigError
 from deepoffload.estimate.checks import at_least, positive, positive_integer
-from deepoffload.schedule.cost_model import Bandwidths
+from deepoffload.schedule.cost_model import Bandwidths, LinkRates
 
 PROCESS_BYTES = 220 << 20
 """Python, torch without CUDA and deepoffload, as measured; a process with CUDA takes some 500 MiB more."""
@@ -19,7 +19,8 @@ PROCESS_BYTES = 220 << 20
 
 @dataclass(frozen=True)
 class MachineSpec:
-    """One node, and how many there are. Rates per second, for one device where it says device.
+    """One node, and how many there are. Rates per second, for one device where it says device. Where the CPU computes
+    in several ranks, each of them is a device: ``devices_per_node`` says how many share a node's cores.
 
     Attributes:
         flops_per_s: what matrix products of the model's size reach, in the precision computed in.
@@ -27,6 +28,8 @@ class MachineSpec:
         device_bytes_per_s: memory bandwidth of what computes.
         link_bytes_per_s: between host and one device, each direction (PCIe).
         host_bytes_per_s: memory bandwidth of an optimizer's update: reads and writes together.
+        rank_gather_bytes_per_s, rank_reduce_bytes_per_s: what one rank gets from the others: shards for whole copies,
+            and gradients until they have been added up.
         nvme_bytes: free space on the node; 0: no NVMe.
         nvme_mixed_bytes_per_s: reads and writes together, when both are under way.
         nvme_share_while_computing: what is left of these rates while the processor computes; 1 where it has cores to
@@ -36,6 +39,7 @@ class MachineSpec:
         op_overhead_s: of one operator's call.
         visit_overhead_s, landing_overhead_s, piece_overhead_s, plan_overhead_s: of deepoffload itself: per use of a
             unit, per parameter's gradient, per piece of optimizer state, and per event where something moves.
+        round_overhead_s: until ranks have agreed on a transfer.
     """
 
     name: str = "described machine"
@@ -47,6 +51,8 @@ class MachineSpec:
     link_bytes_per_s: float = 1.2e10
     host_memory_bytes: int = 16 << 30
     host_bytes_per_s: float = 2e10
+    rank_gather_bytes_per_s: float = 4e9
+    rank_reduce_bytes_per_s: float = 3e9
     nvme_bytes: int = 0
     nvme_read_bytes_per_s: float = 2e9
     nvme_write_bytes_per_s: float = 2e9
@@ -59,6 +65,7 @@ class MachineSpec:
     landing_overhead_s: float = 1e-4
     piece_overhead_s: float = 2e-4
     plan_overhead_s: float = 2e-4
+    round_overhead_s: float = 3e-4
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node", "host_memory_bytes"):
@@ -89,6 +96,10 @@ class MachineSpec:
             self.nvme_mixed_bytes_per_s / share,
             self.host_bytes_per_s / share,
         )
+
+    def link_rates(self) -> LinkRates:
+        """Between ranks."""
+        return LinkRates(self.rank_gather_bytes_per_s, self.rank_reduce_bytes_per_s)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

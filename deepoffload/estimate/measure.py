@@ -86,10 +86,16 @@ def measure_rates(
 
     Arguments as of :func:`measure_machine`.
     """
+    spec = measure_processor(spec, nvme_path, progress)
+    return spec if nvme_path is None else measure_disk(spec, nvme_path, progress, fresh=fresh)
+
+
+def measure_processor(spec: MachineSpec, nvme_path: str | None = None, progress: Report = silent) -> MachineSpec:
+    """``spec`` with the rates of processor and memory, and the fixed costs of a step."""
     progress("fixed costs of a step")
     fixed = measure_overheads(nvme_path)
     progress("processor and memory")
-    spec = replace(
+    return replace(
         spec,
         flops_per_s=_matmul_rate(torch.bfloat16),
         device_bytes_per_s=_copy_rate(),
@@ -99,8 +105,10 @@ def measure_rates(
         piece_overhead_s=fixed.piece_s,
         plan_overhead_s=fixed.plan_s,
     )
-    if nvme_path is None:
-        return spec
+
+
+def measure_disk(spec: MachineSpec, nvme_path: str, progress: Report = silent, *, fresh: bool = True) -> MachineSpec:
+    """``spec`` with the rates of the disk."""
     progress(f"disk at {nvme_path}")
     with IoEngine() as engine:
         disk = measure_bandwidth(nvme_path, engine, use_cache=not fresh, time_s=DISK_TIME_S, key="--measure")

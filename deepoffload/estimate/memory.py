@@ -17,6 +17,10 @@ HOLES_CHUNKS, HOLES_CHUNKS_RECOMPUTING = 3, 5
 what is alive at the peak, and about so many times the largest tensor of its heap."""
 
 
+WHOLE_COPIES, ON_THEIR_WAY = "whole copies", "gradients on their way"
+"""Rows of several ranks."""
+
+
 @dataclass(frozen=True)
 class MemoryRow:
     """Bytes of one purpose. ``device``: of a device with its own memory. ``pinned``: host memory that the device
@@ -83,6 +87,10 @@ def estimate_memory(
         away = placement.paged & written if kind is BlockKind.GRADIENT and written is not None else placement.paged
         far = sum(blocks.extent_bytes(b) for b in placement.blocks if b.kind is kind and b.id in away)
         rows.append(_near(kind.value, near, has_device, nvme=far))
+    if blocks.rank is not None:
+        share = blocks.rank
+        rows.append(MemoryRow(WHOLE_COPIES, pageable=share.shown_bytes, note="of units, gathered from all ranks"))
+        rows.append(MemoryRow(ON_THEIR_WAY, pageable=share.way_bytes, note="to the ranks that own them"))
     total_bytes = sum(block.nbytes for block in placement.blocks)
     arena_bytes = min(placement.capacity_bytes, total_bytes)
     dynamic = arena_bytes - placement.resident_bytes
@@ -96,7 +104,8 @@ def estimate_memory(
             gathered = blocks.in_use_bytes() * ranks
             rows.append(MemoryRow("units on the device", device=gathered, note="weights in use and next, gradients"))
     rows.append(MemoryRow("process", pageable=process_bytes, note="Python, torch and other libraries"))
-    built = min(placement.capacity_bytes, _built_bytes(blocks))
+    arena = placement.capacity_bytes if blocks.rank is None else blocks.rank.arena_bytes
+    built = min(arena, _built_bytes(blocks))
     return MemoryEstimate(tuple(rows), process_bytes + built + blocks.largest_bytes)
 
 

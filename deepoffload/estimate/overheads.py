@@ -62,7 +62,7 @@ def measure_overheads(nvme_path: str | None = None) -> Overheads:
 
 def _paged(config: Config, x: torch.Tensor, rounds: int) -> list[float]:
     """Least seconds of forward, backward and update, without waiting for the disk."""
-    with silently(), offload_context(config) as context:
+    with silently(), offload_context(config, ranks="local") as context:
         model = _model()
     engine = context.engine
     if engine is None:

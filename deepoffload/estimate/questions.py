@@ -16,8 +16,9 @@ from deepoffload.estimate.checks import positive_integer
 from deepoffload.estimate.decoder import DecoderShape
 from deepoffload.estimate.lengths import ByLength
 from deepoffload.estimate.machine import MachineSpec
-from deepoffload.estimate.memory import MemoryEstimate, estimate_memory
+from deepoffload.estimate.memory import ON_THEIR_WAY, WHOLE_COPIES, MemoryEstimate, estimate_memory
 from deepoffload.estimate.progress import Report, silent
+from deepoffload.estimate.rank_share import planned_link
 from deepoffload.estimate.recording import DryRun
 from deepoffload.estimate.repeats import dry_run_quickly
 from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_step
@@ -43,7 +44,7 @@ class WithDisk:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Everything about one model on one machine. Bytes are one rank's.
+    """Everything about one model on one machine. Bytes are one rank's; budgets of the configuration are a node's.
 
     capacity_bytes: the budget of the arena: as said, or what the engine would take. nvme_bytes: what may be used of
     NVMe; None: there is none. whole_bytes: weights, gradients and optimizer state. room_bytes: the largest budget that
@@ -72,19 +73,23 @@ class Estimate:
     def fits(self) -> bool:
         return not self.problem
 
+    def of_node(self, nbytes: int) -> int:
+        """What all ranks of a node take together, where each takes ``nbytes``."""
+        return nbytes * self.machine.devices_per_node
+
     @property
     def node_host_bytes(self) -> int:
-        return self.memory.host_bytes * self.machine.devices_per_node if self.memory is not None else 0
+        return self.of_node(self.memory.host_bytes) if self.memory is not None else 0
 
     @property
     def node_nvme_bytes(self) -> int:
-        return self.memory.nvme_bytes * self.machine.devices_per_node if self.memory is not None else 0
+        return self.of_node(self.memory.nvme_bytes) if self.memory is not None else 0
 
     @property
     def steps_of_endurance(self) -> float | None:
         if self.step is None or not self.machine.nvme_endurance_bytes:
             return None
-        written = self.step.times.written_bytes * self.machine.devices_per_node
+        written = self.of_node(self.step.times.written_bytes)
         return self.machine.nvme_endurance_bytes / written if written else math.inf
 
 
@@ -99,7 +104,8 @@ def estimate(
     """Plan ``subject`` on ``machine``: memory by tier, and a step on the simulated clock.
 
     Without budgets in ``config`` they are those that ``offload_context`` would take of this machine.
-    With several ranks every rank's share of the model is what one rank would plan for a model of that part.
+    With several ranks on CPUs it is the plan that each of them makes. Several devices are not there yet: there every
+    rank's share of the model is what one rank would plan for a model of that part.
 
     Args:
         time_ops: gives seconds of a run's operators as measured; it is asked only where the model fits.
@@ -109,11 +115,12 @@ def estimate(
         ConfigError: the configuration asks for what the machine does not have.
         UsageError: the model cannot be run on shapes.
     """
-    ranks, process = machine.ranks, machine.process_bytes
-    planner, bandwidths = Planner(subject.module, config), machine.bandwidths()
+    process, link = machine.process_bytes, planned_link(machine, config)
+    planner, bandwidths = Planner(subject.module, config, link), machine.bandwidths()
     capacity, nvme = budgets(machine, config)
-    # One rank of several plans for its part: the same plan in a memory and on disks that are so many times larger.
-    planned, nvme_planned = capacity * ranks, None if nvme is None else nvme * ranks
+    # One device of several plans for its part: the same plan in a memory and on disks that are so many times larger.
+    parts = machine.ranks if link is None else 1
+    planned, nvme_planned = capacity * parts, None if nvme is None else nvme * parts
     blocks, problem = None, ""
     try:
         blocks = planner.plan(capacity_bytes=planned, nvme_bytes=nvme_planned, bandwidths=bandwidths)
@@ -131,9 +138,9 @@ def estimate(
         config=config,
         capacity_bytes=capacity,
         nvme_bytes=nvme,
-        whole_bytes=-(-whole // ranks),
+        whole_bytes=-(-whole // parts),
         room_bytes=room,
-        smallest_bytes=None if smallest is None else -(-smallest // ranks),
+        smallest_bytes=None if smallest is None else -(-smallest // parts),
         run=run,
         blocks=None,
         memory=None,
@@ -141,12 +148,12 @@ def estimate(
         problem=problem if room else NO_ROOM,
     )
     if blocks is None and room:
-        return replace(found, with_disk=_with_disk(planner, found, bandwidths))
+        return replace(found, with_disk=_with_disk(planner, found, bandwidths, parts))
     if blocks is None or not found.fits:
         return found
-    if ranks > 1:
-        blocks = _part(blocks, ranks)
-    memory = estimate_memory(blocks, run, process_bytes=process, has_device=machine.has_device, ranks=ranks)
+    if parts > 1:
+        blocks = _part(blocks, parts)
+    memory = estimate_memory(blocks, run, process_bytes=process, has_device=machine.has_device, ranks=parts)
     problem = _too_much(memory, machine, room)
     step = None
     if run is not None:
@@ -158,7 +165,7 @@ def estimate(
             run,
             process_bytes=process,
             has_device=machine.has_device,
-            ranks=ranks,
+            ranks=parts,
             written=step.ever_written,
         )
     return replace(found, blocks=blocks, memory=memory, step=step, problem=problem)
@@ -171,15 +178,16 @@ NO_ROOM = (
 
 
 def budgets(machine: MachineSpec, config: Config) -> tuple[int, int | None]:
-    """Bytes of host memory and of NVMe (None: there is none) that one rank may use.
+    """Bytes of host memory and of NVMe (None: there is none) that one rank may use: its part of what a node has.
 
     Raises:
         ConfigError: the configuration asks for what the machine does not have.
     """
-    memory_bytes = machine.host_memory_bytes // machine.devices_per_node
-    capacity = config.host_budget
-    if capacity is None:
-        capacity = unsaid_host_bytes(max(0, memory_bytes - machine.process_bytes))
+    each = machine.devices_per_node
+    if config.host_budget is None:
+        capacity = unsaid_host_bytes(max(0, machine.host_memory_bytes // each - machine.process_bytes))
+    else:
+        capacity = config.host_budget // each
     if config.nvme_budget and not machine.nvme_bytes:
         raise ConfigError(
             f"an NVMe budget of {format_bytes(config.nvme_budget)}, but the machine has no NVMe: measure a disk "
@@ -187,20 +195,22 @@ def budgets(machine: MachineSpec, config: Config) -> tuple[int, int | None]:
         )
     if not machine.nvme_bytes or not may_use_nvme(config):
         return capacity, None
-    free = machine.nvme_bytes // machine.devices_per_node
+    free = machine.nvme_bytes
     if config.nvme_budget is not None and config.nvme_budget > free:
         raise ConfigError(
-            f"an NVMe budget of {format_bytes(config.nvme_budget)}, but a rank has {format_bytes(free)}; lower it"
+            f"an NVMe budget of {format_bytes(config.nvme_budget)}, but the machine has {format_bytes(free)}; lower it"
         )
-    return capacity, unsaid_nvme_bytes(free) if config.nvme_budget is None else config.nvme_budget
+    return capacity, (unsaid_nvme_bytes(free) if config.nvme_budget is None else config.nvme_budget) // each
 
 
 def surely_too_large(subject: Subject, machine: MachineSpec, config: Config) -> bool:
     """Whether memory and NVMe together cannot hold the model at any rates."""
     capacity, nvme = budgets(machine, config)
-    planner = Planner(subject.module, config)
+    link = planned_link(machine, config)
+    planner = Planner(subject.module, config, link)
     whole = planner.plan(capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=machine.bandwidths())
-    return sum(block.nbytes for block in whole.placement.blocks) > (capacity + (nvme or 0)) * machine.ranks
+    parts = machine.ranks if link is None else 1
+    return sum(block.nbytes for block in whole.placement.blocks) > (capacity + (nvme or 0)) * parts
 
 
 def _room(blocks: BlockPlan, run: DryRun | None, machine: MachineSpec) -> int:
@@ -221,7 +231,9 @@ def _run(subject: Subject, blocks: BlockPlan, types: ComputeTypes, progress: Rep
     return dry_run_quickly(subject.module, subject.loss_of, may_shorten=bare, by_length=by_length, **said)
 
 
-_MODEL_ROWS = ("weights", "gradients", "optimizer state", "slots for state", "prefetch window")
+_MODEL_ROWS = (
+    "weights", "gradients", "optimizer state", "slots for state", "prefetch window", WHOLE_COPIES, ON_THEIR_WAY
+)  # fmt: skip
 
 
 def _smallest(planner: Planner, nvme_bytes: int | None, bandwidths: Bandwidths) -> int | None:
@@ -231,9 +243,9 @@ def _smallest(planner: Planner, nvme_bytes: int | None, bandwidths: Bandwidths) 
         return None
 
 
-def _with_disk(planner: Planner, found: Estimate, bandwidths: Bandwidths) -> WithDisk | None:
-    """See ``Estimate.with_disk``."""
-    ranks, budget = found.machine.ranks, found.capacity_bytes
+def _with_disk(planner: Planner, found: Estimate, bandwidths: Bandwidths, ranks: int) -> WithDisk | None:
+    """See ``Estimate.with_disk``. ``ranks``: of how many ``planner`` makes one plan."""
+    budget = found.capacity_bytes
     smallest = _smallest(planner, UNBOUNDED_BYTES, bandwidths)
     if smallest is None:
         return None

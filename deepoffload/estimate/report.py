@@ -23,7 +23,8 @@ def text(estimate: Estimate) -> str:
             f"{subject.batch.size} x {subject.batch.length} tokens, precision {estimate.config.precision.value}"
         ),
         (
-            f"on {machine.name}: {machine.nodes} x {machine.devices_per_node} devices, host "
+            f"on {machine.name}: {machine.nodes} x {machine.devices_per_node} "
+            f"{'ranks' if machine.ranks > 1 and not machine.has_device else 'devices'}, host "
             f"{format_bytes(machine.host_memory_bytes)}, NVMe {format_bytes(machine.nvme_bytes)}"
         ),
         "",
@@ -34,6 +35,8 @@ def text(estimate: Estimate) -> str:
         f"host budget of {format_bytes(estimate.room_bytes)}",
     ]
     lines += ["", *_memory(estimate)] if estimate.memory is not None else []
+    if estimate.blocks is not None and estimate.blocks.rank is not None:
+        lines += ["", *estimate.blocks.table().splitlines()]
     lines += ["", *_step(estimate)] if estimate.step is not None and estimate.fits else []
     return "\n".join([*lines, "", advice(estimate)])
 
@@ -76,6 +79,14 @@ def _step(estimate: Estimate) -> list[str]:
             f"{times.busy_s:.3g} s"
         ),
     ]
+    if estimate.machine.ranks > 1:
+        read, written = (format_bytes(estimate.of_node(nbytes)) for nbytes in (times.read_bytes, times.written_bytes))
+        lines[-1] += f"; by all ranks of a node {read} read, {written} written"
+    if times.link_s:
+        lines.append(
+            f"from other ranks per step: weights {format_bytes(step.from_others.gathered_bytes)}, gradients "
+            f"{format_bytes(step.from_others.reduced_bytes)}, {times.link_s:.3g} s"
+        )
     if times.written_bytes:
         lines.append(_endurance(estimate))
     return lines
@@ -148,10 +159,11 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
             "node_nvme_bytes": estimate.node_nvme_bytes,
         }
     if blocks is not None:
-        found["placement"] = blocks.placement.table()
+        found["placement"] = blocks.table()
     if step is not None:
         found["step"] = asdict(step.times) | {
             "seconds": step.seconds,
+            "reduced_bytes": step.from_others.reduced_bytes,
             "compute_s": step.compute_s,
             "bound": step.bound,
             "efficiency": step.efficiency,

@@ -11,7 +11,7 @@ from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.recording import DryRun, Op
 from deepoffload.params.prefetcher import BUSY_TRANSFERS, EVENTS_PER_PLAN, WRITE_BEHIND_SHARE
 from deepoffload.schedule.clock import StepTimes, TimedRun, TimedUse, steady_step
-from deepoffload.schedule.cost_model import BlockKind, Workload, update_seconds
+from deepoffload.schedule.cost_model import BlockKind, RankTraffic, Workload, update_seconds
 from deepoffload.schedule.trace import Phase
 from deepoffload.schedule.uses import StepUse, UnitBlocks, seen_until_zero_grad, step_uses, unit_blocks
 
@@ -23,7 +23,7 @@ class StepEstimate:
     """A predicted optimizer step of one rank. ``compute_s``: of it, what is computed and not waited for.
 
     ``bound``: what would have to be faster for the step to be. ``efficiency``: the share of the step in which the model
-    itself is computed.
+    itself is computed. ``from_others``: with several ranks, what this one gets from the others.
     """
 
     times: StepTimes
@@ -33,6 +33,7 @@ class StepEstimate:
     flops: int
     bound: str
     ever_written: frozenset[int]
+    from_others: RankTraffic = RankTraffic()
 
     @property
     def seconds(self) -> float:
@@ -86,6 +87,7 @@ def estimate_step(
             computing_share=machine.nvme_share_while_computing,
             events_per_plan=EVENTS_PER_PLAN,
             busy_transfers=BUSY_TRANSFERS,
+            copies=None if blocks.rank is None else blocks.rank.copies(units, machine.round_overhead_s),
         )
 
     discards = seen_until_zero_grad(units, workload)
@@ -95,10 +97,14 @@ def estimate_step(
     bound = _bound(times, compute_s, model_s)
     k = workload.accumulation_steps
     written = frozenset(played.ever_written)
-    return StepEstimate(times, compute_s, model_s, tokens * k, run.flops * k, bound, written)
+    reduced = 0 if blocks.rank is None else k * sum(blocks.rank.reduced_bytes(unit) for unit in units)
+    from_others = RankTraffic(times.gathered_bytes, reduced)
+    return StepEstimate(times, compute_s, model_s, tokens * k, run.flops * k, bound, written, from_others)
 
 
 def _bound(times: StepTimes, compute_s: float, model_s: float) -> str:
+    if times.link_s > 0.5 * times.seconds:
+        return "the link between ranks"
     if times.wait_s < 0.1 * times.seconds:
         return "computing" if model_s >= compute_s / 2 else "memory bandwidth (the update)"
     if times.busy_s > 0.8 * times.seconds:
@@ -130,12 +136,21 @@ class _Costs:
         self._plan_s = machine.plan_overhead_s if blocks.placement.paged else 0.0
         self._trained = blocks.trained_by_unit
         self._pieces_in_one = pieces_in_one
+        self._rank = blocks.rank
 
     def timed(self, uses: Iterable[StepUse]) -> list[TimedUse]:
-        return [
-            TimedUse(use.use, use.phase, self._update_s(use) if use.phase is Phase.UPDATE else self._visit_s(use))
-            for use in uses
-        ]
+        return [self._timed(use) for use in uses]
+
+    def _timed(self, use: StepUse) -> TimedUse:
+        seconds = self._update_s(use) if use.phase is Phase.UPDATE else self._visit_s(use)
+        if self._rank is None:
+            return TimedUse(use.use, use.phase, seconds)
+        weights = tuple(self._units[unit].weights for unit in use.units)
+        if use.phase is Phase.UPDATE:
+            return TimedUse(use.use, use.phase, seconds, changed=weights)
+        landed = [item for number in use.visits for item in self._visits[number].landed.items()]
+        reduce_s = sum(self._rank.reduce_s(unit) * count / self._trained[unit] for unit, count in landed)
+        return TimedUse(use.use, use.phase, seconds, link_s=reduce_s, shown=weights)
 
     def _visit_s(self, use: StepUse) -> float:
         machine, visits = self._machine, [self._visits[number] for number in use.visits]
@@ -156,14 +171,18 @@ class _Costs:
         return busy + machine.op_overhead_s
 
     def _landing_s(self, unit: int, count: int) -> float:
-        """A pass over gradients: read what autograd made, write it to the block, or read, add and write.
+        """A pass over gradients: read what autograd made, write it to the block, or read, add and write. With several
+        ranks they are copied for the ranks that own them, and the link's rate has the rest.
 
         ``count``: of how many of the unit's parameters.
         """
         gradients = self._units[unit].gradients
         if gradients is None:
             return 0.0
-        touched = self._content[gradients] * (2 + self._again) * count / self._trained[unit]
+        touches, nbytes = 2 + self._again, self._content[gradients]
+        if self._rank is not None:
+            touches, nbytes = 2, self._rank.contribution_bytes[unit]
+        touched = nbytes * touches * count / self._trained[unit]
         return update_seconds(round(touched), self._bandwidths) + self._machine.landing_overhead_s * count
 
     def _update_s(self, use: StepUse) -> float:

@@ -6,35 +6,27 @@ of this disk instead of guesses.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import hashlib
-import json
-import logging
 import os
-import stat
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from deepoffload.errors import BudgetError
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.extents import Extent
+from deepoffload.io.kept_measurements import has_names, kept, kept_file, write_kept
 from deepoffload.io.swap_files import check_paths, create_swap_file, free_bytes
 from deepoffload.io.swap_space import SPACE_MARGIN_BYTES, SwapSpace
 from deepoffload.io.ticket import Ticket
 from deepoffload.native.aio import HostMapping
 
-log = logging.getLogger("deepoffload")
-
 REQUEST_BYTES = 8 << 20
 REQUESTS_IN_FLIGHT = 4
 FILE_BYTES = 256 << 20
-CACHE_MAX_AGE_S = 30 * 86400.0
-CACHE_FILE_BYTES_MAX = 64 << 10
-RATE_MAX = 1e15
+_RATES = ("read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s")
 
 
 @dataclass(frozen=True)
@@ -129,41 +121,14 @@ def cached_bandwidth(path: str | os.PathLike[str], backend: str) -> Bandwidth | 
         ConfigError: The path is missing, not a directory, or not writable.
     """
     (directory,) = check_paths([path])
-    file = _cache_file(directory, backend)
-    try:
-        known = _read(file, directory, backend)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, OverflowError, RecursionError) as reason:
-        log.warning("%s is ignored, and the disk is measured again: %s", file, reason)
-        return None
-    return known if 0 <= time.time() - known.measured_at_unix_s < CACHE_MAX_AGE_S else None
 
+    def check(found: dict[str, Any]) -> None:
+        has_names(found, [field.name for field in fields(Bandwidth)])
+        if (found["path"], found["backend"]) != (directory, backend) or type(found["direct"]) is not bool:
+            raise ValueError("it is about another path or backend")
 
-def _read(file: Path, directory: str, backend: str) -> Bandwidth:
-    """What we stored there; an error of the system, or one that says what is wrong with the file."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as opened:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is not a plain file")
-        if status.st_uid != os.geteuid():
-            raise ValueError(f"it belongs to user id {status.st_uid}")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ValueError("others may write to it")
-        text = opened.read(CACHE_FILE_BYTES_MAX + 1)
-    if len(text) > CACHE_FILE_BYTES_MAX:
-        raise ValueError(f"it has more than {CACHE_FILE_BYTES_MAX} bytes")
-    found = json.loads(text)
-    if not isinstance(found, dict) or set(found) != {field.name for field in fields(Bandwidth)}:
-        raise ValueError("it has other fields than ours")
-    if (found["path"], found["backend"]) != (directory, backend) or type(found["direct"]) is not bool:
-        raise ValueError("it is about another path or backend")
-    for name in ("read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s", "measured_at_unix_s"):
-        if type(found[name]) not in (int, float) or not 0 < found[name] <= RATE_MAX:
-            raise ValueError(f"{name} is {str(found[name])[:40]}, not a number that can be")
-        found[name] = float(found[name])
-    return Bandwidth(**found)
+    found = kept(_cache_file(directory, backend), "the disk", check, _RATES)
+    return Bandwidth(**found) if found else None
 
 
 def store_bandwidth(measured: Bandwidth) -> Path | None:
@@ -172,47 +137,15 @@ def store_bandwidth(measured: Bandwidth) -> Path | None:
     Atomically: a reader sees the old file or the new one.
 
     Returns:
-        The file that was written; ``None`` when :func:`cache_directory` cannot be written (a read-only home) or is not
-        a directory of this user: the path is then measured again next time.
+        The file that was written; ``None`` when the cache directory cannot be written (a read-only home) or is not a
+        directory of this user: the path is then measured again next time.
 
     Raises:
         ConfigError: ``measured.path`` is missing, not a directory, or not writable.
     """
     (directory,) = check_paths([measured.path])
-    cache = _cache_file(directory, measured.backend)
-    try:
-        _make_private(cache.parent)
-        with tempfile.NamedTemporaryFile("w", dir=cache.parent, suffix=".tmp", delete=False) as file:
-            json.dump(asdict(measured), file, indent=1)
-        os.replace(file.name, cache)
-        _forget_old(cache.parent)
-    except OSError:
-        return None
-    return cache
-
-
-def _make_private(directory: Path) -> None:
-    """A directory of our own, for nobody else. ``PermissionError`` when it is a link or another user's."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        if status.st_uid != os.geteuid():
-            raise PermissionError(f"{directory} belongs to user id {status.st_uid}")
-        if stat.S_IMODE(status.st_mode) != 0o700:
-            os.fchmod(descriptor, 0o700)
-    finally:
-        os.close(descriptor)
-
-
-def _forget_old(directory: Path) -> None:
-    """Remove what is too old to be used: every path that was ever trained on has left a file."""
-    for file in directory.glob("bandwidth-*.json"):
-        with contextlib.suppress(FileNotFoundError):  # another process does the same
-            if time.time() - file.lstat().st_mtime > CACHE_MAX_AGE_S:
-                file.unlink()
+    file = _cache_file(directory, measured.backend)
+    return file if write_kept(file, asdict(measured)) else None
 
 
 def stripe_weights(measured: Sequence[Bandwidth]) -> list[float]:
@@ -265,12 +198,5 @@ def _rate(submit: Callable[[int, Extent], Ticket], extents: list[Extent], time_s
     return index * REQUEST_BYTES / (time.perf_counter() - start)
 
 
-def cache_directory() -> Path:
-    """``$XDG_CACHE_HOME/deepoffload``, by default ``~/.cache/deepoffload`` (XDG Base Directory Specification)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "deepoffload"
-
-
 def _cache_file(path: str, backend: str) -> Path:
-    key = f"{path}\0{os.stat(path).st_dev}\0{os.uname().nodename}\0{backend}"
-    return cache_directory() / f"bandwidth-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return kept_file("bandwidth", f"{path}\0{os.stat(path).st_dev}\0{os.uname().nodename}\0{backend}")

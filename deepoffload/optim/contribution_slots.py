@@ -16,7 +16,7 @@ from deepoffload.native import cpu_adam
 from deepoffload.optim.contribution_layout import CARRIER, ContributionLayout, Stretch
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import outside_user_modes
-from deepoffload.ranks.exchange import Exchange, Reduction
+from deepoffload.ranks.exchange import Reduction, TransferSizes
 from deepoffload.schedule.placement import BlockKind
 
 SLOTS_MIN = 2
@@ -42,7 +42,7 @@ class SlotSizes(NamedTuple):
         return self.slots * self.slot_bytes + self.scratches * self.scratch_bytes
 
 
-def slot_sizes(part_bytes: int, exchange: Exchange, host_bytes: int) -> SlotSizes:
+def slot_sizes(part_bytes: int, exchange: TransferSizes, host_bytes: int) -> SlotSizes:
     """What contributions take of a rank's host budget.
 
     Args:

@@ -18,10 +18,11 @@ from deepoffload.memory.lock import BooksLock
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.params.held import HeldUntilStep
 from deepoffload.ranks.edited import Edited
-from deepoffload.ranks.exchange import Exchange
+from deepoffload.ranks.exchange import TransferSizes
 from deepoffload.ranks.joint_task import JointTasks
 from deepoffload.ranks.notices import Notices
 from deepoffload.ranks.places import RankMap
+from deepoffload.schedule.cost_model import LinkRates
 
 if TYPE_CHECKING:
     from deepoffload.params.hook_stack import HookStack
@@ -79,16 +80,24 @@ class CommitPort(Protocol):
         """
 
 
-class RankPort(Protocol):
-    """What joins this rank with the others that train the same model."""
+class PlanningPort(Protocol):
+    """What plans ask of the ranks that train one model."""
 
     @property
     def ranks(self) -> RankMap:
         """Who they are."""
 
     @property
-    def exchange(self) -> Exchange | None:
-        """What moves bytes between them; None where none are moved."""
+    def exchange(self) -> TransferSizes | None:
+        """What a transfer between them takes; None where nothing is moved."""
+
+    @property
+    def rates(self) -> LinkRates | None:
+        """What one gets from the others; None where nobody has measured it."""
+
+
+class RankPort(PlanningPort, Protocol):
+    """What joins this rank with the others that train the same model."""
 
     @property
     def notices(self) -> Notices:

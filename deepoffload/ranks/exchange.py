@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -92,6 +93,21 @@ class PartsFlight(Flight):
         The tensors hold these values until the next range is asked for. The transfer has ended with the last range, so
         take all of them.
         """
+
+
+class TransferSizes(Protocol):
+    """What plans ask of a transport: an :class:`Exchange`, or a ``PlannedExchange`` where there are no ranks yet."""
+
+    @property
+    def transport(self) -> str:
+        """``"group"`` or ``"memory"``."""
+
+    @property
+    def ranks(self) -> RankMap:
+        """Who is where."""
+
+    def scratch_bytes(self, reduction: Reduction) -> int:
+        """What ``send_parts`` needs on a rank."""
 
 
 class Exchange(ABC):
@@ -188,6 +204,17 @@ class Exchange(ABC):
 def _check_flat(tensor: Tensor, name: str) -> None:
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise UsageError(f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, not one dimension")
+
+
+def group_scratch_bytes(reduction: Reduction) -> int:
+    """By collectives all parts arrive at once."""
+    return len(reduction.contributors) * reduction.part_bytes
+
+
+def memory_scratch_bytes(reduction: Reduction, rank: int) -> int:
+    """From neighbours' memory ``rank`` reads a range of each part at a time."""
+    rows = sum(other != rank for other in reduction.contributors)
+    return rows * min(CHUNK_NUMEL, reduction.shard_numel) * reduction.element_type.itemsize
 
 
 def chunk_ranges(numel: int) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepoffload.errors import RankError
 from deepoffload.ranks import collectives
 from deepoffload.ranks.collectives import as_bytes
-from deepoffload.ranks.exchange import Exchange, Flight, PartsFlight, Reduction, chunk_ranges
+from deepoffload.ranks.exchange import Exchange, Flight, PartsFlight, Reduction, chunk_ranges, group_scratch_bytes
 from deepoffload.ranks.group import RankGroup
 
 SPARE_S = 60.0
@@ -111,7 +111,7 @@ class GroupExchange(Exchange):
         return _CollectiveParts(self, work, sent, received, parts, f"rank {self.ranks.rank} at reduction of {what}")
 
     def scratch_bytes(self, reduction: Reduction) -> int:
-        return len(reduction.contributors) * reduction.part_bytes
+        return group_scratch_bytes(reduction)
 
     def finish(self, work: dist.Work, waiting: str) -> None:
         """Wait for a collective. On a device the stream waits and not the host, and NCCL's watchdog has the limit.

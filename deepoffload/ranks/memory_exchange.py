@@ -21,7 +21,15 @@ from torch import Tensor
 from deepoffload.errors import RankError, UsageError
 from deepoffload.native import cpu_adam
 from deepoffload.native.neighbour import BOARD_SLOTS, NeighbourMemory, Offer
-from deepoffload.ranks.exchange import CHUNK_NUMEL, Exchange, Flight, PartsFlight, Reduction, chunk_ranges
+from deepoffload.ranks.exchange import (
+    CHUNK_NUMEL,
+    Exchange,
+    Flight,
+    PartsFlight,
+    Reduction,
+    chunk_ranges,
+    memory_scratch_bytes,
+)
 from deepoffload.ranks.neighbour import Neighbours, failure
 from deepoffload.ranks.places import RankMap
 
@@ -250,8 +258,7 @@ class MemoryExchange(Exchange):
         return flight
 
     def scratch_bytes(self, reduction: Reduction) -> int:
-        rows = sum(rank != self.ranks.rank for rank in reduction.contributors)
-        return rows * min(CHUNK_NUMEL, reduction.shard_numel) * reduction.element_type.itemsize
+        return memory_scratch_bytes(reduction, self.ranks.rank)
 
     def close(self) -> None:
         if self._closed:

@@ -15,12 +15,12 @@ from deepoffload.config.units import format_bytes
 from deepoffload.device import Tier
 from deepoffload.errors import DevicePlacementError, PlacementError
 from deepoffload.native.aio import round_up
-from deepoffload.ranks.exchange import Exchange
+from deepoffload.ranks.exchange import TransferSizes
 from deepoffload.runtime.cuts import Cut, Cutter
 from deepoffload.runtime.read_shares import read_shares
 from deepoffload.runtime.sizes import UnitSizes
-from deepoffload.runtime.whole_copies import CopySizes, contribution_bytes, with_copies
-from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Workload
+from deepoffload.runtime.whole_copies import CopySizes, contribution_bytes, from_other_ranks, in_words, with_copies
+from deepoffload.schedule.cost_model import Bandwidths, BlockKind, LinkRates, RankTraffic, StepOverlap, Workload
 from deepoffload.schedule.durable import with_durable_steps
 from deepoffload.schedule.guess_room import with_guess_room
 from deepoffload.schedule.nvme_room import set_up_nvme_bytes, within_nvme
@@ -36,7 +36,7 @@ class Room:
     nvme_bytes: int | None
     bandwidths: Bandwidths
     device_bytes: int = 0
-    exchange: Exchange | None = None
+    exchange: TransferSizes | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,17 @@ class ChosenCut:
     def content_bytes(self) -> list[int]:
         """What each block stores."""
         return [block.nbytes for unit in self.sizes for block in unit.blocks for _ in range(block.count)]
+
+    def from_other_ranks(self, accumulation_steps: int) -> RankTraffic | None:
+        """What a rank gets from the others in a step; None for one rank."""
+        return from_other_ranks(self.cut.division.drafts, self.sizes, self.copies_bytes, accumulation_steps)
+
+    def table(self, host_ranks: int, accumulation_steps: int, rates: LinkRates | None) -> str:
+        """The placement for people, with what comes from other ranks. ``rates``: of the link to them, where it is
+        known."""
+        traffic = self.from_other_ranks(accumulation_steps)
+        line = "" if traffic is None else in_words(traffic, rates)
+        return "\n".join(filter(None, [self.placement.table(host_ranks), line]))
 
     def with_ids(self, ids: Sequence[int]) -> Placement:
         """The placement of blocks that have got ``ids``, in the order of their numbers."""

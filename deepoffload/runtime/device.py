@@ -26,6 +26,7 @@ from deepoffload.params.torch_private import outside_user_modes, storage_at
 from deepoffload.ranks.group import RankGroup
 from deepoffload.ranks.transport import open_exchange
 from deepoffload.runtime.choice import weights_on_device_bytes
+from deepoffload.runtime.link_rates import link_rates
 from deepoffload.runtime.plan import ModelPlan
 from deepoffload.timeline import Timeline
 
@@ -126,10 +127,11 @@ def open_rank_memory(
         ConfigError, UnsupportedError, RankError: as :func:`deepoffload.ranks.transport.open_exchange`.
     """
     exchange = open_exchange(group, transport, num_threads())
+    rates = link_rates(group, exchange)
     device, links = RankDevice(), []
 
     def join(host: HostLink) -> Gathered:
-        links.append(RankLink(group, exchange, host.tiers.lock, timeout_s=timeout_s, timeline=timeline))
+        links.append(RankLink(group, exchange, host.tiers.lock, timeout_s=timeout_s, rates=rates, timeline=timeline))
         return Gathered(host, links[0])
 
     memory = CopyMemory(

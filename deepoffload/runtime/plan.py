@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -21,7 +22,7 @@ from deepoffload.optim.checks import STATE_DTYPES
 from deepoffload.optim.gradients import Gradients
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.pager import Pager
-from deepoffload.params.ports import RankPort
+from deepoffload.params.ports import PlanningPort, RankPort
 from deepoffload.params.slot import dense_stride
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat
 from deepoffload.params.use_order import UseOrder
@@ -30,8 +31,7 @@ from deepoffload.runtime.compute_types import compute_types
 from deepoffload.runtime.construct import Assembly, take_edits
 from deepoffload.runtime.cuts import Cutter
 from deepoffload.runtime.draft import UnitDraft
-from deepoffload.runtime.whole_copies import from_other_ranks
-from deepoffload.schedule.cost_model import Bandwidths
+from deepoffload.schedule.cost_model import Bandwidths, LinkRates
 from deepoffload.schedule.placement import Placement
 
 NO_DISK = Bandwidths(2e9, 2e9, 2e9, 2e10)
@@ -66,12 +66,13 @@ def state_format(config: Config) -> StateFormat:
 @dataclass(frozen=True)
 class ModelPlan:
     """A model cut into units, the placement of their blocks, which are declared, and the blocks of optimizer state that
-    live on a device and are no part of it."""
+    live on a device and are no part of it. ``link_rates``: between ranks, where there are several."""
 
     chosen: ChosenCut
     assembly: Assembly
     placement: Placement
     on_device: list[Block]
+    link_rates: LinkRates | None = None
 
     @property
     def drafts(self) -> list[UnitDraft]:
@@ -89,9 +90,7 @@ class ModelPlan:
 
     def table(self, host_ranks: int, accumulation_steps: int) -> str:
         """The placement for people; with several ranks also what comes from the others."""
-        chosen = self.chosen
-        line = from_other_ranks(self.drafts, chosen.sizes, chosen.copies_bytes, accumulation_steps)
-        return "\n".join(filter(None, [self.placement.table(host_ranks), line]))
+        return self.chosen.table(host_ranks, accumulation_steps, self.link_rates)
 
     @property
     def grain_bytes(self) -> int:
@@ -136,7 +135,8 @@ def plan_model(
     assembly = cutter.declare(choice.cut)
     blocks = [block for draft in choice.cut.division.drafts for block in draft.unit.blocks()]
     placement = choice.with_ids([block.id for block in blocks])
-    return ModelPlan(choice, assembly, placement, [blocks[number] for number in choice.on_device])
+    on_device = [blocks[number] for number in choice.on_device]
+    return ModelPlan(choice, assembly, placement, on_device, None if pager.link is None else pager.link.rates)
 
 
 def cutter_of(
@@ -179,13 +179,15 @@ def _alive(pager: Pager, handles: Iterable[ParamHandle]) -> list[ParamHandle]:
 
 
 def dry_pager(
-    *roots: nn.Module, others: Iterable[tuple[str, Tensor]] = (), link: RankPort | None = None
+    *roots: nn.Module, others: Iterable[tuple[str, Tensor]] = (), link: PlanningPort | None = None
 ) -> tuple[Pager, Gradients, list[ParamHandle]]:
     """A pager that has no memory and a handle for each parameter, which the parameters know nothing of. ``others``:
     parameters with names that need not be in ``roots``. ``link``: to the other ranks of those that are planned for."""
     graphs = OpenGraphs()
     order = UseOrder(graphs, prefetch=False)
-    pager = Pager(TierManager(Arena(PAGE_BYTES, lends=False), None, order), order, graphs, prefetch=False, link=link)
+    tiers = TierManager(Arena(PAGE_BYTES, lends=False), None, order)
+    # a pager that only plans asks for nothing else of its link
+    pager = Pager(tiers, order, graphs, prefetch=False, link=cast("RankPort | None", link))
     params = {id(param): (name, param) for name, param in others}
     params |= {id(param): (name, param) for root in roots for name, param in root.named_parameters()}
     handles = [
@@ -207,7 +209,7 @@ def refusal_of(
     nvme_bytes: int | None,
     bandwidths: Bandwidths,
     device_bytes: int = 0,
-    link: RankPort | None = None,
+    link: PlanningPort | None = None,
 ) -> PlacementError | None:
     """Why models cannot run, as :func:`plan_model` says it; None for ones that can."""
     pager, gradients, handles = dry_pager(*roots, link=link)

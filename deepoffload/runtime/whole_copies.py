@@ -15,16 +15,17 @@ from deepoffload.errors import PlacementError
 from deepoffload.native.aio import PAGE_BYTES, round_up
 from deepoffload.optim.contribution_layout import ContributionLayout
 from deepoffload.optim.contribution_slots import slot_sizes
-from deepoffload.ranks.exchange import Exchange
+from deepoffload.ranks.exchange import TransferSizes
 from deepoffload.runtime.draft import UnitDraft
 from deepoffload.runtime.sizes import UnitSizes
+from deepoffload.schedule.cost_model import LinkRates, RankTraffic
 from deepoffload.schedule.table import human_bytes
 
 COPIES_SHARE = 4
 """Copies get this part of the budget where not everything stays in memory."""
 
 
-def contribution_bytes(drafts: Iterable[UnitDraft], exchange: Exchange, host_bytes: int) -> int:
+def contribution_bytes(drafts: Iterable[UnitDraft], exchange: TransferSizes, host_bytes: int) -> int:
     """What gradients on their way to other ranks take of a rank's host budget of ``host_bytes``."""
     largest = 0
     for draft in drafts:
@@ -76,29 +77,36 @@ ONE_RANK_HAS = "that one rank has"
 
 def from_other_ranks(
     drafts: Sequence[UnitDraft], sizes: Sequence[UnitSizes], copies_bytes: int, accumulation_steps: int
-) -> str:
-    """A line for people: what a rank gets from the others in a step, of weights (at most) and of gradients; "" for one
-    rank. A whole copy is made again when its weights were updated; where copies have no room to stay, for each forward
-    and each backward."""
+) -> RankTraffic | None:
+    """What a rank gets from the others in a step, of weights (at most) and of gradients; None for one rank. A whole
+    copy is made again when its weights were updated; where copies have no room to stay, for each forward and each
+    backward."""
     stay = copies_bytes >= CopySizes.of(sizes, ()).most_bytes
     gathered = reduced = 0
     for draft in drafts:
         if draft.layout is None:
-            return ""
+            return None
         others = draft.layout.world_size - 1
         gathers = bool(draft.trained) if stay else 2 * accumulation_steps
         gathered += gathers * others * draft.layout.shard_nbytes
         if draft.gradient_layout is not None and draft.trained:
             part = ContributionLayout(draft.gradient_layout, [dtype for _, dtype in draft.trained], draft.rank)
             reduced += accumulation_steps * others * part.part_nbytes
-    return f"from other ranks per step: weights {format_bytes(gathered)}, gradients {format_bytes(reduced)}"
+    return RankTraffic(gathered, reduced)
+
+
+def in_words(traffic: RankTraffic, rates: LinkRates | None) -> str:
+    """The same as a line for people. ``rates``: of the link, where it is known."""
+    weights, gradients = format_bytes(traffic.gathered_bytes), format_bytes(traffic.reduced_bytes)
+    seconds = "" if rates is None else f", {rates.seconds(traffic):.3g} s at the rate of the link"
+    return f"from other ranks per step: weights {weights}, gradients {gradients}{seconds}"
 
 
 def with_copies(
     error: PlacementError,
     copies: CopySizes,
     drafts: Sequence[UnitDraft],
-    exchange: Exchange,
+    exchange: TransferSizes,
     capacity_bytes: int,
     least_bytes: int,
 ) -> PlacementError:

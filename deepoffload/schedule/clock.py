@@ -8,7 +8,6 @@ their bandwidth.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,23 +15,33 @@ from deepoffload.errors import BudgetError
 from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.cost_model import Bandwidths
 from deepoffload.schedule.planner import MoveKind, plan_prefetch, plan_write_back
+from deepoffload.schedule.simulated_disk import Disk
 from deepoffload.schedule.trace import Phase, Trace
 from deepoffload.schedule.uses import Use
 from deepoffload.schedule.victims import choose_victim
+from deepoffload.schedule.whole_copies import WholeCopies
 
 
 @dataclass(frozen=True)
 class TimedUse:
-    """A use of blocks and the seconds of computing that follow when they are there."""
+    """A use of blocks and the seconds of computing that follow when they are there.
+
+    With several ranks: ``shown`` are blocks of which the program sees whole copies, ``changed`` those whose copies are
+    wrong after it, and ``link_s`` the seconds in which gradients go to other ranks.
+    """
 
     use: Use
     phase: Phase
     seconds: float
+    link_s: float = 0.0
+    shown: tuple[int, ...] = ()
+    changed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step by phase, waiting among them, and what the disk did meanwhile. ``busy_s``: of the disk."""
+    """Seconds of one step by phase, waiting among them, and what the disk did meanwhile. ``busy_s``: of the disk.
+    ``link_s``: of transfers between ranks; ``gathered_bytes``: what came from others for whole copies."""
 
     forward_s: float
     backward_s: float
@@ -42,6 +51,8 @@ class StepTimes:
     faults: int
     read_bytes: int
     written_bytes: int
+    link_s: float = 0.0
+    gathered_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -49,76 +60,6 @@ class StepTimes:
 
 
 _NOT_IN_MEMORY = (BlockState.EMPTY, BlockState.ON_NVME)
-
-
-@dataclass
-class _Transfer:
-    block: int
-    left_bytes: float
-
-
-class Disk:
-    """Reads and writes, each in the order given (urgent reads first); both at once share ``mixed_bytes_per_s``.
-
-    ``computing_share``: what is left of the rates while the program computes. Where all cores compute, the thread that
-    hands requests to the kernel has to wait for its turn.
-    """
-
-    def __init__(self, bandwidths: Bandwidths, computing_share: float = 1.0) -> None:
-        self._rates = bandwidths
-        self._computing_share = computing_share
-        self._urgent: deque[_Transfer] = deque()
-        self._reads: deque[_Transfer] = deque()
-        self._writes: deque[_Transfer] = deque()
-        self._done: list[int] = []
-        self.busy_s = 0.0
-        self.now = 0.0
-
-    def read(self, block: int, nbytes: int, *, urgent: bool) -> None:
-        (self._urgent if urgent else self._reads).append(_Transfer(block, float(nbytes)))
-
-    def write(self, block: int, nbytes: int) -> None:
-        self._writes.append(_Transfer(block, float(nbytes)))
-
-    def advance(self, until: float) -> None:
-        """The program computes until the clock shows ``until``, and the disk works."""
-        while self.now < until and self._next():
-            self._work(until, self._computing_share)
-        self.now = max(self.now, until)
-
-    def wait_for(self, block: int) -> None:
-        """The program waits until the transfer of ``block`` is done."""
-        while block not in self._done:
-            if not self._next():
-                raise RuntimeError(f"block {block} has no transfer in flight")
-            self._work(math.inf, 1.0)
-
-    def collect(self) -> list[int]:
-        """Blocks whose transfers are done, each once."""
-        done, self._done = self._done, []
-        return done
-
-    def _next(self) -> list[tuple[deque[_Transfer], float]]:
-        """The queues that move now, and their rates."""
-        reads = self._urgent or self._reads
-        if reads and self._writes:
-            half = self._rates.mixed_bytes_per_s / 2
-            return [(reads, half), (self._writes, half)]
-        if reads:
-            return [(reads, self._rates.read_bytes_per_s)]
-        return [(self._writes, self._rates.write_bytes_per_s)] if self._writes else []
-
-    def _work(self, until: float, share: float) -> None:
-        active = [(queue, rate * share) for queue, rate in self._next()]
-        span = min(queue[0].left_bytes / rate for queue, rate in active)
-        whole = self.now + span <= until
-        span = span if whole else until - self.now
-        for queue, rate in active:
-            queue[0].left_bytes -= span * rate
-            if queue[0].left_bytes <= 1e-3:
-                self._done.append(queue.popleft().block)
-        self.now += span
-        self.busy_s += span
 
 
 class TimedRun:
@@ -135,6 +76,7 @@ class TimedRun:
         computing_share: see ``Disk``.
         events_per_plan: how many events may pass without a plan, where nothing can change (1: every event plans).
         busy_transfers: blocks on their way in each direction that are enough until the next event or two.
+        copies: of blocks that several ranks store; None with one rank.
     """
 
     def __init__(
@@ -152,6 +94,7 @@ class TimedRun:
         computing_share: float = 1.0,
         events_per_plan: int = 1,
         busy_transfers: int = 3,
+        copies: WholeCopies | None = None,
     ) -> None:
         self.trace = Trace()
         self.disk = Disk(bandwidths, computing_share)
@@ -176,6 +119,7 @@ class TimedRun:
         self._reading: set[int] = set()
         self._events_per_plan = events_per_plan
         self._busy_transfers = busy_transfers
+        self._copies = copies
         self._unplanned = 0
         self._settled = 0
         self._predicted = False
@@ -192,12 +136,14 @@ class TimedRun:
         ``discards``: blocks that are worthless when it is over (gradients, for ``zero_grad()``).
         """
         spent = dict.fromkeys(Phase, 0.0)
-        waited, busy_before = 0.0, self.disk.busy_s
+        waited, busy_before, link_s, gathered_bytes = 0.0, self.disk.busy_s, 0.0, 0
         self._faults = self._read_bytes = self._written_bytes = 0
         for timed in uses:
             begun = self.disk.now
-            waited += self._use(timed.use)
-            self.disk.advance(self.disk.now + timed.seconds)
+            waited += self._use(timed)
+            gather_s, nbytes = self._gather(timed)
+            self.disk.advance(self.disk.now + timed.seconds + timed.link_s + gather_s)
+            link_s, gathered_bytes = link_s + timed.link_s + gather_s, gathered_bytes + nbytes
             self._after(timed.use)
             spent[timed.phase] += self.disk.now - begun
         self.trace.end_of_step()
@@ -213,16 +159,30 @@ class TimedRun:
             faults=self._faults,
             read_bytes=self._read_bytes,
             written_bytes=self._written_bytes,
+            link_s=link_s,
+            gathered_bytes=gathered_bytes,
         )
 
-    def _use(self, use: Use) -> float:
-        """Bring the blocks of an event; returns the seconds waited."""
-        begun = self.disk.now
+    def _gather(self, timed: TimedUse) -> tuple[float, int]:
+        """Have the whole copies that a use shows. Returns the seconds that it takes, and the bytes from other ranks."""
+        copies = self._copies
+        if copies is None:
+            return 0.0, 0
+        for block in timed.changed:
+            copies.drop(block)
+        coming = copies.need(timed.shown, self._next_use)
+        return sum(copies.gather_s[block] for block in coming), sum(copies.from_others_bytes[block] for block in coming)
+
+    def _use(self, timed: TimedUse) -> float:
+        """Bring the blocks of an event; returns the seconds waited. Of what is there as a whole copy, nothing else is
+        needed."""
+        begun, use = self.disk.now, timed.use
         blocks = use.event.blocks
+        whole = () if self._copies is None else tuple(block for block in timed.shown if block in self._copies)
         self._predicted = self.trace.observe(use.event)
         self._pump(blocks)
         for block in dict.fromkeys(blocks):
-            if block in use.named:
+            if block in use.named or block in whole:
                 continue
             self._uses += 1
             self._stamps[block] = self._uses
@@ -417,6 +377,8 @@ def steady_step(
         faults=round(mean("faults")),
         read_bytes=round(mean("read_bytes")),
         written_bytes=round(mean("written_bytes")),
+        link_s=mean("link_s"),
+        gathered_bytes=round(mean("gathered_bytes")),
     ), run
 
 

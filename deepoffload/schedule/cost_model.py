@@ -74,10 +74,7 @@ class Bandwidths:
     memory_bytes_per_s: float
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{field.name} must be a positive finite number of bytes per second, not {value}")
+        _check_rates(self)
 
     def serial_seconds(self, traffic: Traffic) -> float:
         """Time when reads and writes never overlap."""
@@ -104,6 +101,40 @@ class Bandwidths:
         if traffic.read_bytes < traffic.written_bytes:
             return max(pair_s - write_s, 0.0), write_s
         return pair_s / 2, pair_s / 2
+
+
+@dataclass(frozen=True)
+class RankTraffic:
+    """Bytes that one rank gets from the others in a step: of shards, for whole copies, and of contributions."""
+
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """What one rank gets from the others, measured, in bytes per second.
+
+    ``gather_bytes_per_s``: of shards, as whole copies are put together. ``reduce_bytes_per_s``: of contributions, until
+    their owner has added them up.
+    """
+
+    gather_bytes_per_s: float
+    reduce_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        _check_rates(self)
+
+    def seconds(self, traffic: RankTraffic) -> float:
+        """One transfer after the other."""
+        return traffic.gathered_bytes / self.gather_bytes_per_s + traffic.reduced_bytes / self.reduce_bytes_per_s
+
+
+def _check_rates(rates: Bandwidths | LinkRates) -> None:
+    for field in fields(rates):
+        value = getattr(rates, field.name)
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{field.name} must be a positive finite number of bytes per second, not {value}")
 
 
 def block_traffic(kind: BlockKind, nbytes: int, workload: Workload, *, updated: bool = True) -> Traffic:

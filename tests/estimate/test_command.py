@@ -198,6 +198,8 @@ def test_the_largest_model_fits_and_more_memory_gives_a_larger_one():
         (["--config", "/nonexistent"], "config"),
         ([*SMALL, "--machine", "/nonexistent.json"], "nonexistent.json"),
         ([*SMALL, "--measure", "/nonexistent"], "nonexistent"),
+        ([*SMALL, "--ranks", "2", "--link-rate", "0"], "--link-rate"),
+        ([*SMALL, "--ranks", "2", "--deepspeed"], "--deepspeed"),
         ([*SMALL, "--machine", "a", "--measure", "b"], "--measure"),
         (["--zero-infinity", "--plot-efficiency", "curve.txt"], "--plot-efficiency"),
     ],
@@ -300,3 +302,34 @@ def test_pictures(tmp_path, machine_file):
     arguments = [*SMALL, "--machine", machine_file, "--plot-efficiency", str(curve), "--plot-budget", str(budget)]
     assert main(arguments) == 0
     assert curve.stat().st_size > 10_000 and budget.stat().st_size > 1_000
+
+
+def test_ranks_are_asked_about(machine_file, capsys):
+    arguments = [*SMALL, "--machine", machine_file, "--host-budget", "200MiB", "--link-rate", "1GB", "--ranks"]
+    assert main([*arguments, "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"]["devices_per_node"] == 2 and found["machine"]["rank_gather_bytes_per_s"] == 1e9
+    assert found["budget_bytes"] == 100 << 20, "a budget is a host's"
+    step = found["step"]
+    assert step["gathered_bytes"] > 0 and step["link_s"] > (step["gathered_bytes"] + step["reduced_bytes"]) / 1e9
+    assert found["memory"]["node_nvme_bytes"] == 2 * found["memory"]["nvme_bytes"] > 0
+    assert main([*arguments, "2"]) == 0
+    text = capsys.readouterr().out
+    assert found["placement"] in text and "of 2 ranks" in text
+    assert re.search(r"by all ranks of a node [\d.]+ MiB read", text) and "from other ranks per step: weights" in text
+    assert main([*arguments, "2", "--transport", "group", "--json"]) == 0
+    by_group = json.loads(capsys.readouterr().out)
+    assert _on_their_way(by_group) > _on_their_way(found), "collectives receive all parts at once"
+
+
+def _on_their_way(found: dict) -> int:
+    return next(row["pageable"] for row in found["memory"]["rows"] if row["name"] == "gradients on their way")
+
+
+def test_a_refused_budget_of_ranks_names_the_hosts(machine_file, capsys):
+    arguments = [*SMALL, "--machine", machine_file, "--ranks", "4", "--host-budget"]
+    assert main([*arguments, "2MiB"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    least = re.match(r"Give it a host_budget of at least ([\d.]+ \w+) ", last)
+    assert least is not None, last
+    assert main([*arguments, least[1]]) == 0

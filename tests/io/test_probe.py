@@ -12,9 +12,9 @@ import pytest
 
 from deepoffload.errors import ConfigError, UnsupportedError
 from deepoffload.io.engine import choose_backend, probe_backend
+from deepoffload.io.kept_measurements import cache_directory
 from deepoffload.io.probe import (
     Bandwidth,
-    cache_directory,
     cached_bandwidth,
     measure_bandwidth,
     probe_path,

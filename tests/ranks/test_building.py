@@ -52,9 +52,11 @@ def test_a_model_eight_times_one_ranks_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["64MiB", "6MiB"])
 def test_the_table_says_what_comes_from_other_ranks(host: str, tmp_path: Path) -> None:
     for line, moved in values_of(moved_and_said, 2, {**little(tmp_path / "swap", host), "debug": {}}):
-        said = re.fullmatch(r"from other ranks per step: weights (.*), gradients (.*)", line)
+        text = "from other ranks per step: weights (.*), gradients (.*), (.*) s at the rate of the link"
+        said = re.fullmatch(text, line)
         assert said is not None, line
-        weights, gradients = (parse_bytes(text) for text in said.groups())
+        weights, gradients = (parse_bytes(text) for text in said.groups()[:2])
+        assert float(said[3]) > 0
         assert (
             0.5 * weights < moved[0] <= 1.02 * weights if host == "6MiB" else abs(moved[0] - weights) < 0.02 * weights
         )

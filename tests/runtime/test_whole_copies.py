@@ -14,8 +14,8 @@ from torch import nn
 from deepoffload.config import Config, parse_config
 from deepoffload.errors import PlacementError
 from deepoffload.native.aio import PAGE_BYTES
-from deepoffload.ranks.exchange import Exchange, Reduction
 from deepoffload.ranks.places import RankMap
+from deepoffload.ranks.planned import PlannedExchange
 from deepoffload.runtime.choice import Room, choose, window_bytes
 from deepoffload.runtime.plan import NO_DISK, cutter_of, dry_pager, refusal_of
 from deepoffload.runtime.whole_copies import CopySizes, contribution_bytes
@@ -24,31 +24,9 @@ from deepoffload.schedule.placement import BlockKind
 MB = 1 << 20
 
 
-class NoExchange(Exchange):
-    """Knows how much a transfer takes, and moves nothing."""
-
-    transport = "memory"
-
-    def gather(self, *arguments: Any) -> Any:
-        raise AssertionError("nothing is moved when a model is planned")
-
-    send_parts = gather
-
-    def scratch_bytes(self, reduction: Reduction) -> int:
-        return len(reduction.contributors) * min(reduction.part_bytes, 1 << 19)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    abandon = close
-
-    def idle(self) -> bool:
-        return True
-
-
 def a_link(world_size: int) -> Any:
     ranks = RankMap(0, (0,) * world_size)
-    return SimpleNamespace(ranks=ranks, exchange=NoExchange(ranks))
+    return SimpleNamespace(ranks=ranks, exchange=PlannedExchange("memory", ranks))
 
 
 def a_model() -> nn.Sequential:

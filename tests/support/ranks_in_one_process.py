@@ -127,6 +127,7 @@ class RankParts(PagerOwner):
             link = SimpleNamespace(
                 ranks=RankMap(rank, (0,) * world_size),
                 exchange=None,
+                rates=None,
                 hold=nullcontext,
                 meet_edit=lambda number, edited: None,
             )

@@ -1,0 +1,92 @@
+"""How fast bytes come from the other ranks, measured with the transport that carries them in training."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from deepoffload.native import cpu_adam
+from deepoffload.native.aio import HostMapping
+from deepoffload.native.cpu_adam import DType
+from deepoffload.ranks.exchange import CHUNK_NUMEL, Exchange, Reduction
+from deepoffload.ranks.sums import mean_scale
+from deepoffload.schedule.cost_model import LinkRates
+
+SHARD_BYTES, WHOLE_BYTES_MAX = 8 << 20, 64 << 20
+"""Of what is gathered: as much as a rank has of a layer, and no more than this in all."""
+REPEATS = 3
+WHAT = "a measurement of the link"
+
+
+def measure_link(exchange: Exchange, num_threads: int = 1) -> LinkRates:
+    """Gather and reduce a few times, as units are. Collective; takes some hundredths of a second, and at most 150 MB of
+    memory meanwhile.
+
+    Args:
+        num_threads: of the sums.
+
+    Raises:
+        RankError: another rank has gone.
+    """
+    world_size = exchange.ranks.world_size
+    numel = min(SHARD_BYTES, WHOLE_BYTES_MAX // world_size) // (2 * CHUNK_NUMEL) * CHUNK_NUMEL or CHUNK_NUMEL
+    reduction = Reduction(tuple(range(world_size)), numel, torch.bfloat16)
+    shard_bytes = reduction.part_bytes
+    sizes = (shard_bytes, world_size * shard_bytes, 4 * numel, exchange.scratch_bytes(reduction))
+    moved = exchange.gather_bytes, exchange.part_bytes
+    with HostMapping(sum(sizes)) as memory:
+        rates = _measure(exchange, reduction, memory, sizes, num_threads)
+    exchange.gather_bytes, exchange.part_bytes = moved  # which count what training moves
+    return rates
+
+
+def _measure(
+    exchange: Exchange, reduction: Reduction, memory: HostMapping, sizes: Sequence[int], num_threads: int
+) -> LinkRates:
+    """``sizes``: of a shard, a whole copy, a sum and scratch memory, which lie in ``memory`` one after the other."""
+    everything = torch.frombuffer(memory.buffer, dtype=torch.uint8)
+    shard, whole, sums, scratch = (
+        everything[end - nbytes : end] for end, nbytes in zip(accumulate(sizes), sizes, strict=True)
+    )
+
+    def gather() -> None:
+        flight = exchange.gather(shard, whole, WHAT)
+        flight.wait()
+        flight.release()
+
+    def reduce() -> None:
+        flight = exchange.send_parts(whole.view(torch.bfloat16), reduction, scratch, WHAT)
+        for start, parts in flight.chunks():
+            _add_up(sums.data_ptr() + 4 * start, parts, num_threads)
+        flight.release()
+
+    from_others_bytes = (exchange.ranks.world_size - 1) * reduction.part_bytes
+    return LinkRates(from_others_bytes / _seconds(gather), from_others_bytes / _seconds(reduce))
+
+
+def _add_up(address: int, parts: list[Tensor], num_threads: int) -> None:
+    cpu_adam.land_parts(
+        address,
+        [part.data_ptr() for part in parts],
+        parts[0].numel(),
+        dtype=DType.BF16,
+        scale=mean_scale(len(parts)),
+        accumulate=False,
+        num_threads=num_threads,
+    )
+
+
+def _seconds(transfer: Callable[[], None]) -> float:
+    """The median, without the first one, which touches the memory for the first time."""
+    transfer()
+    times = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        transfer()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)

@@ -1,0 +1,63 @@
+"""Estimates for several ranks against real ranks: the same table, the bytes of a step, and the peak of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepoffload.config import parse_config
+from deepoffload.estimate import Batch, Estimate, MachineSpec, estimate
+from deepoffload.estimate.decoder import DecoderShape
+from deepoffload.estimate.subject import from_shape
+from tests.ranks.estimating import measure_the_link, run_all
+from tests.support.rank_processes import values_of
+
+SHAPE = DecoderShape(layers=5, hidden=512, heads=8, vocabulary=4096)
+BATCH = Batch(2, 64)
+MIB = 1 << 20
+
+
+def expected(config: dict[str, Any], found: dict[str, Any]) -> Estimate:
+    """The estimate for two ranks with the rates that the engine has measured."""
+    disk, (gather, reduce) = found["bandwidths"], found["rates"]
+    machine = MachineSpec(
+        devices_per_node=2,
+        host_memory_bytes=64 << 30,
+        nvme_bytes=(1 << 40) if "nvme_path" in config else 0,
+        nvme_read_bytes_per_s=2 * disk.read_bytes_per_s,
+        nvme_write_bytes_per_s=2 * disk.write_bytes_per_s,
+        nvme_mixed_bytes_per_s=2 * disk.mixed_bytes_per_s,
+        rank_gather_bytes_per_s=gather,
+        rank_reduce_bytes_per_s=reduce,
+        process_bytes=found["process_bytes"],
+    )
+    return estimate(from_shape(SHAPE, BATCH), machine, parse_config(config))
+
+
+def test_ranks_are_estimated_as_they_run(tmp_path: Path) -> None:
+    """In memory, with the optimizer's state on NVMe, and with nearly everything there; by either transport."""
+    on_disk = {"precision": "bf16", "nvme_path": str(tmp_path), "nvme_budget": "4GiB"}
+    configs: list[dict[str, Any]] = [
+        {"precision": "bf16", "host_budget": "1GiB"},
+        {**on_disk, "host_budget": "300MiB", "ranks": {"transport": "group"}},
+        {**on_disk, "host_budget": "110MiB", "gradient_accumulation_steps": 2},
+    ]
+    first, second = values_of(run_all, 2, SHAPE, BATCH.size, BATCH.length, configs)
+    for config, one, other in zip(configs, first, second, strict=True):
+        found = expected(config, one)
+        assert found.fits and found.blocks is not None and found.step is not None and found.memory is not None
+        assert one["table"] == other["table"] == found.blocks.table()
+        moved, times = one["moved"], found.step.times
+        assert found.step.from_others.reduced_bytes == pytest.approx(moved["reduce_bytes"], rel=0.02)
+        assert found.step.from_others.gathered_bytes == pytest.approx(moved["gather_bytes"], rel=0.15)
+        assert times.read_bytes == pytest.approx(moved["disk_bytes_read"], rel=0.1, abs=2 * MIB)
+        assert times.written_bytes == pytest.approx(moved["disk_bytes_written"], rel=0.1, abs=2 * MIB)
+        assert found.memory.host_bytes == pytest.approx(max(one["peak_bytes"], other["peak_bytes"]), rel=0.1)
+
+
+def test_the_link_is_measured_once(tmp_path: Path) -> None:
+    for measured, kept, again in values_of(measure_the_link, 2, str(tmp_path)):
+        assert min(measured) > 1e6 and kept == measured
+        assert again != kept and min(again) > 1e6
