@@ -15,6 +15,7 @@ from deepoffload import CPUAdamW, offload_context
 from deepoffload.estimate.decoder import Decoder, DecoderShape
 from deepoffload.io.kept_measurements import cache_directory
 from deepoffload.runtime.context import engine_of
+from tests.support.inspect import disk_rates_of
 from tests.support.memory_watch import MemoryWatch, give_back, resident_bytes
 
 STEPS = 3
@@ -56,7 +57,7 @@ def run(shape: DecoderShape, batch: int, length: int, config: dict[str, Any]) ->
     names = ("gather_bytes", "reduce_bytes", "disk_bytes_read", "disk_bytes_written")
     found = {
         "table": next(text for text in tables if text.startswith("placement")).partition("\n")[2],
-        "bandwidths": engine._disk.bandwidths,
+        "bandwidths": disk_rates_of(engine),
         "rates": (after["link_gather_bytes_per_s"], after["link_reduce_bytes_per_s"]),
         "moved": {name: after[name] - before[name] for name in names},
         "seconds": seconds,

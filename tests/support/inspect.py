@@ -19,6 +19,7 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.runtime.context import engine_of
 from deepoffload.runtime.engine import Engine
+from deepoffload.schedule.cost_model import Bandwidths
 
 
 def pager_of(paged: nn.Module | Engine) -> Pager:
@@ -46,6 +47,11 @@ def io_of(paged: nn.Module | Engine) -> IoEngine:
     io = (paged if isinstance(paged, Engine) else engine_of(paged))._disk.io
     assert io is not None
     return io
+
+
+def disk_rates_of(paged: nn.Module | Engine) -> Bandwidths:
+    """Those that the placement was made with, of one rank."""
+    return (paged if isinstance(paged, Engine) else engine_of(paged))._disk.bandwidths
 
 
 def handle_of(param: Tensor) -> ParamHandle:
