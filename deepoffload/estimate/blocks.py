@@ -29,7 +29,7 @@ class BlockPlan:
     ``content_bytes``: by block, what it stores (``BlockSpec.nbytes`` is what it takes in memory).
     ``trained_by_unit``: how many trainable parameters (tensors) each unit has.
     ``registered_bytes``: parameters as the model registers them. ``largest_bytes``: the largest one, so registered.
-    ``rank``: where this is one rank's part of a model, what the rank has besides.
+    ``rank``: where this is one rank's part of a model, what else the rank has.
     """
 
     placement: Placement

@@ -48,7 +48,7 @@ def planned_link(machine: MachineSpec, config: Config) -> PlannedLink | None:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank has besides the blocks that it stores.
+    """What one rank has in addition to the blocks that it stores.
 
     Attributes:
         arena_bytes: its host budget, of which blocks get what copies and gradients on their way leave.

@@ -23,7 +23,7 @@ def link_rates(group: RankGroup, exchange: Exchange, *, fresh: bool = False) -> 
     Rank 0 keeps it for 30 days: for the same hosts, ranks on them, transport and threads.
 
     Args:
-        fresh: measure now, whatever is kept. It is stored either way.
+        fresh: measure now, also where a measurement is kept. What is measured is stored.
 
     Raises:
         RankError: another rank has gone.
