@@ -49,6 +49,7 @@ def cases(host_budget: str) -> dict[str, Case]:
         "ours memory": Case("ours", {**memory, "ranks": {"transport": "memory"}}),
         "ours gloo": Case("ours", {**memory, "ranks": {"transport": "group"}}),
         "ours nvme": Case("ours", {"host_budget": host_budget, "disk": True}),
+        "ours nvme guessing": Case("ours", {"host_budget": host_budget, "disk": True, "step_overlap": "speculative"}),
         "ours alone": Case("ours", memory, alone=True),
         "ddp": Case("ddp"),
         "fsdp": Case("fsdp"),
@@ -73,6 +74,8 @@ RATIOS = (
     ("ours memory", "deepspeed 3 offload"),
     ("ours memory", "ours alone"),
     ("ours nvme", "deepspeed 3 nvme"),
+    ("ours nvme guessing", "deepspeed 3 nvme"),
+    ("ours nvme guessing", "ours nvme"),
 )
 
 

@@ -36,10 +36,10 @@ def check_several_ranks(config: Config, fields: Mapping[str, object], where: str
             )
     _check_wire(config, fields.get("communication_data_type"), where, world_size)
     several = f"with several ranks ({world_size} here)"
-    if config.step_overlap in (StepOverlap.IN_BACKWARD, StepOverlap.SPECULATIVE):
+    if config.step_overlap is StepOverlap.IN_BACKWARD:
         raise UnsupportedError(
-            f'{where}step_overlap = "{config.step_overlap.value}" is not available {several}; use "deferred", '
-            "which hides the update behind the next forward"
+            f'{where}step_overlap = "in_backward" is not available {several}; use "speculative", which updates inside '
+            "backward, too"
         )
     if config.durability is not None:
         raise UnsupportedError(f"{where}durability is not available {several}; leave it out, or train with one rank")

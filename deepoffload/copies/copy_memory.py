@@ -172,6 +172,14 @@ class CopyMemory:
         """Whether there is a copy of the block."""
         return block.id in self._residency.copies
 
+    def is_idle(self, block: Block) -> bool:
+        """Whether the copy of a block may be dropped now, if there is one: nobody uses it, the program has no views of
+        it, and nothing of it is on its way."""
+        with self.tiers.lock:
+            self.transfers.poll()
+            copy = self._residency.of(block)
+            return copy is None or (not copy.leases and copy.coming is None and copy.may_go())
+
     def settle(self, block: Block) -> None:
         """The host's bytes are right when this returns: waits for what the program computes into the copy."""
         with self.tiers.lock:

@@ -58,6 +58,9 @@ class ShownMemory(Protocol):
     def checksum(self, block: Block, offset_bytes: int, nbytes: int) -> int:
         """Of a part of the shown bytes of a block that is there."""
 
+    def is_idle(self, block: Block) -> bool:
+        """Whether no copy of a block is in use, seen by the program or on its way; also where there are no copies."""
+
     def settle(self, block: Block) -> None:
         """From now on, and until somebody writes to what is shown, the host's bytes of the block are right."""
 
@@ -122,6 +125,9 @@ class HostMemory:
         if block.offset is None:
             raise RuntimeError(f"block {block.name} has no memory")
         return crc32c(self._arena.address + block.offset + offset_bytes, nbytes)
+
+    def is_idle(self, block: Block) -> bool:
+        return True
 
     def settle(self, block: Block) -> None:
         """Nothing to do: what is shown are the host's bytes."""

@@ -13,6 +13,7 @@ checkpointing) cannot see where the outer one ends: at its own end all that is t
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -358,6 +359,19 @@ class Contributions:
                 SHIELD.outside(self._link.wait_reduced, unit.index)
             for reducing in [one for one in self._reducing if one.plan is plan]:
                 self._await(reducing)
+
+    def settle_within(self, unit: Unit, limit_s: float) -> bool:
+        """Land what has been announced of a unit, if it comes within about ``limit_s``. Serves other ranks meanwhile.
+        Returns whether nothing of it is under way."""
+        with self._tiers.lock:
+            until = time.monotonic() + limit_s
+            if any(one.plan.unit is unit for one in self._announced):
+                SHIELD.outside(self._link.wait_reduced, unit.index, limit_s)
+            with self._link.rounds.judged():
+                for reducing in [one for one in self._reducing if one.plan.unit is unit]:
+                    SHIELD.outside(reducing.ready_within, max(0.0, until - time.monotonic()))
+            self.poll()
+            return not self.is_under_way(unit)
 
     def end_of_step(self) -> None:
         """What comes from now on belongs to the next step. [Note: which gradients are expected]"""

@@ -129,6 +129,8 @@ class RankGradients(Gradients):
             pager.use_backward(unit)
             self.contributions.take(handle, grad)
             set_grad(param, None)
+            if self.speculation is not None:
+                self.speculation.landed(handle)
             if pager.evict_always:
                 pager.pump()
 

@@ -316,7 +316,8 @@ class WeightView(BlockView):
         return any(slot.is_in_open_graph() for slot in self.slots if isinstance(slot, ParamHandle))
 
     def update_to_come(self) -> bool:
-        return any(slot.is_to_be_updated() for slot in self.slots[:1] if isinstance(slot, ParamHandle))
+        units = [slot.unit for slot in self.slots[:1] if isinstance(slot, ParamHandle)]
+        return any(unit is not None and (unit.pending is not None or unit.awaits_step) for unit in units)
 
     def changed(self) -> bool:
         if not self.installed:
@@ -355,6 +356,7 @@ class Unit:
         rank: this one, 0 where nothing is cut.
         pending: the optimizer step that it still has to make before anybody uses it. See [Note: deferred updates] in
             ``params.pager``.
+        awaits_step: all its gradients have come, so nobody uses it before the step, as far as that is known.
     """
 
     def __init__(
@@ -379,6 +381,7 @@ class Unit:
         self.late_gradients: list[Block] = []
         self.pieces: list[StatePiece] = []
         self.pending: PendingUpdate | None = None
+        self.awaits_step = False
 
     @property
     def state(self) -> UnitState:

@@ -28,7 +28,7 @@ from deepoffload.optim.device_landing import DeviceLandings
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.optim.rank_gradients import RankGradients
-from deepoffload.optim.speculation.speculation import Speculation
+from deepoffload.optim.rank_speculation import speculate
 from deepoffload.params.forward_passes import ForwardPasses
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.outer_window import OuterWindow
@@ -159,12 +159,11 @@ class Engine:
         early = EarlyUpdates(on_device=accelerator is not None) if in_backward else None
         if self.link is not None:
             self.gradients = RankGradients(self.pager, self.link)
-            return
-        landings = None if memory is None else DeviceLandings(memory)
-        self.gradients = Gradients(self.pager, early=early, from_device=landings)
+        else:
+            landings = None if memory is None else DeviceLandings(memory)
+            self.gradients = Gradients(self.pager, early=early, from_device=landings)
         if config.step_overlap is StepOverlap.SPECULATIVE:
-            rate = self._disk.bandwidths.mixed_bytes_per_s
-            Speculation(self.pager, self.gradients, rate)
+            speculate(self.pager, self.gradients, self._disk.bandwidths.mixed_bytes_per_s)
 
     def _open_memory(
         self, arena: Arena, order: UseOrder, accelerator: ComputeDevice | None

@@ -53,6 +53,7 @@ class Death:
     later_s: float
     world_size: int
     transport: str
+    step_overlap: str = "deferred"
 
     @property
     def limit_s(self) -> float:
@@ -73,7 +74,7 @@ class _Places:
         count."""
         way = self._death.way
         self._count += 1
-        wrong_kind = way in ("loader", "forward", "backward") and kind != way
+        wrong_kind = way in ("loader", "forward", "backward", "guess") and kind != way
         if self._is_over or self._count < self._death.place or wrong_kind:
             return
         self._is_over = True
@@ -100,6 +101,16 @@ def _watch(layer: nn.Module, at: Callable[[str], None]) -> None:
     layer.register_forward_hook(lambda _, inputs, output: output.register_hook(lambda _: at("backward")) and None)
 
 
+class _Guessing(CPUAdamW):
+    """An optimizer whose updates on a guess are places, too."""
+
+    at: Callable[[str], None]
+
+    def guess_step(self, handles: Any) -> Any:
+        self.at("guess")
+        return super().guess_step(handles)
+
+
 def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, list[str]]:
     """Train until something goes wrong. Returns the class of the error, its text, when it was raised, and which of our
     threads are left when the engine is closed."""
@@ -109,6 +120,7 @@ def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, l
         "nvme_budget": "64MiB",
         "nvme_path": nvme_path,
         "ranks": {"timeout_s": TIMEOUT_S if death.way == "SIGSTOP" else 30, "transport": death.transport},
+        "step_overlap": death.step_overlap,
     }
     torch.manual_seed(5)
     context = offload_context(config)
@@ -116,7 +128,9 @@ def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, l
         model: Any = MODELS["gpt"]()
     for block in model.blocks:
         _watch(block, places.at)
-    optimizer = CPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+    clip = None if death.step_overlap == "speculative" else 1.0
+    optimizer = _Guessing(model.parameters(), lr=1e-3, max_grad_norm=clip)
+    optimizer.at = places.at
     try:
         for step in range(STEPS):
             places.at("loader")
@@ -168,7 +182,7 @@ def _check_own_end(death: Death, own: Ended) -> None:
 WAYS = ("SIGKILL", "SIGSTOP", "forward", "backward", "loader", "disk full")
 
 
-def deaths(count: int, seed: int) -> list[Death]:
+def deaths(count: int, seed: int, step_overlap: str = "deferred") -> list[Death]:
     """So many, each way about as often as the others."""
     dice = random.Random(seed)
     return [
@@ -179,6 +193,7 @@ def deaths(count: int, seed: int) -> list[Death]:
             dice.random() * 0.05,
             2,
             ("memory", "group")[number // len(WAYS) % 2],
+            step_overlap,
         )
         for number in range(count)
     ]
@@ -198,9 +213,10 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="of these, begin with this one")
+    parser.add_argument("--step-overlap", choices=("deferred", "speculative"), default="deferred")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as nvme_path:
-        campaign(deaths(chosen.places, chosen.seed)[chosen.first :], Path(nvme_path))
+        campaign(deaths(chosen.places, chosen.seed, chosen.step_overlap)[chosen.first :], Path(nvme_path))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -39,7 +39,9 @@ class Job:
         data_ranks: for how many ranks there is data: one process trains on all of it, in the order (micro-batch, rank).
         uneven: in which way the programs of the ranks differ: a function of ``UNEVEN``, called before each forward with
             the model, the step and the rank whose data comes. Returns the model to call.
-        between_steps: of ``BETWEEN_STEPS``: called after each step.
+        between_steps: of ``BETWEEN_STEPS``: called after each step. ``before_step``: the same, before each step.
+        clipped: which steps clip, by so little that only all gradients together tell; None: those that exceed ``clip``.
+        limits: of the norm, for each step, where ``clipped`` is given. The one process finds them.
     """
 
     model: str = "gpt"
@@ -51,6 +53,9 @@ class Job:
     scale: float = 1.0
     uneven: str | None = None
     between_steps: str | None = None
+    before_step: str | None = None
+    clipped: tuple[int, ...] | None = None
+    limits: tuple[float, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -61,6 +66,7 @@ class Trained:
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
     losses_between: list[float] = field(default_factory=list)
+    limits: list[float] = field(default_factory=list)
     first_gradients: dict[str, str] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)
     stats: dict[str, float] = field(default_factory=dict)
@@ -136,10 +142,40 @@ def edit_weights(model: nn.Module, job: Job, step: int) -> list[float]:
     return []
 
 
+def look_at_gradients(model: nn.Module, job: Job, step: int) -> list[float]:
+    """Rank 0 alone does, in every second step. The others wait in a barrier of the program's."""
+    import torch.distributed as dist
+
+    found: list[float] = []
+    if os.environ["RANK"] == "0" and step % 2:
+        found = [float(param.grad.sum()) for param in model.parameters() if param.grad is not None][::2]
+    if dist.is_initialized():
+        dist.barrier()
+    return found
+
+
+def edit_gradients(model: nn.Module, job: Job, step: int) -> list[float]:
+    """All ranks change some of them."""
+    for param in list(model.parameters())[:: 3 + step]:
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+    return []
+
+
+def drop_gradients(model: nn.Module, job: Job, step: int) -> list[float]:
+    """In some steps all gradients are dropped, so that there is nothing to step with."""
+    if step % 3 == 2:
+        model.zero_grad()
+    return []
+
+
 BETWEEN_STEPS: dict[str, Callable[[nn.Module, Job, int], list[float]]] = {
     "evaluation": evaluate_on_rank_0,
     "looks": look_at_weights,
     "edits": edit_weights,
+    "gradient looks": look_at_gradients,
+    "gradient edits": edit_gradients,
+    "drops": drop_gradients,
 }
 
 
@@ -159,6 +195,12 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
     for param in model.parameters():
         if param.grad is not None:
             param.grad.mul_(factor)
+
+
+def limit_of(model: nn.Module, clips: bool) -> float:
+    """For a step that clips by little, or does not clip."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    return float(torch.nn.utils.get_total_norm(grads)) * (0.99 if clips else 2.0)
 
 
 def train(job: Job, path: str | None = None) -> Trained:
@@ -183,6 +225,11 @@ def train(job: Job, path: str | None = None) -> Trained:
             }
         if job.torch_clips and job.clip is not None:
             found.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip)))
+        if job.clipped is not None:
+            found.limits.append(job.limits[step] if job.limits else limit_of(model, step in job.clipped))
+            optimizer.max_grad_norm = found.limits[-1]
+        if job.before_step is not None:
+            found.losses_between += BETWEEN_STEPS[job.before_step](model, job, step)
         optimizer.step()
         optimizer.zero_grad()
         if not job.torch_clips:
@@ -212,13 +259,23 @@ def _reference(config: tuple[tuple[str, Any], ...], **job: Any) -> Trained:
 def check_same(job: Job, path: str | None = None, world_size: int | None = None) -> list[Trained]:
     """Train on several ranks, and compare every bit with one process. Returns what the ranks have shown."""
     world_size = job.data_ranks if world_size is None else world_size
-    expected = reference(job)
-    ranks = values_of(train, world_size, job, path)
+    ranks = values_of(train, world_size, with_limits(job), path)
+    check_equal(job, ranks)
+    return ranks
+
+
+def with_limits(job: Job) -> Job:
+    """The same job, with what one process has found."""
+    return job if job.clipped is None else replace(job, limits=tuple(reference(job).limits))
+
+
+def check_equal(job: Job, ranks: Sequence[Trained]) -> None:
+    """Compare every bit of what ranks have shown with one process."""
+    expected, world_size = reference(job), len(ranks)
     for rank, got in enumerate(ranks):
         assert got.losses == expected.losses[rank::world_size], f"losses of rank {rank}"
         assert got.norms == expected.norms, f"norms of rank {rank}"
         assert got.first_gradients == expected.first_gradients, f"gradients of rank {rank}"
         assert got.weights == expected.weights, f"weights of rank {rank}"
-    if job.between_steps != "looks":  # there each rank looks at other weights
+    if "looks" not in (job.between_steps, job.before_step):  # there each rank looks at other weights
         assert ranks[0].losses_between == expected.losses_between
-    return ranks

@@ -30,7 +30,7 @@ from deepoffload.optim.speculation.guess import Guess, GuessedStep
 from deepoffload.optim.speculation.last_gradients import LastGradients
 from deepoffload.optim.speculation.port import GuessingOptimizer
 from deepoffload.optim.speculation.room_guard import RoomGuard
-from deepoffload.optim.speculation.unit_choice import UnitChoice
+from deepoffload.optim.speculation.unit_choice import StepOutcome, UnitChoice
 from deepoffload.optim.threads import num_threads
 from deepoffload.optim.update import HostUpdate
 from deepoffload.params.pager import Pager
@@ -44,7 +44,7 @@ ROOM_MARGIN = 1.25
 """So much of what a guess needs must be free or able to leave, since holes may be too small."""
 
 
-class _StepSoFar:
+class StepSoFar:
     """What is known, during backward, of the step that an optimizer will make.
 
     Attributes:
@@ -85,7 +85,7 @@ class Speculation:
         self._disk_bytes_per_s = disk_bytes_per_s
         self._owners: weakref.WeakKeyDictionary[ParamHandle, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self._last = LastGradients(self._is_trained)
-        self._steps: weakref.WeakKeyDictionary[Any, _StepSoFar] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Any, StepSoFar] = weakref.WeakKeyDictionary()
         self._guesses: dict[Unit, Guess] = {}
         self._guard = RoomGuard(self._undo_for_room)
         self._journals: list[Block] = []
@@ -113,16 +113,21 @@ class Speculation:
 
     def landed(self, handle: ParamHandle) -> None:
         """A gradient has landed in its unit's block. If it was the last one of its unit, that may be updated now."""
-        unit, pager = handle.unit, self._pager
         self.choice.in_backward()
-        if unit is None or not self._last.landed(handle) or pager.memory.all_stay():
+        if handle.unit is not None and self._last.landed(handle):
+            self._complete(handle.unit)
+
+    def _complete(self, unit: Unit) -> None:
+        """All gradients of a unit have landed."""
+        stays = self._pager.memory if self._pager.link is None else self._pager.tiers
+        if stays.all_stay():
             return
         handles = [other for other in unit.handles if self._is_trained(other)]
         owners = {id(owner): owner for owner in map(self._owner, handles)}
         if len(owners) != 1 or any(self._gradients.in_block(other) is None for other in handles):
             return
         (optimizer,) = owners.values()
-        step = self._steps.setdefault(optimizer, _StepSoFar())
+        step = self._steps.setdefault(optimizer, StepSoFar())
         if step.spoiled or self._spoils(optimizer, step, handles):
             return
         if self.choice.completed(unit, self._moving_bytes(unit)):
@@ -135,7 +140,7 @@ class Speculation:
         elif step.sample is None:
             self._take_sample(step, unit, optimizer, handles)
 
-    def _spoils(self, optimizer: GuessingOptimizer, step: _StepSoFar, handles: Sequence[ParamHandle]) -> bool:
+    def _spoils(self, optimizer: GuessingOptimizer, step: StepSoFar, handles: Sequence[ParamHandle]) -> bool:
         """Whether the gradients so far tell that guesses of this step are wrong. Those made are undone then."""
         for handle in handles:
             squares, non_finite = self._gradients.sum_of_squares(handle)
@@ -152,7 +157,7 @@ class Speculation:
         return sum(piece.block.room_bytes for piece in unit.pieces if piece.block.id not in static)
 
     def _take_sample(
-        self, step: _StepSoFar, unit: Unit, optimizer: GuessingOptimizer, handles: Sequence[ParamHandle]
+        self, step: StepSoFar, unit: Unit, optimizer: GuessingOptimizer, handles: Sequence[ParamHandle]
     ) -> GuessedStep | None:
         """What the step will be for a unit; None where ``step()`` will raise an error."""
         try:
@@ -185,12 +190,14 @@ class Speculation:
 
     def _prepare(self, unit: Unit, optimizer: GuessingOptimizer, handles: Sequence[ParamHandle]) -> Guess | None:
         tiers, weights = self._tiers, unit.weights
-        if unit.pending is not None or unit.owner.may_be_read_unseen():
+        memory = self._pager.memory
+        if unit.pending is not None or unit.owner.may_be_read_unseen() or not memory.is_idle(weights):
             return None
         step = self._take_sample(self._steps[optimizer], unit, optimizer, handles)
         if step is None:
             return None
         tiers.note_changes(weights)
+        memory.settle(weights)
         update = HostUpdate(self._pager, self._gradients, optimizer.rule, step.jobs, step.factor, [unit])
         changed = update.blocks_to_change(unit)
         if changed is None or update.is_watched(unit):
@@ -283,18 +290,22 @@ class Speculation:
                 update.made(guess.unit, guess.pieces)
                 self._remove(guess)
                 _mark(self._tiers.timeline, "confirm", guess)
-                self._steps.setdefault(optimizer, _StepSoFar()).confirmed[guess.unit] = guess
+                self._steps.setdefault(optimizer, StepSoFar()).confirmed[guess.unit] = guess
                 self.confirmed += 1
 
     def end_of_step(self, optimizer: GuessingOptimizer) -> None:
         """A step of ``optimizer`` is over, made or skipped."""
-        step = self._steps.pop(optimizer, None) or _StepSoFar()
-        self.choice.step_ended(step.confirmed, wrong=step.wrong)
+        step = self._steps.pop(optimizer, None) or StepSoFar()
+        self.choice.step_ended(step.confirmed, self._outcome(step))
         moved_bytes = 2 * sum(unit.pieces[n].block.nbytes for unit, g in step.confirmed.items() for n in g.pieces)
         if moved_bytes:
             self.saved_s += max(0.0, moved_bytes / self._disk_bytes_per_s - self.choice.backward_wait_s)
         self._last.start_step(self._units_of(optimizer), stepped=True)
         self._drop_journals()
+
+    def _outcome(self, step: StepSoFar) -> StepOutcome:
+        """What a step that is over says of the guesses."""
+        return StepOutcome(self.choice.waits(), step.wrong, bool(step.confirmed))
 
     def forget(self, optimizer: GuessingOptimizer) -> None:
         """``zero_grad()``: the gradients so far are for no step.

@@ -6,12 +6,27 @@ import logging
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from deepoffload.memory.transfers import TierCounters
 from deepoffload.params.unit import Unit
 from deepoffload.schedule.speculation import BackwardShare, PhaseWaits, Trust, UnitPause, choose_evenly
 
 log = logging.getLogger("deepoffload")
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step says of the guesses that were made for it.
+
+    Attributes:
+        wrong: a guess was undone by the step, or would have been.
+        confirms: a guess was right.
+    """
+
+    waits: PhaseWaits
+    wrong: bool
+    confirms: bool
 
 
 class UnitChoice:
@@ -63,26 +78,26 @@ class UnitChoice:
         """The program looked at the unit, so that its guess was undone before the step."""
         self._pauses.setdefault(unit, UnitPause()).looked_at()
 
-    def step_ended(self, confirmed: Mapping[Unit, object], *, wrong: bool) -> None:
-        """A step is over.
-
-        Args:
-            confirmed: units whose guess was right.
-            wrong: a guess was undone by the step, or would have been.
-        """
-        now, waited = time.perf_counter(), self._counters.wait_s
+    def waits(self) -> PhaseWaits:
+        """Of the step that is about to end."""
+        waited = self._counters.wait_s
         before_backward = waited if self._waited_before_backward_s is None else self._waited_before_backward_s
-        self.backward_wait_s = waited - before_backward
-        waits = PhaseWaits(now - self._step_began_s, before_backward - self._waited_s, self.backward_wait_s)
+        step_s = time.perf_counter() - self._step_began_s
+        return PhaseWaits(step_s, before_backward - self._waited_s, waited - before_backward)
+
+    def step_ended(self, confirmed: Mapping[Unit, object], outcome: StepOutcome) -> None:
+        """A step is over, which has confirmed the guesses of some units."""
+        self.backward_wait_s = outcome.waits.backward_s
         for unit, pause in self._pauses.items():
             pause.step_ended(confirmed=unit in confirmed)
-        if self._order and self._trust.step_ended(wrong=wrong):
+        if self._order and self._trust.step_ended(wrong=outcome.wrong):
             self._tell()
-        if confirmed and self._share.step_ended(waits):
+        if outcome.confirms and self._share.step_ended(outcome.waits):
             self._sizes = ()
             self._tell()
         self._choose()
-        self._step_began_s, self._waited_s, self._waited_before_backward_s = now, waited, None
+        self._step_began_s, self._waited_s = time.perf_counter(), self._counters.wait_s
+        self._waited_before_backward_s = None
 
     def _choose(self) -> None:
         sizes = tuple((unit.index, nbytes) for unit, nbytes in self._order.items())

@@ -1,0 +1,33 @@
+"""Ranks update on guesses: the bits are those of one process that does not.
+
+``python -m tests.ranks.speculating`` tries more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.ranks.speculating import check_all, guessing
+from tests.ranks.training_programs import Trained
+
+
+def _made(ranks: list[Trained]) -> list[tuple[bool, bool]]:
+    """Of each rank: whether guesses were confirmed, and whether some were undone."""
+    return [(one.stats["speculated"] > 0, one.stats["rolled_back"] > 0) for one in ranks]
+
+
+def test_guesses_are_confirmed_or_undone_on_all_ranks(tmp_path: Path) -> None:
+    jobs = [guessing("nvme"), guessing("half", "sometimes", transport="group", precision="bf16"), guessing("memory")]
+    never, sometimes, resident = check_all(jobs, tmp_path)
+    assert _made(never) == [(True, False)] * 2
+    assert _made(sometimes) == [(True, True)] * 2
+    assert _made(resident) == [(False, False)] * 2, "nothing moves, so there is nothing to guess for"
+
+
+def test_what_comes_between_backward_and_step_undoes_guesses(tmp_path: Path) -> None:
+    names = ["evaluation", "edits", "gradient looks", "drops"]
+    jobs = [guessing("nvme", before_step=name, clipped=None, clip=1e6) for name in names]
+    *looking, uneven = check_all([*jobs, guessing("nvme", uneven="layer drop")], tmp_path)
+    for name, ranks in zip(names, looking, strict=True):
+        assert any(undone for _, undone in _made(ranks)), name
+    assert _made(uneven)[0][0]
