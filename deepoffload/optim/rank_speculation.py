@@ -45,7 +45,6 @@ class RankSpeculation(Speculation):
         self._link = gradients.link
         self._coming: dict[Unit, None] = {}
         self._waits = True
-        self._agreed: StepOutcome | None = None
 
     def landed(self, handle: ParamHandle) -> None:
         """This rank's part of a gradient has been taken from autograd."""
@@ -76,16 +75,12 @@ class RankSpeculation(Speculation):
     def settle(self, optimizer: GuessingOptimizer, jobs: Mapping[ParamHandle, UpdateJob], factor: float | None) -> None:
         """As above; the ranks have met, and agree on what the step says of the guesses."""
         super().settle(optimizer, jobs, factor)
-        step = self._steps.get(optimizer) or StepSoFar()
+        step = self._steps.setdefault(optimizer, StepSoFar())
         waits = self.choice.waits()
         mine = _OUTCOME.pack(waits.step_s, waits.forward_s, waits.backward_s, step.wrong, bool(self._of(optimizer)))
         said = [_OUTCOME.unpack(message) for message in self._link.exchange_messages(mine)]
         step_s, forward_s, backward_s, wrong, confirms = map(max, zip(*said, strict=True))
-        self._agreed = StepOutcome(PhaseWaits(step_s, forward_s, backward_s), wrong, confirms)
-
-    def _outcome(self, step: StepSoFar) -> StepOutcome:
-        agreed, self._agreed = self._agreed, None
-        return agreed or super()._outcome(step)
+        step.agreed = StepOutcome(PhaseWaits(step_s, forward_s, backward_s), wrong, confirms)
 
     def end_of_step(self, optimizer: GuessingOptimizer) -> None:
         """As above."""

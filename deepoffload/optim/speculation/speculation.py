@@ -24,6 +24,7 @@ from typing import Any
 from deepoffload.errors import BudgetError, DeepOffloadError, IoFailure
 from deepoffload.memory.block import Block
 from deepoffload.memory.kept_bytes import KeptBytes
+from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.rule import UpdateJob
 from deepoffload.optim.speculation.guess import Guess, GuessedStep
@@ -52,6 +53,7 @@ class StepSoFar:
         spoiled: the step clips, or a gradient is not finite.
         sample: the guess of one unit's step, to know afterwards whether guesses were right, also where none was made.
         confirmed: units whose guess was right.
+        agreed: what several ranks make of it together.
     """
 
     def __init__(self) -> None:
@@ -60,6 +62,7 @@ class StepSoFar:
         self.sample: tuple[Unit, GuessedStep] | None = None
         self.confirmed: dict[Unit, Guess] = {}
         self.wrong = False
+        self.agreed: StepOutcome | None = None
 
 
 class Speculation:
@@ -204,21 +207,13 @@ class Speculation:
             return None
         pieces = [n for n, p in enumerate(unit.pieces) if p.block in changed and p.block.id not in tiers.static]
         blocks = [weights, *(unit.pieces[number].block for number in pieces)]
-        if not pieces or any(block.leases for block in blocks) or not self._has_room(unit, blocks):
+        if not pieces or any(block.leases for block in blocks) or not _has_room(tiers, unit, blocks):
             return None
         try:
             kept = KeptBytes(tiers, blocks, num_threads())
         except (BudgetError, IoFailure):
             return None
         return Guess(unit, optimizer, update, tuple(pieces), kept, self._was_undone)
-
-    def _has_room(self, unit: Unit, blocks: Sequence[Block]) -> bool:
-        """Whether memory has room for pieces and journals, if all leaves that may."""
-        tiers, used = self._tiers, {block.id for block in unit.blocks()}
-        leaving = (b for b in tiers.resident() if not b.leases and b.id not in tiers.static and b.id not in used)
-        room_bytes = tiers.arena.free_bytes + sum(block.room_bytes for block in leaving)
-        needed = [block.room_bytes * ((not block.resident) + (block.state is BlockState.DIRTY)) for block in blocks]
-        return room_bytes >= ROOM_MARGIN * (needed[0] + max(needed[1:]))
 
     def _undo(self, guess: Guess) -> None:
         """Undo a guess that nobody waits for. Where that fails, the next who looks at the unit tries again."""
@@ -296,16 +291,13 @@ class Speculation:
     def end_of_step(self, optimizer: GuessingOptimizer) -> None:
         """A step of ``optimizer`` is over, made or skipped."""
         step = self._steps.pop(optimizer, None) or StepSoFar()
-        self.choice.step_ended(step.confirmed, self._outcome(step))
+        outcome = step.agreed or StepOutcome(self.choice.waits(), step.wrong, bool(step.confirmed))
+        self.choice.step_ended(step.confirmed, outcome)
         moved_bytes = 2 * sum(unit.pieces[n].block.nbytes for unit, g in step.confirmed.items() for n in g.pieces)
         if moved_bytes:
             self.saved_s += max(0.0, moved_bytes / self._disk_bytes_per_s - self.choice.backward_wait_s)
         self._last.start_step(self._units_of(optimizer), stepped=True)
         self._drop_journals()
-
-    def _outcome(self, step: StepSoFar) -> StepOutcome:
-        """What a step that is over says of the guesses."""
-        return StepOutcome(self.choice.waits(), step.wrong, bool(step.confirmed))
 
     def forget(self, optimizer: GuessingOptimizer) -> None:
         """``zero_grad()``: the gradients so far are for no step.
@@ -340,6 +332,15 @@ class Speculation:
             "speculation_saved_s": self.saved_s,
             "speculation_share": self.choice.share,
         }
+
+
+def _has_room(tiers: TierManager, unit: Unit, blocks: Sequence[Block]) -> bool:
+    """Whether memory has room for pieces and journals, if all leaves that may."""
+    used = {block.id for block in unit.blocks()}
+    leaving = (b for b in tiers.resident() if not b.leases and b.id not in tiers.static and b.id not in used)
+    room_bytes = tiers.arena.free_bytes + sum(block.room_bytes for block in leaving)
+    needed = [block.room_bytes * ((not block.resident) + (block.state is BlockState.DIRTY)) for block in blocks]
+    return room_bytes >= ROOM_MARGIN * (needed[0] + max(needed[1:]))
 
 
 def _of_unit(unit: Unit, jobs: Mapping[ParamHandle, UpdateJob], factor: float) -> GuessedStep:
