@@ -1,6 +1,6 @@
 """Updates on a guess with several ranks: each updates its runs of a unit when the sums of all ranks have landed here.
 
-Whether this rank guesses is its own affair. What other ranks get of a unit is gathered from what it stores, and a
+Each rank guesses for itself. What other ranks get of a unit is gathered from what it stores, and a
 gather is a look: it undoes the guess first (``WeightView.before_gather``), as does a part of a gradient that comes
 later. At the step all ranks have the same norm, so all confirm what they have guessed, or all undo it. No call between
 ranks depends on a guess, so their order is that of ``"deferred"``.
