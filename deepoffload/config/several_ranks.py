@@ -43,11 +43,6 @@ def check_several_ranks(config: Config, fields: Mapping[str, object], where: str
         )
     if config.durability is not None:
         raise UnsupportedError(f"{where}durability is not available {several}; leave it out, or train with one rank")
-    if config.inference:
-        raise UnsupportedError(
-            f"{where}inference = true is not available {several}: weights are read in place by one rank; leave it out, "
-            'or say ranks="local"'
-        )
     if config.debug.copies:
         raise UnsupportedError(f"{where}debug.copies is not available {several}: ranks show copies as they are")
     if config.device is not None and not Device.parse(config.device).shares_host_memory:

@@ -48,10 +48,27 @@ def gradients_number(unit_index: int) -> int:
     return 2 * unit_index + 1
 
 
+FIRST_LATE_INDEX = 1 << 58
+
+
+def late_index(unit_index: int) -> int:
+    """What stands for the index of a unit in the number of gradients of its parameters that were unfrozen later."""
+    return FIRST_LATE_INDEX + unit_index
+
+
 FIRST_STATE_NUMBER = 1 << 62
 """Numbers from here on are of optimizer state."""
 BUILT_NUMBER = 1 << 60
 """Of the end of construction."""
+LATE_NUMBER = BUILT_NUMBER - 2
+"""Of parameters that come to a model after it was placed."""
+COMMIT_NUMBER = BUILT_NUMBER - 4
+"""Of a durable step."""
+_MEETINGS = {
+    BUILT_NUMBER: "the end of offload_context",
+    LATE_NUMBER: "parameters that came after the model was placed",
+    COMMIT_NUMBER: "a durable step",
+}
 FIRST_BUILDING_NUMBER = BUILT_NUMBER + 1
 """Numbers from here on are of parameters of a model that is being built."""
 
@@ -196,8 +213,8 @@ class RankLink:
     def _name_of(self, number: int) -> str:
         if number >= FIRST_STATE_NUMBER and self.state is not None:
             return self.state.name(number)
-        if number == BUILT_NUMBER:
-            return "the end of offload_context"
+        if number in _MEETINGS:
+            return _MEETINGS[number]
         known = self._shown.get(number) or self._shown.get(number ^ 1)
         return f"block {number}" if known is None else known.name
 

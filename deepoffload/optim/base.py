@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deepoffload.errors import UnsupportedError
+from deepoffload.errors import DeepOffloadError, UnsupportedError
 from deepoffload.native.cpu_adam import norm_of
 from deepoffload.optim import checks
 from deepoffload.optim.begun_step import BegunStep
 from deepoffload.optim.gradients import Gradients
-from deepoffload.optim.handles import early_of, gradients_of, handle_of, speculation_of
+from deepoffload.optim.handles import adopt_newcomers, early_of, gradients_of, handle_of, speculation_of
 from deepoffload.optim.held_state import HeldState
 from deepoffload.optim.in_backward import InBackward
 from deepoffload.optim.norm import squares_of
@@ -132,8 +132,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
+            adopt_newcomers(self.param_groups[-1:])
             refuse_ordinary(self.param_groups[-1:])
-        except (ValueError, UnsupportedError):
+        except (ValueError, DeepOffloadError):
             self.param_groups.pop()
             raise
         for param in self.param_groups[-1]["params"]:

@@ -85,8 +85,16 @@ class ContributionSlots:
         """Take these, instead of those that were there. None may be in use.
 
         Raises:
-            BudgetError: the host budget has no room for them.
+            BudgetError: the host budget has no room for them. Those that were there are there again.
         """
+        before = self.sizes
+        try:
+            self._take(sizes)
+        except BudgetError:
+            self._take(before)
+            raise
+
+    def _take(self, sizes: SlotSizes) -> None:
         while self._ranges:
             self._tiers.arena.free(self._ranges.pop())
         self.sizes = sizes

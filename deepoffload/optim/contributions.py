@@ -17,19 +17,19 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
-from deepoffload.copies.rank_link import RankLink, gradients_number
-from deepoffload.errors import RankError, UnsupportedError
+from deepoffload.copies.rank_link import RankLink, gradients_number, late_index
+from deepoffload.errors import RankError
 from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim import outside_gradient
 from deepoffload.optim.contribution_layout import ContributionLayout
 from deepoffload.optim.contribution_slots import ContributionSlots, reduction_of, slot_sizes
-from deepoffload.optim.gradient_state import GradientOwner
+from deepoffload.optim.lands import Lands, Reading, trained_of
+from deepoffload.params.shards import ShardLayout
 from deepoffload.params.torch_private import call_at_end_of_backward, graph_task, in_backward
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.ranks.exchange import PartsFlight
@@ -37,19 +37,6 @@ from deepoffload.ranks.rounds import Want, WantKind
 
 WAIT_S = 5.0
 """A rank waits so long for the others before it moves a contribution out of its slot."""
-
-
-class Lands(Protocol):
-    """What lands parts (implemented by :class:`~deepoffload.optim.rank_gradients.RankGradients`)."""
-
-    def before_landing(self, unit: Unit) -> None:
-        """Parts of a unit are about to land."""
-
-    def land_parts(self, unit: Unit, layout: ContributionLayout, parts: PartsFlight) -> None:
-        """Take all parts of this rank's shard."""
-
-    def after_landing(self, unit: Unit) -> None:
-        """They have landed."""
 
 
 @dataclass(eq=False)
@@ -73,9 +60,11 @@ class _Contribution:
 
 @dataclass(eq=False)
 class _Plan:
-    """A unit and what is under way of it.
+    """A unit and what is under way of it, or of its parameters that were unfrozen later: these have another one.
 
     Attributes:
+        index: by which the ranks know it.
+        block: in which it lands.
         numbers: of its trained parameters, in the order of the gradient layout.
         expected: numbers of those whose gradients complete a contribution; ``came``: of those that came in this step.
         open: what is being filled.
@@ -84,7 +73,9 @@ class _Plan:
         used: this backward has made a gradient.
     """
 
+    index: int
     unit: Unit
+    block: Block
     layout: ContributionLayout
     numbers: dict[ParamHandle, int]
     expected: frozenset[int]
@@ -115,21 +106,9 @@ class _Reducing:
         self._owner.land_through(self)
 
 
-class _Reading:
-    """A reduction that has landed here, for a wait until the other ranks have read this rank's part."""
-
-    def __init__(self, flight: PartsFlight) -> None:
-        self.ready_within = flight.releasable_within
-
-    def ready(self) -> bool:
-        return self.ready_within(0.0)
-
-    def arrive(self) -> None:
-        """All has been taken."""
-
-
 class Contributions:
-    """This rank's contributions, and the reductions that are under way. Guarded by the tier manager's lock.
+    """This rank's contributions, and the reductions that are under way. Guarded by the tier manager's lock. It has many
+    methods, because nothing else knows where a contribution is on its way: each is one step of it, or one question.
 
     Waits for other ranks are those of rounds, which serve the others meanwhile. Only inside a launch a flight is waited
     for directly: the other ranks have agreed on it, too.
@@ -147,6 +126,7 @@ class Contributions:
         self._tiers = tiers
         self._gradients = gradients
         self._plans: dict[int, _Plan] = {}
+        self._plan_of: dict[ParamHandle, _Plan] = {}
         self._slots = ContributionSlots(tiers)
         self._announced: deque[_Contribution] = deque()  # the posted ones of all units
         self._reducing: deque[_Reducing] = deque()
@@ -165,42 +145,71 @@ class Contributions:
 
         Raises:
             BudgetError: the host budget has no room for it.
-            UnsupportedError: the gradients of smaller units are under way.
+            RankError: gradients of smaller units are under way, and another rank does not come.
         """
         with self._tiers.lock:
             for unit in units:
                 if unit.gradient_layout is not None and unit.gradients is not None and unit.index not in self._plans:
-                    handles = trained_of(unit)
-                    dtypes = [handle.dtype for handle in handles]
-                    layout = ContributionLayout(unit.gradient_layout, dtypes, self._link.ranks.rank)
-                    numbers = {handle: number for number, handle in enumerate(handles)}
-                    self._plans[unit.index] = _Plan(unit, layout, numbers, frozenset(numbers.values()))
-            largest = max((plan.layout.part_nbytes for plan in self._plans.values()), default=0)
-            sizes = slot_sizes(largest, self._link.exchange, self._tiers.arena.capacity_bytes)
-            if sizes.slot_bytes > self._slots.sizes.slot_bytes:
-                if self._is_busy():
-                    raise UnsupportedError("a larger module came while gradients are under way to other ranks")
-                self._slots.reserve(sizes)
+                    plan = self._add(unit.index, unit, unit.gradients, unit.gradient_layout)
+                    plan.expected = frozenset(plan.numbers.values())
+            self._fit()
+
+    def reserve_late(self, unit: Unit, block: Block, layout: ShardLayout) -> None:
+        """The same for parameters of a unit that were frozen when it was made. Their gradients land in ``block``. None
+        is expected before :meth:`expect`.
+
+        Raises:
+            As :meth:`reserve`.
+        """
+        with self._tiers.lock:
+            self._add(late_index(unit.index), unit, block, layout)
+            try:
+                self._fit()
+            except BaseException:
+                self._drop_plan(late_index(unit.index))
+                raise
+
+    def expect(self, handle: ParamHandle) -> None:
+        """From now on a parameter has gradients."""
+        plan = self._plan_of[handle]
+        plan.expected |= {plan.numbers[handle]}
+
+    def _add(self, index: int, unit: Unit, block: Block, gradients: ShardLayout) -> _Plan:
+        handles = trained_of(block)
+        numbers = {handle: number for number, handle in enumerate(handles)}
+        layout = ContributionLayout(gradients, [handle.dtype for handle in handles], self._link.ranks.rank)
+        self._plans[index] = plan = _Plan(index, unit, block, layout, numbers, frozenset())
+        self._plan_of.update(dict.fromkeys(handles, plan))
+        return plan
+
+    def _fit(self) -> None:
+        """Have slots for the largest contribution. For larger ones everything that is under way lands before."""
+        largest = max((plan.layout.part_nbytes for plan in self._plans.values()), default=0)
+        sizes = slot_sizes(largest, self._link.exchange, self._tiers.arena.capacity_bytes)
+        if sizes.slot_bytes > self._slots.sizes.slot_bytes:
+            for plan in self._plans.values():
+                self.settle(plan.unit)
+            while self._landed:
+                self._await_read()
+                self._release_what_is_read()
+            self._slots.reserve(sizes)
 
     def forget(self, unit: Unit) -> None:
         """The unit is gone, or was never finished."""
         if not self.is_under_way(unit):
-            self._plans.pop(unit.index, None)
+            self._drop_plan(unit.index)
+            self._drop_plan(late_index(unit.index))
 
-    def _is_busy(self) -> bool:
-        is_open = any(plan.open is not None for plan in self._plans.values())
-        return bool(is_open or self._announced or self._reducing or self._landed)
+    def _drop_plan(self, index: int) -> None:
+        plan = self._plans.pop(index, None)
+        for handle in () if plan is None else plan.numbers:
+            del self._plan_of[handle]
 
     # -- from autograd ---------------------------------------------------------------------------------------------
 
     def take(self, handle: ParamHandle, grad: Tensor) -> None:
         """Copy a gradient, of the parameter's type, into its unit's contribution; announce that when it is complete."""
-        plan = self._plans.get(-1 if handle.unit is None else handle.unit.index)
-        if plan is None:
-            raise UnsupportedError(
-                f"{handle.name} came after the model was built: with several ranks that is not there yet. Register it "
-                "inside offload_context"
-            )
+        plan = self._plan_of[handle]
         number = plan.numbers[handle]
         if self._announced or self._reducing:
             self._link.pump()
@@ -233,7 +242,7 @@ class Contributions:
             for plan in self._plans.values():
                 if not plan.used:
                     plan.passes += 1
-                    self._link.post_pass(plan.unit.index)
+                    self._link.post_pass(plan.index)
                 plan.used = False
 
     def announce_all(self) -> None:
@@ -254,8 +263,7 @@ class Contributions:
             if self._reducing:
                 self._await(self._reducing[0])
             elif self._landed:
-                want = _want(self._landed[0].plan)
-                SHIELD.outside(self._link.rounds.wait_flight, _Reading(self._landed[0].flight), want)
+                self._await_read()
             elif self._in_slots():
                 self._await_launch(self._in_slots()[0])
             else:
@@ -263,6 +271,11 @@ class Contributions:
                 self._announce(oldest)  # more units are being filled at once than there are slots
             self._release_what_is_read()
         return self._slots.free.pop()
+
+    def _await_read(self) -> None:
+        """Wait until the other ranks have read this rank's part in the oldest reduction that has landed here."""
+        oldest = self._landed[0]
+        SHIELD.outside(self._link.rounds.wait_flight, Reading(oldest.flight), _want(oldest.plan))
 
     def _in_slots(self) -> list[_Contribution]:
         return [contribution for contribution in self._announced if contribution.block is None]
@@ -274,13 +287,13 @@ class Contributions:
         so at once until something is launched."""
         plan = contribution.plan
         limit_s = self.wait_s if self._launched_since_moved else 0.0
-        SHIELD.outside(self._link.wait_reduced, plan.unit.index, limit_s)
+        SHIELD.outside(self._link.wait_reduced, plan.index, limit_s)
         if contribution not in self._announced:
             return
         contribution.block = self._slots.move_out(contribution.offset, plan.layout, plan.unit.name)
         self._launched_since_moved = False
         if contribution.block is None:
-            SHIELD.outside(self._link.wait_reduced, plan.unit.index)
+            SHIELD.outside(self._link.wait_reduced, plan.index)
 
     def _announce(self, contribution: _Contribution) -> None:
         plan = contribution.plan
@@ -289,14 +302,16 @@ class Contributions:
         self._slots.seal(contribution.offset, plan.layout, dtypes, contribution.present)
         plan.posted.append(contribution)
         self._announced.append(contribution)
-        self._link.post_reduce(plan.unit.index)
+        self._link.post_reduce(plan.index)
         self.poll()
 
     # -- from the other ranks --------------------------------------------------------------------------------------
 
     def launch(self, unit_index: int, contributors: tuple[int, ...]) -> _Reducing:
         """All ranks start the reduction of a unit now. Called by the link, in the same order on all ranks."""
-        plan = self._plans[unit_index]
+        plan = self._plans.get(unit_index)
+        if plan is None:
+            raise self._gradients.not_trained(unit_index)
         given = None
         if self._link.ranks.rank in contributors:
             given = plan.posted.popleft()
@@ -322,7 +337,7 @@ class Contributions:
 
     def land_before_gather(self, block: Block) -> None:
         """A unit's gradients are about to be gathered: land those of it that were launched before."""
-        for reducing in [one for one in self._reducing if one.plan.unit.gradients is block]:
+        for reducing in [one for one in self._reducing if one.plan.block is block]:
             self.land_through(reducing)
 
     def land_launched(self) -> None:
@@ -341,32 +356,33 @@ class Contributions:
 
     def is_under_way(self, unit: Unit) -> bool:
         """Whether gradients of a unit have not landed yet, as far as this rank knows."""
-        plan = self._plans.get(unit.index)
-        if plan is None:
-            return False
-        return (
-            plan.open is not None or bool(plan.posted or plan.passes) or any(one.plan is plan for one in self._reducing)
+        return any(
+            plan.open is not None or plan.posted or plan.passes or any(one.plan is plan for one in self._reducing)
+            for plan in self._of(unit)
         )
+
+    def _of(self, unit: Unit) -> list[_Plan]:
+        return [self._plans[index] for index in (unit.index, late_index(unit.index)) if index in self._plans]
 
     def settle(self, unit: Unit) -> None:
         """Announce what is there of a unit, and land all of it. Waits for the other ranks' parts."""
         with self._tiers.lock:
-            plan = self._plans[unit.index]
-            if plan.open is not None:
-                self._announce(plan.open)
-            while plan.posted or plan.passes:
-                plan.passes = 0
-                SHIELD.outside(self._link.wait_reduced, unit.index)
-            for reducing in [one for one in self._reducing if one.plan is plan]:
-                self._await(reducing)
+            for plan in self._of(unit):
+                if plan.open is not None:
+                    self._announce(plan.open)
+                while plan.posted or plan.passes:
+                    plan.passes = 0
+                    SHIELD.outside(self._link.wait_reduced, plan.index)
+                for reducing in [one for one in self._reducing if one.plan is plan]:
+                    self._await(reducing)
 
     def settle_within(self, unit: Unit, limit_s: float) -> bool:
         """Land what has been announced of a unit, if it comes within about ``limit_s``. Serves other ranks meanwhile.
         Returns whether nothing of it is under way."""
         with self._tiers.lock:
             until = time.monotonic() + limit_s
-            if any(one.plan.unit is unit for one in self._announced):
-                SHIELD.outside(self._link.wait_reduced, unit.index, limit_s)
+            for index in {one.plan.index for one in self._announced if one.plan.unit is unit}:
+                SHIELD.outside(self._link.wait_reduced, index, limit_s)
             with self._link.rounds.judged():
                 for reducing in [one for one in self._reducing if one.plan.unit is unit]:
                     SHIELD.outside(reducing.ready_within, max(0.0, until - time.monotonic()))
@@ -405,18 +421,18 @@ class Contributions:
         if self._is_landing:
             raise RuntimeError("gradients are to land while others are landing")
         first = self._reducing[0]
-        self._gradients.before_landing(first.plan.unit)
+        self._gradients.before_landing(first.plan.unit, first.plan.block)
         if not self._reducing or self._reducing[0] is not first:
             return  # it has landed meanwhile
         self._is_landing = True
         try:
-            self._gradients.land_parts(first.plan.unit, first.plan.layout, first.flight)
+            self._gradients.land_parts(first.plan.block, first.plan.layout, first.flight)
         finally:
             self._is_landing = False
         self._reducing.popleft()
         self._slots.free_scratch.append(first.scratch)
         self._landed.append(first)
-        self._gradients.after_landing(first.plan.unit)
+        self._gradients.after_landing(first.plan.block)
 
     def _release_what_is_read(self) -> None:
         with self._link.rounds.judged():
@@ -428,13 +444,5 @@ class Contributions:
                 self._slots.drop(reducing.given.offset, reducing.given.block)
 
 
-def trained_of(unit: Unit) -> list[ParamHandle]:
-    """The parameters whose gradients land, in the order of the gradient layout."""
-    owner = unit.gradients.owner if unit.gradients is not None else None
-    if not isinstance(owner, GradientOwner):
-        raise RuntimeError(f"{unit.name} has no gradients")
-    return [record.handle for record in owner.records]
-
-
 def _want(plan: _Plan) -> Want:
-    return Want(WantKind.REDUCE, gradients_number(plan.unit.index))
+    return Want(WantKind.REDUCE, gradients_number(plan.index))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from torch import Tensor
 
 from deepoffload.errors import UsageError
@@ -42,3 +45,12 @@ def gradients_of(pager: PagerPort, name: str = "") -> Gradients:
     if not isinstance(gradients, Gradients):
         raise UsageError("the optimizer was used inside offload_context; use it after the context has ended")
     return gradients
+
+
+def adopt_newcomers(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Where an optimizer gets parameters that several ranks share, page what has come to their model since its last
+    call: the ranks train nothing next to it that is ordinary. All of them make the optimizer, so they meet here."""
+    handles = [handle_of(param) for group in groups for param in group["params"]]
+    for pager in {id(handle.pager): handle.pager for handle in handles if handle is not None}.values():
+        if pager.link is not None and pager.engine is not None and pager.gradients is not None:
+            pager.engine.adopt_newcomers()

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepoffload.copies.rank_link import RankLink
+from deepoffload.copies.copy_memory import CopyMemory
+from deepoffload.copies.rank_link import FIRST_LATE_INDEX, RankLink, gradients_number, late_index
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
 from deepoffload.native import cpu_adam
@@ -25,14 +26,18 @@ from deepoffload.optim.contributions import Contributions
 from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.gradient_state import GradientOwner, GradientRecord, GradientSlot, GradientState
 from deepoffload.optim.gradients import Gradients
+from deepoffload.optim.lands import owner_of, trained_of
 from deepoffload.optim.rank_state import RankState
+from deepoffload.optim.state import ensure_pieces
 from deepoffload.optim.threads import num_threads
-from deepoffload.params.cut import Place
+from deepoffload.params.cut import Place, cuts_of
 from deepoffload.params.pager import Pager
+from deepoffload.params.shards import FlatTensor, shard_layout
 from deepoffload.params.torch_private import get_grad, set_grad
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.ranks.exchange import PartsFlight
 from deepoffload.ranks.sums import mean_scale
+from deepoffload.schedule.placement import BlockKind
 from deepoffload.timeline import Lane
 
 
@@ -86,7 +91,14 @@ class RankGradients(Gradients):
                 f"{handle.name} is {handle.dtype}: with several ranks the gradients of float32, bfloat16 and float16 "
                 "parameters are added up. Freeze it (requires_grad_(False)), or convert it"
             )
+        is_new = not self.is_tracked(handle)
         super().track(handle)
+        unit, record = handle.unit, self._record(handle)
+        if is_new and record.hook is not None and unit is not None and record.slot is not None:
+            if record.slot.block in unit.late_gradients:
+                ensure_pieces(self.tiers, handle)
+                handle.master_stale = True  # frozen weights have no remainder: the master starts as what the weight is
+                self.contributions.expect(handle)
 
     def give_block(
         self, block: Block, handles: list[ParamHandle], places: Sequence[Place], dtypes: list[torch.dtype]
@@ -103,9 +115,39 @@ class RankGradients(Gradients):
         self.contributions.forget(unit)
 
     def _late(self, handle: ParamHandle) -> None:
-        raise UnsupportedError(
-            f"{handle.name} was frozen when the model was built, and is trained now: with several ranks that is not "
-            "there yet. Leave it trainable inside offload_context, and freeze it afterwards"
+        """Room for the gradients of all parameters that were frozen when the unit was made. They are cut as the weights
+        are, so that each rank has the gradients of what it updates: a part of them alone would be cut otherwise."""
+        unit = handle.unit
+        if unit is None or unit.layout is None:
+            raise RuntimeError(f"{handle.name} is not cut for several ranks")
+        handles = [h for h in unit.handles if self._record(h).slot is None and h.dtype in NATIVE_DTYPES]
+        tensors = [FlatTensor(h.numel, torch.float32.itemsize, h.dtype) for h in handles]
+        layout = shard_layout(tensors, self.ranks.world_size)
+        cuts = cuts_of(layout, self.ranks.rank)
+        forms = tuple(cut.form() for cut in cuts)
+        name = f"{unit.name}.late_gradients"
+        block = self.tiers.create(name, BlockKind.GRADIENT, layout.shard_nbytes, None, forms, layout.whole_nbytes)
+        self.give_block(block, handles, cuts, [torch.float32] * len(handles))
+        try:
+            self.contributions.reserve_late(unit, block, layout)
+        except BaseException:
+            for h in handles:
+                self._record(h).slot = None
+            self.tiers.remove(block)
+            raise
+        unit.late_gradients.append(block)
+        names = [f"{h.name}.grad" for h in unit.handles]
+        assert isinstance(self.pager.memory, CopyMemory), "it shows what several ranks store"
+        self.pager.memory.serve(block, gradients_number(late_index(unit.index)), layout.sections, names)
+
+    def not_trained(self, unit_index: int) -> UnsupportedError:
+        """What is raised where another rank has a gradient of what is frozen here."""
+        unit = next((unit for unit in self.pager.units if unit.index == unit_index % FIRST_LATE_INDEX), None)
+        frozen = () if unit is None else (handle.name for handle in unit.handles if not self.is_tracked(handle))
+        name = next(iter(frozen), f"block {unit_index}")
+        return UnsupportedError(
+            f"{name} is frozen on rank {self.ranks.rank}, and another rank trains it or a parameter next to it: "
+            "unfreeze (requires_grad_(True)) the same parameters on all ranks, in the same place of the program"
         )
 
     # -- landing ---------------------------------------------------------------------------------------------------
@@ -148,18 +190,17 @@ class RankGradients(Gradients):
         if why:
             raise UnsupportedError(f"{handle.name}.grad {why}. With several ranks gradients are added up over ranks")
 
-    def before_landing(self, unit: Unit) -> None:
+    def before_landing(self, unit: Unit, block: Block) -> None:
         """Parts of a unit are about to land: what came before is used up, and what the program wrote is in the
         shard."""
         self.pager.catch_up(unit)
-        block, owner = _gradients_of(unit)
         if self.has_joined:
-            self.drop_stepped([record.handle for record in owner.records])
+            self.drop_stepped(trained_of(block))
         self.pager.memory.settle(block)
 
-    def land_parts(self, unit: Unit, layout: ContributionLayout, parts: PartsFlight) -> None:
+    def land_parts(self, block: Block, layout: ContributionLayout, parts: PartsFlight) -> None:
         """Add the parts of this rank's shard up in rank order, and note whose gradients were in them."""
-        block, owner = _gradients_of(unit)
+        owner = owner_of(block)
         sums = [_Sum() for _ in owner.records]
         there = bytearray(len(owner.records))
         begin_s = time.perf_counter()
@@ -178,8 +219,7 @@ class RankGradients(Gradients):
         finally:
             self.tiers.release(block)
         if self.tiers.timeline is not None:
-            name = f"gradients of {unit.name}"
-            self.tiers.timeline.add(Lane.LANDING, name, begin_s, time.perf_counter(), block.nbytes)
+            self.tiers.timeline.add(Lane.LANDING, block.name, begin_s, time.perf_counter(), block.nbytes)
         self.changes += 1
         for record, found, present in zip(owner.records, sums, there, strict=True):
             if present:
@@ -223,9 +263,9 @@ class RankGradients(Gradients):
         if accumulated and record.slot is not None:
             record.slot.added_to()
 
-    def after_landing(self, unit: Unit) -> None:
+    def after_landing(self, block: Block) -> None:
         """Parts of a unit have landed: copies of what was there before are wrong."""
-        self.pager.memory.refresh(_gradients_of(unit)[0])
+        self.pager.memory.refresh(block)
 
     # -- the .grad door --------------------------------------------------------------------------------------------
 
@@ -293,10 +333,3 @@ class RankGradients(Gradients):
             return 0, False
         address = slot.element_address(run.start)
         return cpu_adam.sum_of_squares(address, run.numel, dtype=NATIVE_DTYPES[slot.dtype], num_threads=num_threads())
-
-
-def _gradients_of(unit: Unit) -> tuple[Block, GradientOwner]:
-    block = unit.gradients
-    if block is None or not isinstance(block.owner, GradientOwner):
-        raise RuntimeError(f"{unit.name} has no gradients")
-    return block, block.owner

@@ -18,7 +18,6 @@ from deepoffload.copies.rank_device import Coming, GatherFlight
 from deepoffload.copies.rank_link import FIRST_STATE_NUMBER, RankLink
 from deepoffload.errors import UsageError
 from deepoffload.native import cpu_adam
-from deepoffload.optim.contributions import trained_of
 from deepoffload.optim.paged_state import ArrayCopy, Arrays, copy_own_master, is_own_master, resident_piece
 from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS, PieceView
 from deepoffload.optim.threads import num_threads
@@ -238,7 +237,8 @@ def has_state(handle: ParamHandle) -> bool:
         return False
     if handle.cut is None:
         return any(handle in piece.handles for piece in unit.pieces)
-    return unit.gradient_layout is not None and handle in trained_of(unit)
+    gradients = handle.pager.gradients
+    return gradients is not None and gradients.is_tracked(handle)
 
 
 def _place(handle: ParamHandle) -> tuple[Unit, int]:

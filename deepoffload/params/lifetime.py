@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from deepoffload.errors import ClosedError
@@ -70,15 +71,33 @@ class Lifetime:
         self._unit_count += 1
         return self._unit_count - 1
 
-    def free_dead_units(self, units: list[Unit], tiers: TierManager, gradients: GradientDoor | None) -> None:
-        """Give back what units hold of which every parameter was deleted (a replaced head, merged adapters)."""
+    def free_dead_units(
+        self,
+        units: list[Unit],
+        tiers: TierManager,
+        gradients: GradientDoor | None,
+        only: Container[int] | None = None,
+    ) -> list[Unit]:
+        """Give back what units hold of which every parameter was deleted (a replaced head, merged adapters).
+
+        Args:
+            only: those with these indices; all when not said.
+
+        Returns:
+            The units that are gone.
+        """
         self.deaths = 0
+        gone = []
         for unit in list(units):
             blocks = unit.blocks()
             if any(handle.tensor is not None for handle in unit.handles) or any(block.leases for block in blocks):
                 continue
+            if only is not None and unit.index not in only:
+                continue
+            gone.append(unit)
             units.remove(unit)
             if gradients is not None:
                 gradients.forget(unit)
             for block in blocks:
                 tiers.remove(block)
+        return gone

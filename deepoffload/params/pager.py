@@ -331,7 +331,7 @@ class Pager:
         with self.lock:
             if self.life.closed_because is not None:
                 return
-            if self.life.deaths:
+            if self.life.deaths and self.link is None:  # several ranks forget a unit together
                 self.life.free_dead_units(self.units, self.tiers, self.gradients)
             if self.tiers.timeline is not None:
                 self.tiers.timeline.phase(phase_name(key, self.units))

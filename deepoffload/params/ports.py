@@ -62,6 +62,9 @@ class PagerOwner(Protocol):
     def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:
         """Page a parameter that no registration hook has seen; None when that cannot be done."""
 
+    def adopt_newcomers(self) -> None:
+        """Page what has come to the models since they were last called."""
+
     def all_dead(self) -> None:
         """The last parameter is gone."""
 

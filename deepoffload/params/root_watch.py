@@ -63,12 +63,22 @@ class RootWatch:
         self.running = True
         if self._passes is not None:
             self._passes.began()
-        if not self._members.changed():
+        if not self._look_at(module):
             self.checks += 1
-            return
+
+    def look(self) -> None:
+        """Refresh before the next call, if that has to be."""
+        module = self._module()
+        if module is not None:
+            self._look_at(module)
+
+    def _look_at(self, module: nn.Module) -> bool:
+        if not self._members.changed():
+            return False
         self.changes += 1
         self._refresh(module)
         self._members = Membership(module)
+        return True
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         self.running = False

@@ -350,7 +350,7 @@ class Unit:
 
     Attributes:
         gradients: of the parameters that were trainable when the unit was made; None where all were frozen.
-        late_gradients: of each parameter that was unfrozen later.
+        late_gradients: of each parameter that was unfrozen later; with several ranks one block of all frozen ones.
         layout: how the weights are cut for several ranks, tensor by tensor in the order of ``handles``; None with one.
         gradient_layout: the same of ``gradients``, whose tensors are the ``handles`` that were trainable, in fp32.
         rank: this one, 0 where nothing is cut.

@@ -115,7 +115,7 @@ class Window:
                         self.pager.casts.share()
                 handles[id(handle)] = handle
                 units[handle.unit.index] = handle.unit
-        frozen = self.pager.inference
+        frozen = self.pager.inference and self.pager.memory.on_host
         self._table = next(iter(handles.values())) if frozen and len(handles) == 1 and is_table(module) else None
         self._stacked = frozen and bool(num_experts(module))
         self._members = Membership(module)

@@ -73,7 +73,7 @@ class Agreement:
         if len(set(self.gather(digest, f"comparing {what}"))) == 1:
             return
         everybody = self.gather(mine, f"comparing {what}")
-        text = f"{what} differs between ranks: {_difference(everybody)}"
+        text = f"{what} differs between ranks: {first_difference(everybody)}"
         self._failure = error(f"{text}. {advice}" if advice else text)
         raise self._failure
 
@@ -106,7 +106,7 @@ class Agreement:
         self._failure = error
 
 
-def _difference(everybody: list[list[tuple[str, str]]]) -> str:
+def first_difference(everybody: list[list[tuple[str, str]]]) -> str:
     """The first fact in which a rank differs from rank 0, with its number."""
     first = dict(everybody[0])
     for rank, facts in enumerate(everybody[1:], start=1):

@@ -167,7 +167,8 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
     drafts = cut.division.drafts
     if room.device_bytes:
         _check_calls(cut, sizes, room.device_bytes)
-    shares = read_shares(cut) if config.inference else {}
+    alone = all(draft.layout is None for draft in drafts)  # other ranks take part in whole copies only
+    shares = read_shares(cut) if config.inference and alone else {}
     columns = _columns(cut, sizes, shares)
     stays = _state_on_device(sizes, room.device_bytes) if config.offload_optimizer is Tier.DEVICE else set()
     is_state = columns.kinds == KIND_NUMBERS[BlockKind.STATE]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -125,17 +125,19 @@ def move_to_checkpoint(handle: ParamHandle, origin: SourceRange) -> bool:
     return True
 
 
-def give_back(handle: ParamHandle) -> None:
-    """Undo an adoption: the parameter is an ordinary one again, its values in ordinary memory. Its block is left."""
+def give_back(handle: ParamHandle, value: Tensor | None = None) -> None:
+    """Undo an adoption: the parameter is an ordinary one again, its values in ordinary memory. Its block is left.
+    ``value``: these values, where the program's memory still has them."""
     param, pager = handle.tensor, handle.pager
     if param is None:
         return
-    with outside_user_modes():
-        pager.pin(handle)
-        try:
-            value = handle.view().clone()
-        finally:
-            pager.unpin(handle)
+    if value is None:
+        with outside_user_modes():
+            pager.pin(handle)
+            try:
+                value = handle.view().clone()
+            finally:
+                pager.unpin(handle)
     pager.forget_storage(handle)
     plain_again(param, value)
     handle.storage = None
@@ -167,6 +169,27 @@ def pin_residents(tiers: TierManager, placement: Placement) -> None:
         for block in away:
             tiers.acquire(block)
             tiers.release(block)
+
+
+@dataclass
+class Taken:
+    """Parameters that are being taken in.
+
+    Attributes:
+        values: with several ranks, the memory from which each was taken: no rank gives its part of what is undone.
+        draft: of their unit, when it has been made.
+    """
+
+    handles: list[ParamHandle]
+    values: list[Tensor | None] = field(default_factory=list)
+    draft: UnitDraft | None = None
+
+    @property
+    def unit(self) -> Unit:
+        """The unit that they have become."""
+        if self.draft is None:
+            raise RuntimeError("nothing has been taken in")
+        return self.draft.unit
 
 
 class Assembly:
@@ -226,33 +249,46 @@ class Assembly:
         for block in unit.blocks():
             self.tiers.remove(block)
 
-    def take_in(self, name: str, params: Iterable[tuple[str, Tensor]]) -> list[ParamHandle]:
+    def take_in(self, name: str, params: Iterable[tuple[str, Tensor]]) -> Taken:
         """Adopt parameters that came after construction, as one new unit. All of them or none.
 
         Raises:
             BudgetError: there is no room now; the parameters stay ordinary ones, and the next call tries again.
         """
+        taken = self.bring_in(name, params)
+        self.track(taken)
+        return taken
+
+    def bring_in(self, name: str, params: Iterable[tuple[str, Tensor]]) -> Taken:
+        """:meth:`take_in`, which :meth:`undo` undoes until :meth:`track` is called."""
         handles: list[ParamHandle] = []
-        draft: UnitDraft | None = None
+        taken = Taken(handles)
         try:
             for key, param in params:
+                with outside_user_modes():
+                    value = None if self.pager.link is None else get_data(param)
                 handles.append(adopt(self.pager, param, key))
+                taken.values.append(value)
             if handles:
-                draft = self.declare(name, handles)
-                self.fill(draft)
+                taken.draft = self.declare(name, handles)
+                self.fill(taken.draft)
         except BaseException:
-            self._undo(handles, draft)
+            self.undo(taken)
             raise
-        for handle in handles:
-            self.gradients.track(handle)
-        return handles
+        return taken
 
-    def _undo(self, handles: list[ParamHandle], draft: UnitDraft | None) -> None:
-        own = [handle.block for handle in handles if handle.unit is None and handle.block is not None]
-        for handle in handles:
-            give_back(handle)
-        if draft is not None:
-            self.discard(draft)
+    def track(self, taken: Taken) -> None:
+        """From now on autograd's gradients of these are taken."""
+        for handle in taken.handles:
+            self.gradients.track(handle)
+
+    def undo(self, taken: Taken) -> None:
+        """Make these parameters ordinary again."""
+        own = [handle.block for handle in taken.handles if handle.unit is None and handle.block is not None]
+        for handle, value in zip(taken.handles, taken.values, strict=True):
+            give_back(handle, value)
+        if taken.draft is not None:
+            self.discard(taken.draft)
         for block in own:
             self.tiers.remove(block)
 

@@ -57,6 +57,7 @@ from deepoffload.runtime.durability import Durability
 from deepoffload.runtime.host_share import find_budgets
 from deepoffload.runtime.inference import begin_inference, read_in_place
 from deepoffload.runtime.kept_views import budget_for_kept
+from deepoffload.runtime.newcomers import Newcomers
 from deepoffload.runtime.plan import ModelPlan, plan_model
 from deepoffload.runtime.process_end import close_at_exit, forked
 from deepoffload.runtime.rank_facts import (
@@ -66,7 +67,7 @@ from deepoffload.runtime.rank_facts import (
     refuse_distributed_tensors,
     refuse_ordinary,
 )
-from deepoffload.runtime.rank_units import join_units, refuse_late
+from deepoffload.runtime.rank_units import join_units
 from deepoffload.runtime.refusals import Refusals
 from deepoffload.runtime.registration import ConstructionHooks, ShortageError, refuse_meta, take
 from deepoffload.runtime.statistics import run_stats
@@ -327,10 +328,14 @@ class Engine:
             return building.adopt(param, name) if building is not None and building.is_on() else None
         if not adoptable(self.pager, param):
             return None
-        refuse_late(self.pager, name)
         with self.pager.lock:
             assembly = Assembly(self.pager, self.gradients, self._grain_bytes // PIECES_PER_BUDGET)
-            return assembly.take_in(name, [(name, param)])[0]
+            return Newcomers(assembly, self.link).take_in([(name, [(name, param)])])[0]
+
+    def adopt_newcomers(self) -> None:
+        """Page what has come to the models since they were last called. With several ranks all of them call it."""
+        for watch in self._watches:
+            watch.look()
 
     def refresh(self, root: nn.Module) -> None:
         """Adopt parameters that came to ``root`` after the context ended, open windows on new modules, and move their
@@ -338,11 +343,8 @@ class Engine:
         assembly = Assembly(self.pager, self.gradients, self._grain_bytes // PIECES_PER_BUDGET)
         plan = find_units(root, self._grain_bytes // UNITS_PER_BUDGET, assembly.target_nbytes)
         with self.pager.lock:
-            for unit in plan.units:
-                coming = [(name, param) for name, param in unit.params if adoptable(self.pager, param)]
-                if coming:
-                    refuse_late(self.pager, coming[0][0])
-                assembly.take_in(unit.name, coming)
+            found = ((u.name, [(n, p) for n, p in u.params if adoptable(self.pager, p)]) for u in plan.units)
+            Newcomers(assembly, self.link).take_in([(name, params) for name, params in found if params])
         watched = {id(window.module()) for window in self._windows}
         fresh = [(name, module) for name, module in plan.windows if id(module) not in watched]
         self._windows += [Window(self.pager, module, name) for name, module in fresh]

@@ -48,11 +48,12 @@ def compare_models(agreement: Agreement, roots: Sequence[nn.Module]) -> None:
     for number, root in enumerate(roots, start=1):
         where = "" if len(roots) == 1 else f"model {number}: "
         for name, param in root.named_parameters():
-            facts[where + name] = _words(param)
+            facts[where + name] = described(param)
     agreement.compare(facts, "the model", error=UsageError)
 
 
-def _words(param: Tensor) -> str:
+def described(param: Tensor) -> str:
+    """Type, shape and use of a parameter, for people."""
     if is_lazy(param):
         return "a lazy parameter"
     dtype, use = str(param.dtype).removeprefix("torch."), "trained" if param.requires_grad else "frozen"
@@ -77,8 +78,8 @@ def refuse_ordinary(roots: Sequence[nn.Module], handles: Sequence[ParamHandle]) 
         for name, param in root.named_parameters():
             if param.requires_grad and id(param) not in paged:
                 raise UnsupportedError(
-                    f"{name} cannot be paged (it is {_words(param)} on {param.device}), so with several ranks nothing "
-                    "adds its gradients up. Freeze it (requires_grad_(False)), or convert it"
+                    f"{name} cannot be paged (it is {described(param)} on {param.device}), so with several ranks "
+                    "nothing adds its gradients up. Freeze it (requires_grad_(False)), or convert it"
                 )
 
 

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.copies.rank_link import gradients_number, weights_number
 from deepoffload.copies.shown import ShownMemory
-from deepoffload.errors import UnsupportedError
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.rank_gradients import RankGradients
-from deepoffload.params.pager import Pager
 from deepoffload.params.unit import Unit
 
 
@@ -31,13 +29,3 @@ def join_units(memory: ShownMemory, gradients: Gradients, units: Sequence[Unit])
             names = [f"{name}.grad" for name in names]
             memory.serve(unit.gradients, gradients_number(unit.index), unit.gradient_layout.sections, names)
     gradients.contributions.reserve(units)
-
-
-def refuse_late(pager: Pager, name: str) -> None:
-    """Raise UnsupportedError with several ranks: a parameter has come to a model after it was placed, perhaps on this
-    rank alone."""
-    if pager.link is not None:
-        raise UnsupportedError(
-            f"{name} came to a model that has been placed: with several ranks all parameters have to be there when "
-            "offload_context ends. Add modules (adapters, a new head) inside it"
-        )

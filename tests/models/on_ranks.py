@@ -49,7 +49,7 @@ def live(jobs: Sequence[Job], nvme_path: str, directory: str) -> list[str]:
 
     of_transformers.set_verbosity_error()
     of_transformers.disable_progress_bar()
-    dist.init_process_group("gloo")  # the programs in plain PyTorch use the same files on all ranks
+    dist.init_process_group("gloo")  # the programs in plain PyTorch share their distributed checkpoints
     pagings = {transport: RankPaging(Path(nvme_path), transport) for transport in ("memory", "group")}
     faults: list[str] = []
     for job in jobs:
@@ -61,7 +61,7 @@ def live(jobs: Sequence[Job], nvme_path: str, directory: str) -> list[str]:
 
 
 def _life(family: Family, setting: Setting, paging: RankPaging, directory: Path) -> list[str]:
-    subject = Subject(family, plain(family.build), directory)
+    subject = Subject(family, plain(family.build), directory, folder=f"plain on rank {dist.get_rank()}")
     halved = Halved(subject.model)
     torch.manual_seed(1)
     expected = {feature.name: feature.program(subject) for feature in LIFE if feature.suits(family)}

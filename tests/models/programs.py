@@ -33,11 +33,16 @@ class Subject:
     """A model under test and the optimizer that it has all its life.
 
     ``CPUAdamW`` takes ordinary parameters, too, and with the same numbers: so all of training is compared bit for bit.
+
+    Attributes:
+        folder: in ``directory``, where the model is saved. Ranks that train one model save it together; each of those
+            that have a plain one has its own.
     """
 
     family: Family
     model: Any
     directory: Path
+    folder: str = "saved"
     optimizer: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -210,8 +215,7 @@ def meet() -> None:
 def remove(directory: Path) -> None:
     """Remove what all ranks have read."""
     meet()
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        shutil.rmtree(directory, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
     meet()
 
 
@@ -244,7 +248,7 @@ def deep_copy(subject: Subject) -> Any:
 
 def save(subject: Subject, *, by_library: bool) -> Any:
     """What ``from_pretrained`` makes of the saved model in plain PyTorch."""
-    target = subject.directory / "saved"
+    target = subject.directory / subject.folder
     try:
         if by_library:
             subject.model.save_pretrained(target)

@@ -112,7 +112,7 @@ def test_deepspeeds_surface() -> None:
         assert facts["sizes"] == (2, 2, 8, 2)
         assert facts["ranks"] == (rank, rank)
         assert facts["updates"] == 1 and facts["norm"] > 0
-        assert facts["late"].startswith("UnsupportedError: ") and "adapter.weight came to a model" in facts["late"]
+        assert "differs between ranks: adapter.weight is" in facts["late"]  # each rank draws other values
         assert facts["stats"]["rank"] == rank and facts["stats"]["world_size"] == 2
         assert facts["bytes"]
     assert first["norm"] == second["norm"]

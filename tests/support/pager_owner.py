@@ -51,6 +51,9 @@ class PagerOwner:
     def adopt_late(self, param: Tensor, name: str) -> ParamHandle | None:
         return None
 
+    def adopt_newcomers(self) -> None:
+        """Nothing comes."""
+
     def all_dead(self) -> None:
         """The test ends it."""
 

@@ -1,0 +1,52 @@
+"""What lands the gradients of all ranks, as contributions see it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from deepoffload.memory.block import Block
+from deepoffload.optim.contribution_layout import ContributionLayout
+from deepoffload.optim.gradient_state import GradientOwner
+from deepoffload.params.unit import ParamHandle, Unit
+from deepoffload.ranks.exchange import PartsFlight
+
+
+class Lands(Protocol):
+    """What lands parts (implemented by :class:`~deepoffload.optim.rank_gradients.RankGradients`)."""
+
+    def before_landing(self, unit: Unit, block: Block) -> None:
+        """Parts of a unit are about to land in its block ``block``."""
+
+    def land_parts(self, block: Block, layout: ContributionLayout, parts: PartsFlight) -> None:
+        """Take all parts of this rank's shard."""
+
+    def after_landing(self, block: Block) -> None:
+        """They have landed."""
+
+    def not_trained(self, unit_index: int) -> Exception:
+        """Another rank has a gradient of something that this rank does not train."""
+
+
+class Reading:
+    """A reduction that has landed here, for a wait until the other ranks have read this rank's part."""
+
+    def __init__(self, flight: PartsFlight) -> None:
+        self.ready_within = flight.releasable_within
+
+    def ready(self) -> bool:
+        return self.ready_within(0.0)
+
+    def arrive(self) -> None:
+        """All has been taken."""
+
+
+def owner_of(block: Block) -> GradientOwner:
+    """The owner of a block in which gradients land."""
+    if not isinstance(block.owner, GradientOwner):
+        raise RuntimeError(f"{block.name} holds no gradients")
+    return block.owner
+
+
+def trained_of(block: Block) -> list[ParamHandle]:
+    """The parameters whose gradients land in a block, in the order of its layout."""
+    return [record.handle for record in owner_of(block).records]
