@@ -50,6 +50,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", metavar="CASE", help="only these cases, or those that begin so")
     parser.add_argument("--deepspeed-python", metavar="FILE", help="python of an environment with DeepSpeed")
     parser.add_argument("--verify", action="store_true", help="everything on NVMe also with checksums (aio.verify)")
+    parser.add_argument(
+        "--wrong-guesses",
+        action="store_true",
+        help="also runs whose guesses are wrong at times, or always; with --overlap deferred speculative, --clip so "
+        "high that nothing else clips, --warmup 12 and --steps 13",
+    )
     parser.add_argument("--fio", action="store_true", help="let fio compete for the best disk rate")
     parser.add_argument("--file-mib", type=int, default=512, help="of the two files that the disk's rate is taken with")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="record our runs: Chrome traces there, and summaries")
@@ -71,6 +77,7 @@ def chosen_cases(said: argparse.Namespace, work: Work) -> list[Case]:
     found = [*all_cases.PLAIN]
     for overlap in said.overlap:
         found += all_cases.ours(work, overlap, verify=said.verify)
+    found += all_cases.clipping(work) if said.wrong_guesses else ()
     found += all_cases.deepspeed(work) if said.deepspeed_python else ()
     if said.trace is not None:
         said.trace.mkdir(parents=True, exist_ok=True)

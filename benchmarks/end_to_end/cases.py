@@ -11,8 +11,8 @@ from benchmarks.common.gpt import SHAPES, num_parameters
 
 RING_BYTES_MAX = 400_000_000
 """Memory for everything that passes through: weights in use, optimizer state on its way."""
-OVERLAPS = ("none", "deferred", "speculative", "in_backward")
-"""Values of ``step_overlap``."""
+OVERLAPS = ("none", "deferred", "speculative", "in_backward", "default")
+"""Values of ``step_overlap``; with "default" it is not said."""
 BYTES = {"weights": 2, "gradients": 2, "state": 10}
 """Per parameter, with bf16 weights that are the upper half of the fp32 masters."""
 SLACK = 1.01
@@ -98,9 +98,33 @@ def ours(work: Work, overlap: str, *, verify: bool = False) -> tuple[Case, ...]:
             f"{name}-{overlap}",
             Side.OURS,
             f"ours, {text}, {overlap}",
-            {"host_budget": budget, "step_overlap": overlap, **more, "disk": name != "host"},
+            {
+                "host_budget": budget,
+                "step_overlap": None if overlap == "default" else overlap,
+                **more,
+                "disk": name != "host",
+            },
         )
         for name, (text, budget, more) in budgets.items()
+    )
+
+
+CLIPS_EVERY = 6
+"""Often enough to be measured, and so seldom that guessing goes on."""
+
+
+def clipping(work: Work) -> tuple[Case, ...]:
+    """What wrong guesses cost: each sixth step clips, or every one, which only the last gradients tell."""
+    guessing = [case for case in ours(work, "speculative") if case.name.startswith(("optimizer", "all"))]
+    return tuple(
+        replace(
+            case,
+            name=f"{case.name}-{name}",
+            text=f"{case.text}; {text}",
+            settings={**case.settings, "clips_every": every},
+        )
+        for case in guessing
+        for name, every, text in (("sixth", CLIPS_EVERY, "each sixth step clips"), ("clips", 1, "every step clips"))
     )
 
 

@@ -9,6 +9,9 @@ from torch import Tensor
 import deepoffload
 from benchmarks.common.gpt import GPT, Shape, fill
 
+CLIPPING = 1e-3
+"""A norm that every step exceeds."""
+
 
 class Ours:
     def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> None:
@@ -16,6 +19,7 @@ class Ours:
         if config.pop("disk"):
             config["nvme_path"] = path
         self.trace = config.pop("trace", None)
+        self.clip, self.clips_every, self.steps = work["clip"], config.pop("clips_every", 0), 0
         config["timeline"] = self.trace is not None
         context = deepoffload.offload_context(
             {"gradient_accumulation_steps": work["accumulate"]} | config, precision="bf16"
@@ -36,7 +40,11 @@ class Ours:
 
     def update(self, last: bool) -> None:
         if last:
+            self.steps += 1
+            if self.clips_every:  # the limit falls when backward is over: before, guesses look right
+                self.optimizer.max_grad_norm = CLIPPING if self.steps % self.clips_every == 0 else self.clip
             self.optimizer.step()
+            self.optimizer.max_grad_norm = self.clip
             self.optimizer.zero_grad()
 
     @property

@@ -108,6 +108,25 @@ def memory_share(case: str, work: Work) -> Callable[[Round], float]:
     return value
 
 
+def rolled_back(case: str, deferred: str) -> Callable[[Round], float | None]:
+    """A step whose guesses are undone, against a deferred one: its own time, and what the next step takes longer, which
+    makes the updates. None where no step was rolled back, or too few were not."""
+
+    def value(round: Round) -> float | None:
+        steps = round.runs[case].steps
+        undone = [step["stats"].get("rolled_back", 0.0) for step in steps]
+        wrong = [n for n in range(1, len(steps) - 1) if undone[n] > undone[n - 1]]
+        after = {n + 1 for n in wrong}
+        usual = [step["seconds"] for n, step in enumerate(steps) if n and n not in after and n not in wrong]
+        if not wrong or not usual:
+            return None
+        usual_s = statistics.median(usual)
+        pair_s = statistics.median(steps[n]["seconds"] + steps[n + 1]["seconds"] for n in wrong)
+        return (pair_s - usual_s) / round.runs[deferred].median("seconds")
+
+    return value
+
+
 def rows(work: Work, overlap: str) -> list[Row]:
     """All rows for one ``step_overlap``."""
     n = work.num_parameters
@@ -142,6 +161,14 @@ def rows(work: Work, overlap: str) -> list[Row]:
         Row("peak memory, everything on NVMe / allowed", 1.0, (everything, "plain-backward"),
             memory_share(everything, work)),
     ]  # fmt: skip
+    for name in ("optimizer", "all") if overlap == "speculative" else ():
+        case, deferred = f"{name}-speculative", f"{name}-deferred"
+        found += [
+            Row(f"{case}, a step that is rolled back / deferred", 1.25, (f"{case}-sixth", deferred),
+                rolled_back(f"{case}-sixth", deferred)),
+            Row(f"{case}, every step clips / deferred", 1.02, (f"{case}-clips", deferred),
+                seconds(f"{case}-clips", deferred)),
+        ]  # fmt: skip
     return found
 
 

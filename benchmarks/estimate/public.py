@@ -107,7 +107,7 @@ def pieces(name: str) -> dict[str, Any]:
             for which, most in (("few", PIECES_MAX), ("many", PIECES_REFERENCE)):
                 begun = time.process_time()
                 step = step_time.estimate_step(
-                    found.blocks, found.run, here, Workload(1, found.config.step_overlap), pieces_max=most, **said
+                    found.blocks, found.run, here, Workload(1, found.step.step_overlap), pieces_max=most, **said
                 )
                 row |= {f"{which}_step_s": step.seconds, f"{which}_cpu_s": time.process_time() - begun}
             row["pieces"] = sum(block.kind is BlockKind.STATE for block in found.blocks.placement.blocks)

@@ -107,8 +107,8 @@ OWN_KEYS = (
         choice({member.value: member for member in StepOverlap}),
         "When the update runs. `deferred`: a unit is updated right before its next use; `none`: inside `step()`. "
         "`in_backward`: as soon as a unit's last gradient landed, without clipping. `speculative`: as `deferred`, but "
-        "some units are updated inside backward, and `step()` confirms that or undoes it exactly.",
-        StepOverlap.DEFERRED,
+        "some units are updated inside backward, and `step()` confirms that or undoes it exactly. Not said: "
+        "`deferred`, and `speculative` once steps wait long for the disk.",
     ),
     _own("prefetch", boolean(), "Fetch units before they are used. `false` is the serial reference.", True),
     _own(

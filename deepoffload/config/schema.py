@@ -168,7 +168,8 @@ class Config:
     nvme_path: tuple[str, ...] = ()
     offload_param: Tier | None = None
     offload_optimizer: Tier | None = None
-    step_overlap: StepOverlap = StepOverlap.DEFERRED
+    step_overlap: StepOverlap | None = None
+    """``None``: ``DEFERRED``, and ``SPECULATIVE`` as soon as that pays."""
     prefetch: bool = True
     inference: bool = False
     """Nothing is trained: every parameter is frozen, and weights are read where their checkpoint has them."""

@@ -168,7 +168,7 @@ def _config(options: argparse.Namespace) -> Config:
         host_budget=options.host_budget,
         nvme_budget=options.nvme_budget,
         precision=Precision(options.precision),
-        step_overlap=StepOverlap(options.step_overlap),
+        step_overlap=None if options.step_overlap is None else StepOverlap(options.step_overlap),
         gradient_accumulation_steps=options.accumulation,
         optimizer=OptimizerConfig(options.optimizer, {"state_dtype": options.state_dtype, "momentum": 0.9}),
         ranks=RanksConfig(transport=options.transport),

@@ -12,7 +12,7 @@ from deepoffload.errors import PlacementError, UsageError
 from deepoffload.estimate.rank_share import PlannedLink, RankShare, rank_share
 from deepoffload.native.aio import PAGE_BYTES, round_up
 from deepoffload.runtime.building import WINDOW_SHARE, kept_bytes, shares_of
-from deepoffload.runtime.choice import ChosenCut, Room, choose
+from deepoffload.runtime.choice import ChosenCut, Room, choose, why_no_guesses
 from deepoffload.runtime.compute_types import ComputeTypes
 from deepoffload.runtime.plan import cutter_of, dry_pager
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind
@@ -64,17 +64,21 @@ class Planner:
 
     Args:
         link: joins the ranks that train it; None with one. Plans are one rank's then.
+        on_device: where it is to run, weights are on a device.
 
     Raises:
         UsageError: the model has no parameters.
     """
 
-    def __init__(self, model: nn.Module, config: Config, link: PlannedLink | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, config: Config, link: PlannedLink | None = None, *, on_device: bool = False
+    ) -> None:
         pager, gradients, handles = dry_pager(model, link=link)
         if not handles:
             raise UsageError(f"{type(model).__name__} has no parameters that could be placed")
         self._config = config
         self._link = link
+        self._no_guesses = why_no_guesses(config, on_device=on_device, several_ranks=link is not None)
         self._params = [handle.tensor for handle in handles if handle.tensor is not None]
         self._cutter = cutter_of(pager, gradients, config, [model], handles)
 
@@ -90,7 +94,8 @@ class Planner:
             PlacementError: it does not fit; the message carries the table.
         """
         exchange = None if self._link is None else self._link.exchange
-        room = Room(capacity_bytes // PAGE_BYTES * PAGE_BYTES, nvme_bytes, bandwidths, exchange=exchange)
+        capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
+        room = Room(capacity_bytes, nvme_bytes, bandwidths, exchange=exchange, no_guesses=self._no_guesses)
         choice = choose(self._cutter, self._config, room)
         plan = _block_plan(choice)
         if self._link is None:

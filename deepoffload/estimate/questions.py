@@ -21,10 +21,10 @@ from deepoffload.estimate.progress import Report, silent
 from deepoffload.estimate.rank_share import planned_link
 from deepoffload.estimate.recording import DryRun
 from deepoffload.estimate.repeats import dry_run_quickly
-from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_step
+from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_usual_step
 from deepoffload.estimate.subject import Batch, Subject, from_shape
 from deepoffload.runtime.compute_types import ComputeTypes
-from deepoffload.schedule.cost_model import Bandwidths, Workload
+from deepoffload.schedule.cost_model import Bandwidths
 
 HEADS_OF = 128
 """Width of a head in the models that are tried for the largest one."""
@@ -116,7 +116,8 @@ def estimate(
         UsageError: the model cannot be run on shapes.
     """
     process, link = machine.process_bytes, planned_link(machine, config)
-    planner, bandwidths = Planner(subject.module, config, link), machine.bandwidths()
+    planner = Planner(subject.module, config, link, on_device=machine.has_device)
+    bandwidths = machine.bandwidths()
     capacity, nvme = budgets(machine, config)
     # One device of several plans for its part: the same plan in a memory and on disks that are so many times larger.
     parts = machine.ranks if link is None else 1
@@ -157,9 +158,8 @@ def estimate(
     problem = _too_much(memory, machine, room)
     step = None
     if run is not None:
-        workload = Workload(config.gradient_accumulation_steps, config.step_overlap)
         op_times = time_ops(run) if time_ops is not None and not problem else None
-        step = estimate_step(blocks, run, machine, workload, tokens=subject.batch.tokens, op_times=op_times)
+        step = estimate_usual_step(blocks, run, machine, config, tokens=subject.batch.tokens, op_times=op_times)
         memory = estimate_memory(
             blocks,
             run,

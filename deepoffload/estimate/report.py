@@ -68,7 +68,8 @@ def _step(estimate: Estimate) -> list[str]:
     lines = [
         (
             f"step: {step.seconds:.3g} s = forward {times.forward_s:.3g} + backward {times.backward_s:.3g} + update "
-            f"{times.update_s:.3g}, of which {times.wait_s:.3g} s wait for the disk; bound by {step.bound}"
+            f"{times.update_s:.3g}, of which {times.wait_s:.3g} s wait for the disk; bound by {step.bound}; updates "
+            f"{step.step_overlap.value}"
         ),
         (
             f"{step.tokens_per_s * estimate.machine.ranks:,.0f} tokens/s, efficiency {step.efficiency:.0%} "
@@ -166,6 +167,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
             "reduced_bytes": step.from_others.reduced_bytes,
             "compute_s": step.compute_s,
             "bound": step.bound,
+            "step_overlap": step.step_overlap.value,
             "efficiency": step.efficiency,
             "tokens_per_s": step.tokens_per_s * estimate.machine.ranks,
             "flops": step.flops,

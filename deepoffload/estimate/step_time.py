@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from deepoffload.config import Config
 from deepoffload.estimate.blocks import BlockPlan
 from deepoffload.estimate.coarser import PIECES_MAX, coarser
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.recording import DryRun, Op
 from deepoffload.params.prefetcher import BUSY_TRANSFERS, EVENTS_PER_PLAN, WRITE_BEHIND_SHARE
 from deepoffload.schedule.clock import StepTimes, TimedRun, TimedUse, steady_step
-from deepoffload.schedule.cost_model import BlockKind, RankTraffic, Workload, update_seconds
+from deepoffload.schedule.cost_model import BlockKind, RankTraffic, StepOverlap, Workload, update_seconds
+from deepoffload.schedule.speculation import would_pay
 from deepoffload.schedule.trace import Phase
 from deepoffload.schedule.uses import StepUse, UnitBlocks, seen_until_zero_grad, step_uses, unit_blocks
 
@@ -33,6 +35,7 @@ class StepEstimate:
     flops: int
     bound: str
     ever_written: frozenset[int]
+    step_overlap: StepOverlap
     from_others: RankTraffic = RankTraffic()
 
     @property
@@ -99,7 +102,28 @@ def estimate_step(
     written = frozenset(played.ever_written)
     reduced = 0 if blocks.rank is None else k * sum(blocks.rank.reduced_bytes(unit) for unit in units)
     from_others = RankTraffic(times.gathered_bytes, reduced)
-    return StepEstimate(times, compute_s, model_s, tokens * k, run.flops * k, bound, written, from_others)
+    overlap = workload.step_overlap
+    return StepEstimate(times, compute_s, model_s, tokens * k, run.flops * k, bound, written, overlap, from_others)
+
+
+def estimate_usual_step(
+    blocks: BlockPlan,
+    run: DryRun,
+    machine: MachineSpec,
+    config: Config,
+    *,
+    tokens: int,
+    op_times: OpTimes | None = None,
+) -> StepEstimate:
+    """The same of the steps that the engine comes to make: where nobody asks for guesses, it makes them if deferred
+    steps wait long for the disk. Arguments as of :func:`estimate_step`."""
+    placed = blocks.placement.step_overlap
+    workload = Workload(config.gradient_accumulation_steps, config.step_overlap or StepOverlap.DEFERRED)
+    step = estimate_step(blocks, run, machine, workload, tokens=tokens, op_times=op_times)
+    waits_s = step.times.wait_s - step.times.backward_wait_s
+    if placed is workload.step_overlap or not would_pay(waits_s, step.seconds):
+        return step
+    return estimate_step(blocks, run, machine, replace(workload, step_overlap=placed), tokens=tokens, op_times=op_times)
 
 
 def _bound(times: StepTimes, compute_s: float, model_s: float) -> str:

@@ -39,8 +39,10 @@ class RankSpeculation(Speculation):
     all ranks together. Else one would wait for the other in each phase.
     """
 
-    def __init__(self, pager: Pager, gradients: RankGradients, disk_bytes_per_s: float) -> None:
-        super().__init__(pager, gradients, disk_bytes_per_s)
+    def __init__(
+        self, pager: Pager, gradients: RankGradients, disk_bytes_per_s: float, *, asked_for: bool = True
+    ) -> None:
+        super().__init__(pager, gradients, disk_bytes_per_s, asked_for=asked_for)
         self._contributions = gradients.contributions
         self._link = gradients.link
         self._coming: dict[Unit, None] = {}
@@ -100,8 +102,8 @@ class RankSpeculation(Speculation):
             unit.awaits_step = False
 
 
-def speculate(pager: Pager, gradients: Gradients, disk_bytes_per_s: float) -> Speculation:
+def speculate(pager: Pager, gradients: Gradients, disk_bytes_per_s: float, *, asked_for: bool = True) -> Speculation:
     """From now on units are updated on guesses. Arguments as those of :class:`Speculation`."""
     kind: Any = RankSpeculation if isinstance(gradients, RankGradients) else Speculation
-    made: Speculation = kind(pager, gradients, disk_bytes_per_s)
+    made: Speculation = kind(pager, gradients, disk_bytes_per_s, asked_for=asked_for)
     return made

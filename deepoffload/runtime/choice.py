@@ -21,8 +21,8 @@ from deepoffload.runtime.read_shares import read_shares
 from deepoffload.runtime.sizes import UnitSizes
 from deepoffload.runtime.whole_copies import CopySizes, contribution_bytes, from_other_ranks, in_words, with_copies
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, LinkRates, RankTraffic, StepOverlap, Workload
+from deepoffload.schedule.default_updates import with_updates
 from deepoffload.schedule.durable import with_durable_steps
-from deepoffload.schedule.guess_room import with_guess_room
 from deepoffload.schedule.nvme_room import set_up_nvme_bytes, within_nvme
 from deepoffload.schedule.placement import KIND_NUMBERS, BlockColumns, BlockSpec, Placement, place_columns
 
@@ -30,13 +30,24 @@ from deepoffload.schedule.placement import KIND_NUMBERS, BlockColumns, BlockSpec
 @dataclass(frozen=True)
 class Room:
     """What a model may take: memory, NVMe (None: there is no path), and of a device's memory. ``exchange``: moves bytes
-    between ranks; None for one rank."""
+    between ranks; None for one rank. ``no_guesses``: why no unit can be updated on a guess, if so."""
 
     capacity_bytes: int
     nvme_bytes: int | None
     bandwidths: Bandwidths
     device_bytes: int = 0
     exchange: TransferSizes | None = None
+    no_guesses: str | None = None
+
+
+def why_no_guesses(config: Config, *, on_device: bool, several_ranks: bool) -> str | None:
+    """Why no unit can be updated on a guess, where nobody asks for it; None where units can."""
+    reasons = {
+        "several ranks guess only where step_overlap asks for it": several_ranks,
+        "weights are on a device": on_device,
+        "steps are made durable": config.durability is not None,
+    }
+    return next((why for why, holds in reasons.items() if holds), None)
 
 
 @dataclass(frozen=True)
@@ -186,7 +197,11 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
         nvme_capacity_bytes=room.nvme_bytes,
         event_weight_bytes=event_bytes,
         bandwidths=room.bandwidths,
-        workload=Workload(config.gradient_accumulation_steps, config.step_overlap, training=not config.inference),
+        workload=Workload(
+            config.gradient_accumulation_steps,
+            config.step_overlap or StepOverlap.DEFERRED,  # guesses move the same bytes
+            training=not config.inference,
+        ),
         num_parameters=sum(handle.numel for draft in drafts for handle, _ in draft.trained) or None,
         keep=frozenset(placed.ids[np.isin(placed.kinds, kept_kinds)].tolist()),
         set_up_bytes=_set_up_bytes(sizes, can_leave=room.nvme_bytes is not None),
@@ -204,8 +219,8 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
     )
     if with_blocks:
         placement = replace(placement, blocks=tuple(_specs(cut, sizes, stays, shares)))
-    if config.step_overlap is StepOverlap.SPECULATIVE:
-        placement = with_guess_room(placement)
+    if not config.inference:
+        placement = with_updates(placement, config.step_overlap, room.bandwidths, no_guesses=room.no_guesses)
     return ChosenCut(cut, sizes, placement, np.flatnonzero(away).tolist())
 
 

@@ -151,7 +151,7 @@ class Engine:
             self,
             prefetch=config.prefetch,
             evict_always=config.debug.evict_always,
-            defer_updates=config.step_overlap in (StepOverlap.DEFERRED, StepOverlap.SPECULATIVE),
+            defer_updates=config.step_overlap in (None, StepOverlap.DEFERRED, StepOverlap.SPECULATIVE),
             link=self.link,
             inference=config.inference,
         )
@@ -221,6 +221,8 @@ class Engine:
         except PlacementError as error:
             raise self._refusals().for_host(error) from None
         self._grain_bytes = plan.grain_bytes
+        if self.config.step_overlap is None and plan.placement.step_overlap is StepOverlap.SPECULATIVE:
+            speculate(self.pager, self.gradients, self._disk.bandwidths.mixed_bytes_per_s, asked_for=False)
         memory = self.pager.memory
         take_device_memory(memory, plan)
         self._reserve(plan.placement, roots)

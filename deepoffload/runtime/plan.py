@@ -26,7 +26,7 @@ from deepoffload.params.ports import PlanningPort, RankPort
 from deepoffload.params.slot import dense_stride
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat
 from deepoffload.params.use_order import UseOrder
-from deepoffload.runtime.choice import ChosenCut, Room, choose
+from deepoffload.runtime.choice import ChosenCut, Room, choose, why_no_guesses
 from deepoffload.runtime.compute_types import compute_types
 from deepoffload.runtime.construct import Assembly, take_edits
 from deepoffload.runtime.cuts import Cutter
@@ -131,7 +131,8 @@ def plan_model(
     """
     cutter = cutter_of(pager, gradients, config, roots, handles)
     exchange = None if pager.link is None else pager.link.exchange
-    choice = choose(cutter, config, Room(capacity_bytes, nvme_bytes, bandwidths, device_bytes, exchange))
+    why = why_no_guesses(config, on_device=bool(device_bytes), several_ranks=exchange is not None)
+    choice = choose(cutter, config, Room(capacity_bytes, nvme_bytes, bandwidths, device_bytes, exchange, why))
     assembly = cutter.declare(choice.cut)
     blocks = [block for draft in choice.cut.division.drafts for block in draft.unit.blocks()]
     placement = choice.with_ids([block.id for block in blocks])

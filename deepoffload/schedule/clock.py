@@ -41,12 +41,14 @@ class TimedUse:
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of one step by phase, waiting among them, and what the disk did meanwhile. ``busy_s``: of the disk.
-    ``link_s``: of transfers between ranks; ``gathered_bytes``: what came from others for whole copies."""
+    ``link_s``: of transfers between ranks; ``gathered_bytes``: what came from others for whole copies.
+    ``backward_wait_s``: waiting in backward."""
 
     forward_s: float
     backward_s: float
     update_s: float
     wait_s: float
+    backward_wait_s: float
     busy_s: float
     faults: int
     read_bytes: int
@@ -136,11 +138,12 @@ class TimedRun:
         ``discards``: blocks that are worthless when it is over (gradients, for ``zero_grad()``).
         """
         spent = dict.fromkeys(Phase, 0.0)
-        waited, busy_before, link_s, gathered_bytes = 0.0, self.disk.busy_s, 0.0, 0
+        waited = dict.fromkeys(Phase, 0.0)
+        busy_before, link_s, gathered_bytes = self.disk.busy_s, 0.0, 0
         self._faults = self._read_bytes = self._written_bytes = 0
         for timed in uses:
             begun = self.disk.now
-            waited += self._use(timed)
+            waited[timed.phase] += self._use(timed)
             gather_s, nbytes = self._gather(timed)
             self.disk.advance(self.disk.now + timed.seconds + timed.link_s + gather_s)
             link_s, gathered_bytes = link_s + timed.link_s + gather_s, gathered_bytes + nbytes
@@ -154,7 +157,8 @@ class TimedRun:
             forward_s=spent[Phase.FORWARD],
             backward_s=spent[Phase.BACKWARD],
             update_s=spent[Phase.UPDATE],
-            wait_s=waited,
+            wait_s=sum(waited.values()),
+            backward_wait_s=waited[Phase.BACKWARD],
             busy_s=self.disk.busy_s - busy_before,
             faults=self._faults,
             read_bytes=self._read_bytes,
@@ -373,6 +377,7 @@ def steady_step(
         backward_s=mean("backward_s"),
         update_s=mean("update_s"),
         wait_s=mean("wait_s"),
+        backward_wait_s=mean("backward_wait_s"),
         busy_s=mean("busy_s"),
         faults=round(mean("faults")),
         read_bytes=round(mean("read_bytes")),

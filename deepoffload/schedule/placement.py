@@ -13,6 +13,7 @@ from deepoffload.errors import PlacementError
 from deepoffload.schedule.cost_model import (
     Bandwidths,
     BlockKind,
+    StepOverlap,
     Traffic,
     Workload,
     block_traffic,
@@ -97,6 +98,7 @@ class Placement:
     ``minimum_bytes``: the smallest capacity with which this model runs.
     ``traffic``, ``disk_seconds``: expected per optimizer step, or per forward pass where nothing is trained
     (``training``).
+    ``step_overlap``, ``updates``: when updates run, and a line for people on that.
     """
 
     blocks: tuple[BlockSpec, ...]
@@ -116,21 +118,14 @@ class Placement:
     num_parameters: int | None
     rows: tuple[Row, ...]
     training: bool = True
+    step_overlap: StepOverlap = StepOverlap.DEFERRED
+    updates: str = ""
 
     def table(self, host_ranks: int = 1) -> str:
         """What went where and why, as aligned text: with ``host_ranks`` ranks on a host, of each of them and of all."""
-        return render(
-            self.rows,
-            Totals(
-                capacity_bytes=self.capacity_bytes,
-                nvme_capacity_bytes=self.nvme_capacity_bytes,
-                minimum_bytes=self.minimum_bytes,
-                disk_seconds=self.disk_seconds,
-                num_parameters=self.num_parameters,
-                host_ranks=host_ranks,
-                training=self.training,
-            ),
-        )
+        budgets = (self.capacity_bytes, self.nvme_capacity_bytes, self.minimum_bytes)
+        totals = Totals(*budgets, self.disk_seconds, self.num_parameters, host_ranks, self.training, self.updates)
+        return render(self.rows, totals)
 
 
 def place_columns(

@@ -38,6 +38,8 @@ class Totals:
     """Ranks of the host, which have the same rows."""
     training: bool = True
     """Rows are of a training step; else of a forward pass."""
+    updates: str = ""
+    """When updates run, and why."""
 
 
 def human_bytes(nbytes: int) -> str:
@@ -71,7 +73,8 @@ def render(rows: tuple[Row, ...], totals: Totals) -> str:
         sources = ["checkpoint", *(_size(row.source_bytes) for row in (*rows, total))]
         cells = [(*line[:3], source, *line[3:]) for line, source in zip(cells, sources, strict=True)]
     lines = _align(cells)
-    return "\n".join([*lines, _budgets(totals), _expectation(total, totals)])
+    updates = [f"updates: {totals.updates}"] if totals.training and totals.updates else []
+    return "\n".join([*lines, _budgets(totals), _expectation(total, totals), *updates])
 
 
 def _cells(row: Row, host_ranks: int) -> tuple[str, ...]:

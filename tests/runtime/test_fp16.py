@@ -15,6 +15,7 @@ import deepoffload
 from deepoffload.deepspeed.engine import TrainingEngine
 from deepoffload.errors import LossScaleError, UsageError
 from deepoffload.optim.loss_scale import DynamicLossScale
+from tests.optim.deferred import units_guessed
 from tests.runtime.conftest import initialized
 from tests.support.loops import assert_same_bits, in_dtype, relative_difference, weights_of
 from tests.support.models import FAMILIES, batch, llama, mlp, next_token_loss, rows
@@ -350,3 +351,42 @@ def test_what_grad_scaler_refuses_for_fp16_gradients(paging: Paging) -> None:
         with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
             call()
     assert_same_bits(weights, weights_of(model))
+
+
+class Spoiler(nn.Module):
+    """Gradients that pass it in backward are multiplied by ``factor``: those below it overflow, those above do not."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.clone()
+        y.register_hook(lambda grad: grad * self.factor)
+        return y
+
+
+def test_an_overflow_undoes_what_was_updated_on_a_guess(config: dict[str, Any]) -> None:
+    overflows = (4, 9)
+
+    def train(overlap: str) -> tuple[Any, list[Any]]:
+        said = {"host_budget": "512KiB", "step_overlap": overlap, "fp16": {"enabled": True, "initial_scale_power": 4}}
+        said["prefetch"], said["debug"] = False, {"evict_always": True, "poison": True}
+        torch.manual_seed(0)
+        model, counts, losses = nn.Sequential(*mlp(depth=2), Spoiler(), *mlp(depth=4)), [], []
+        with initialized(model=model, config=config | said) as engine:
+            for step in range(12):
+                engine.module[4].factor = float("inf") if step in overflows else 1.0
+                losses.append(engine.backward(engine(rows(seed=step).half()).float().square().mean()).detach())
+                guessed, undone = units_guessed(engine.module), deepoffload.stats(engine.module).get("rolled_back")
+                engine.step()
+                assert deepoffload.stats(engine.module).get("rolled_back") == undone, "it is known before step()"
+                counts.append((guessed, undone))
+            state = engine.optimizer.state_dict()["state"]
+            seen = (losses, weights_of(engine.module), [state[n]["master"].clone() for n in sorted(state)])
+            return (*seen, torch.tensor([engine.skipped_steps, engine.loss_scale])), counts
+
+    expected, _ = train("none")
+    got, counts = train("speculative")
+    assert_same_bits(expected, got)
+    assert int(got[-1][0]) == len(overflows)
+    assert all((guessed == 0) == (step in overflows or step == 0) for step, (guessed, _) in enumerate(counts)), counts
+    assert counts[-1][1] > 0, "units were updated, and that was undone"

@@ -25,7 +25,7 @@ from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET, grain_
 from deepoffload.runtime.draft import UnitDraft, draft_unit
 from deepoffload.runtime.plan import dry_pager, state_format
 from deepoffload.runtime.unit_finder import find_units
-from deepoffload.schedule.cost_model import BlockKind, Workload
+from deepoffload.schedule.cost_model import BlockKind, StepOverlap, Workload
 from deepoffload.schedule.nvme_room import set_up_nvme_bytes
 from deepoffload.schedule.placement import BlockSpec, Placement
 from tests.support.placing import plan_placement
@@ -97,7 +97,7 @@ class Cutting:
             nvme_capacity_bytes=room.nvme_bytes,
             event_weight_bytes=most,
             bandwidths=room.bandwidths,
-            workload=Workload(config.gradient_accumulation_steps, config.step_overlap),
+            workload=Workload(config.gradient_accumulation_steps, config.step_overlap or StepOverlap.DEFERRED),
             num_parameters=sum(h.numel for draft in self.drafts for h, _ in draft.trained) or None,
             keep=frozenset(spec.id for spec in specs if spec.kind in kept_kinds),
             set_up_bytes=self._set_up_bytes(can_leave=room.nvme_bytes is not None),

@@ -41,7 +41,7 @@ class Setting:
     room: float | None
     prefetch: bool = True
     evict_always: bool = False
-    step_overlap: str = "deferred"
+    step_overlap: str | None = "deferred"
     precision: str = "keep"
     backend: str = "auto"
 

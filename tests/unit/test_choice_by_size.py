@@ -17,7 +17,7 @@ from deepoffload.estimate import MachineSpec
 from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.runtime.choice import ChosenCut, Room, choose
 from deepoffload.runtime.plan import cutter_of, dry_pager
-from deepoffload.schedule.cost_model import BlockKind
+from deepoffload.schedule.cost_model import BlockKind, StepOverlap
 from tests.support.cuts_reference import reference_choice
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,6 +110,8 @@ def plain(placement: object, units: list[int]) -> object:
         blocks=tuple(replace(b, id=number[b.id], unit=units.index(b.unit)) for b in placement.blocks),
         resident=frozenset(number[b] for b in placement.resident),
         paged=frozenset(number[b] for b in placement.paged),
+        updates="",  # the reference knows nothing of these
+        step_overlap=StepOverlap.DEFERRED,
     )
 
 

@@ -70,6 +70,8 @@ class Speculation:
 
     Args:
         disk_bytes_per_s: that are read and written together.
+        asked_for: whether the user asks for guesses. Else the first steps are deferred, and it guesses as soon as these
+            wait long for the disk.
 
     Attributes:
         choice: which units are updated on a guess.
@@ -77,8 +79,8 @@ class Speculation:
         saved_s: seconds of disk time that backward has hidden, by estimate.
     """
 
-    def __init__(self, pager: Pager, gradients: Gradients, disk_bytes_per_s: float) -> None:
-        self.choice = UnitChoice(pager.tiers.counters)
+    def __init__(self, pager: Pager, gradients: Gradients, disk_bytes_per_s: float, *, asked_for: bool = True) -> None:
+        self.choice = UnitChoice(pager.tiers.counters, asked_for=asked_for)
         self.guessed = self.confirmed = self.undone = self.left = 0
         self.saved_s = 0.0
         self._pager = pager

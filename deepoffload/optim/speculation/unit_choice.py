@@ -35,15 +35,16 @@ class UnitChoice:
 
     Args:
         counters: of the memory; tell how long the program waited.
+        asked_for: see :class:`BackwardShare`.
 
     Attributes:
         backward_wait_s: how long the last backward waited for transfers.
     """
 
-    def __init__(self, counters: TierCounters) -> None:
+    def __init__(self, counters: TierCounters, *, asked_for: bool) -> None:
         self.backward_wait_s = 0.0
         self._counters = counters
-        self._share = BackwardShare()
+        self._share = BackwardShare(asked_for=asked_for)
         self._trust = Trust()
         self._pauses: weakref.WeakKeyDictionary[Unit, UnitPause] = weakref.WeakKeyDictionary()
         self._order: dict[Unit, int] = {}
@@ -92,7 +93,8 @@ class UnitChoice:
             pause.step_ended(confirmed=unit in confirmed)
         if self._order and self._trust.step_ended(wrong=outcome.wrong):
             self._tell()
-        if outcome.confirms and self._share.step_ended(outcome.waits):
+        may_begin = self._order and not self._share.share and not outcome.wrong
+        if (outcome.confirms or may_begin) and self._share.step_ended(outcome.waits):
             self._sizes = ()
             self._tell()
         self._choose()
