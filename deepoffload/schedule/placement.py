@@ -20,6 +20,7 @@ from deepoffload.schedule.cost_model import (
     seconds_saved,
 )
 from deepoffload.schedule.small import is_small
+from deepoffload.schedule.spread import spread
 from deepoffload.schedule.table import Row, Totals, human_bytes, render
 
 __all__ = ["BlockColumns", "BlockSpec", "BlockKind", "Placement", "WorkingSet", "place_columns"]
@@ -212,6 +213,7 @@ class _Problem:
     ) -> None:
         self._ids, self._kind, self._nbytes, units, self._backed, shares = columns
         self._moved_bytes = np.rint(self._nbytes * shares).astype(np.int64)
+        self._streamed = shares > 0
         ids = np.sort(self._ids)  # np.unique takes thirty times as long
         if (ids[1:] == ids[:-1]).any():
             raise ValueError("block ids must be unique")
@@ -238,11 +240,11 @@ class _Problem:
         place = np.empty(len(self._ids))
         for number in range(len(_KINDS)):
             of_kind = self._kind == number
-            place[of_kind] = _spread(int(of_kind.sum()))
+            place[of_kind] = spread(int(of_kind.sum()))
         self._order = np.lexsort((place, self._kind, -size, -ranked, ~self._kept))
         ranked_bytes = self._nbytes[self._order]
         self._prefix_bytes = np.concatenate(([0], np.cumsum(ranked_bytes)))
-        self._suffix_needs = _Needs.of_suffixes(self._kind[self._order], ranked_bytes)
+        self._suffix_needs = _Needs.of_suffixes(self._kind[self._order], ranked_bytes, self._streamed[self._order])
         needed = self._prefix_bytes + self._suffix_needs.window_bytes(2, False, event_weight_bytes)
         self.minimum_bytes = max(int(needed[int(self._kept.sum()) :].min()), set_up_bytes)
 
@@ -262,7 +264,7 @@ class _Problem:
     def window(self, resident: frozenset[int], ring_pieces: int, prefetches_weights: bool) -> WorkingSet:
         """What the blocks pass through that are not ``resident``."""
         paged = ~self._among(resident)
-        needs = _Needs.of_suffixes(self._kind[paged], self._nbytes[paged])
+        needs = _Needs.of_suffixes(self._kind[paged], self._nbytes[paged], self._streamed[paged])
         return needs.window(0, ring_pieces, prefetches_weights, self._event_weight_bytes)
 
     def choose(self, capacity_bytes: int, ring_pieces: int) -> tuple[frozenset[int], WorkingSet]:
@@ -289,7 +291,8 @@ class _Problem:
         order = np.lexsort((self._ids, -self._nbytes, ~self._kept))
         ranked_bytes = self._nbytes[order]
         prefix_bytes = np.concatenate(([0], np.cumsum(ranked_bytes)))
-        windows = _Needs.of_suffixes(self._kind[order], ranked_bytes).window_bytes(2, False, self._event_weight_bytes)
+        needs = _Needs.of_suffixes(self._kind[order], ranked_bytes, self._streamed[order])
+        windows = needs.window_bytes(2, False, self._event_weight_bytes)
         free_bytes = capacity_bytes - prefix_bytes - windows
         fits = np.flatnonzero(free_bytes >= 0)
         if not len(fits) or fits[-1] < int(self._kept.sum()):
@@ -375,18 +378,6 @@ class _Problem:
         )
 
 
-def _spread(count: int) -> list[float]:
-    """Numbers for ``count`` blocks. In their order blocks are spread evenly, however many of them are taken: then what
-    stays on NVMe is needed in an even stream. (The radical inverse in base 2: J. G. van der Corput,
-    "Verteilungsfunktionen", 1935.)
-    """
-    values, digit = [0.0], 0.5
-    while len(values) < count:
-        values += [value + digit for value in values]
-        digit /= 2
-    return values[:count]
-
-
 def _window_row(window: WorkingSet, dynamic_bytes: int) -> Row:
     parts = []
     if window.weight_bytes:
@@ -406,37 +397,45 @@ class _Needs(NamedTuple):
 
     weight_total_bytes: Bytes
     weight_max_bytes: Bytes
+    streamed_max_bytes: Bytes
     gradient_max_bytes: Bytes
     state_total_bytes: Bytes
     state_max_bytes: Bytes
 
     @classmethod
-    def of_suffixes(cls, kinds: npt.NDArray[np.int8], nbytes: Bytes) -> _Needs:
-        """Of blocks in an order, ``kinds`` by number and ``nbytes``: of all, without the first, and so on."""
-        weight, gradient, state = (
-            np.concatenate((np.where(kinds == number, nbytes, 0), [0]))[::-1] for number in range(len(_KINDS))
+    def of_suffixes(cls, kinds: npt.NDArray[np.int8], nbytes: Bytes, streamed: Mask) -> _Needs:
+        """Of blocks in an order, ``kinds`` by number and ``nbytes``: of all, without the first, and so on. A step reads
+        those that are ``streamed`` ahead, and of the others rows."""
+        weights, *others = (kinds == number for number in range(len(_KINDS)))
+        weight, ahead, gradient, state = (
+            np.concatenate((np.where(which, nbytes, 0), [0]))[::-1] for which in (weights, weights & streamed, *others)
         )
         return cls(
             np.cumsum(weight)[::-1],
             np.maximum.accumulate(weight)[::-1],
+            np.maximum.accumulate(ahead)[::-1],
             np.maximum.accumulate(gradient)[::-1],
             np.cumsum(state)[::-1],
             np.maximum.accumulate(state)[::-1],
         )
 
+    def _weight_bytes(self, prefetches_weights: bool, event_bytes: int) -> Bytes:
+        needed, ahead = np.maximum(event_bytes, self.weight_max_bytes), self.streamed_max_bytes
+        if prefetches_weights:
+            needed = np.maximum(needed, np.maximum(event_bytes, ahead) + ahead)
+        return np.minimum(needed, self.weight_total_bytes)
+
     def window_bytes(self, ring_pieces: int, prefetches_weights: bool, event_weight_bytes: int) -> Bytes:
         """``window(...).nbytes`` for each number of blocks that stay."""
-        weights, weight, gradient, states, state = self
-        needed = np.maximum(event_weight_bytes, weight) + (weight if prefetches_weights else 0)
-        return np.minimum(needed, weights) + gradient + np.minimum(ring_pieces * state, states)
+        ring_bytes = np.minimum(ring_pieces * self.state_max_bytes, self.state_total_bytes)
+        return self._weight_bytes(prefetches_weights, event_weight_bytes) + self.gradient_max_bytes + ring_bytes
 
     def window(self, count: int, ring_pieces: int, prefetches_weights: bool, event_weight_bytes: int) -> WorkingSet:
         """Where the first ``count`` blocks stay."""
-        weights, weight, gradient, states, state = (int(column[count]) for column in self)
-        needed = max(event_weight_bytes, weight) + (weight if prefetches_weights else 0)
+        weights, _, _, gradient, states, state = (int(column[count]) for column in self)
         ring_bytes = min(ring_pieces * state, states)
         return WorkingSet(
-            weight_bytes=min(needed, weights),
+            weight_bytes=int(self._weight_bytes(prefetches_weights, event_weight_bytes)[count]),
             gradient_bytes=gradient,
             ring_bytes=ring_bytes,
             ring_pieces=-(-ring_bytes // state) if state else 0,

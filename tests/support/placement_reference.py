@@ -287,29 +287,33 @@ class _Needs(NamedTuple):
 
     weight_total_bytes: int = 0
     weight_max_bytes: int = 0
+    streamed_max_bytes: int = 0
     gradient_max_bytes: int = 0
     state_total_bytes: int = 0
     state_max_bytes: int = 0
 
     def and_block(self, block: BlockSpec) -> _Needs:
-        weights, weight, gradient, states, state = self
+        weights, weight, streamed, gradient, states, state = self
         size = block.nbytes
         if block.kind is BlockKind.WEIGHT:
-            return _Needs(weights + size, max(weight, size), gradient, states, state)
+            passing = size if block.read_share else 0
+            return _Needs(weights + size, max(weight, size), max(streamed, passing), gradient, states, state)
         if block.kind is BlockKind.GRADIENT:
-            return _Needs(weights, weight, max(gradient, size), states, state)
-        return _Needs(weights, weight, gradient, states + size, max(state, size))
+            return _Needs(weights, weight, streamed, max(gradient, size), states, state)
+        return _Needs(weights, weight, streamed, gradient, states + size, max(state, size))
 
     def window_bytes(self, ring_pieces: int, prefetches_weights: bool, event_weight_bytes: int) -> int:
         """``window(...).nbytes``, which is asked for every number of blocks that could stay."""
-        weights, weight, gradient, states, state = self
-        needed = max(event_weight_bytes, weight) + (weight if prefetches_weights else 0)
+        weights, weight, streamed, gradient, states, state = self
+        needed = max(event_weight_bytes, weight)
+        if prefetches_weights:
+            needed = max(needed, max(event_weight_bytes, streamed) + streamed)
         return min(needed, weights) + gradient + min(ring_pieces * state, states)
 
     def window(self, ring_pieces: int, prefetches_weights: bool, event_weight_bytes: int) -> WorkingSet:
         weights = max(event_weight_bytes, self.weight_max_bytes)
         if prefetches_weights:
-            weights += self.weight_max_bytes
+            weights = max(weights, max(event_weight_bytes, self.streamed_max_bytes) + self.streamed_max_bytes)
         ring_bytes = min(ring_pieces * self.state_max_bytes, self.state_total_bytes)
         return WorkingSet(
             weight_bytes=min(weights, self.weight_total_bytes),
