@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from deepoffload.errors import UsageError
 from deepoffload.optim.optimizer_parts import pagers_of
 from deepoffload.params.ports import RankPort
 from deepoffload.ranks.joint_task import JointTask
+
+log = logging.getLogger("deepoffload")
 
 Alive = Callable[[], None]
 """To be called now and then by what takes long."""
@@ -73,6 +76,27 @@ def meet(task: JointTask | None) -> None:
 def of_rank_0(task: JointTask | None, mine: Any) -> Any:
     """What rank 0 gives."""
     return mine if task is None else task.gather(mine if task.rank == 0 else None)[0]
+
+
+def tag_of_all(task: JointTask | None, mine: str, where_they_differ: str) -> str:
+    """The tag of a checkpoint that all ranks save: rank 0's.
+
+    Args:
+        where_they_differ: ``"Warn"``, ``"Fail"`` or ``"Ignore"``.
+
+    Raises:
+        UsageError: on all ranks, where tags differ, with ``"Fail"``.
+    """
+    if task is None:
+        return mine
+    tags = task.gather(mine)
+    if any(tag != tags[0] for tag in tags) and where_they_differ != "Ignore":
+        given = ", ".join(f"{tag!r} on rank {rank}" for rank, tag in enumerate(tags))
+        text = f"ranks give different tags for one checkpoint: {given}"
+        if where_they_differ == "Fail":
+            raise UsageError(f"{text} (checkpoint.tag_validation is Fail)")
+        log.warning("%s; it gets rank 0's", text)
+    return str(tags[0])
 
 
 def refuse_other_plans(task: JointTask, planned: Sequence[PlannedFile]) -> None:

@@ -13,6 +13,7 @@ from deepoffload.errors import UsageError
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+PICKLED_NAME = "pytorch_model.bin"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -25,8 +26,14 @@ class Layout:
     total_bytes: int
 
 
-def split(entries: Sequence[Entry], max_shard_bytes: int, num_parameters: int) -> Layout:
-    """Fill shards in order, as ``huggingface_hub`` does; a tensor above ``max_shard_bytes`` gets its own shard."""
+def split(
+    entries: Sequence[Entry], max_shard_bytes: int, num_parameters: int, single_name: str = WEIGHTS_NAME
+) -> Layout:
+    """Fill shards in order, as ``huggingface_hub`` does; a tensor above ``max_shard_bytes`` gets its own shard.
+
+    Args:
+        single_name: of the file where one is enough; those of several, and of their index, are made of it.
+    """
     shards: list[list[Entry]] = []
     current: list[Entry] = []
     current_bytes = 0
@@ -43,9 +50,10 @@ def split(entries: Sequence[Entry], max_shard_bytes: int, num_parameters: int) -
         shards.append(current)
     total = sum(entry.nbytes for entry in entries)
     if len(shards) == 1:
-        return Layout({WEIGHTS_NAME: tuple(shards[0])}, None, total)
+        return Layout({single_name: tuple(shards[0])}, None, total)
+    stem, dot, kind = single_name.rpartition(".")
     files = {
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors": tuple(shard) for number, shard in enumerate(shards, 1)
+        f"{stem}-{number:05d}-of-{len(shards):05d}{dot}{kind}": tuple(shard) for number, shard in enumerate(shards, 1)
     }
     index = {
         "metadata": {"total_parameters": num_parameters, "total_size": total},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, Protocol, overload
@@ -29,7 +28,7 @@ from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.random_states import checked_random_states, restore_random_states
 from deepoffload.checkpoint.remedies import Remedies
 from deepoffload.checkpoint.saving import SHARD_BYTES, Content, Save, choose_weight_plan
-from deepoffload.checkpoint.several_ranks import all_ranks, meet, of_rank_0
+from deepoffload.checkpoint.several_ranks import all_ranks, meet, of_rank_0, tag_of_all
 from deepoffload.checkpoint.source import TrainingSource, open_checkpoint
 from deepoffload.checkpoint.state_files import held_arrays, of_all, plan_state
 from deepoffload.checkpoint.tags import checked_directory, checked_tag, folder_to_load, lacking_in
@@ -200,22 +199,30 @@ class TrainingState(DurableRun):
         client_state: Any = None,
         update_latest: bool = True,
         leave_out_frozen: bool = False,
+        leave_out_gradients: bool = False,
         step: int | None = None,
+        other_tags: str = "Warn",
         wait: bool = True,
     ) -> SaveHandle:
-        """:meth:`save` with the other arguments of ``engine.save_checkpoint``."""
+        """:meth:`save` with the other arguments of ``engine.save_checkpoint``.
+
+        Args:
+            other_tags: ``"Warn"``, ``"Fail"`` or ``"Ignore"``, where ranks give different tags.
+            leave_out_gradients: gradients may wait for a step; they are not saved.
+        """
         with ExitStack() as calls, ExitStack() as undo:
             with all_ranks(self._module, "TrainingState.save") as task:
                 check_switches(wait=wait)
                 check_keep_last(keep_last)
                 step = self.step if step is None else step
-                name = checked_tag(f"global_step{step}" if tag is None else tag)
+                name = tag_of_all(task, checked_tag(f"global_step{step}" if tag is None else tag), other_tags)
                 target = checked_directory(directory)
                 calls.enter_context(self._alone("save"))
                 calls.enter_context(torch.no_grad())
                 self._end_running()
                 pagers = self._ready("save")
-                self._refuse_waiting("save")
+                if not leave_out_gradients:
+                    self._refuse_waiting("save")
                 parts, training = self._small_values(pagers, client_state, task)
                 with held_still(pagers):
                     content = self._content(pagers, parts, training, step, task, leave_out_frozen=leave_out_frozen)
@@ -342,19 +349,25 @@ class TrainingState(DurableRun):
     # -- checks ----------------------------------------------------------------------------------------------------
 
     def _own_engines(self) -> None:
-        """One of these for each engine: two would not know of each other's half loads."""
-        for pager in pagers_of(list(self._module.parameters())):
-            engine = pager.engine
-            if isinstance(engine, Engine):
-                owner = engine.training_state() if engine.training_state is not None else None
-                if owner is not None:
+        """One of these for each model: two would not know of each other's half loads. One for each engine whose steps
+        are durable: its disk has the record of one run."""
+        owners = [pager.engine for pager in pagers_of(list(self._module.parameters()))]
+        engines = [owner for owner in owners if isinstance(owner, Engine)]
+        mine = {id(param) for param in self._module.parameters()}
+        for engine in engines:
+            for other in list(engine.training_states):
+                if not mine.isdisjoint(map(id, other._module.parameters())):
                     raise UsageError(
                         "this model has a TrainingState already (initialize()'s engine makes one when it saves or "
                         "loads); use that one, or give it up first (del state)"
                     )
-        for pager in pagers_of(list(self._module.parameters())):
-            if isinstance(pager.engine, Engine):
-                pager.engine.training_state = weakref.ref(self)
+                if engine.durability is not None:
+                    raise UsageError(
+                        "durability with two models in one offload_context (or zero.Init), each with a TrainingState: "
+                        "the durable step is that of one of them; build each model in a context of its own"
+                    )
+        for engine in engines:
+            engine.training_states.add(self)
 
     def _ready(self, what: str, *, also_half_loaded: bool = False) -> list[Pager]:
         if not also_half_loaded:

@@ -39,7 +39,6 @@ def _group(prefix: str, why: str, **keys: tuple[ValueKind, object]) -> tuple[Key
 _TEXT_OR_NOTHING = (text(), None)
 _OFF = (boolean(), False)
 _ON = (boolean(), True)
-_TAG_VALIDATION = (choice_of("Ignore", "Warn", "Fail"), "Warn")
 
 
 def _changes_numbers(path: str, why: str, kind: ValueKind | None = None) -> Key:
@@ -86,7 +85,13 @@ DEEPSPEED_TOOL_KEYS = (
         False,
         field="decoupled_saves",
     ),
-    *_group("checkpoint", "one process saves, so its tag is everybody's", tag_validation=_TAG_VALIDATION),
+    honoured(
+        "checkpoint.tag_validation",
+        choice_of("Ignore", "Warn", "Fail"),
+        "What becomes of a save for which ranks give different tags. There is one checkpoint, with rank 0's.",
+        "Warn",
+        field="tag_validation",
+    ),
     *_group("checkpoint", "the directory that engine.save_checkpoint is given is written", use_node_local_storage=_OFF),
     *_group("checkpoint", _FORMAT, checkpoint_serialization=_ON),
     *_group("checkpoint.parallel_write", "there is no pipeline engine", pipeline_stage=_OFF),

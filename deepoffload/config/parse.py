@@ -38,6 +38,7 @@ TRAINING_FIELDS = (
     "zero_stage",
     "load_universal",
     "decoupled_saves",
+    "tag_validation",
 )
 """What of a configuration, next to its sections, concerns the training loop alone."""
 

@@ -193,6 +193,8 @@ class Config:
     """Whether ``engine.load_checkpoint`` reads DeepSpeed's universal checkpoints."""
     decoupled_saves: bool = False
     """Whether ``engine.save_checkpoint`` returns before the checkpoint is complete."""
+    tag_validation: str = "Warn"
+    """What ``engine.save_checkpoint`` does where ranks give different tags."""
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = field(default_factory=Fp16Config)

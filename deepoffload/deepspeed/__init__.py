@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepoffload.deepspeed import accelerator as accelerator
+    from deepoffload.deepspeed import checkpoint as checkpoint
     from deepoffload.deepspeed import checkpointing as checkpointing
     from deepoffload.deepspeed import comm as comm
     from deepoffload.deepspeed import moe as moe
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 __version__ = "0.19.8"
 """The DeepSpeed whose names these are; ``deepoffload.__version__`` is our own."""
 
+__version_major__, __version_minor__, __version_patch__ = map(int, __version__.split("."))
+__git_hash__ = __git_branch__ = "unknown"
+"""What DeepSpeed has in them when it was not built from a repository."""
+
 _HOMES = {
     "DeepSpeedConfig": "deepoffload.deepspeed.runtime.config:DeepSpeedConfig",
     "DeepSpeedConfigError": "deepoffload.errors:ConfigError",
@@ -45,7 +50,7 @@ _HOMES = {
     "logger": "deepoffload.deepspeed.utils.logging:logger",
 }
 
-_MODULES = ("accelerator", "checkpointing", "comm", "moe", "ops", "pipe", "runtime", "utils", "zero")
+_MODULES = ("accelerator", "checkpoint", "checkpointing", "comm", "moe", "ops", "pipe", "runtime", "utils", "zero")
 
 
 def __getattr__(name: str) -> Any:

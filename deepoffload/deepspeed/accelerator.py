@@ -116,8 +116,10 @@ class DeviceCalls:
         return self._name if self._module is None else f"{self._name}:{self.current_device()}"
 
     def device_count(self) -> int:
-        """How many devices there are; one CPU."""
-        return 1 if self._module is None else int(self._module.device_count())
+        """How many devices there are. On a CPU, as in DeepSpeed, what the launcher says in ``LOCAL_SIZE``, else 1."""
+        if self._module is None:
+            return max(1, int(os.environ.get("LOCAL_SIZE") or 1))
+        return int(self._module.device_count())
 
     def is_available(self) -> bool:
         return True if self._module is None else bool(self._module.is_available())

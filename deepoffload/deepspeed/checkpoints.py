@@ -39,6 +39,7 @@ class EngineCheckpoints:
         schedule: None where there is none.
         load_universal: load DeepSpeed's universal checkpoints.
         decoupled: a save returns before the checkpoint is complete.
+        tag_validation: what a save does where ranks give different tags.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class EngineCheckpoints:
         *,
         load_universal: bool = False,
         decoupled: bool = False,
+        tag_validation: str = "Warn",
     ) -> None:
         others = {"loop": loop} if schedule is None else {"loop": loop, "scheduler": schedule}
         self._state = TrainingState(module, optimizer, **others)
         self._loop = loop
         self._load_universal = load_universal
         self._decoupled = decoupled
+        self._tag_validation = tag_validation
 
     def save(
         self,
@@ -70,15 +73,26 @@ class EngineCheckpoints:
         check_switches(save_latest=update_latest, exclude_frozen_parameters=leave_out_frozen)
         if client_state is not None and not isinstance(client_state, Mapping):
             raise UsageError(f"client_state has to be a dict, or None, not a {type(client_state).__name__}")
+        waiting, gradients = self._loop.micro_steps_waiting, self._loop.core.gradients
+        left_out = waiting > 0 and gradients.early is None and gradients.speculation is None  # these update before step
         self._state.save_as(
             directory,
             tag,
             client_state={} if client_state is None else client_state,
             update_latest=update_latest,
             leave_out_frozen=leave_out_frozen,
+            leave_out_gradients=left_out,
             step=self._loop.updates,
+            other_tags=self._tag_validation,
             wait=not self._decoupled,
         )
+        if left_out:
+            log.warning(
+                "save_checkpoint in the middle of an update: the gradients of %d of %d micro-steps are not saved; "
+                "a run that loads this begins the update again, so save after the step that updates",
+                waiting,
+                self._loop.accumulation_steps,
+            )
 
     def commit(self) -> None:
         """See :meth:`TrainingEngine.step`."""

@@ -119,19 +119,22 @@ class TrainingEngine(EngineNames):
         with self._timed("backward"):
             return self.loop.backward(loss, retain_graph=retain_graph, take_mean=scale_wrt_gas)
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step. At an accumulation boundary: clip, update, clear the gradients, advance the schedule.
 
         Gradients with an infinity or NaN update nothing: they are dropped and counted in ``skipped_steps``. With the
         key ``durability`` an update ends with a commit (docs/checkpoints.md), which raises what
         :meth:`TrainingState.commit` raises, after the update.
 
+        Args:
+            lr_kwargs: arguments for the schedule's own ``step``.
+
         Raises:
             UsageError: the engine has no optimizer; or fp16, and no :meth:`backward` has scaled the loss.
             LossScaleError: fp16 gradients overflow with the loss scale at its minimum. The step counts as skipped.
         """
         with self._timed("step"):
-            updated = self.loop.step()
+            updated = self.loop.step(lr_kwargs)
         if updated:
             if self.core.durability is not None:
                 self._checkpoints().commit()
@@ -290,7 +293,8 @@ class TrainingEngine(EngineNames):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write everything that the run consists of to ``save_dir/tag``, within the budget (docs/checkpoints.md). With
-        ``checkpoint.writer.decoupled`` it returns at once, and the files are complete at a later step.
+        ``checkpoint.writer.decoupled`` it returns at once, and the files are complete at a later step. In the middle of
+        an update, the gradients so far are left out, with a warning.
 
         Args:
             tag: ``global_step<n>`` when not said.
@@ -303,7 +307,7 @@ class TrainingEngine(EngineNames):
             True, as DeepSpeed does.
 
         Raises:
-            UsageError: accumulated gradients wait for a step, or the directory cannot be used. UnsupportedError: a
+            UsageError: gradients wait for the step that updates, or the directory cannot be used. UnsupportedError: a
             value that a checkpoint does not hold. IoFailure: no room on the disk, or a transfer failed. Also what the
             save before failed with, if it was a decoupled one.
         """
@@ -394,6 +398,7 @@ class TrainingEngine(EngineNames):
                 self.loop,
                 load_universal=self._config.load_universal,
                 decoupled=self._config.decoupled_saves,
+                tag_validation=self._config.tag_validation,
             )
         return self._saved_by
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from deepoffload.deepspeed.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed, is_initialized
 from deepoffload.deepspeed.initialization import initialize as make_engine
+from deepoffload.deepspeed.weights_of_rank_0 import take_weights_of_rank_0
 
 
 def initialize(
@@ -26,6 +27,8 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """:func:`deepoffload.initialize`, after :func:`init_distributed`.
 
+    As in DeepSpeed, a model that every rank has built for itself gets the values of rank 0.
+
     Args:
         ranks: ``group``, ``mesh`` and ``ranks``, as there.
         dist_init_required: None: make a process group unless there is one. False: make none; with one process none is
@@ -33,6 +36,8 @@ def initialize(
     """
     if not is_initialized() and dist_init_required is not False:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if not ranks:
+        take_weights_of_rank_0(model)
     return make_engine(
         args=args,
         model=model,

@@ -198,6 +198,11 @@ def _paging_engine(model: nn.Module) -> Engine | None:
 
 
 def _config_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource | None:
+    if isinstance(args, Mapping):
+        raise UsageError(
+            "initialize(args=...) takes what a parser gives, with the attribute deepspeed_config; pass a mapping of "
+            "settings as config="
+        )
     said = {
         "config": config,
         "config_params": config_params,

@@ -30,7 +30,6 @@ _TILING = (
     "cut a larger one into several torch.nn.Linear"
 )
 _LEAF = "no module is marked: units follow from the budget, and a weight comes when it is used"
-_CONVERT = "`python -m deepoffload.checkpoint to-fp32`, or convert_zero_checkpoint_to_fp32_state_dict"
 _TOOL = "use torch.profiler; engine.stats() has the bytes moved"
 
 
@@ -47,7 +46,8 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
     "DeepSpeedConfigError": otherwise("our ConfigError"),
     "DeepSpeedEngine": otherwise("the class of the engine, for isinstance; it is no torch.nn.Module, its .module is"),
     **all_of(
-        "accelerator checkpointing comm ops pipe moe runtime utils zero", otherwise("a module with the names below")
+        "accelerator checkpoint checkpointing comm ops pipe moe runtime utils zero",
+        otherwise("a module with the names below"),
     ),
     **all_of("init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config", absent(_INFERENCE)),
     **all_of("inference model_implementations module_inject replace_transformer_layer", absent(_INFERENCE)),
@@ -66,7 +66,8 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
     **all_of("monitor", absent("engine.stats() gives a flat dict of numbers for your own logger")),
     **all_of("profiling", absent(_TOOL)),
     **all_of("compile", absent("there is no DeepCompile; docs/compile.md says how layers are compiled")),
-    **all_of("checkpoint datastates io", absent("engine.save_checkpoint streams what it writes (docs/checkpoints.md)")),
+    **all_of("datastates io", absent("engine.save_checkpoint streams what it writes (docs/checkpoints.md)")),
+    "checkpoint.utils.clone_tensors_for_torch_save": HERE,
     **all_of("load_ds_config", absent("DeepSpeedConfig(path), or deepoffload.config.parse_config")),
     **all_of(
         "constants KV MLA_KV MLA_Q NOT_HEAD_BLOCKED QUERY TORCH_DISTRIBUTED_DEFAULT_PORT git_branch git_hash "
@@ -131,8 +132,7 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
         absent(_PARALLEL),
     ),
     "utils.DeprecatedException": absent(_INTERNAL),
-    "utils.zero_to_fp32": otherwise("reads our checkpoints and DeepSpeed's; writes safetensors"),
-    "utils.zero_to_fp32.convert_zero_checkpoint_to_state_dict": absent(_CONVERT),
+    "utils.zero_to_fp32": otherwise("reads our checkpoints and DeepSpeed's, tensor by tensor"),
     # -- deepspeed.checkpointing --
     **_of(
         "checkpointing",

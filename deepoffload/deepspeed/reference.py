@@ -48,6 +48,10 @@ is false.
   names are read-only.
 - **`zero.Init` needs the configuration** that `initialize` gets, as `config_dict_or_path`: the model is placed when
   the context ends.
+- **Several ranks start with rank 0's weights** where `initialize` gets a model that each of them has built. In
+  `zero.Init` they have to build the same ones: call `torch.manual_seed` before it.
+- **Several models in one `zero.Init`** share its memory. Each engine saves and loads its own, and `destroy()` of one
+  ends all of them.
 - **fp32 masters are exact**, with every optimizer of ours. `safe_get_full_fp32_param` shows them, as a copy.
 - **Unknown keys are errors** that name the nearest one. Where DeepSpeed ignores such a key and nothing else would be
   trained, they are warnings.
@@ -61,6 +65,8 @@ is false.
 - **`"auto"` is for a trainer.** Where nothing has filled it in, one warning lists every `"auto"` and what it became.
   A schedule whose length is `"auto"` is an error, unless the program passes its own schedule.
 - **transformers' Trainer, Lightning and others** have their own page: docs/trainers.md.
+- **A checkpoint in the middle of an update** lacks the gradients so far, as in DeepSpeed, and a warning says so. With
+  `step_overlap` `"in_backward"` or `"speculative"` it is an error.
 - **Checkpoints** have another format (docs/checkpoints.md). `python -m deepoffload.checkpoint` converts those of
   DeepSpeed, and writes universal ones that DeepSpeed loads.
 - **The engine is no `torch.nn.Module`.** What is not its own is looked up on the model, so `engine.generate(...)`

@@ -56,8 +56,14 @@ class ConfiguredSchedule(LRScheduler):
         """Learning rates of the update that follows ``last_epoch`` updates."""
         return [lr_at(self.config, self.last_epoch, float(base), group) for group, base in enumerate(self.base_lrs)]
 
-    def step(self, epoch: int | None = None) -> None:
-        """Go on by one update (or to ``epoch`` updates)."""
+    def step(self, epoch: int | None = None, last_batch_iteration: int | None = None) -> None:
+        """Go on by one update, or to ``epoch`` updates.
+
+        Args:
+            last_batch_iteration: DeepSpeed's number of the last update, which counts from 0.
+        """
+        if last_batch_iteration is not None:
+            self.last_epoch = last_batch_iteration
         super().step() if epoch is None else super().step(epoch)
         betas = betas_at(self.config, self.last_epoch)
         if betas is not None:

@@ -128,10 +128,7 @@ def write_array(handle: ParamHandle, param: Tensor, key: str, value: Tensor) -> 
 
 def own_part(handle: ParamHandle) -> slice:
     """Which elements of a parameter this rank owns, in the order of its memory: all with one rank."""
-    if handle.cut is None:
-        return slice(0, handle.numel)
-    run = handle.cut.run()
-    return slice(0, 0) if run is None else slice(run.start, run.start + run.numel)
+    return slice(0, handle.numel) if handle.cut is None else handle.cut.own_elements()
 
 
 @contextmanager

@@ -26,6 +26,11 @@ class TensorCut:
         """The consecutive elements that this rank owns, None where it owns none."""
         return self.layout.run_of(self.rank, self.tensor)
 
+    def own_elements(self) -> slice:
+        """The elements that this rank owns, in the order of the tensor's memory."""
+        run = self.run()
+        return slice(0, 0) if run is None else slice(run.start, run.start + run.numel)
+
     def shard_offset(self, start: int) -> int:
         """Where in this rank's shard element ``start`` lies, in bytes. Raises ``ValueError`` where another rank owns
         it."""

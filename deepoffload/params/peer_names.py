@@ -64,7 +64,10 @@ class PeerNames:
 
     @property
     def ds_tensor(self) -> Tensor:
-        """The elements that this rank keeps: with one rank all of them, flat, as a view that keeps them where they
-        are."""
+        """The elements that this rank keeps, flat, as a view: with one rank all of them, with several the local part of
+        ``safe_get_local_fp32_param``."""
         data: Tensor = self.data  # type: ignore[attr-defined]
-        return data.reshape(-1)
+        slot: Any = self._slot
+        if not isinstance(slot, ParamHandle) or slot.cut is None:
+            return data.reshape(-1)
+        return data.as_strided((slot.numel,), (1,))[slot.cut.own_elements()]

@@ -88,7 +88,7 @@ class Engine:
     Attributes:
         agreement: with the other ranks, on what is set up.
         ranks: who this process is among its ranks.
-        training_state: the one that saves and loads the models, while there is one.
+        training_states: those that save and load its models, each model by one.
         placement: what went where and why; None until the context has ended. ``placement.table()`` is for people.
     """
 
@@ -100,7 +100,7 @@ class Engine:
         self.agreement = Agreement(group)
         self.ranks = RankMap(0, (0,)) if group is None else group.ranks
         self.placement: Placement | None = None
-        self.training_state: weakref.ref[Any] | None = None
+        self.training_states: weakref.WeakSet[Any] = weakref.WeakSet()
         self._windows: list[Window] = []
         self._outer: list[OuterWindow] = []
         self._watches: list[RootWatch] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,6 +72,13 @@ class TrainingLoop:
         return (self.micro_steps - self._counted_from + 1) % self.accumulation_steps == 0
 
     @property
+    def micro_steps_waiting(self) -> int:
+        """Micro-steps that the next update consists of so far; 0 after an update, and where boundaries are forced."""
+        if self.forced_boundary is not None:
+            return 0
+        return (self.micro_steps - self._counted_from) % self.accumulation_steps
+
+    @property
     def loss_scale(self) -> float:
         """What the next loss is multiplied by before backward; 1.0 unless the precision is fp16."""
         return 1.0 if self._scale is None else self._scale.value
@@ -121,7 +128,7 @@ class TrainingLoop:
         Raises:
             UsageError: micro-steps of an update that is not complete have been made.
         """
-        if (self.micro_steps - self._counted_from) % self.accumulation_steps and self.forced_boundary is None:
+        if self.micro_steps_waiting:
             raise UsageError(
                 "the number of accumulation steps cannot change in the middle of an update; change it after the "
                 "engine.step() that updates"
@@ -129,7 +136,7 @@ class TrainingLoop:
         self.accumulation_steps = steps
         self._counted_from = self.micro_steps
 
-    def step(self) -> bool:
+    def step(self, schedule_arguments: Mapping[str, Any] | None = None) -> bool:
         """End a micro-step. At a boundary: clip, update, clear the gradients, advance the schedule; True then.
 
         Gradients with an infinity or NaN update nothing: they are dropped and counted in ``skipped``.
@@ -147,7 +154,7 @@ class TrainingLoop:
             return False
         self.applied = self._update(optimizer)
         self.zero_grad()
-        self._end_update()
+        self._end_update(schedule_arguments or {})
         return True
 
     def count_joined_step(self) -> None:
@@ -156,14 +163,14 @@ class TrainingLoop:
         if isinstance(self.optimizer, HostOptimizer):
             self.applied, self.grad_norm = self.optimizer.applied, self.optimizer.grad_norm
         self._counted_from = self.micro_steps
-        self._end_update()
+        self._end_update({})
 
-    def _end_update(self) -> None:
+    def _end_update(self, schedule_arguments: Mapping[str, Any]) -> None:
         self._scaled = False
         self.updates += 1
         if self.applied:
             if self.schedule is not None:
-                self.schedule.step()
+                self.schedule.step(**schedule_arguments)
         else:
             self.skipped += 1
             log.warning(

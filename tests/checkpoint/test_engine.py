@@ -76,7 +76,6 @@ def test_arguments_and_results_of_deepspeed(nvme_path: Path, tmp_path: Path) -> 
         engine.load_checkpoint(str(tmp_path), tag="x")
     train(engine, 0, 1)
     next_token_loss(engine, batch(1)).backward()
-    engine.step()  # accumulates
     with pytest.raises(UsageError, match="between backward and step"):
         engine.save_checkpoint(str(tmp_path))
     assert not list(tmp_path.iterdir())

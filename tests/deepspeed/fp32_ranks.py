@@ -77,6 +77,7 @@ def local_parts(precision: str) -> list[Any]:
             utils.safe_get_local_optimizer_state(param, "exp_avg"),
         ]
         values = [value for value in mine if value is not None]
+        assert torch.equal(param.ds_tensor, values[0].to(param.dtype)), "the same part"
         parts.append([value.numpy() for value in values])
         utils.safe_set_local_fp32_param(param, values[0] + 1.0)
         utils.safe_set_local_grad(param, values[1] * 2.0)

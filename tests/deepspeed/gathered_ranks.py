@@ -79,3 +79,32 @@ def refusals(nvme_path: str) -> list[str]:
             said.append(str(error))
     deepspeed.comm.barrier()
     return said
+
+
+def built_by_each(folder: str) -> list[Any]:
+    """Each rank builds other values, and gives other tags to its saves."""
+    deepspeed.init_distributed()
+    mine = deepspeed.comm.get_rank()
+    torch.manual_seed(mine)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model[0].weight = torch.nn.Parameter(torch.randn(4, 4).bfloat16().t())
+    model[1].running_mean.fill_(mine + 1.0)
+    before = [value.float().numpy() for value in model.state_dict().values()]
+    engine = engine_that("Fail", model)
+    after = [value.float().clone().numpy() for value in model.state_dict().values()]
+    try:
+        engine.save_checkpoint(f"{folder}/fail", tag=f"of_{mine}")
+        said = ""
+    except UsageError as error:
+        said = str(error)
+    engine.destroy()
+    engine = engine_that("Warn", torch.nn.Linear(4, 4))
+    engine.save_checkpoint(f"{folder}/warn", tag=f"of_{mine}")
+    deepspeed.comm.barrier()
+    engine.destroy()
+    return [before, after, said]
+
+
+def engine_that(tag_validation: str, model: torch.nn.Module) -> Any:
+    config = {"host_budget": "4MiB", "device": "cpu", "checkpoint": {"tag_validation": tag_validation}}
+    return deepspeed.initialize(model=model, config=config)[0]

@@ -399,20 +399,30 @@ def test_weights_out_of_a_checkpoint(tmp_path):
     assert set(exact) - set(trained) == {"0.weight"}
     fresh = zero_to_fp32.load_state_dict_from_zero_checkpoint(mlp(), tmp_path / "run")
     assert_same_bits(exact, weights_of(fresh))
-    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", tmp_path / "out")
-    assert list((tmp_path / "out").glob("*.safetensors"))
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
+        tmp_path / "run", tmp_path / "safe", safe_serialization=True
+    )
+    assert list((tmp_path / "safe").glob("*.safetensors"))
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
+        tmp_path / "run", tmp_path / "out", exclude_frozen_parameters=True
+    )
+    assert_same_bits(trained, torch.load(tmp_path / "out" / "pytorch_model.bin"))
+    convert = zero_to_fp32.convert_zero_checkpoint_to_state_dict
+    convert(tmp_path / "run", tmp_path / "half", dtype="bf16", max_shard_size=1000)
+    index = json.loads((tmp_path / "half" / "pytorch_model.bin.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 1 and set(index) == set(exact)
+    halves = {name: torch.load(tmp_path / "half" / file)[name] for name, file in index.items()}
+    assert_same_bits({name: exact[name].bfloat16() for name in halves}, halves)
     for arguments, error, said in (
         ({"lazy_mode": True}, UnsupportedError, "tensor by tensor"),
         ({"tag": "three"}, UsageError, "three"),
     ):
         with pytest.raises(error, match=said):
             zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run", **arguments)
-    for arguments, said in (
-        ({"safe_serialization": False}, "safetensors"),
-        ({"exclude_frozen_parameters": True}, "every"),
-    ):
-        with pytest.raises(UnsupportedError, match=said):
-            zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", tmp_path / "o", **arguments)
+    with pytest.raises(UnsupportedError, match="all weights"):
+        convert(tmp_path / "run", tmp_path / "o", safe_serialization=True, exclude_frozen_parameters=True)
+    with pytest.raises(UsageError, match="bfloat16"):
+        convert(tmp_path / "run", tmp_path / "o", dtype="int8")
 
 
 def test_estimates_by_deepspeeds_paths(capsys):

@@ -37,3 +37,14 @@ def test_what_ranks_are_told(nvme_path):
         assert len(said) == 3 and "the ranks are 0 to 1" in said[0]
         assert "0.weight: the local part has" in said[1]
         assert "0.weight has no such value on any rank yet" in said[2]
+
+
+def test_models_and_tags_of_all_ranks_become_those_of_rank_0(tmp_path):
+    (built, first, said), (other, second, also) = values_of(gathered_ranks.built_by_each, 2, str(tmp_path))
+    assert all((mine != theirs).any() for mine, theirs in zip(built[:1], other[:1], strict=True))
+    for found in (first, second):
+        assert_same_bits([torch.from_numpy(value) for value in built], [torch.from_numpy(value) for value in found])
+    for text in (said, also):
+        assert "different tags for one checkpoint: 'of_0' on rank 0, 'of_1' on rank 1" in text
+    assert sorted(path.name for path in (tmp_path / "warn").iterdir()) == ["latest", "of_0"]
+    assert not (tmp_path / "fail").exists() or not list((tmp_path / "fail").iterdir())

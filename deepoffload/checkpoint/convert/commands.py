@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from deepoffload.checkpoint.block_pool import BLOCK_BYTES, BlockPool
 from deepoffload.checkpoint.block_reader import BlockReader
 from deepoffload.checkpoint.convert.dcp import read_dcp
-from deepoffload.checkpoint.convert.exports import write_fp32, write_torch
+from deepoffload.checkpoint.convert.exports import write_torch, write_weights
 from deepoffload.checkpoint.convert.output import check_free
 from deepoffload.checkpoint.convert.own_reader import open_own, own_folder
 from deepoffload.checkpoint.convert.own_writer import write_own
@@ -183,7 +183,7 @@ def _export(parsed: argparse.Namespace, write: Callable[[TrainingRun, Callable[[
 
 def _to_fp32(parsed: argparse.Namespace) -> None:
     limit = shard_bytes(parsed.max_shard_size)
-    _export(parsed, lambda run, progress: write_fp32(run, parsed.output, limit, progress))
+    _export(parsed, lambda run, progress: write_weights(run, parsed.output, limit, progress))
 
 
 def _to_torch(parsed: argparse.Namespace) -> None:

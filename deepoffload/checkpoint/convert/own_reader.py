@@ -237,12 +237,12 @@ def _config_files(source: CheckpointSource) -> dict[str, bytes]:
     return found
 
 
-def config_in_fp32(name: str, content: bytes) -> bytes:
-    """``config.json`` that says that the weights are fp32; any other file as it is."""
+def config_of_type(name: str, content: bytes, dtype: torch.dtype) -> bytes:
+    """``config.json`` that says that the weights are of ``dtype``; any other file as it is."""
     if name != "config.json":
         return content
     config = parse_json(content, name)
     if isinstance(config, dict):
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
-        config[key] = "float32"
+        config[key] = str(dtype).removeprefix("torch.")
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()

@@ -104,9 +104,14 @@ class Converted:
         return self.source.read(start, numel).to(self.dtype)
 
 
+def in_type(values: Values, dtype: torch.dtype) -> Values:
+    """A floating-point tensor as ``dtype``; any other as it is."""
+    return Converted(values, dtype) if values.dtype.is_floating_point else values
+
+
 def in_fp32(values: Values) -> Values:
     """A floating-point tensor as fp32; any other as it is."""
-    return Converted(values, torch.float32) if values.dtype.is_floating_point else values
+    return in_type(values, torch.float32)
 
 
 @dataclass(frozen=True)

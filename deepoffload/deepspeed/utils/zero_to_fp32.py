@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from deepoffload.checkpoint.convert.exports import write_fp32
+from deepoffload.checkpoint.convert.exports import write_pickled_weights, write_weights
 from deepoffload.checkpoint.convert.output import check_free
 from deepoffload.checkpoint.convert.own_reader import open_own
 from deepoffload.checkpoint.convert.tensors import Values, in_fp32, numel_of
@@ -22,6 +23,12 @@ from deepoffload.deepspeed.names import submodules
 from deepoffload.errors import UnsupportedError, UsageError
 
 _Model = TypeVar("_Model", bound=nn.Module)
+
+_TYPES = {
+    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
+    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+}
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -51,30 +58,54 @@ def get_fp32_state_dict_from_zero_checkpoint(
         return weights | {alias: weights[name] for alias, name in run.aliases.items() if name in weights}
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(
+def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
-    max_shard_size: str | int = "5GB",
-    safe_serialization: bool = True,
+    dtype: torch.dtype | str = torch.float32,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the weights in fp32 as safetensors files, tensor by tensor.
+    """Write the weights tensor by tensor: as ``pytorch_model.bin`` for ``torch.load``, or as safetensors.
 
     Args:
-        safe_serialization: only True; nothing is pickled.
-        exclude_frozen_parameters: only False.
+        dtype: of floating-point weights, which are rounded from their fp32 masters.
+        max_shard_size: of a file; None writes one.
+        safe_serialization: safetensors; with the names of the hub where the model is one of transformers.
+        exclude_frozen_parameters: only with ``safe_serialization=False``.
 
     Raises:
-        UsageError: the checkpoint is missing or damaged, or the place is taken. IoFailure: no room.
+        UsageError: the checkpoint is missing or damaged, the place is taken, or another type. IoFailure: no room.
     """
-    if not safe_serialization:
-        raise UnsupportedError("safe_serialization=False: the weights are written as safetensors; pass True")
-    if exclude_frozen_parameters:
-        raise UnsupportedError("exclude_frozen_parameters=True: every weight is written; drop names when you load them")
+    wanted = _TYPES.get(str(dtype).removeprefix("torch.").lower())
+    if wanted is None:
+        raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(_TYPES)}")
+    if safe_serialization and exclude_frozen_parameters:
+        raise UnsupportedError(
+            "exclude_frozen_parameters=True with safe_serialization=True: all weights are written; leave one out"
+        )
+    limit = sys.maxsize if max_shard_size is None else shard_bytes(max_shard_size)
     output = check_free(os.fspath(output_dir))
     with _opened(checkpoint_dir, tag) as run:
-        write_fp32(run, output, shard_bytes(max_shard_size), lambda nbytes: None)
+        if safe_serialization:
+            write_weights(run, output, limit, lambda nbytes: None, wanted)
+        else:
+            write_pickled_weights(run, output, limit, wanted, _frozen(run) if exclude_frozen_parameters else ())
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """:func:`convert_zero_checkpoint_to_state_dict` in fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
 
 
 def load_state_dict_from_zero_checkpoint(
