@@ -37,14 +37,14 @@ def take_weights_of_rank_0(model: Any) -> None:
 
 
 def _values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Ordinary tensors of the model; those of other packages have forms of their own."""
+    """Ordinary tensors of the model; those of other packages have other forms."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) in (nn.Parameter, Tensor) and type(tensor.data) is Tensor and not tensor.is_sparse:
             yield name, tensor
 
 
 def _look(model: Any) -> str | None:
-    """What has to be equal before values can be sent; None where none are to be sent."""
+    """What has to be equal before values can be sent; None where nothing is sent."""
     if not isinstance(model, nn.Module):
         return None
     params = list(model.parameters())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of a tensor, or of lists, tuples and dicts with tensors, whose tensors are in memory of their own.
+    """A copy of a tensor, or of lists, tuples and dicts with tensors, whose tensors share no memory with others.
 
     ``torch.save(engine.module.state_dict())`` needs no such copy: values of paged weights are read when they are
     written.
