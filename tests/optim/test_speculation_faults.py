@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.optim.test_deferred import chunks_of
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, Paging
+from tests.support.programs import ROOT, Programs
 
 SETTING = replace(EVICTING, step_overlap="speculative", precision="bf16")
 CLIPPING, NOT_CLIPPING = 1e-3, 1e6
@@ -128,3 +130,9 @@ def test_interrupted(paging: Paging, monkeypatch: pytest.MonkeyPatch, place: str
     assert units_guessed(model) == 0
     train(model, optimizer, NOT_CLIPPING, first=3)
     assert_same_bits(expected, [weights_of(model), sorted_state(optimizer)])
+
+
+def test_killed(programs: Programs, nvme_path: Path, tmp_path: Path) -> None:
+    done = programs.run(ROOT / "tests" / "optim" / "speculation_kills.py", str(nvme_path), str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.split() == ["6", "killed"]
