@@ -147,12 +147,8 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def _own(self, handle: ParamHandle) -> None:
         """From now on this optimizer updates ``handle``."""
         handle.pager.held.updates(self, handle)
-        early, speculation = early_of(handle.pager), speculation_of(handle.pager)
-        if early is not None:
+        if early_of(handle.pager) is not None:
             self._in_backward.refuse_looking_at_all(self.max_grad_norm, self.skip_non_finite)
-            early.own(handle, self)
-        if speculation is not None:
-            speculation.own(handle, self)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         self._check_settings(group)

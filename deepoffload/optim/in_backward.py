@@ -7,7 +7,6 @@ Gradients then wait for nothing and take no memory beyond their unit's. The pric
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -43,13 +42,8 @@ class EarlyUpdates:
         self.paused = False
         self.decided: deque[Unit] = deque()
         self._on_device = on_device
-        self._owners: weakref.WeakKeyDictionary[ParamHandle, weakref.ref[EarlyOptimizer]] = weakref.WeakKeyDictionary()
         self._completion = UnitCompletion(self._is_updated)
         self._used: set[ParamHandle] = set()
-
-    def own(self, handle: ParamHandle, optimizer: EarlyOptimizer) -> None:
-        """From now on ``optimizer`` updates ``handle``."""
-        self._owners[handle] = weakref.ref(optimizer)
 
     def is_used(self, handle: ParamHandle) -> bool:
         """Whether the gradient has gone into an update since the last ``step()``."""
@@ -71,7 +65,7 @@ class EarlyUpdates:
             return
         owned: dict[EarlyOptimizer, list[ParamHandle]] = {}
         for other in complete:
-            optimizer = self._owner(other)
+            optimizer = _owner(other)
             if optimizer is not None:
                 owned.setdefault(optimizer, []).append(other)
         wait = self._on_device and len(owned) == 1
@@ -81,19 +75,17 @@ class EarlyUpdates:
         if wait and handle.unit is not None:
             self.decided.append(handle.unit)
 
-    def _owner(self, handle: ParamHandle) -> EarlyOptimizer | None:
-        reference = self._owners.get(handle)
-        return None if reference is None else reference()
-
-    def _is_updated(self, handle: ParamHandle) -> bool:
+    @staticmethod
+    def _is_updated(handle: ParamHandle) -> bool:
         """Whether an optimizer waits for the gradient of this parameter."""
         param = handle.tensor
-        return param is not None and param.requires_grad and self._owner(handle) is not None
+        return param is not None and param.requires_grad and _owner(handle) is not None
 
     def end_of_step(self, optimizer: EarlyOptimizer) -> int:
         """The next gradients of what ``optimizer`` updates belong to its next step. Returns how many parameters were
         updated in this one. To be called under the pager's lock: other optimizers may be in their backward."""
-        mine = {handle for handle, owner in self._owners.items() if owner() in (optimizer, None)}
+        seen = self._used | self._completion.handles
+        mine = {handle for handle in seen if _owner(handle) in (optimizer, None)}
         count = len(self._used & mine)
         self._completion.start_step(mine)
         self._used -= mine
@@ -147,6 +139,12 @@ class InBackward:
                 "(step_overlap='deferred' would have left them)",
                 count,
             )
+
+
+def _owner(handle: ParamHandle) -> EarlyOptimizer | None:
+    """The optimizer that updates ``handle``."""
+    found: EarlyOptimizer | None = handle.pager.held.owner(handle)
+    return found
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

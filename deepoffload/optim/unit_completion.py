@@ -16,11 +16,14 @@ class UnitCompletion:
     Args:
         expects: whether a gradient of this parameter has to land before its unit is complete. It is asked at each
             landing, since parameters may be frozen or deleted at any time.
+
+    Attributes:
+        handles: of the gradients that have landed.
     """
 
     def __init__(self, expects: Callable[[ParamHandle], bool]) -> None:
         self._expects = expects
-        self._landed: set[ParamHandle] = set()
+        self.handles: set[ParamHandle] = set()
 
     def landed(self, handle: ParamHandle) -> list[ParamHandle]:
         """A gradient has landed. Returns all expected parameters of its unit, in their order, when none is missing any
@@ -32,10 +35,10 @@ class UnitCompletion:
         unit = handle.unit
         if unit is None or not self._expects(handle):
             return []
-        self._landed.add(handle)
+        self.handles.add(handle)
         expected = [other for other in unit.handles if self._expects(other)]
-        return expected if self._landed.issuperset(expected) else []
+        return expected if self.handles.issuperset(expected) else []
 
     def start_step(self, handles: Iterable[ParamHandle]) -> None:
         """The gradients of these that land from now on belong to the next step."""
-        self._landed.difference_update(handles)
+        self.handles.difference_update(handles)

@@ -29,12 +29,14 @@ class HeldUntilStep:
         self._leases: dict[Any, Block] = {}
         self._updaters: weakref.WeakKeyDictionary[ParamHandle, weakref.WeakSet[object]]
         self._updaters = weakref.WeakKeyDictionary()
+        self._owners: weakref.WeakKeyDictionary[ParamHandle, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self._numbers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._next_number = 0
 
     def updates(self, optimizer: object, handle: ParamHandle) -> None:
         """``optimizer`` updates ``handle`` for as long as it exists."""
         self._updaters.setdefault(handle, weakref.WeakSet()).add(optimizer)
+        self._owners[handle] = weakref.ref(optimizer)
         if optimizer not in self._numbers:
             self._numbers[optimizer] = self._next_number
             self._next_number += 1
@@ -42,6 +44,11 @@ class HeldUntilStep:
     def updaters(self, handle: ParamHandle) -> list[object]:
         """The optimizers that update ``handle``."""
         return list(self._updaters.get(handle, ()))
+
+    def owner(self, handle: ParamHandle) -> Any:
+        """The optimizer that was the last to be given ``handle``; None where there is none, or it is gone."""
+        reference = self._owners.get(handle)
+        return None if reference is None else reference()
 
     def number_of(self, optimizer: object) -> int | None:
         """The number of an optimizer among all that have updated parameters of this pager, in the order in which they

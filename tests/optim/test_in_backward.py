@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import deepoffload
 from deepoffload.errors import ConfigError, UsageError
 from deepoffload.runtime.context import engine_of
+from tests.support.inspect import pager_of
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import TinyGPT, batch, mlp, next_token_loss, rows
 from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging
@@ -158,6 +159,9 @@ def test_initialize_accumulates_and_refuses_its_default_clipping(paging: Paging)
         for step in range(6):
             loss = next_token_loss(engine, batch(step))
             engine.backward(loss)
+            if engine.core.gradients.early is not None:
+                updated = map(engine.core.gradients.early.is_used, pager_of(engine.module).units[-1].handles)
+                assert set(updated) == {step % 2 == 1}, "the last micro-batch updates, inside backward"
             engine.step()
             losses.append(loss.item())
         weights = weights_of(engine.module)

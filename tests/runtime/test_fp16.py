@@ -368,7 +368,7 @@ def test_an_overflow_undoes_what_was_updated_on_a_guess(config: dict[str, Any]) 
     overflows = (4, 9)
 
     def train(overlap: str) -> tuple[Any, list[Any]]:
-        said = {"host_budget": "512KiB", "step_overlap": overlap, "fp16": {"enabled": True, "initial_scale_power": 4}}
+        said = {"host_budget": "192KiB", "step_overlap": overlap, "fp16": {"enabled": True, "initial_scale_power": 4}}
         said["prefetch"], said["debug"] = False, {"evict_always": True, "poison": True}
         torch.manual_seed(0)
         model, counts, losses = nn.Sequential(*mlp(depth=2), Spoiler(), *mlp(depth=4)), [], []

@@ -29,9 +29,6 @@ class SpeculationPort(Protocol):
     """The guesses of one pager (implemented by :class:`~deepoffload.optim.speculation.speculation.Speculation`). All of
     it is called under the pager's lock."""
 
-    def own(self, handle: ParamHandle, optimizer: GuessingOptimizer) -> None:
-        """From now on ``optimizer`` updates ``handle``."""
-
     def announce(self, is_last: bool) -> None:
         """The next backward is the last one before ``step()``, or is not."""
 

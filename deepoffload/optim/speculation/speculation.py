@@ -88,7 +88,6 @@ class Speculation:
         self._gradients = gradients
         gradients.speculation = self
         self._disk_bytes_per_s = disk_bytes_per_s
-        self._owners: weakref.WeakKeyDictionary[ParamHandle, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self._last = LastGradients(self._is_trained)
         self._steps: weakref.WeakKeyDictionary[Any, StepSoFar] = weakref.WeakKeyDictionary()
         self._guesses: dict[Unit, Guess] = {}
@@ -98,17 +97,12 @@ class Speculation:
 
     # -- what tells whose gradients these are --------------------------------------------------------------------------
 
-    def own(self, handle: ParamHandle, optimizer: GuessingOptimizer) -> None:
-        """From now on ``optimizer`` updates ``handle``."""
-        self._owners[handle] = weakref.ref(optimizer)
-
     def announce(self, is_last: bool) -> None:
         """The next backward is the last one before ``step()``, or is not."""
         self._last.announce(is_last)
 
     def _owner(self, handle: ParamHandle) -> Any:
-        reference = self._owners.get(handle)
-        return None if reference is None else reference()
+        return self._pager.held.owner(handle)
 
     def _is_trained(self, handle: ParamHandle) -> bool:
         param = handle.tensor
@@ -314,8 +308,7 @@ class Speculation:
         self._drop_journals()
 
     def _units_of(self, optimizer: object) -> Iterable[Unit]:
-        owned = {handle for handle, owner in self._owners.items() if owner() is optimizer}
-        return {handle.unit for handle in owned if handle.unit is not None}
+        return [unit for unit in self._pager.units if any(self._owner(each) is optimizer for each in unit.handles)]
 
     def _drop_journals(self) -> None:
         """Give up the journals of what is confirmed, but for those that are just being written."""
