@@ -18,6 +18,7 @@ from deepoffload.runtime.large_buffers import page_large_buffers
 from deepoffload.runtime.ranks import RankChoice
 from deepoffload.runtime.registration import ConstructionHooks, context_is_open
 from deepoffload.runtime.statistics import stats_of_ranks
+from deepoffload.runtime.wrapped_weights import page_wrapped_weights
 
 
 class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
@@ -94,6 +95,8 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
                 roots = hooks.roots()
                 if self.config.inference:
                     in_their_types = self.config.precision is Precision.KEEP
+                    if in_their_types:
+                        page_wrapped_weights(roots)
                     page_large_buffers(roots, engine.pager.origins if in_their_types else None)
                 hooks.take_unregistered(roots)
                 engine.assemble(roots, hooks.handles)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -216,6 +217,34 @@ def test_large_integer_buffers_are_paged(tmp_path: Path) -> None:
     for _ in range(2):
         assert torch.equal(model(torch.ones(4)), plain(torch.ones(4)))
     assert stats(model)["evictions"] > 0
+
+
+class Tables(nn.Module):
+    """Two float buffers: one of a checkpoint, and one that is computed."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__()
+        with safe_open(checkpoint, framework="pt") as file:
+            self.register_buffer("stored", file.get_slice("stored")[...])
+            self.weight = nn.Parameter(file.get_slice("weight")[...])
+        self.register_buffer("cache", torch.ones(600, 600))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache += 1
+        return x * self.stored.sum() + self.cache.sum() + self.weight
+
+
+@torch.no_grad()
+def test_large_float_buffers_of_a_checkpoint_are_paged_and_others_stay(tmp_path: Path) -> None:
+    save_file({"stored": torch.randn(600, 600), "weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    with deepoffload.offload_context(host_budget="3MiB", nvme_path=str(tmp_path), inference=True):
+        model = nn.Sequential(*[Tables(tmp_path / "model.safetensors") for _ in range(6)])
+    plain = nn.Sequential(*[Tables(tmp_path / "model.safetensors") for _ in range(6)])
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    for _ in range(2):
+        assert torch.equal(model(torch.ones(4)), plain(torch.ones(4)))
+    assert stats(model)["evictions"] > 0 and stats(model)["disk_bytes_written"] == 0
+    assert [name for name, _ in model.named_buffers()] == [f"{number}.cache" for number in range(6)]
 
 
 @torch.no_grad()
