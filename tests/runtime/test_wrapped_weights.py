@@ -48,7 +48,7 @@ class Scaled(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
             return cls(args[0].numbers, args[0].scales)
-        raise NotImplementedError(f"{func} of scaled numbers")
+        raise TypeError(f"{func} of scaled numbers")
 
 
 def build(checkpoint: Path) -> Any:
