@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from deepoffload.checkpoint.durable_content import DurableContent
+from deepoffload.checkpoint.durable_ranks import newest_of_all
 from deepoffload.checkpoint.durable_source import DurableSource, open_durable
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.optimizer_parts import OptimizerParts
 from deepoffload.params.pager import Pager
-from deepoffload.runtime.durability import Durability
+from deepoffload.ranks.joint_task import JointTask
+from deepoffload.runtime.durability import Durability, Tell
 from deepoffload.runtime.engine import Engine
 
 
@@ -45,9 +47,10 @@ class Commits:
             )
         self._durability = durability
         self._committed: int | None = None
+        self._before: int | None = None  # of the commit that is running, or was the last
         self._may_replace = durability.store.found is None
         if optimizer is not None and not isinstance(optimizer, HostOptimizer):  # ours tell the pager themselves
-            finish = weakref.WeakMethod(durability.finish)
+            finish = weakref.WeakMethod(durability.before_other_step)
             hook = optimizer.register_step_pre_hook(lambda *_: _call(finish))
             weakref.finalize(self, hook.remove).atexit = False
 
@@ -59,9 +62,21 @@ class Commits:
         *,
         wait: bool,
         has_client_state: bool,
+        tell: Tell | None = None,
     ) -> None:
-        """See :meth:`TrainingState.commit`. ``take``: gives what lies in no block, when it is wanted."""
+        """See :meth:`TrainingState.commit`.
+
+        Args:
+            take: gives what lies in no block, when it is wanted.
+            tell: with several ranks, which all commit the same.
+        """
         durability = self._durability
+        self._before = self._committed
+        if tell is not None and len(set(said := tell((step, wait)))) > 1:
+            differs = ", ".join(
+                f"rank {rank} commits step {at} (wait={waits})" for rank, (at, waits) in enumerate(said)
+            )
+            raise UsageError(f"commit: all ranks commit the same step in the same way, and {differs}")
         if not self._may_replace:
             raise UsageError(
                 f"commit: {', '.join(durability.space.paths)} has the durable state of an earlier run (step "
@@ -74,7 +89,7 @@ class Commits:
                     "client_state to the commit that follows optimizer.step()"
                 )
             if wait and self._committed is not None:
-                durability.finish()
+                durability.finish(tell)
             if not wait or self._committed is None:
                 raise UsageError(
                     f"commit without a step: call optimizer.step() first (step {step} is "
@@ -82,32 +97,42 @@ class Commits:
                 )
             if durability.store.step == step:
                 return
-        if durability.is_due(step, wait=wait):
-            durability.commit(step, DurableContent(durability.space, module, *take()), wait=wait)
+        if durability.is_due(step, wait=wait, tell=tell):
+            durability.commit(step, DurableContent(durability.space, module, *take()), wait=wait, tell=tell)
         self._committed = step
 
+    def undo(self, step: int, why: BaseException) -> None:
+        """A commit of this step has failed on another rank."""
+        if self._committed == step != self._before:
+            self._committed = self._before
+            self._durability.undo(step, str(why))
+
     @contextmanager
-    def opened(self) -> Iterator[DurableSource | None]:
-        """The step that an earlier run has left; None where there is none.
+    def opened(self, task: JointTask | None) -> Iterator[DurableSource | None]:
+        """The step that an earlier run has left; with several ranks the newest one that all of them have. None where
+        there is none.
 
         Raises:
-            UsageError: this run has replaced it.
+            UsageError: this run has replaced it, or it is of another number of ranks.
         """
-        found = self._durability.store.found
-        own = self._durability.store.step if self._committed is None else self._committed
+        store = self._durability.store
+        found = store.found
+        own = store.step if self._committed is None else self._committed
         if found is None and own is not None:
             raise UsageError(
                 f"resume: this run itself has committed step {own}, which only a new process can resume from; call "
                 "resume before the first step"
             )
-        if found is None:
+        step = newest_of_all(self._durability.space, store.left, task)
+        if step is None:
             yield None
             return
-        with open_durable(self._durability.space, found) as source:
+        with open_durable(self._durability.space, store.left[step]) as source:
             yield source
 
     def resumed(self, step: int) -> None:
         """The run stands after this step now: what there is may be replaced by newer ones."""
+        self._durability.store.choose(step)
         self._committed, self._may_replace = step, True
 
     def discard(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.checkpoint.safetensors_file import DTYPE_NAMES, check_dtype
+from deepoffload.checkpoint.several_ranks import link_of
 from deepoffload.checkpoint.state_files import is_array, memory_order
 from deepoffload.checkpoint.values import encode
 from deepoffload.checkpoint.weights import handle_of, named_values
@@ -22,11 +23,11 @@ from deepoffload.io.extents import Extent
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.committed import CommittedBlock
 from deepoffload.native.aio import HostMapping
-from deepoffload.native.cpu_adam import StateDType
+from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType
 from deepoffload.optim.eight_bit import num_blocks, torch_dtype
 from deepoffload.optim.optimizer_parts import OptimizerParts
 from deepoffload.optim.rule import SCALE_SUFFIX
-from deepoffload.optim.state import MASTER_PART_KEYS, array_offset, lead_offset
+from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS, array_offset, lead_offset
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.durability import UnitCut
 
@@ -85,13 +86,18 @@ class _Aside:
 
 
 class _Stored(NamedTuple):
-    """A tensor and its runs; ``aside``: their numbers count the extents that were written aside."""
+    """A tensor and its runs; ``aside``: their numbers count the extents that were written aside.
+
+    Attributes:
+        first: with several ranks, the number of the first element that the runs have, in the order of memory.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     order: tuple[int, ...] | None
     runs: list[Run]
     aside: bool = False
+    first: int | None = None
 
     def described(self, first: int) -> dict[str, Any]:
         shift = first if self.aside else 0
@@ -99,6 +105,8 @@ class _Stored(NamedTuple):
         found: dict[str, Any] = {"dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape), "runs": runs}
         if self.order is not None:
             found["order"] = list(self.order)
+        if self.first is not None:
+            found["first"] = self.first
         return found
 
 
@@ -123,6 +131,8 @@ class DurableContent:
         self._params = {id(param): name for name, param in module.named_parameters()}
         self._weights: dict[str, ParamHandle] = {}
         self._arrays = {} if parts is None else dict(parts.in_pieces)
+        link = link_of(module)
+        self._ranks = None if link is None else [link.ranks.rank, link.ranks.world_size]
         self._aside: dict[str, dict[str, _Stored]] = {"weights": {}, "arrays": {}, "values": {}}
         aside = _Aside(space)
         try:
@@ -163,6 +173,7 @@ class DurableContent:
         head = {
             "format": FORMAT_NAME,
             "version": FORMAT_VERSION,
+            **({} if self._ranks is None else {"ranks": self._ranks}),
             "blocks": [blocks[number] for number in range(first)],
             "tensors": described,
         }
@@ -175,18 +186,22 @@ class DurableContent:
             if handle in where and handle.form is not None:
                 run = (where[handle], handle.form.offset_stored, handle.form.nbytes_stored)
                 order = memory_order(handle.shape, handle.stride)
-                yield name, _Stored(handle.dtype, tuple(handle.shape), order, [run])
+                runs = [run] if handle.form.nbytes_stored else []
+                yield name, _Stored(handle.dtype, tuple(handle.shape), order, runs, first=_first_of(handle))
 
     def _arrays_of(self, cuts: Sequence[UnitCut], numbers: _Numbers) -> dict[str, _Stored]:
         found: dict[str, _Stored] = {}
 
-        def add(handle: ParamHandle, key: str, dtype: torch.dtype, run: Run, is_scale: bool = False) -> None:
+        def add(handle: ParamHandle, key: str, dtype: torch.dtype, run: Run | None, is_scale: bool = False) -> None:
             name = f"{self._params[id(handle.tensor)]}.{key}"
             if name not in found:
                 order = None if is_scale else memory_order(handle.shape, handle.stride)
                 shape = (num_blocks(handle.numel),) if is_scale else tuple(handle.shape)
-                found[name] = _Stored(dtype, shape, order, [])
-            found[name].runs.append(run)
+                first = _first_of(handle)
+                first = first // STATE_BLOCK if is_scale and first is not None else first
+                found[name] = _Stored(dtype, shape, order, [], first=first)
+            if run is not None:
+                found[name].runs.append(run)
 
         for cut in cuts:
             for piece, frozen in cut.pieces:
@@ -209,4 +224,20 @@ class DurableContent:
                             scales = field + SCALE_SUFFIX
                             run = (number, array_offset(piece, scales, part), num_blocks(part.numel) * 4)
                             add(handle, key + SCALE_SUFFIX, torch.float32, run, is_scale=True)
+            for handle in cut.unit.handles:  # of which other ranks own everything: all ranks know the same arrays
+                if handle.cut is None or handle.cut.run() is not None or handle not in self._arrays:
+                    continue
+                lead = MASTER_PART_KEYS.get(LAYOUTS[handle.dtype])
+                if lead is not None and handle not in cut.stale:
+                    add(handle, lead, torch.int16 if lead == "remainder" else torch.float32, None)
+                for key in self._arrays[handle]:
+                    add(handle, key, torch.float32, None)
         return found
+
+
+def _first_of(handle: ParamHandle) -> int | None:
+    """The first element of a weight that this rank stores; None where it stores all of it."""
+    if handle.cut is None:
+        return None
+    run = handle.cut.run()
+    return 0 if run is None else run.start

@@ -78,8 +78,9 @@ def _described(io: IoEngine, path: Path) -> tuple[str, bool]:
         tensors = sum(map(len, said["tensors"].values()))
         nbytes = sum(part.nbytes for stored in step.extents for part in stored.extent.pieces)
         where = f" on {len(directories)} paths ({', '.join(directories)})" if len(directories) > 1 else ""
-        return f"durable step {step.step}, {tensors} tensors, {format_bytes(nbytes)}{where}", True
-    except (UsageError, IoFailure, OSError, KeyError, TypeError, AttributeError) as error:
+        rank = f" of rank {said['ranks'][0]} of {said['ranks'][1]}" if "ranks" in said else ""
+        return f"durable step {step.step}{rank}, {tensors} tensors, {format_bytes(nbytes)}{where}", True
+    except (UsageError, IoFailure, OSError, KeyError, TypeError, AttributeError, IndexError) as error:
         return f"cannot be used: {error}", False
 
 

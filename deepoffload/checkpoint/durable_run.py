@@ -11,10 +11,12 @@ from torch import nn
 
 from deepoffload.checkpoint.arguments import check_switches
 from deepoffload.checkpoint.commits import Commits
+from deepoffload.checkpoint.durable_ranks import check_same_cut
 from deepoffload.checkpoint.guards import GradientWatch
 from deepoffload.checkpoint.loading import Wanted
 from deepoffload.checkpoint.random_states import random_states
 from deepoffload.checkpoint.remedies import OF_RESUME
+from deepoffload.checkpoint.several_ranks import all_ranks
 from deepoffload.checkpoint.state_files import is_array
 from deepoffload.errors import UsageError
 from deepoffload.optim.optimizer_parts import OptimizerParts, take_apart
@@ -64,14 +66,15 @@ class DurableRun:
             UsageError: it is of another model or optimizer, which the message names, or damaged. Nothing has been
             changed unless the message says so. IoFailure: it cannot be read.
         """
-        with self._alone("resume"):
+        with all_ranks(self._module, "TrainingState.resume") as task, self._alone("resume"):
             self._end_running()
             pagers = self._ready("resume", also_half_loaded=True)
             commits = self._own_commits(pagers, "resume")
-            with commits.opened() as source:
+            with commits.opened(task) as source:
                 if source is None:
                     return 0
-                found = self._take_over(source, pagers, Wanted(remedies=OF_RESUME))
+                check_same_cut(self._module, source)
+                found = self._take_over(source, pagers, Wanted(remedies=OF_RESUME), task)
             self.client_state = found.client_state
             commits.resumed(found.step)
             return found.step
@@ -82,13 +85,22 @@ class DurableRun:
         Raises:
             UsageError: there is none. IoFailure: the disk failed, and it may still be there.
         """
-        with self._alone("discard"):
+        with all_ranks(self._module, "TrainingState.discard"), self._alone("discard"):
             self._own_commits(self._ready("discard", also_half_loaded=True), "discard").discard()
 
     def commit_as(self, step: int, *, wait: bool = False, client_state: Any = None) -> None:
         """:meth:`commit` of a run that counts its steps itself."""
-        check_switches(wait=wait)
-        with self._alone("commit"), torch.no_grad():
+        try:
+            self._commit_together(step, wait, client_state)
+        except BaseException as error:
+            if self._commits is not None:
+                self._commits.undo(step, error)
+            raise
+
+    def _commit_together(self, step: int, wait: bool, client_state: Any) -> None:
+        together = all_ranks(self._module, "TrainingState.commit")
+        with together as task, self._alone("commit"), torch.no_grad():
+            check_switches(wait=wait)
             pagers = self._ready("commit")
             commits = self._own_commits(pagers, "commit")
             self._refuse_waiting("commit")
@@ -98,7 +110,8 @@ class DurableRun:
                 names = {id(param): name for name, param in self._module.named_parameters()}
                 return parts, self._values(parts, names, pagers, client_state)
 
-            commits.commit(step, self._module, take, wait=wait, has_client_state=client_state is not None)
+            has_client_state, tell = client_state is not None, None if task is None else task.gather
+            commits.commit(step, self._module, take, wait=wait, has_client_state=has_client_state, tell=tell)
 
     def _own_commits(self, pagers: list[Pager], what: str) -> Commits:
         if self._commits is None:

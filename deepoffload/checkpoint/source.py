@@ -90,7 +90,10 @@ class TrainingSource:
         reader: through which the tensors are read.
         weights: stored tensors of the model by name. arrays: those of the optimizer, by ``<parameter>.<key>``.
         training: the values of ``training.json``.
+        is_own: it has what this rank alone has written, and no values of other ranks.
     """
+
+    is_own = False
 
     def __init__(self, folder: str, step: int, reader: ReadsAhead) -> None:
         self.folder = folder

@@ -308,7 +308,9 @@ class TrainingState(DurableRun):
         skip = {SCHEDULE} if not wanted.schedule else set()
         others = {} if wanted.weights_only else self._matched_others(source, skip, wanted.remedies)
         loading = match(source, self._module, self._optimizer, wanted)
-        random = None if wanted.weights_only else _random_states(source, 0 if task is None else task.rank)
+        random = (
+            None if wanted.weights_only else _random_states(source, 0 if task is None or source.is_own else task.rank)
+        )
         for pager in pagers:
             pager.catch_up_all()
         meet(task)

@@ -41,8 +41,6 @@ def check_several_ranks(config: Config, fields: Mapping[str, object], where: str
             f'{where}step_overlap = "in_backward" is not available {several}; use "speculative", which updates inside '
             "backward, too"
         )
-    if config.durability is not None:
-        raise UnsupportedError(f"{where}durability is not available {several}; leave it out, or train with one rank")
     if config.debug.copies:
         raise UnsupportedError(f"{where}debug.copies is not available {several}: ranks show copies as they are")
     if config.device is not None and not Device.parse(config.device).shares_host_memory:

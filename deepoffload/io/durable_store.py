@@ -91,11 +91,28 @@ def read_body(engine: IoEngine, files: Sequence[IoFile], slot: Slot) -> DurableS
     return DurableStep(slot.step, extents, content, chunk_bytes)
 
 
+@dataclass
+class _Record:
+    """What is in a place: a step, and the extents that are held for it."""
+
+    step: int
+    extents: list[Extent]
+
+
 class DurableStore:
     """The records of a swap space with named files.
 
+    `[Note: steps of several ranks]` Each rank has its own store, and what resumes is a step that all of them have. So a
+    rank keeps the step before, too, until it hears that all have the newest one (:meth:`confirm`). A newer step never
+    overwrites a confirmed one. After a death at any moment the ranks have a step in common: the last confirmed one, or
+    the one after it where all were fast enough.
+
+    Args:
+        shared: several ranks make steps durable together; else each step is confirmed at once.
+
     Attributes:
-        found: the step that an earlier run has left, until a newer one is durable; None where there is none.
+        found: the newest step that an earlier run has left, until a newer one is durable; None where there is none.
+        left: all that it has left, by step: with several ranks there may be two.
         step: the last one that is durable; None where there is none.
         sync_s: seconds that the longest sync for the last step took.
 
@@ -104,16 +121,18 @@ class DurableStore:
         IoFailure: a file cannot be read.
     """
 
-    def __init__(self, space: SwapSpace) -> None:
+    def __init__(self, space: SwapSpace, *, shared: bool = False) -> None:
         self._space = space
-        self._held: list[Extent] = []
+        self._shared = shared
+        self._places: dict[int, _Record] = {}
         self._undecided: list[Extent] = []
         self._failed: IoFailure | None = None
         self._marked = False
-        self._slot: int | None = None
-        self._sequence = self._step = 0
+        self._newest: int | None = None
+        self._confirmed: int | None = None  # the place that is not written to
+        self._sequence = 0
         self.sync_s = 0.0
-        self.found: DurableStep | None = None
+        self.left: dict[int, DurableStep] = {}
         self._named = [_identity(file.path) for file in space.files]
         slots, newest = newest_slot(space.engine, space.files[0])
         marks = [self._mark_of(file, newest) for file in space.files]
@@ -122,10 +141,17 @@ class DurableStore:
         self._store = marks[0].store if marks[0] is not None else secrets.token_bytes(16)
         if newest is not None:
             self._recover(newest, slots.index(newest))
+            older = slots[1 - slots.index(newest)]
+            if shared and older is not None and older.store == newest.store:
+                self._recover_older(older, 1 - slots.index(newest))
 
     @property
     def step(self) -> int | None:
-        return self._step if self._slot is not None else None
+        return None if self._newest is None else self._places[self._newest].step
+
+    @property
+    def found(self) -> DurableStep | None:
+        return self.left[max(self.left)] if self.left else None
 
     # -- opening ---------------------------------------------------------------------------------------------------
 
@@ -156,11 +182,46 @@ class DurableStore:
             )
 
     def _recover(self, slot: Slot, place: int) -> None:
-        self.found = read_body(self._space.engine, self._space.files, slot)
-        self._held = [slot.body, *(stored.extent for stored in self.found.extents)]
-        if not all(map(self._space.claim, self._held)):
+        found = read_body(self._space.engine, self._space.files, slot)
+        held = [slot.body, *(stored.extent for stored in found.extents)]
+        if not all(map(self._space.claim, held)):
             raise UsageError(f"{self._space.files[0].path}: the record of step {slot.step} is damaged: extents overlap")
-        self._sequence, self._slot, self._step, self._marked = slot.sequence, place, slot.step, True
+        self._places[place] = _Record(slot.step, held)
+        self.left[slot.step] = found
+        self._sequence, self._newest, self._confirmed, self._marked = slot.sequence, place, place, True
+
+    def _recover_older(self, slot: Slot, place: int) -> None:
+        """The step before, as far as it is still there: what was confirmed has let it go, and has perhaps overwritten
+        it. Then it is on no rank the newest one that all have."""
+        assert self._newest is not None
+        try:
+            found = read_body(self._space.engine, self._space.files, slot)
+        except UsageError:
+            return
+        held: list[Extent] = []
+        known = set(self._places[self._newest].extents)
+        for extent in (slot.body, *(stored.extent for stored in found.extents)):
+            if extent in known:
+                self._space.hold(extent)
+            elif not self._space.claim(extent):
+                self._free(held)
+                return
+            held.append(extent)
+        self._places[place] = _Record(slot.step, held)
+        self.left[slot.step] = found
+
+    def choose(self, step: int) -> None:
+        """Go on from a step that an earlier run has left, and give up the other one.
+
+        Raises:
+            IoFailure: the disk failed; both may still be there.
+        """
+        place = next(place for place, record in self._places.items() if record.step == step)
+        if place != self._newest and self._newest is not None:
+            self._erase(self._newest)
+        self._newest = place
+        self.left = {step: self.left[step]}
+        self.confirm()
 
     # -- making a step durable ---------------------------------------------------------------------------------------
 
@@ -169,7 +230,7 @@ class DurableStore:
 
         Args:
             extents: all that it consists of, written and not to be written again. Each is held until a newer step
-                is durable.
+                is durable, and confirmed.
 
         Raises:
             IoFailure: the disk failed. The step before is durable as ever, and perhaps this one. After a failed sync
@@ -183,7 +244,7 @@ class DurableStore:
         space = self._space
         packed = [StoredExtent(extent, space.sums_of(extent)).packed() for extent in extents]
         body = body_of(packed, content, space.engine.block_bytes)
-        place = 0 if self._slot is None else 1 - self._slot
+        place = 0 if self._confirmed is None else 1 - self._confirmed
         held: list[Extent] = []
         decided = False
         try:
@@ -204,10 +265,19 @@ class DurableStore:
             else:
                 self._free(held)
             raise
-        self._sequence, self._slot, self._step = slot.sequence, place, step
-        self.found = None
-        old, self._held, self._undecided = [*self._held, *self._undecided], held, []
+        before, self._places[place] = self._places.get(place), _Record(step, held)
+        self._sequence, self._newest, self.left = slot.sequence, place, {}
+        old, self._undecided = [*([] if before is None else before.extents), *self._undecided], []
         self._free(old)
+        if not self._shared:
+            self.confirm()
+
+    def confirm(self) -> None:
+        """All ranks have the newest step: what is left of the one before may be overwritten."""
+        if self._newest is not None:
+            self._confirmed = self._newest
+            before = self._places.pop(1 - self._newest, None)
+            self._free([] if before is None else before.extents)
 
     def _check_names(self) -> None:
         """What is written to a file that has lost its name is gone with the process."""
@@ -273,17 +343,21 @@ class DurableStore:
         Raises:
             IoFailure: the disk failed; a step may still be there.
         """
-        newest = 0 if self._slot is None else self._slot
+        newest = 0 if self._newest is None else self._newest
         for place in (1 - newest, newest):  # while there is one, it is the newest
-            write_at(self._space.engine, self._space.files[0], SLOT_PAGES[place] * PAGE_BYTES, bytes(PAGE_BYTES))
-            self._sync(first_only=True)
-        self._slot, self.found = None, None
-        old, self._held, self._undecided = [*self._held, *self._undecided], [], []
+            self._erase(place)
+        self._newest = self._confirmed = None
+        old = [*self._undecided, *(extent for record in self._places.values() for extent in record.extents)]
+        self._places, self._undecided, self.left = {}, [], {}
         self._free(old)
+
+    def _erase(self, place: int) -> None:
+        write_at(self._space.engine, self._space.files[0], SLOT_PAGES[place] * PAGE_BYTES, bytes(PAGE_BYTES))
+        self._sync(first_only=True)
 
     def remove_if_empty(self) -> None:
         """Remove the files that hold no step. To be called before they are closed, and nothing after it."""
-        if self._slot is None and not self._undecided:
+        if self._newest is None and not self._undecided:
             for file, named in zip(self._space.files, self._named, strict=True):
                 with contextlib.suppress(OSError):
                     if named is not None and _identity(file.path) == named:  # else it is another run's

@@ -33,13 +33,16 @@ _CHILD_POLL_S = 0.05
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-def durable_path(directory: str) -> str:
-    """The file of this rank in a directory."""
-    return os.path.join(directory, NAME.format(os.environ.get("RANK", "0")))
+def durable_path(directory: str, rank: int | None = None) -> str:
+    """The file of a rank in a directory: of this one when not said, as its launcher counts."""
+    return os.path.join(directory, NAME.format(os.environ.get("RANK", "0") if rank is None else rank))
 
 
-def open_named_files(engine: IoEngine, paths: Sequence[str], direct: str) -> list[IoFile]:
+def open_named_files(engine: IoEngine, paths: Sequence[str], direct: str, rank: int | None = None) -> list[IoFile]:
     """Open the file of each path, locked; one that is not there is made, with nothing but its header.
+
+    Args:
+        rank: as :func:`durable_path` has it.
 
     Raises:
         UsageError: another process uses one of them; says which. Or one was cut off, holds something else, or is not
@@ -55,9 +58,9 @@ def open_named_files(engine: IoEngine, paths: Sequence[str], direct: str) -> lis
     files: list[IoFile] = []
     try:
         for path in paths:
-            files.append(_open(engine, path, direct))
+            files.append(_open(engine, durable_path(path, rank), direct))
             if files[-1].size_at_open < HEADER_BYTES:
-                refuse_cut_off(durable_path(path))
+                refuse_cut_off(files[-1].path)
                 files[-1].grow(HEADER_BYTES)
                 sync_directory(path)
             else:
@@ -110,8 +113,7 @@ def first_bytes(path: str, nbytes: int) -> bytes:
         raise IoFailure("reading", error.errno or 0, path, 0, nbytes) from error
 
 
-def _open(engine: IoEngine, directory: str, direct: str) -> IoFile:
-    path = durable_path(directory)
+def _open(engine: IoEngine, path: str, direct: str) -> IoFile:
     until, attempt = time.monotonic() + _CHILDREN_END_S, 0
     while attempt < _OPEN_ATTEMPTS:
         create = attempt % 2 == 1
@@ -131,8 +133,8 @@ def _open(engine: IoEngine, directory: str, direct: str) -> IoFile:
                 continue
             if failure.errno in _NO_LOCKS:
                 raise ConfigError(
-                    f"durability: {directory} is on a file system without locks ({failure.strerror}), so two runs "
-                    "could write to one state; name a directory on a local disk with durability.path"
+                    f"durability: {os.path.dirname(path)} is on a file system without locks ({failure.strerror}), so "
+                    "two runs could write to one state; name a directory on a local disk with durability.path"
                 ) from failure
             if failure.errno == errno.EPERM:
                 raise UsageError(

@@ -74,6 +74,7 @@ class SwapSpace:
         key: Of the configuration, that names ``paths``: for errors.
         named: The files have names and outlive the process (``io.named_files``); what they hold is
             :class:`~deepoffload.io.durable_store.DurableStore`'s to say. Checksums are kept then, for its records.
+        rank: Of several, in the names of these files; as its launcher counts when not said.
 
     Raises:
         ConfigError: A path is missing, not a directory, not writable, or cannot do what ``direct`` asks.
@@ -91,6 +92,7 @@ class SwapSpace:
         weights: Sequence[float] | None = None,
         verify: bool = False,
         named: bool = False,
+        rank: int | None = None,
         key: str = "nvme_path",
     ) -> None:
         self.paths = check_paths(paths, key)
@@ -120,7 +122,7 @@ class SwapSpace:
                 if not named:
                     self._open.append(create_swap_file(engine, path, label, direct, key))
             if named:
-                self._open += open_named_files(engine, self.paths, direct)
+                self._open += open_named_files(engine, self.paths, direct, rank)
                 self._take_over()
             self._files = tuple(self._open)
         except BaseException:

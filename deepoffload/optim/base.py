@@ -276,7 +276,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         updates: list[HostUpdate] = []
         for pager in pagers:
             if pager.commits is not None:
-                pager.commits.finish()
+                pager.commits.before_step()
         for pager in pagers:
             mine = {handle: job for handle, (_, job) in work.paged.items() if handle.pager is pager}
             updates.append(HostUpdate(pager, gradients_of(pager), self.rule, mine, grad_factor))

@@ -75,7 +75,7 @@ class CommitPort(Protocol):
     def pump(self) -> None:
         """Write what stays in memory, as the pager writes the rest."""
 
-    def finish(self) -> None:
+    def before_step(self) -> None:
         """The next step is about to change something: make the last one durable first.
 
         Raises:

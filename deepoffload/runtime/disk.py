@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -43,7 +44,7 @@ class EngineDisk:
             if config.durability is not None:
                 raise UsageError("durability needs disk space, and nvme_budget is 0; leave nvme_budget out or raise it")
             return
-        aio = config.aio
+        aio, group = config.aio, agreement.group
         warn_of_shared(paths, config.path_key)
         io = self.io = IoEngine(backend=aio.backend.value, queue_depth=aio.queue_depth, block_bytes=aio.block_bytes)
         key = config.path_key
@@ -59,10 +60,11 @@ class EngineDisk:
             weights=stripe_weights(rates),
             verify=aio.verify,
             named=config.durability is not None,
+            rank=None if group is None or "RANK" in os.environ else group.ranks.rank,
             key=key,
         )
         if config.durability is not None:
-            self.store = DurableStore(self.space)
+            self.store = DurableStore(self.space, shared=group is not None)
 
     def close(self) -> None:
         """Give files and threads back; durable files without a durable step are removed. Idempotent."""

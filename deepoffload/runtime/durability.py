@@ -14,17 +14,23 @@ is published. So a commit waits for the record of the one before it only, which 
 
 A weight that the program changes inside of a module's call, between its update and its write, is seen too late: that
 step cannot be had. The next commit then waits until it is on the disk itself, so the promise holds all the same.
+
+With several ranks each makes its own part durable. Before step n + 1 is decided, when all ranks have met, they tell
+each other whether they have published step n. Where one of them has not, none counts it: the next record takes its
+place ([Note: steps of several ranks] in ``io.durable_store``).
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from deepoffload.errors import BudgetError, IoFailure, UsageError
+from deepoffload.copies.rank_link import RankLink
+from deepoffload.errors import BudgetError, DeepOffloadError, IoFailure, RankError, UsageError
 from deepoffload.io.durable_store import DurableStore
 from deepoffload.io.extents import Extent
 from deepoffload.io.swap_space import SwapSpace
@@ -38,6 +44,9 @@ from deepoffload.schedule.durable import least_every
 log = logging.getLogger("deepoffload")
 
 TIMED_STEPS = 5
+
+Tell = Callable[[Any], list[Any]]
+"""Says something to all ranks, which call it together; returns what each has said, in rank order."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +115,22 @@ class Durability:
     Args:
         extra_s: seconds of disk that only a durable step needs, where ``every`` may become less when steps turn out to
             take long; else 0.
+        link: to the other ranks; None with one.
 
     Attributes:
         every: a step is made durable when its number is a multiple of this.
         space, store: where.
     """
 
-    def __init__(self, pager: Pager, space: SwapSpace, store: DurableStore, every: int, extra_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        pager: Pager,
+        space: SwapSpace,
+        store: DurableStore,
+        every: int,
+        extra_s: float = 0.0,
+        link: RankLink | None = None,
+    ) -> None:
         self.every = every
         self._extra_s = extra_s
         self._timer = StepTimer()
@@ -124,22 +142,24 @@ class Durability:
         )
         self._making: _Making | None = None
         self._owed: str | None = None
+        self._link = link
+        self._asked: int | None = None  # the step of which the ranks have still to tell whether they have it
         pager.commits = self
 
-    def is_due(self, step: int, *, wait: bool) -> bool:
-        """Whether a commit of this step makes it durable."""
+    def is_due(self, step: int, *, wait: bool, tell: Tell | None = None) -> bool:
+        """Whether a commit of this step makes it durable. ``tell``: with several ranks, which all decide the same."""
         due = wait or self._owed is not None or step % self.every == 0
         step_s = self._timer.note(writes=due) if self._extra_s else None
         if step_s is not None:
-            every = least_every(self._extra_s, step_s)
+            every = least_every(self._extra_s, step_s if tell is None else max(tell(step_s)))
             if every < self.every:
                 log.info("steps take %.2f s: from now on every %d steps one is durable", step_s, every)
                 self.every = every
         return due
 
-    def commit(self, step: int, content: StepContent, *, wait: bool) -> None:
+    def commit(self, step: int, content: StepContent, *, wait: bool, tell: Tell | None = None) -> None:
         """Begin to make the run as it is now durable; with ``wait``, or where an earlier step could not be had, return
-        when it is.
+        when it is. ``tell``: with several ranks, which all commit the same.
 
         Raises:
             IoFailure: the disk failed, or has no room. BudgetError: ``nvme_budget`` is too small. The run goes on, and
@@ -147,7 +167,7 @@ class Durability:
         """
         wait = wait or self._owed is not None
         try:
-            self.finish()
+            self.finish(tell)
             with self._pager.lock:
                 making = self._making = _Making(step, content)
                 for unit in list(self._pager.units):
@@ -157,14 +177,15 @@ class Durability:
                         making.cuts.append(self._cut(unit))
                 if self._pager.memory.all_stay() or not self._pager.prefetch:
                     self._frozen.start_all()  # no event comes in which it could be done
+            self._asked = step
         except BaseException as error:
             if self._making is None or self._making.content is not content:
                 self._free(content)
             self._drop(str(error))
             raise
         if wait:
-            self.finish()
-            if self._owed is not None and self._making is None and self.store.step != step:
+            self.finish(tell)
+            if self._owed is not None and self._making is None and (tell is not None or self.store.step != step):
                 raise UsageError(f"step {step} cannot be made durable: {self._owed}")
 
     def pump(self) -> None:
@@ -172,12 +193,76 @@ class Durability:
         if self._making is not None:
             self._frozen.pump()
 
-    def finish(self) -> None:
+    def undo(self, step: int, why: str) -> None:
+        """Another rank could not begin to make a step durable."""
+        if self._asked == step:
+            self._asked = None
+            self._drop(why)
+
+    def before_step(self) -> None:
+        """The next step is about to change something. Called when all ranks have met for it.
+
+        Raises:
+            As :meth:`commit`, with one rank. With several an error in a step would end them, and this one need not:
+            it is logged, and the next commit waits for its own step.
+        """
+        if self._link is None:
+            self.finish()
+        elif (problem := self._finish_together(self._tell_met)) is not None:
+            log.warning("%s; the next commit waits until its own step is on the disk", problem)
+
+    def before_other_step(self) -> None:
+        """:meth:`before_step` of an optimizer of torch's, for whose steps ranks do not meet."""
+        if self._link is None:
+            self.finish()
+        elif self._asked is not None:
+            with self._link.tasks.begin("the end of a durable step").together() as task:
+                self.finish(task.gather)
+
+    def finish(self, tell: Tell | None = None) -> None:
         """Make the step durable that was committed last, if it is not yet. Called before anything of a newer step.
+
+        Args:
+            tell: with several ranks, all of which call this; without it this one makes its part durable, as at its end.
 
         Raises:
             As :meth:`commit`.
         """
+        if tell is None:
+            self._finish_own()
+        elif (problem := self._finish_together(tell)) is not None:
+            if isinstance(problem, RankError):
+                tell(None)  # the rank that has failed says so here, and all raise the same
+            raise problem
+
+    def _tell_met(self, mine: Any) -> list[Any]:
+        """Tell the ranks, which have met."""
+        assert self._link is not None, "there are several ranks"
+        return [json.loads(said) for said in self._link.exchange_messages(json.dumps(mine).encode())]
+
+    def _finish_together(self, tell: Tell) -> DeepOffloadError | None:
+        """Make this rank's part of the step durable, and hear whether all have theirs. Returns what has failed."""
+        step, self._asked = self._asked, None
+        if step is None:
+            return None
+        failure: IoFailure | BudgetError | None = None
+        try:
+            self._finish_own()
+        except (IoFailure, BudgetError) as error:
+            failure = error
+        mine = None if self._owed is None else ["" if failure is None else type(failure).__name__, self._owed]
+        said = tell(mine)
+        lacking = [(rank, *theirs) for rank, theirs in enumerate(said) if theirs is not None]
+        if not lacking:
+            self.store.confirm()
+            return None
+        rank, name, why = next((each for each in lacking if each[1]), lacking[0])
+        text = f"rank {rank} could not make its part of step {step} durable: {why}"
+        self._owed = self._owed or text
+        log.info("%s; the next commit waits for its own", text)
+        return failure if failure is not None or not name else RankError(text)
+
+    def _finish_own(self) -> None:
         making = self._making
         if making is None:
             return
@@ -201,6 +286,7 @@ class Durability:
         """Give up what is durable and what is to become it."""
         with self._pager.lock:
             self._drop(None)
+            self._asked = None
             self.store.discard()
 
     # -- one step ----------------------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ class Engine:
             return None
         every = every_of(placement, disk.bandwidths) if said.every is None else said.every
         extra_s = written_for_durability(placement) / disk.bandwidths.write_bytes_per_s if said.every is None else 0.0
-        return Durability(self.pager, disk.space, disk.store, every, extra_s)
+        return Durability(self.pager, disk.space, disk.store, every, extra_s, self.link)
 
     def _refusals(self) -> Refusals:
         return Refusals(

@@ -24,16 +24,18 @@ def host_ranks(agreement: Agreement) -> int:
     return 1 if agreement.group is None else len(agreement.group.ranks.host_ranks)
 
 
-def measure_machine(paths: Sequence[str], *, durable: bool) -> machine.Machine:
-    """The machine, with what durable files in ``paths`` have already taken of the disks counted as free: it is ours."""
+def measure_machine(agreement: Agreement, paths: Sequence[str], *, durable: bool) -> machine.Machine:
+    """The machine, with what durable files in ``paths`` have already taken of the disks counted as free: it is ours, or
+    another rank's of this host."""
     measured = machine.measure(paths)
     if not durable:
         return measured
     ours: dict[int, int] = {}
     for disk in measured.disks:
-        with contextlib.suppress(OSError):
-            nbytes = os.stat(durable_path(disk.path)).st_blocks * 512
-            ours[disk.filesystem_id] = ours.get(disk.filesystem_id, 0) + nbytes
+        for rank in (None,) if agreement.group is None else agreement.group.ranks.host_ranks:
+            with contextlib.suppress(OSError):
+                nbytes = os.stat(durable_path(disk.path, rank)).st_blocks * 512
+                ours[disk.filesystem_id] = ours.get(disk.filesystem_id, 0) + nbytes
     disks = [replace(disk, free_bytes=disk.free_bytes + ours.get(disk.filesystem_id, 0)) for disk in measured.disks]
     return replace(measured, disks=tuple(disks))
 
@@ -48,7 +50,7 @@ def find_budgets(
     """
     device = Device.parse("cpu" if accelerator is None else str(accelerator.device))
     free_bytes = 0 if accelerator is None else accelerator.free_bytes()
-    measured = measure_machine(paths, durable=config.durability is not None)
+    measured = measure_machine(agreement, paths, durable=config.durability is not None)
     found = resolve_budgets(
         replace(config, nvme_path=tuple(paths)), measured, device, free_bytes, host_ranks(agreement)
     )

@@ -59,7 +59,6 @@ def test_gradients_may_travel_in_their_own_type_or_a_wider_one(precision):
     ("source", "text"),
     [
         ({"step_overlap": "in_backward"}, '"in_backward" is not available with several ranks .*; use "speculative"'),
-        ({"durability": True, "nvme_path": "/swap"}, "durability is not available with several ranks"),
         ({"device": "cuda:1"}, 'device = "cuda:1" is not available with several ranks .*set device = "cpu"'),
         ({"debug": {"copies": True}}, "debug.copies is not available with several ranks"),
     ],

@@ -1,0 +1,150 @@
+"""Ranks that train with durable steps, and die at chosen places."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import deepoffload
+from deepoffload import CPUAdamW, TrainingState
+from deepoffload.errors import DeepOffloadError, IoFailure, RankError
+from tests.ranks.training_programs import digest
+from tests.support.models import TinyGPT, batch, next_token_loss
+
+PLACES = ("resuming", "forward", "backward", "stepping", "publishing", "published", "committing", "committed")
+
+
+class Death(NamedTuple):
+    """``rank`` is killed when it has been ``times`` times at a place of ``PLACES``."""
+
+    rank: int
+    place: str
+    times: int
+
+
+class Told(NamedTuple):
+    """What a rank has seen.
+
+    Attributes:
+        first: the step that it resumed after; None where it has not come so far.
+        losses: by step.
+        end: what weights, state and random numbers are at its end.
+        error: that ended it, "" where it has trained to its end.
+    """
+
+    first: int | None
+    losses: dict[int, float]
+    end: dict[str, str]
+    error: str = ""
+
+
+class Places:
+    """Counts where this rank has been."""
+
+    def __init__(self, death: Death | None) -> None:
+        self._death = death
+        self._times = 0
+
+    def at(self, place: str) -> None:
+        death = self._death
+        if death is not None and death.rank == int(os.environ["RANK"]) and death.place == place:
+            self._times += 1
+            if self._times == death.times:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(self, call: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            self.at(before)
+            result = call(*arguments)
+            self.at(after)
+            return result
+
+        return called
+
+
+def made(config: dict[str, Any]) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(11)
+    context = deepoffload.offload_context(config)
+    with context:
+        model = TinyGPT(dropout=0.1)
+    return model.train(), CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0), context.engine
+
+
+def train(config: dict[str, Any], steps: int, death: Death | None = None, wait_at: int | None = None) -> Told:
+    """Resume what is there, and train on. ``wait_at``: the step whose commit waits."""
+    places = Places(death)
+    model, optimizer, engine = made(config)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    state = TrainingState(model, optimizer, schedule=schedule)
+    torch.manual_seed(100 + int(os.environ["RANK"]))
+    store = engine.durability.store
+    store.publish = places.around(store.publish, "publishing", "published")
+    model.blocks[2].register_forward_pre_hook(lambda *_: places.at("forward"))
+    model.blocks[1].register_full_backward_hook(lambda *_: places.at("backward"))
+    losses: dict[int, float] = {}
+    first = None
+    try:
+        places.at("resuming")
+        first = state.resume()
+        for step in range(first, steps):
+            loss = next_token_loss(model, batch(100 * step + int(os.environ["RANK"])))
+            loss.backward()
+            losses[step] = float(loss.detach())
+            places.at("stepping")
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            places.at("committing")
+            state.commit(wait=step + 1 == wait_at)
+            places.at("committed")
+        end = _end_of(model, optimizer)
+        engine.close()
+    except RankError as error:
+        return Told(first, losses, {}, f"{error}")
+    return Told(first, losses, end)
+
+
+def _end_of(model: nn.Module, optimizer: Any) -> dict[str, str]:
+    found = {name: digest(value) for name, value in model.state_dict().items()}
+    for number, state in optimizer.state_dict()["state"].items():
+        found |= {f"{number}.{key}": digest(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return {**found, "random": digest(torch.get_rng_state())}
+
+
+def begin(config: dict[str, Any]) -> str:
+    """What a resume raises."""
+    model, optimizer, _ = made(config)
+    try:
+        return f"resumed after {TrainingState(model, optimizer).resume()}"
+    except DeepOffloadError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def lose_a_write(config: dict[str, Any]) -> list[str]:
+    """The disk of rank 1 fails once while a step is made durable."""
+    model, optimizer, engine = made(config)
+    state, store = TrainingState(model, optimizer), engine.durability.store
+    publish, said = store.publish, []
+
+    def fail(*arguments: Any) -> None:
+        store.publish = publish
+        raise IoFailure("writing", 28, "/somewhere", 0, 4096)
+
+    for step in range(5):
+        next_token_loss(model, batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2 and int(os.environ["RANK"]) == 1:
+            store.publish = fail
+        try:
+            state.commit(wait=step == 2)
+            said.append(f"{step + 1}: {store.step}")
+        except DeepOffloadError as error:
+            said.append(f"{step + 1}: {type(error).__name__} {error}")
+    engine.close()
+    return said

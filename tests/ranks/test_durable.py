@@ -1,0 +1,63 @@
+"""Durable steps of several ranks: after a death all of them resume from one step, with the bits of a run without it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.durable_programs import Death, Told, begin, lose_a_write, train
+from tests.support.rank_processes import SOON_S, run_ranks, values_of
+
+STEPS = 9
+
+
+def durable(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    return {**config, "durability": {"every": 1, "path": str(folder)}}
+
+
+def committed_by(told: list[Told]) -> int:
+    """How many commits have returned on every rank that says so."""
+    return min(len(one.losses) - 1 + (one.first or 0) for one in told)
+
+
+@pytest.mark.parametrize("precision", ["bf16"])
+def test_deaths(precision: str, tmp_path: Path) -> None:
+    config = {"host_budget": "1400KiB", "nvme_budget": "64MiB", "precision": precision}
+    expected: list[Told] = values_of(train, 2, durable(config, tmp_path / "undisturbed"), STEPS)
+    assert all(one.error == "" and one.first == 0 and len(one.losses) == STEPS for one in expected)
+    ours, stood = durable(config, tmp_path / "killed"), 0
+    deaths = [Death(1, "backward", 3), Death(0, "publishing", 2), Death(1, "published", 1), Death(1, "resuming", 1)]
+    for death in [*deaths, None]:
+        ended = run_ranks(train, 2, ours, STEPS, death)
+        told = [one.value for one in ended if one.value is not None]
+        for rank, one in enumerate(ended):
+            if death is not None and rank == death.rank:
+                assert one.exit_code == -signal.SIGKILL, one
+                continue
+            assert one.error is None and one.seconds < SOON_S, one
+            assert (f"rank {death.rank}" in one.value.error) if death is not None else one.value.error == "", one
+            if one.value.first is not None:
+                assert one.value.first >= stood
+                losses = expected[rank].losses
+                assert one.value.losses == {step: losses[step] for step in one.value.losses}
+        if told and told[0].first is not None:
+            stood = max(stood, committed_by(told) - 1)
+    assert stood >= 4
+    assert [one.value.end for one in ended] == [one.end for one in expected]
+    (alone,) = values_of(begin, 1, ours)
+    assert "is that of rank 0 of 2, and this process is rank 0 of 1" in alone and "state.load(directory)" in alone
+    for text in values_of(begin, 3, ours):
+        assert "of 2, and this process is rank" in text and "Start 2 again" in text
+
+
+def test_a_write_that_fails_on_one_rank_is_no_step_on_any(tmp_path: Path) -> None:
+    config = durable({"host_budget": "32MiB"}, tmp_path / "state")
+    first, second = values_of(lose_a_write, 2, config)
+    assert [text[:5] for text in first] == ["1: No", "2: 1", "3: Ra", "4: 4", "5: 4"], first
+    assert "rank 1 has failed at TrainingState.commit" in first[2] and "/somewhere" in second[2]
+    for text in values_of(begin, 2, config):
+        assert text == "resumed after 5"
