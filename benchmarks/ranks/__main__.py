@@ -49,7 +49,7 @@ def report_training(said: argparse.Namespace) -> None:
     if not said.path:
         raise SystemExit("training needs --path: a directory on a real disk")
     report = measure(
-        Work(said.size, said.accumulate, said.steps),
+        Work(said.size, said.accumulate, said.steps, said.warmup, clip=said.clip),
         ranks=said.ranks,
         rounds=said.rounds,
         rows=said.rows or (),
@@ -83,6 +83,8 @@ def main() -> None:
     parser.add_argument("--size", default="319m", help="training: of the model")
     parser.add_argument("--accumulate", type=int, default=1, help="training: micro-batches per step")
     parser.add_argument("--steps", type=int, default=3, help="training: timed ones of a run")
+    parser.add_argument("--warmup", type=int, default=2, help="training: steps before; guesses need 6 or more")
+    parser.add_argument("--clip", type=float, default=1.0, help="training: global norm; guesses need one that holds")
     parser.add_argument("--rows", nargs="+", choices=list(cases("")), help="training: contenders; all when not said")
     parser.add_argument("--host-budget", default="1GiB", help="training: of the rows on NVMe")
     parser.add_argument("--deepspeed-python", help="training: the Python of an environment with DeepSpeed")
