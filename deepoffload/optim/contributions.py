@@ -309,6 +309,7 @@ class Contributions:
 
     def launch(self, unit_index: int, contributors: tuple[int, ...]) -> _Reducing:
         """All ranks start the reduction of a unit now. Called by the link, in the same order on all ranks."""
+        self._release_what_is_read()  # who waits for one unit may launch all others meanwhile
         plan = self._plans.get(unit_index)
         if plan is None:
             raise self._gradients.not_trained(unit_index)

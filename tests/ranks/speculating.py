@@ -86,6 +86,7 @@ def batches_of_jobs(world_size: int) -> Iterator[tuple[str, list[Job]]]:
         job = guessing("evicted", "sometimes", model=model, data_ranks=world_size)
         yield model, [replace(job, config={**job.config, "host_budget": "64MiB"})]
     yield "layer drop", [guessing("nvme", uneven="layer drop", data_ranks=world_size)]
+    yield "turns", [guessing("nvme", uneven="turns", before_step="turns", data_ranks=world_size, steps=5)]
 
 
 def main() -> None:

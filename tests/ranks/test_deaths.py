@@ -13,3 +13,8 @@ from tests.ranks import deaths
 def test_all_others_hear_of_a_death(way: str, nvme_path: Path, tmp_path: Path) -> None:
     death = next(death for death in deaths.deaths(8, seed=3) if death.way == way)
     deaths.check(death, nvme_path, tmp_path)
+
+
+def test_all_others_hear_of_a_death_in_an_update_on_a_guess(nvme_path: Path, tmp_path: Path) -> None:
+    death = next(one for one in deaths.deaths(8, 3, "speculative") if one.way == "SIGKILL guess")
+    deaths.check(death, nvme_path, tmp_path)

@@ -39,7 +39,7 @@ class Job:
         data_ranks: for how many ranks there is data: one process trains on all of it, in the order (micro-batch, rank).
         uneven: in which way the programs of the ranks differ: a function of ``UNEVEN``, called before each forward with
             the model, the step and the rank whose data comes. Returns the model to call.
-        between_steps: of ``BETWEEN_STEPS``: called after each step. ``before_step``: the same, before each step.
+        between_steps: of ``BETWEEN_STEPS``: called after each step. ``before_step``: the same, after each backward.
         clipped: which steps clip, by so little that only all gradients together tell; None: those that exceed ``clip``.
         limits: of the norm, for each step, where ``clipped`` is given. The one process finds them.
     """
@@ -109,7 +109,16 @@ def leave_a_layer_out(model: nn.Module, step: int, reader: int) -> nn.Module:
     return Without(model, 2) if reader == 1 and step % 2 else model
 
 
-UNEVEN: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {"layer drop": leave_a_layer_out}
+def begin_late(model: nn.Module, step: int, reader: int) -> nn.Module:
+    """The other ranks begin when rank 0 has made its backward, and says so in ``end_turn``."""
+    import torch.distributed as dist
+
+    if reader and dist.is_initialized():
+        dist.barrier()
+    return model
+
+
+UNEVEN: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {"layer drop": leave_a_layer_out, "turns": begin_late}
 
 
 def evaluate_on_rank_0(model: nn.Module, job: Job, step: int) -> list[float]:
@@ -169,6 +178,15 @@ def drop_gradients(model: nn.Module, job: Job, step: int) -> list[float]:
     return []
 
 
+def end_turn(model: nn.Module, job: Job, step: int) -> list[float]:
+    """See ``begin_late``."""
+    import torch.distributed as dist
+
+    if os.environ["RANK"] == "0" and dist.is_initialized():
+        dist.barrier()
+    return []
+
+
 BETWEEN_STEPS: dict[str, Callable[[nn.Module, Job, int], list[float]]] = {
     "evaluation": evaluate_on_rank_0,
     "looks": look_at_weights,
@@ -176,6 +194,7 @@ BETWEEN_STEPS: dict[str, Callable[[nn.Module, Job, int], list[float]]] = {
     "gradient looks": look_at_gradients,
     "gradient edits": edit_gradients,
     "drops": drop_gradients,
+    "turns": end_turn,
 }
 
 
@@ -208,6 +227,8 @@ def train(job: Job, path: str | None = None) -> Trained:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks = [rank] if world_size > 1 else range(job.data_ranks)
     model, engine = build(job, path)
+    if job.uneven == "turns" and world_size > 1:
+        engine.gradients.contributions.wait_s = 0.1  # else each step waits for seconds before contributions are moved
     optimizer = CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=None if job.torch_clips else job.clip)
     found = Trained()
     for step in range(job.steps):
@@ -219,6 +240,8 @@ def train(job: Job, path: str | None = None) -> Trained:
                 found.losses.append(float(loss.detach()))
         if world_size == 1:
             scale_gradients(model, 1 / job.data_ranks)
+        if job.before_step is not None:
+            found.losses_between += BETWEEN_STEPS[job.before_step](model, job, step)
         if step == 0:
             found.first_gradients = {
                 name: digest(param.grad) for name, param in model.named_parameters() if param.grad is not None
@@ -228,8 +251,6 @@ def train(job: Job, path: str | None = None) -> Trained:
         if job.clipped is not None:
             found.limits.append(job.limits[step] if job.limits else limit_of(model, step in job.clipped))
             optimizer.max_grad_norm = found.limits[-1]
-        if job.before_step is not None:
-            found.losses_between += BETWEEN_STEPS[job.before_step](model, job, step)
         optimizer.step()
         optimizer.zero_grad()
         if not job.torch_clips:
