@@ -27,6 +27,7 @@ from deepoffload import CPUAdamW
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import TinyGPT, batch, llama, next_token_loss
 from tests.support.paging import EVICTING, TIGHT, Paging
+from tests.support.trainers import arguments_of
 
 Run = tuple[Any, torch.optim.Optimizer]
 
@@ -195,20 +196,9 @@ def trained(
     paging: Paging, directory: Path, precision: str, *, seed: int = 0, resume: Any = None, **more: Any
 ) -> tuple[Any, Run]:
     """A Trainer as anybody has it, with attention dropout and a schedule; saves every second of six steps."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
-    arguments = TrainingArguments(
-        output_dir=str(directory),
-        per_device_train_batch_size=2,
-        max_steps=6,
-        logging_steps=1,
-        save_steps=2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **more,
-    )
+    arguments = arguments_of(directory, max_steps=6, save_strategy="steps", save_steps=2, **more)
     with paging.context(replace(TIGHT if seed else EVICTING, precision=precision), (seed + 1) << 20):
         torch.manual_seed(seed)
         model = llama()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -197,15 +198,27 @@ def test_hello_deepspeed(nvme_path, tmp_path):
     torch.manual_seed(0)
     model = TinyGPT(dropout=0.0)
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-3, weight_decay=0.0, max_grad_norm=1.0)
-    expected = []
-    for micro in range(2 * STEPS):
-        loss = next_token_loss(model, batch(micro % 3))
+    assert_same_bits(plain_losses(model, optimizer, [micro % 3 for micro in range(2 * STEPS)]), losses)
+
+
+def plain_losses(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[int],
+    rate_of: Callable[[int], float] | None = None,
+) -> list[Tensor]:
+    """The loop without an engine: an update every second batch, at the rate that ``rate_of`` gives."""
+    losses = []
+    for micro, number in enumerate(batches):
+        loss = next_token_loss(model, batch(number))
         (loss / 2).backward()
-        expected.append(loss.detach())
+        losses.append(loss.detach())
         if micro % 2:
+            for group in optimizer.param_groups if rate_of is not None else ():
+                group["lr"] = rate_of(micro // 2)
             optimizer.step()
             optimizer.zero_grad()
-    assert_same_bits(expected, losses)
+    return losses
 
 
 # -- bing_bert -------------------------------------------------------------------------------------------------------
@@ -270,17 +283,7 @@ def test_bing_bert(nvme_path, tmp_path):
     model = TinyGPT(dropout=0.0)
     optimizer = deepoffload.CPUAdam(grouped(model), lr=1e-3, bias_correction=False)
     optimizer.max_grad_norm = 1.0
-    expected = []
-    for micro in range(2 * STEPS):
-        loss = next_token_loss(model, batch(micro))
-        (loss / 2).backward()
-        expected.append(loss.detach())
-        if micro % 2:
-            for group in optimizer.param_groups:
-                group["lr"] = rate(micro // 2)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_bits(expected, losses)
+    assert_same_bits(plain_losses(model, optimizer, range(2 * STEPS), rate), losses)
 
 
 # -- a GAN -----------------------------------------------------------------------------------------------------------

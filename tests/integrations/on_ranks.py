@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import deepoffload
 from deepoffload.integrations.accelerate import RankAccelerator
@@ -14,6 +14,7 @@ from deepoffload.integrations.transformers import OnRanks
 from deepoffload.runtime.context import engine_of
 from tests.ranks.saving import digests
 from tests.support.models import VOCABULARY, llama
+from tests.support.trainers import arguments_of
 
 ROWS = 24
 
@@ -34,19 +35,14 @@ def rows() -> list[dict[str, Any]]:
 
 
 def trainer_of(model: Any, folder: Path, accumulate: int, steps: int) -> Any:
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
+    arguments = arguments_of(
+        folder,
         gradient_accumulation_steps=accumulate,
         max_steps=steps,
         max_grad_norm=0.5,
         learning_rate=1e-3,
+        save_strategy="steps",
         save_steps=2,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
         train_sampling_strategy="sequential",
     )
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-3)

@@ -15,10 +15,11 @@ from deepoffload.config import parse_config
 from deepoffload.errors import ConfigError, UsageError
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import batch, llama
+from tests.support.trainers import arguments_of
 
 pytest.importorskip("transformers")
 
-from transformers import Trainer, TrainingArguments  # noqa: E402
+from transformers import Trainer  # noqa: E402
 
 from deepoffload.integrations.transformers import fill_auto, optimizers_of  # noqa: E402
 
@@ -38,20 +39,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def arguments(folder: Path, **more: Any) -> TrainingArguments:
+def arguments(folder: Path, **more: Any) -> Any:
     settings = {"max_steps": 4, "learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5, "warmup_steps": 2}
-    return TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **(settings | more),
-    )
+    return arguments_of(folder, gradient_accumulation_steps=2, **(settings | more))
 
 
 def test_every_auto_of_the_trainers_is_filled_in(tmp_path):

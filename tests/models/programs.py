@@ -24,6 +24,7 @@ from torch.distributed import checkpoint
 import deepoffload
 from tests.models.zoo import Family, Stack
 from tests.support.loops import gradients_of
+from tests.support.trainers import arguments_of
 
 LEARNING_RATE = 1e-2
 
@@ -320,20 +321,13 @@ class Batches(torch.utils.data.Dataset[Any]):
 
 def trainer(subject: Subject, *, own_optimizer: bool, accumulate: int) -> Any:
     """The Trainer with its default clipping, and with its default optimizer or ours."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
-    arguments = TrainingArguments(
-        output_dir=str(subject.directory / "trainer"),
-        per_device_train_batch_size=2,
+    arguments = arguments_of(
+        subject.directory / "trainer",
         gradient_accumulation_steps=accumulate,
         max_steps=3,
         learning_rate=LEARNING_RATE,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
     )
     optimizers = (subject.optimizer if own_optimizer else None, None)
     job = Trainer(subject.model, arguments, train_dataset=Batches(subject.family), optimizers=optimizers)
