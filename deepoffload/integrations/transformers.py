@@ -27,6 +27,7 @@ from deepoffload.config.source import read_source
 from deepoffload.deepspeed.initialization import make_optimizer
 from deepoffload.deepspeed.schedulers import make_schedule
 from deepoffload.errors import ConfigError, UsageError
+from deepoffload.runtime.ranks import RankChoice
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -63,7 +64,7 @@ def fill_auto(config: ConfigSource, args: Any, *, num_training_steps: int | None
             'say "auto" in the file, which takes what they say'
         )
     filled = _without_auto(filled)
-    parse_config(filled)
+    parse_config(filled, world_size=args.world_size)
     return filled
 
 
@@ -79,7 +80,7 @@ def optimizers_of(
     Raises:
         ConfigError: the configuration is wrong, or has a schedule without an optimizer. UsageError: nothing is trained.
     """
-    settings = parse_config(config)
+    settings = parse_config(config, world_size=RankChoice().world_size)
     if settings.optimizer is None:
         if settings.scheduler is not None:
             raise ConfigError("scheduler without optimizer: say both, or leave both to the Trainer")
