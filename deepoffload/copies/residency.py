@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from deepoffload.copies.block_copy import BlockCopy
@@ -79,12 +79,8 @@ class Residency:
 
     def plan(self, upcoming: Iterable[tuple[int, int]], in_use: set[int] | frozenset[int]) -> None:
         """Start copies of the weights that are used next and are in host memory, as far as there is room."""
-        weights = [(distance, block) for distance, block in upcoming if self._is_weight(block)]
-        if weights and is_shard(self._tiers.block(weights[0][1])):
-            nearest = set(list(dict.fromkeys(block for _, block in weights))[:GATHERED_AHEAD])
-            weights = [(distance, block) for distance, block in weights if block in nearest]
         moves = plan_prefetch(
-            weights,
+            self._weights(upcoming),
             is_resident=lambda b: b in self.copies or not self._is_loadable(b),
             nbytes=lambda b: self._tiers.block(b).shown_room_bytes,
             free_bytes=self._arena.free_bytes,
@@ -97,6 +93,17 @@ class Residency:
                 self._evict(self.copies[move.block])
             elif not self._prefetch(self._tiers.block(move.block)):
                 break
+
+    def _weights(self, upcoming: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """The uses of weights among ``upcoming``, as far as copies are made in advance. This runs at every event, and a
+        step may have many more."""
+        nearest: set[int] = set()
+        for distance, block in upcoming:
+            if self._is_weight(block):
+                nearest.add(block)
+                if len(nearest) > GATHERED_AHEAD and is_shard(self._tiers.block(block)):
+                    return
+                yield distance, block
 
     def _prefetch(self, block: Block) -> bool:
         offset = self._arena.allocate(block.shown_room_bytes)
