@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import platform
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,6 +24,10 @@ from deepoffload.ranks.places import Launch, RankMap, read_launch, tell_hosts_ap
 
 DEVICE_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """With which backends the default group is started for a device."""
+
+
+CONNECT_S = 60.0
+"""Ranks that have all come are connected much sooner than this, or not at all."""
 
 
 class RankGroup:
@@ -245,7 +251,9 @@ def _start_default_group(device: torch.device, launch: Launch, timeout_s: float)
     where = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         store = _meeting_point(launch, timeout_s, where)
+        connected = _connect(store, launch, min(timeout_s, CONNECT_S), where)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
+        del connected  # only now have all ranks seen that all are connected
     except RankError:
         raise
     except RuntimeError as error:
@@ -278,6 +286,36 @@ def _meeting_point(launch: Launch, timeout_s: float, where: str) -> dist.Store:
             'Every process that the launcher has started builds the model, or none: is one at ranks="local"?'
         ) from error
     return store
+
+
+def _connect(store: dist.Store, launch: Launch, limit_s: float, where: str) -> dist.ProcessGroupGloo:
+    """Connect to every rank, within a limit. gloo has none where it waits to be called: so a thread waits for it, which
+    is left behind when the limit is over.
+
+    Raises:
+        RankError: they do not reach each other.
+    """
+    place = dist.PrefixStore("deepoffload connects", store)
+    found: list[dist.ProcessGroupGloo | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            limit = timedelta(seconds=limit_s)
+            found.append(dist.ProcessGroupGloo(place, launch.rank, launch.world_size, limit))
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=connect, name="deepoffload-connect", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    connected = found[0] if found else RuntimeError("not all have called")
+    if not isinstance(connected, RuntimeError):
+        return connected
+    raise RankError(
+        f"rank {launch.rank} has met the others at {where}, and gloo has not connected it to all of them within "
+        f"{limit_s:g} s: {first_line(connected)}. gloo listens on the address to which the name of this host, "
+        f"{platform.node()}, resolves. If other hosts cannot reach that, name the network interface in GLOO_SOCKET_IFNAME, for example eth0"
+    )
 
 
 def _numbers(ranks: Sequence[int]) -> str:

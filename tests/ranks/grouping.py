@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from deepoffload.errors import DeepOffloadError
+from deepoffload.errors import DeepOffloadError, RankError
 from deepoffload.ranks.exchange import Exchange
 from deepoffload.ranks.group import RankGroup, open_group
 from deepoffload.ranks.transport import open_exchange
@@ -128,6 +129,21 @@ def sit_in_a_barrier() -> list[int]:
     else:
         barrier.wait()
     return found
+
+
+def never_connect(limit_s: float) -> str:
+    """Rank 1 comes to where the ranks meet, and cannot be reached from there on."""
+    if os.environ["RANK"] == "1":
+        come = next(dist.rendezvous("env://", 1, 2))[0]
+        dist.PrefixStore("deepoffload has come", come).set("1", "")
+        with contextlib.suppress(RuntimeError):  # it ends with rank 0, which has the store
+            come.wait(["it is over"], timedelta(seconds=LONG_S))
+        return ""
+    try:
+        open_group(CPU, timeout_s=limit_s)
+    except RankError as error:
+        return str(error)
+    return "nothing was raised"
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepoffload.errors import ConfigError, UsageError
 from deepoffload.ranks.group import open_group
 from tests.ranks import grouping
-from tests.support.rank_processes import launcher_environment, values_of
+from tests.support.rank_processes import SOON_S, launcher_environment, run_ranks, values_of
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -64,6 +64,12 @@ def test_a_group_that_the_launcher_does_not_mean_is_refused_unless_it_is_given()
 
 def test_a_barrier_of_the_program_does_not_meet_our_transfers():
     assert values_of(grouping.sit_in_a_barrier, 2) == [[0, 1]] * 2
+
+
+def test_a_rank_that_cannot_be_reached_is_an_error_in_time():
+    (ended, _) = run_ranks(grouping.never_connect, 2, 2.0)
+    assert ended.error is None and ended.seconds < SOON_S, ended
+    assert "rank 0 has met the others at tcp://" in ended.value and "GLOO_SOCKET_IFNAME" in ended.value
 
 
 @pytest.mark.parametrize(
