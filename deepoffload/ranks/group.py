@@ -314,7 +314,8 @@ def _connect(store: dist.Store, launch: Launch, limit_s: float, where: str) -> d
     raise RankError(
         f"rank {launch.rank} has met the others at {where}, and gloo has not connected it to all of them within "
         f"{limit_s:g} s: {first_line(connected)}. gloo listens on the address to which the name of this host, "
-        f"{platform.node()}, resolves. If other hosts cannot reach that, name the network interface in GLOO_SOCKET_IFNAME, for example eth0"
+        f"{platform.node()}, resolves. If other hosts cannot reach that, name the network interface in "
+        "GLOO_SOCKET_IFNAME, for example eth0"
     )
 
 
