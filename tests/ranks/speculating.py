@@ -85,6 +85,9 @@ def batches_of_jobs(world_size: int) -> Iterator[tuple[str, list[Job]]]:
     for model in ("llama", "gpt2", "mixtral", "t5", "gpt-reentrant"):
         job = guessing("evicted", "sometimes", model=model, data_ranks=world_size)
         yield model, [replace(job, config={**job.config, "host_budget": "64MiB"})]
+    for precision in ("fp16", "bf16"):
+        changes = {"precision": precision, "clipped": None, "clip": 1e9, "data_ranks": world_size}
+        yield f"overflow {precision}", [guessing("nvme", overflows=(3, 5), **changes)]
     yield "layer drop", [guessing("nvme", uneven="layer drop", data_ranks=world_size)]
     yield "turns", [guessing("nvme", uneven="turns", before_step="turns", data_ranks=world_size, steps=5)]
 

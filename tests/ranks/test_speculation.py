@@ -25,9 +25,10 @@ def test_guesses_are_confirmed_or_undone_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_what_comes_between_backward_and_step_undoes_guesses(tmp_path: Path) -> None:
-    names = ["evaluation", "edits", "gradient looks", "drops"]
-    jobs = [guessing("nvme", before_step=name, clipped=None, clip=1e6) for name in names]
-    *looking, uneven = check_all([*jobs, guessing("nvme", uneven="layer drop")], tmp_path)
+    names = ["evaluation", "gradient looks", "drops"]
+    jobs = [guessing("nvme", before_step=name, clipped=None, clip=1e6, steps=6) for name in names]
+    overflow = guessing("nvme", precision="fp16", overflows=(3,), clipped=None, clip=1e9, steps=5)
+    *looking, overflowing = check_all([*jobs, overflow], tmp_path)
     for name, ranks in zip(names, looking, strict=True):
         assert any(undone for _, undone in _made(ranks)), name
-    assert _made(uneven)[0][0]
+    assert _made(overflowing) == [(True, True)] * 2, "one rank alone has seen it"

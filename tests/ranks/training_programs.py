@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -41,6 +43,7 @@ class Job:
             the model, the step and the rank whose data comes. Returns the model to call.
         between_steps: of ``BETWEEN_STEPS``: called after each step. ``before_step``: the same, after each backward.
         clipped: which steps clip, by so little that only all gradients together tell; None: those that exceed ``clip``.
+        overflows: steps that nobody makes: the last gradient of the last rank is not finite.
         limits: of the norm, for each step, where ``clipped`` is given. The one process finds them.
     """
 
@@ -56,6 +59,7 @@ class Job:
     before_step: str | None = None
     clipped: tuple[int, ...] | None = None
     limits: tuple[float, ...] = ()
+    overflows: tuple[int, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -216,6 +220,19 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
             param.grad.mul_(factor)
 
 
+@contextmanager
+def spoiled_embedding(model: nn.Module) -> Iterator[None]:
+    """The gradient of the embedding, the last one of backward, is not finite."""
+    embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    hook = embedding.register_forward_hook(
+        lambda _, inputs, output: output.register_hook(lambda grad: grad * math.inf) and None
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def limit_of(model: nn.Module, clips: bool) -> float:
     """For a step that clips by little, or does not clip."""
     grads = [param.grad for param in model.parameters() if param.grad is not None]
@@ -230,12 +247,15 @@ def train(job: Job, path: str | None = None) -> Trained:
     if job.uneven == "turns" and world_size > 1:
         engine.gradients.contributions.wait_s = 0.1  # else each step waits for seconds before contributions are moved
     optimizer = CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=None if job.torch_clips else job.clip)
+    optimizer.skip_non_finite = bool(job.overflows)
     found = Trained()
     for step in range(job.steps):
         for micro in range(job.micro_batches):
             for reader in ranks:
                 called = model if job.uneven is None else UNEVEN[job.uneven](model, step, reader)
-                loss = loss_of(called, job.model, 10_000 * step + 100 * micro + reader)
+                overflows = step in job.overflows and reader == job.data_ranks - 1
+                with spoiled_embedding(model) if overflows else nullcontext():
+                    loss = loss_of(called, job.model, 10_000 * step + 100 * micro + reader)
                 (loss * job.scale / job.micro_batches).backward()
                 found.losses.append(float(loss.detach()))
         if world_size == 1:
@@ -254,7 +274,7 @@ def train(job: Job, path: str | None = None) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         if not job.torch_clips:
-            found.norms.append(optimizer.grad_norm)
+            found.norms.append(None if step in job.overflows else optimizer.grad_norm)
         if job.between_steps is not None:
             found.losses_between += BETWEEN_STEPS[job.between_steps](model, job, step)
     found.weights = {name: digest(value) for name, value in model.state_dict().items()}
