@@ -1,12 +1,12 @@
 """Updates on a guess with several ranks: each updates its runs of a unit when the sums of all ranks have landed here.
 
-Each rank guesses for itself. What other ranks get of a unit is gathered from what it stores, and a
-gather is a look: it undoes the guess first (``WeightView.before_gather``), as does a part of a gradient that comes
-later. At the step all ranks have the same norm, so all confirm what they have guessed, or all undo it. No call between
-ranks depends on a guess, so their order is that of ``"deferred"``.
+Each rank guesses for itself. What other ranks get of a unit is gathered from what it stores, and a gather is a look: it
+undoes the guess first (``WeightView.before_gather``), as does a part of a gradient that comes later. At the step all
+ranks have the same norm, so all confirm what they have guessed, or all undo it. No call between ranks depends on a
+guess.
 
-A landing may happen in the middle of something else, such as a launch. So no guess is made there: those whose sums have
-landed are made when autograd completes the next unit.
+A landing may happen in the middle of something else, such as a launch. So no guess is made there: a unit whose sums
+have landed is guessed when autograd completes the next one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class RankSpeculation(Speculation):
         self._waits = True
 
     def landed(self, handle: ParamHandle) -> None:
-        """This rank's part of a gradient has been taken from autograd."""
+        """This rank's part of a gradient has been taken from autograd. If it was the last one of its unit, those that
+        were complete before are updated as far as their sums have come."""
         unit = handle.unit
         self.choice.in_backward()
         if unit is None or not self._last.landed(handle):
