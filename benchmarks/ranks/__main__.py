@@ -1,9 +1,9 @@
-"""What ranks cost each other: `python -m benchmarks.ranks collectives`, `rounds` or `training`.
+"""What ranks cost each other: `python -m benchmarks.ranks collectives`, `rounds`, `training` or `saving`.
 
 `collectives`: to gather a unit's shards and to reduce its contributions in order, by either transport, next to gloo's
 own collectives. `rounds`: to agree on what comes next, by itself and in steps with and without it. `training`: whole
-steps, next to DDP, FSDP2 and DeepSpeed. All contenders take turns in every round; reported are medians of seconds and
-of a round's ratios.
+steps, next to DDP, FSDP2 and DeepSpeed. `saving`: a training state that all ranks save and load. All contenders take
+turns in every round; reported are medians of seconds and of a round's ratios.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.launch import start_ranks
+from benchmarks.ranks import saving
 from benchmarks.ranks.training import Work, cases, measure
 
 
@@ -68,9 +69,24 @@ def report_training(said: argparse.Namespace) -> None:
         Path(said.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
+def report_saving(said: argparse.Namespace) -> None:
+    if not said.path:
+        raise SystemExit("saving needs --path: a directory on a real disk")
+    report = saving.measure(
+        ranks=said.ranks, size=said.size, rounds=said.rounds, host_budget=said.host_budget, path=said.path
+    )
+    for phase, found in report["found"].items():
+        print(f"{phase:6} {found['peak_bytes'] / 1e9:6.3f} GB of memory")
+    for phase in ("save", "load"):
+        found = report["found"][phase]
+        print(f"{phase:6} {found['bytes_per_s'] / 1e9:6.2f} GB/s, {found['of_disk']:.2f} of what the disk does")
+    if said.json:
+        Path(said.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["collectives", "rounds", "training"])
+    parser.add_argument("what", choices=["collectives", "rounds", "training", "saving"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mb", type=float, default=25.0, help="size of the unit in bf16, 10^6 bytes")
     parser.add_argument("--rounds", type=int, default=25)
@@ -92,6 +108,9 @@ def main() -> None:
     said = parser.parse_args()
     if said.what == "training":
         report_training(said)
+        return
+    if said.what == "saving":
+        report_saving(said)
         return
     arguments = ["--mb", str(said.mb), "--rounds", str(said.rounds)]
     if said.what == "rounds":
