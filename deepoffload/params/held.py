@@ -1,4 +1,5 @@
-"""Leases that last until a step: of what autograd keeps by reference, where no door of ours sees it used."""
+"""Which optimizer updates what; and leases that last until its step: of what autograd keeps by reference, where no door
+of ours sees it used."""
 
 from __future__ import annotations
 

@@ -168,6 +168,10 @@ def seconds_saved(traffic: Traffic, prices: tuple[float, float]) -> float:
     return traffic.read_bytes * prices[0] + traffic.written_bytes * prices[1]
 
 
+UPDATE_BYTES_PER_BYTE = 2
+"""An update reads and writes what it changes."""
+
+
 def update_seconds(touched_bytes: int, bandwidths: Bandwidths) -> float:
     """Time of the host update, which is bound by memory. ``touched_bytes`` counts reads and writes."""
     return touched_bytes / bandwidths.memory_bytes_per_s

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Traffic, update_seconds
+from deepoffload.schedule.cost_model import (
+    UPDATE_BYTES_PER_BYTE,
+    Bandwidths,
+    BlockKind,
+    StepOverlap,
+    Traffic,
+    update_seconds,
+)
 from deepoffload.schedule.guess_room import guess_bytes, with_guess_room
 from deepoffload.schedule.placement import Placement
 from deepoffload.schedule.table import human_bytes
-
-UPDATE_BYTES_PER_BYTE = 2
-"""An update reads and writes its state."""
 
 
 def with_updates(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from deepoffload.schedule.cost_model import Bandwidths, BlockKind, update_seconds
+from deepoffload.schedule.cost_model import UPDATE_BYTES_PER_BYTE, Bandwidths, BlockKind, update_seconds
 from deepoffload.schedule.placement import KIND_NUMBERS, BlockColumns, Placement
 from deepoffload.schedule.table import Row
 
@@ -14,9 +14,6 @@ PAGE_BYTES = 4096
 
 COST_MAX = 0.05
 """Writes that only durability needs may take this part of the steps, where the user does not say how often."""
-
-UPDATE_BYTES_PER_BYTE = 2
-"""An update reads and writes what it changes."""
 
 DURABLE_COPIES = 2
 """The last durable step, and the one that is being made."""

@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from benchmarks.end_to_end.runner import Run
+from benchmarks.end_to_end.targets import Round, rolled_back
+
 ROOT = Path(__file__).parents[2]
 CASES = ("plain", "host-none", "all-none")
 STEPS = 2
@@ -34,3 +39,19 @@ def test_one_round_of_a_tiny_model(nvme_path: Path, tmp_path: Path) -> None:
     assert all(step["peak_bytes"] > 0 for run in runs.values() for step in run["steps"])
     assert {row["name"] for row in report["to_reach"]} >= {"all-none / bound", "disk bytes, everything on NVMe"}
     assert list(nvme_path.iterdir()) == []
+
+
+def test_a_step_that_is_rolled_back_counts_what_the_next_one_takes_longer() -> None:
+    def run(case: str, seconds: list[float], undone: list[float]) -> Run:
+        steps = [
+            {"seconds": s, "foreign_cpu_share": 0.0, "stats": {"rolled_back": n}}
+            for s, n in zip(seconds, undone, strict=True)
+        ]
+        return Run(case, steps=steps)
+
+    deferred = run("deferred", [1.4] * 4, [0.0] * 4)
+    wrong = run("wrong", [9.0, 1.0, 1.2, 1.5, 1.0, 1.0], [0.0, 0.0, 4.0, 4.0, 4.0, 4.0])
+    right = run("right", [1.0] * 4, [4.0] * 4)
+    round = Round({each.case: each for each in (deferred, wrong, right)})
+    assert rolled_back("wrong", "deferred")(round) == pytest.approx((1.2 + 1.5 - 1.0) / 1.4)
+    assert rolled_back("right", "deferred")(round) is None
