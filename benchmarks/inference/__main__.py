@@ -7,7 +7,7 @@ the page cache before every forward pass. Reported are medians over rounds of ea
 per token. The best rate of the disk is measured in each round.
 
 ``--size 20gb --sides ours transformers`` is a model that memory does not hold. ``--size experts --sides plain ours
-"every expert"`` has 8 experts, of which a token uses 2.
+"every expert"`` has 8 experts, of which a token uses 2. The side ``airllm`` is there where that is installed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from benchmarks.end_to_end.runner import ROOT, environment
 from benchmarks.inference.checkpoints import SIZES, write_checkpoint
 from deepoffload.cli.nvme.types import Pattern
 
-SIDES = ("plain", "ours", "int8", "int4", "accelerate", "transformers", "every expert")
-PEERS = ("accelerate", "transformers")
+USUAL_SIDES = ("plain", "ours", "int8", "int4", "accelerate", "transformers")
+SIDES = (*USUAL_SIDES, "airllm", "every expert")
+PEERS = ("accelerate", "transformers", "airllm")
 ONE_BATCH = (*PEERS, "int8", "int4", "every expert")
 """Sides that run with the first batch only."""
 TOKENS, PEER_TOKENS = 5, 2
@@ -194,7 +195,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=512, help="MiB of deepoffload's memory")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES[:-1]))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(USUAL_SIDES))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", help="write everything that was measured to this file")
     options = parser.parse_args()

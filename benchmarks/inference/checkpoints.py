@@ -31,7 +31,8 @@ def write_checkpoint(folder: Path, size: str) -> None:
     """In bf16, as the hub has them, in shards of about 1 GiB."""
     import torch
     from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
     from transformers.core_model_loading import revert_weight_conversion
 
     has_experts = "num_local_experts" in SIZES[size]
@@ -39,6 +40,8 @@ def write_checkpoint(folder: Path, size: str) -> None:
     config = config_type(**SIZES[size], num_key_value_heads=8, vocab_size=32_000, max_position_embeddings=32_768)
     config.dtype, config.architectures = "bfloat16", [model_type.__name__]
     config.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))  # AirLLM wants one
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b").save_pretrained(folder)
     with torch.device("meta"):
         model = model_type(config)
         stored = revert_weight_conversion(model, dict(model.state_dict()))

@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.inference.child '{"side": ..., "checkpoint": ..., "folder": ..., "budget": ...}'``. Sides:
 ``plain`` (in memory), ``ours``, ``int8``, ``int4``, ``every expert`` (ours, where a call of stacked experts takes all
-of them), ``accelerate`` (``disk_offload``), ``transformers`` (``device_map`` on disk).
+of them), ``accelerate`` (``disk_offload``), ``transformers`` (``device_map`` on disk), ``airllm`` (where that is
+installed; it first writes the checkpoint again, layer by layer).
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ class Side:
                 self.model = self._from_pretrained(**more)
                 if self.side in ("int8", "int4"):
                     deepoffload.quantize_weights(self.model, self.side)
+        elif self.side == "airllm":
+            from airllm import AutoModel
+
+            self.model = AutoModel.from_pretrained(
+                self.checkpoint, device="cpu", dtype=torch.bfloat16, layer_shards_saving_path=self.folder
+            )
         elif self.side == "transformers":
             self.model = self._from_pretrained(device_map={"": "disk"}, offload_folder=self.folder)
         else:
@@ -90,6 +97,8 @@ class Side:
         """Seconds and bytes read of each forward pass: of a prompt, then of ``count`` greedy tokens."""
         torch.manual_seed(0)
         ids = torch.randint(3, 30_000, (batch, PROMPT_TOKENS))
+        if self.side == "airllm":
+            return self._generated(ids, count, dropping=dropping)
         cache, seconds, read, chosen = None, [], [], []
         for _ in range(count + 1):
             if dropping:
@@ -101,6 +110,31 @@ class Side:
             cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
             chosen.append(ids[:, 0].tolist())
         return {"seconds": seconds, "read_bytes": read, "tokens": chosen}
+
+    def _generated(self, ids: torch.Tensor, count: int, *, dropping: bool) -> dict[str, Any]:
+        """The same of a model that has nothing but ``generate``."""
+        seconds: list[float] = []
+        read: list[int] = []
+
+        def begin() -> None:
+            nonlocal before, begin_s
+            if dropping:
+                drop_caches([self.checkpoint, self.folder])
+            before, begin_s = read_counters(), time.perf_counter()
+
+        def after_token(tokens: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+            seconds.append(time.perf_counter() - begin_s)
+            read.append((read_counters() - before).read_bytes)
+            begin()
+            return torch.zeros(len(tokens), dtype=torch.bool)
+
+        before, begin_s = read_counters(), 0.0
+        begin()
+        found = self.model.generate(
+            ids, max_new_tokens=count + 1, min_new_tokens=count + 1, use_cache=True, stopping_criteria=[after_token]
+        )
+        tokens = getattr(found, "sequences", found)[:, PROMPT_TOKENS:]
+        return {"seconds": seconds, "read_bytes": read, "tokens": tokens.t().tolist()}
 
     def answer(self, asked: list[Any]) -> dict[str, Any]:
         if asked[0] == "load":
