@@ -112,7 +112,7 @@ def _infer(options: argparse.Namespace, subject: Subject, config: Config) -> int
 def _measuring_ranks(options: argparse.Namespace) -> on_ranks.MeasuringRanks | None:
     """The ranks that a launcher has started, where they are to measure."""
     launched = on_ranks.launched_ranks()
-    if launched == 1 or options.machine or options.link_rate:
+    if launched == 1 or options.machine or options.link_rate or options.inference or options.deepspeed:
         return None
     if options.ranks != launched:
         raise UsageError(f"--ranks {options.ranks}, but the launcher has started {launched}: leave --ranks out")

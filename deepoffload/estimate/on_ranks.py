@@ -10,12 +10,13 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from deepoffload.errors import ConfigError, DeepOffloadError, RankError
+from deepoffload.errors import ConfigError, DeepOffloadError, UsageError
 from deepoffload.estimate import measure
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.progress import Report
@@ -43,7 +44,7 @@ def launched_ranks() -> int:
 
 def start(ranks: int, argv: Sequence[str]) -> int:
     """Run ``python -m deepoffload.estimate`` with ``argv`` on so many ranks of this host, and pass on what rank 0
-    prints. Returns the exit status of rank 0, or of the first that has failed in another way."""
+    prints. Returns its exit status: what another rank fails with, it has been told."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -59,7 +60,7 @@ def start(ranks: int, argv: Sequence[str]) -> int:
             quiet = None if rank == 0 else subprocess.DEVNULL
             command = [sys.executable, "-m", "deepoffload.estimate", *argv]
             processes.append(subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet))
-        return max(process.wait() for process in processes)
+        return processes[0].wait()
     finally:
         for process in processes:
             process.kill()
@@ -96,15 +97,15 @@ class MeasuringRanks:
         return self._group.gather_objects(spec, "the machine")[0]
 
     def machine(self, spec: MachineSpec, path: str | None, progress: Report) -> MachineSpec:
-        """``spec`` with what one rank has while all compute. The first rank of each host measures its disk."""
+        """``spec`` with what one rank has while all compute. Rank 0 measures the disk."""
         ranks = self._group.ranks
         each = len(ranks.host_ranks)
-        if ranks.world_size != each * ranks.host_count:
-            raise RankError("the hosts have different numbers of ranks: an estimate is for equal ones")
+        if len(set(Counter(ranks.hosts).values())) > 1:
+            raise UsageError("the hosts have different numbers of ranks: an estimate is for equal ones")
         self._meet("the processor")
         found = measure.measure_processor(spec, path, progress)
         self._meet("the disk")
-        if path is not None and ranks.local_rank == 0:
+        if path is not None and self.is_first:
             found = measure.measure_disk(found, path, progress)
         found = self.same(found)
         rates = link_rates(self._group, self._exchange, fresh=True)

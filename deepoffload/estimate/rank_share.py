@@ -10,12 +10,11 @@ import torch
 from deepoffload.config import Config
 from deepoffload.errors import ConfigError
 from deepoffload.estimate.machine import MachineSpec
-from deepoffload.optim.contribution_layout import ContributionLayout
 from deepoffload.ranks.places import RankMap
 from deepoffload.ranks.planned import PlannedExchange
 from deepoffload.ranks.transport import GROUP, MEMORY, why_not_memory
 from deepoffload.runtime.choice import ChosenCut
-from deepoffload.runtime.whole_copies import contribution_bytes
+from deepoffload.runtime.whole_copies import contribution_bytes, contribution_layouts
 from deepoffload.schedule.cost_model import LinkRates, RankTraffic
 from deepoffload.schedule.uses import UnitBlocks
 from deepoffload.schedule.whole_copies import WholeCopies
@@ -101,11 +100,6 @@ def rank_share(choice: ChosenCut, link: PlannedLink, capacity_bytes: int, accumu
     """``capacity_bytes``: the rank's host budget."""
     drafts = choice.cut.division.drafts
     whole = {draft.index: unit.whole_weight_bytes for draft, unit in zip(drafts, choice.sizes, strict=True)}
-    contributions = {}
-    for draft in drafts:
-        if draft.gradient_layout is not None and draft.trained:
-            dtypes = [dtype for _, dtype in draft.trained]
-            contributions[draft.index] = ContributionLayout(draft.gradient_layout, dtypes, draft.rank).nbytes
     return RankShare(
         link=link,
         arena_bytes=capacity_bytes,
@@ -114,6 +108,6 @@ def rank_share(choice: ChosenCut, link: PlannedLink, capacity_bytes: int, accumu
         way_bytes=contribution_bytes(drafts, link.exchange, capacity_bytes),
         whole_bytes=whole,
         shard_bytes={draft.index: draft.layout.shard_nbytes for draft in drafts if draft.layout is not None},
-        contribution_bytes=contributions,
+        contribution_bytes={draft.index: layout.nbytes for draft, layout in contribution_layouts(drafts)},
         table=choice.table(len(link.ranks.host_ranks), accumulation_steps, link.rates),
     )

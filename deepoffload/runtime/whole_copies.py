@@ -25,13 +25,16 @@ COPIES_SHARE = 4
 """Copies get this part of the budget where not everything stays in memory."""
 
 
-def contribution_bytes(drafts: Iterable[UnitDraft], exchange: TransferSizes, host_bytes: int) -> int:
-    """What gradients on their way to other ranks take of a rank's host budget of ``host_bytes``."""
-    largest = 0
+def contribution_layouts(drafts: Iterable[UnitDraft]) -> Iterator[tuple[UnitDraft, ContributionLayout]]:
+    """Those of the units that are trained."""
     for draft in drafts:
         if draft.gradient_layout is not None and draft.trained:
-            dtypes = [dtype for _, dtype in draft.trained]
-            largest = max(largest, ContributionLayout(draft.gradient_layout, dtypes, draft.rank).part_nbytes)
+            yield draft, ContributionLayout(draft.gradient_layout, [dtype for _, dtype in draft.trained], draft.rank)
+
+
+def contribution_bytes(drafts: Iterable[UnitDraft], exchange: TransferSizes, host_bytes: int) -> int:
+    """What gradients on their way to other ranks take of a rank's host budget of ``host_bytes``."""
+    largest = max((layout.part_nbytes for _, layout in contribution_layouts(drafts)), default=0)
     sizes = slot_sizes(largest, exchange, host_bytes)
     return sizes.slots * round_up(sizes.slot_bytes) + sizes.scratches * round_up(sizes.scratch_bytes)
 
@@ -89,9 +92,8 @@ def from_other_ranks(
         others = draft.layout.world_size - 1
         gathers = bool(draft.trained) if stay else 2 * accumulation_steps
         gathered += gathers * others * draft.layout.shard_nbytes
-        if draft.gradient_layout is not None and draft.trained:
-            part = ContributionLayout(draft.gradient_layout, [dtype for _, dtype in draft.trained], draft.rank)
-            reduced += accumulation_steps * others * part.part_nbytes
+    for _, part in contribution_layouts(drafts):
+        reduced += accumulation_steps * (part.nbytes - part.part_nbytes)
     return RankTraffic(gathered, reduced)
 
 
