@@ -72,11 +72,8 @@ class Commits:
         """
         durability = self._durability
         self._before = self._committed
-        if tell is not None and len(set(said := tell((step, wait)))) > 1:
-            differs = ", ".join(
-                f"rank {rank} commits step {at} (wait={waits})" for rank, (at, waits) in enumerate(said)
-            )
-            raise UsageError(f"commit: all ranks commit the same step in the same way, and {differs}")
+        if tell is not None:
+            self._agree(step, wait, tell)
         if not self._may_replace:
             raise UsageError(
                 f"commit: {', '.join(durability.space.paths)} has the durable state of an earlier run (step "
@@ -100,6 +97,14 @@ class Commits:
         if durability.is_due(step, wait=wait, tell=tell):
             durability.commit(step, DurableContent(durability.space, module, *take()), wait=wait, tell=tell)
         self._committed = step
+
+    def _agree(self, step: int, wait: bool, tell: Tell) -> None:
+        """All ranks commit the same step. Where one of them has to wait for it, all do."""
+        said = tell((step, wait, self._durability.owed))
+        if len({each[:2] for each in said}) > 1:
+            differs = ", ".join(f"rank {rank} step {at} (wait={waits})" for rank, (at, waits, _) in enumerate(said))
+            raise UsageError(f"commit: all ranks commit the same step in the same way, and here it is {differs}")
+        self._durability.owed = next((owed for *_, owed in said if owed is not None), None)
 
     def undo(self, step: int, why: BaseException) -> None:
         """A commit of this step has failed on another rank."""

@@ -120,6 +120,7 @@ class Durability:
     Attributes:
         every: a step is made durable when its number is a multiple of this.
         space, store: where.
+        owed: why the last step could not be had, so that the next commit waits for its own; None where it could.
     """
 
     def __init__(
@@ -141,14 +142,14 @@ class Durability:
             pager.tiers, self._updated, self._give_up, in_call=lambda: bool(pager.hooks.opened())
         )
         self._making: _Making | None = None
-        self._owed: str | None = None
+        self.owed: str | None = None
         self._link = link
         self._asked: int | None = None  # the step of which the ranks have still to tell whether they have it
         pager.commits = self
 
     def is_due(self, step: int, *, wait: bool, tell: Tell | None = None) -> bool:
         """Whether a commit of this step makes it durable. ``tell``: with several ranks, which all decide the same."""
-        due = wait or self._owed is not None or step % self.every == 0
+        due = wait or self.owed is not None or step % self.every == 0
         step_s = self._timer.note(writes=due) if self._extra_s else None
         if step_s is not None:
             every = least_every(self._extra_s, step_s if tell is None else max(tell(step_s)))
@@ -165,7 +166,7 @@ class Durability:
             IoFailure: the disk failed, or has no room. BudgetError: ``nvme_budget`` is too small. The run goes on, and
             the step that was durable before still is; the next commit waits for its own.
         """
-        wait = wait or self._owed is not None
+        wait = wait or self.owed is not None
         try:
             self.finish(tell)
             with self._pager.lock:
@@ -185,8 +186,8 @@ class Durability:
             raise
         if wait:
             self.finish(tell)
-            if self._owed is not None and self._making is None and (tell is not None or self.store.step != step):
-                raise UsageError(f"step {step} cannot be made durable: {self._owed}")
+            if self.owed is not None and self._making is None and (tell is not None or self.store.step != step):
+                raise UsageError(f"step {step} cannot be made durable: {self.owed}")
 
     def pump(self) -> None:
         """Called at every event: take what is written, and write what stays in memory."""
@@ -250,7 +251,7 @@ class Durability:
             self._finish_own()
         except (IoFailure, BudgetError) as error:
             failure = error
-        mine = None if self._owed is None else ["" if failure is None else type(failure).__name__, self._owed]
+        mine = None if self.owed is None else ["" if failure is None else type(failure).__name__, self.owed]
         said = tell(mine)
         lacking = [(rank, *theirs) for rank, theirs in enumerate(said) if theirs is not None]
         if not lacking:
@@ -258,7 +259,7 @@ class Durability:
             return None
         rank, name, why = next((each for each in lacking if each[1]), lacking[0])
         text = f"rank {rank} could not make its part of step {step} durable: {why}"
-        self._owed = self._owed or text
+        self.owed = self.owed or text
         log.info("%s; the next commit waits for its own", text)
         return failure if failure is not None or not name else RankError(text)
 
@@ -277,7 +278,7 @@ class Durability:
                     return
                 self._publish(making)
                 self._release(making)
-                self._making, self._owed = None, None
+                self._making, self.owed = None, None
         except BaseException as error:
             self._drop(str(error))
             raise
@@ -351,7 +352,7 @@ class Durability:
             making, self._making = self._making, None
             if making is not None:
                 self._release(making)
-            self._owed = why
+            self.owed = why
 
     def _give_up(self) -> None:
         self._drop("there is no room on NVMe for it and for what came after it")

@@ -117,6 +117,11 @@ def differ(how: str) -> list[str]:
             block.mlp[0].up.reset_parameters()
         found.append(step())
         found.append(step())
+        torch.manual_seed(4)
+        model.extra = nn.ModuleList([nn.Linear(48, 48), nn.Linear(3000, 3000)])  # more than the budget of a rank
+        found.append(step())
+        model.extra = model.extra[0]
+        found.append(step())
         context.engine.close()
     elif how == "one adds":
         if rank == 1:

@@ -24,9 +24,10 @@ def test_a_model_that_changes(precision: str, transport: str, micro_batches: int
         assert got.first_gradients == expected.first_gradients and expected.first_gradients
 
 
-def test_other_values_of_what_comes_are_an_error_and_nothing_is_lost() -> None:
+def test_what_cannot_be_taken_in_is_an_error_and_nothing_is_lost() -> None:
     texts = values_of(programs.differ, 2, "values")
-    for first, second, third in texts:
+    for first, second, third, large, small in texts:
+        assert large.startswith("BudgetError: ") and small == ""
         assert first.startswith("UsageError: what came after the model was placed differs between ranks: blocks.1.")
         assert "down.weight is float32" in first and (second, third) == ("", "")
 
