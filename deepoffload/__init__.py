@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepoffload import errors as errors
+    from deepoffload.accumulation.accumulate import accumulate as accumulate
     from deepoffload.checkpoint.pretrained import save_pretrained as save_pretrained
     from deepoffload.checkpoint.pretrained_loading import load_pretrained as load_pretrained
     from deepoffload.checkpoint.training_state import TrainingState as TrainingState
@@ -38,6 +39,7 @@ _HOMES = {
     "CPUAdamW": "deepoffload.optim.adam",
     "CPULion": "deepoffload.optim.lion",
     "CPUSGD": "deepoffload.optim.sgd",
+    "accumulate": "deepoffload.accumulation.accumulate",
     "careful": "deepoffload.params.code_scan",
     "TrainingState": "deepoffload.checkpoint.training_state",
     "last_micro_batch": "deepoffload.runtime.context",
@@ -59,6 +61,7 @@ __all__ = [
     "CPUSGD",
     "Config",
     "TrainingState",
+    "accumulate",
     "add_config_arguments",
     "careful",
     "initialize",

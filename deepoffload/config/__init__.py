@@ -18,9 +18,10 @@ from deepoffload.config.schema import (
     RanksConfig,
     SchedulerConfig,
 )
-from deepoffload.schedule.cost_model import StepOverlap
+from deepoffload.schedule.cost_model import AccumulationOrder, StepOverlap
 
 __all__ = [
+    "AccumulationOrder",
     "AioBackend",
     "AioConfig",
     "CheckpointConfig",

@@ -24,7 +24,7 @@ from deepoffload.config.schema import AioBackend, Buffers, DurabilityConfig, Gra
 from deepoffload.device import Device, Tier
 from deepoffload.errors import ConfigError
 from deepoffload.native.aio import PAGE_BYTES, REQUEST_BYTES_MAX
-from deepoffload.schedule.cost_model import StepOverlap
+from deepoffload.schedule.cost_model import AccumulationOrder, StepOverlap
 
 
 def tier_limit() -> ValueKind:
@@ -109,6 +109,15 @@ OWN_KEYS = (
         "`in_backward`: as soon as a unit's last gradient landed, without clipping. `speculative`: as `deferred`, but "
         "some units are updated inside backward, and `step()` confirms that or undoes it exactly. Not said: "
         "`deferred`, and `speculative` once steps wait long for the disk.",
+    ),
+    _own(
+        "accumulation_order",
+        choice({member.value: member for member in AccumulationOrder}),
+        "In which order `deepoffload.accumulate` and `engine.train_batch` run micro-batches. `vertical`: all of them "
+        "go through a unit before any goes on to the next, so weights are read once per step. `horizontal`: one after "
+        "the other. `auto`: vertical where something does not stay in memory. The numbers are the same. See "
+        "[accumulation](accumulation.md).",
+        AccumulationOrder.AUTO,
     ),
     _own("prefetch", boolean(), "Fetch units before they are used. `false` is the serial reference.", True),
     _own(

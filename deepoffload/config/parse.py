@@ -118,6 +118,7 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str, world_siz
         "offload_param",
         "offload_optimizer",
         "step_overlap",
+        "accumulation_order",
         "prefetch",
         "inference",
         "timeline",

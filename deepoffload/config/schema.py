@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deepoffload.device import Tier
-from deepoffload.schedule.cost_model import StepOverlap
+from deepoffload.schedule.cost_model import AccumulationOrder, StepOverlap
 
 
 class Precision(enum.Enum):
@@ -170,6 +170,7 @@ class Config:
     offload_optimizer: Tier | None = None
     step_overlap: StepOverlap | None = None
     """``None``: ``DEFERRED``, and ``SPECULATIVE`` as soon as that pays."""
+    accumulation_order: AccumulationOrder = AccumulationOrder.AUTO
     prefetch: bool = True
     inference: bool = False
     """Nothing is trained: every parameter is frozen, and weights are read where their checkpoint has them."""

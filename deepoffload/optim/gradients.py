@@ -149,7 +149,7 @@ class Gradients:
         record, unit, pager = self._records[handle], handle.unit, self.pager
         record.changed_at = self.changes = self.changes + 1
         if record.light and record.state is GradientState.EMPTY and self.early is None and self.from_device is None:
-            if pager.is_fully_resident():
+            if pager.is_fully_resident() and pager.hooks.turns is None:  # else whose turn it is decides when it lands
                 if pager.casts.left:
                     pager.casts.forget()
                 record.left_to_program()
@@ -354,6 +354,10 @@ class Gradients:
         """Whether a gradient of one of these landed or was assigned after the count was ``changes``."""
         return any(self._record(handle).changed_at > changes for handle in handles)
 
+    def is_users(self, handle: ParamHandle) -> bool:
+        """Whether the gradient is a tensor of the program, or one that autograd keeps."""
+        return self._records[handle].state is GradientState.USER
+
     # -- the step --------------------------------------------------------------------------------------------------
 
     def present(self, handle: ParamHandle) -> bool:
@@ -444,4 +448,7 @@ def _landed(param: Tensor) -> None:
         pager = handle.pager
         gradients = pager.gradients
         if isinstance(gradients, Gradients) and pager.life.closed_because is None:
-            gradients.land(param, handle)
+            if pager.hooks.turns is None:
+                gradients.land(param, handle)
+            else:
+                pager.hooks.turns.land(param, handle, gradients)

@@ -46,7 +46,7 @@ class CastCache:
     def __init__(self) -> None:
         self.shared = False
         self.held_by: int | None = None
-        self.left: set[int] = set()
+        self.left: set[tuple[int, int | None]] = set()
 
     def share(self) -> None:
         """Weights are used more than once in a forward: the cache is left alone from now on."""
@@ -57,11 +57,12 @@ class CastCache:
         self.held_by = None
         torch.clear_autocast_cache()
 
-    def leave(self, window: int) -> None:
-        """A window ends that ran under autocast and its cache."""
+    def leave(self, window: int, forward: int | None) -> None:
+        """A window ends that ran under autocast and its cache. ``forward``: of which of several forwards that run side
+        by side; None where one runs."""
         if torch.is_grad_enabled():
-            self.shared |= window in self.left
-            self.left.add(window)
+            self.shared |= (window, forward) in self.left
+            self.left.add((window, forward))
         self.held_by = None if self.shared else window
 
     def forget(self) -> None:

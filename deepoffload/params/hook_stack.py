@@ -17,7 +17,7 @@ import torch
 from deepoffload.copies.shown import ShownMemory
 from deepoffload.memory.lock import BooksLock
 from deepoffload.params.open_graphs import OpenGraphs
-from deepoffload.params.ports import PagerPort
+from deepoffload.params.ports import PagerPort, TurnPort
 from deepoffload.params.saved import SavedTensorHooks, of_checkpoint
 from deepoffload.params.torch_private import (
     pop_saved_tensors_hooks,
@@ -42,6 +42,9 @@ class HookStack:
     """Args:
     memory: in which tensors show their bytes.
     graphs: are told when autograd is left to save weights itself.
+
+    Attributes:
+        turns: micro-batches that take turns, each in a thread of its own; None where none do.
     """
 
     def __init__(self, pager: PagerPort, memory: ShownMemory, lock: BooksLock, graphs: OpenGraphs) -> None:
@@ -52,6 +55,7 @@ class HookStack:
         self._local = _ThreadState()
         self._opened_by: dict[int, list[WindowCall]] = {}
         self._shared = False
+        self.turns: TurnPort | None = None
         self._hooks_alone = SavedTensorHooks(pager, None)
 
     # -- saved-tensor hooks ----------------------------------------------------------------------------------------
@@ -116,6 +120,14 @@ class HookStack:
                     for entry in others:
                         entry.window.show_doors(entry)
         return self._shared
+
+    def stand_back(self) -> None:
+        """This thread lets another one run and does nothing meanwhile, so the models are not shared by the two. What it
+        has open keeps its bytes. Parameters get their doors back, which the other thread needs."""
+        with self._lock:
+            for entry in self._local.opened:
+                entry.window.show_doors(entry)
+            self._opened_by.pop(threading.get_ident(), None)
 
     # -- what a call left behind -----------------------------------------------------------------------------------
 

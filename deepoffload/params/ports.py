@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from deepoffload.params.slot import TensorSlot
     from deepoffload.params.unit import ParamHandle, Unit
     from deepoffload.params.use_order import UseOrder
+    from deepoffload.params.window import Window
 
 
 class GradientDoor(Protocol):
@@ -51,6 +52,12 @@ class GradientDoor(Protocol):
 
     def forget(self, unit: Unit) -> None:
         """The unit is gone."""
+
+    def land(self, param: Tensor, handle: ParamHandle) -> None:
+        """Take over what autograd has put into ``param.grad``."""
+
+    def is_users(self, handle: ParamHandle) -> bool:
+        """Whether the gradient is a tensor of the program, into which autograd adds."""
 
 
 class PagerOwner(Protocol):
@@ -115,6 +122,22 @@ class RankPort(PlanningPort, Protocol):
 
     def meet_edit(self, number: int, edited: Edited) -> None:
         """Wait until all ranks are about to change what their programs see of a tensor, or have done so."""
+
+
+class TurnPort(Protocol):
+    """Micro-batches that take turns in threads (implemented by :class:`deepoffload.accumulation.turns.Turns`)."""
+
+    def number(self) -> int | None:
+        """Which of them the calling thread runs; None where it runs none."""
+
+    def enter(self, window: Window) -> None:
+        """The window of a module is about to open: let others go first."""
+
+    def leave(self, window: Window, output: object) -> None:
+        """The call of a window's module is over."""
+
+    def land(self, param: Tensor, handle: ParamHandle, gradients: GradientDoor) -> None:
+        """A gradient is complete: have it land now, or after those of earlier micro-batches."""
 
 
 class PagerPort(Protocol):

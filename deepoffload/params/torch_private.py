@@ -57,15 +57,15 @@ _peek_interpreter_stack = _need(torch._C._functorch, "peek_interpreter_stack")
 storage_at: Callable[[int, torch.device, int], Any] = _need(torch._C, "_construct_storage_from_data_pointer")
 _swap_implementation = _need(torch._C, "_swap_tensor_impl")
 _disable_current_modes = _need(_python_dispatch, "_disable_current_modes")
-is_wrapper: Callable[[Any], bool] = _need(_python_dispatch, "is_traceable_wrapper_subclass")
-"""Whether a tensor's bytes are in other tensors that it wraps (DTensor, quantized ones)."""
+is_wrapper: Callable[[Any], bool] = _need(_python_dispatch, "is_traceable_wrapper_subclass")  # DTensor and the like
 _dispatch_mode = _need(torch._C, "_get_dispatch_mode")
 _no_dispatch: Callable[[], object] = _need(torch._C, "_DisableTorchDispatch")
 _PROXY = _need(_need(torch._C, "_TorchDispatchModeKey"), "PROXY")
-_current_node = _need(torch._C, "_current_autograd_node")
+current_node = _need(torch._C, "_current_autograd_node")
 graph_task: Callable[[], int] = _need(torch._C, "_current_graph_task_id")  # the innermost backward's; -1 outside
 call_at_end_of_backward: Any = _need(_need(torch.autograd.Variable, "_execution_engine"), "queue_callback")
-_len_dispatch_stack, _len_function_stack = (_need(torch._C, f"_len_torch_{n}_stack") for n in ("dispatch", "function"))
+function_mode_at: Callable[[int], object] = _need(torch._C, "_get_function_stack_at")
+len_dispatch_stack, len_function_stack = (_need(torch._C, f"_len_torch_{n}_stack") for n in ("dispatch", "function"))
 
 int8_product: Callable[..., Tensor] = _need(torch.ops.aten, "_weight_int8pack_mm")
 int4_product: Callable[..., Tensor] = _need(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
@@ -282,7 +282,7 @@ def refuse_tracing() -> None:
     what we do with bytes."""
     if torch._C._is_tracing():
         raise UnsupportedError("torch.jit.trace cannot record a paged model; trace a plain copy (copy.deepcopy(model))")
-    if _len_dispatch_stack() and _dispatch_mode(_PROXY) is not None:
+    if len_dispatch_stack() and _dispatch_mode(_PROXY) is not None:
         raise UnsupportedError("make_fx cannot record a paged model; trace a plain copy (copy.deepcopy(model))")
 
 
@@ -416,12 +416,12 @@ def in_functorch() -> bool:
 
 def in_backward() -> bool:
     """True while autograd evaluates a node."""
-    return _current_node() is not None
+    return current_node() is not None
 
 
 def modes_active() -> bool:
     """True inside any user mode that would see, or change, an operation of ours."""
-    stacked = _len_dispatch_stack() or _len_function_stack() or _peek_interpreter_stack() is not None
+    stacked = len_dispatch_stack() or len_function_stack() or _peek_interpreter_stack() is not None
     return bool(stacked or torch.is_inference_mode_enabled())
 
 
@@ -438,9 +438,9 @@ def outside_user_modes() -> Iterator[None]:
             from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
             stack.enter_context(temporarily_clear_interpreter_stack())
-        if _len_dispatch_stack():
+        if len_dispatch_stack():
             stack.enter_context(_disable_current_modes())
-        if _len_function_stack():
+        if len_function_stack():
             stack.enter_context(torch._C.DisableTorchFunction())
         else:
             stack.enter_context(_no_torch_function())

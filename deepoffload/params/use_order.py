@@ -14,6 +14,7 @@ from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.unit import Unit
 from deepoffload.schedule.trace import Event, Trace, UseKey
+from deepoffload.schedule.visits import VisitOrder
 
 _UNKNOWN = 1e12
 """Distance to the next use where the trace knows none: farther than all that it knows."""
@@ -35,6 +36,7 @@ class UseOrder:
 
     Attributes:
         trace: the events of the steps, and when each block is used next.
+        visits: the order in which micro-batches that take turns visit units.
         predicted: ids of the blocks of the present event, when the trace expected it.
         last_key: of the present event; None after the end of a step.
         backward_of: the unit of the present event, if it is one of backward.
@@ -42,6 +44,7 @@ class UseOrder:
 
     def __init__(self, graphs: OpenGraphs, *, prefetch: bool = True) -> None:
         self.trace = Trace()
+        self.visits = VisitOrder()
         self.predicted: frozenset[int] = frozenset()
         self.last_key: UseKey | None = None
         self.backward_of: Unit | None = None

@@ -136,6 +136,10 @@ class Window:
         layers = (reference() for reference in self._checkpointing)
         return any(layer is not None and layer.__dict__.get("gradient_checkpointing") for layer in layers)
 
+    def handles(self) -> list[ParamHandle]:
+        """The paged parameters below the module."""
+        return [handle for handle, _ in self._shown]
+
     def of_shape(self, shape: torch.Size) -> list[ParamHandle]:
         """The parameters of that shape."""
         return self._by_shape.get(shape, [])
@@ -179,6 +183,8 @@ class Window:
             return
         refuse_tracing()
         refuse_wrappers()
+        if pager.hooks.turns is not None:
+            pager.hooks.turns.enter(self)
         with pager.lock:
             opened = pager.hooks.opened()
             if opened:
@@ -270,9 +276,13 @@ class Window:
             if not opened or opened[-1].window is not self or module is not self._module():
                 return  # enter() raised, or this is a copy of the module
             self.close(opened.pop())
-            self._note_call()
+            turns = self.pager.hooks.turns
+            if turns is None:
+                self._note_call()
             if torch.is_autocast_enabled(self.pager.memory.device.type) and torch.is_autocast_cache_enabled():
-                self.pager.casts.leave(id(self))
+                self.pager.casts.leave(id(self), None if turns is None else turns.number())
+        if turns is not None:
+            turns.leave(self, output)
 
     def _note_call(self) -> None:
         """Whether the module is called twice in one call of the whole model. Known before autocast asks for it."""

@@ -247,6 +247,7 @@ class Engine:
             for handle in unit.handles:
                 self.gradients.track(handle)
         self._windows = [Window(self.pager, module, name) for name, module in plan.windows]
+        self.pager.order.visits.guess((window, 0) for window in self._windows)
         passes = ForwardPasses(self.pager) if self.config.inference else None
         self._watches = [RootWatch(root, self.refresh, self._windows, passes) for root in roots]
         self._outer = [OuterWindow(self.pager, module, name) for name, module in plan.outer]

@@ -92,10 +92,9 @@ class TrainingLoop:
         Raises:
             UsageError: ``loss`` is no scalar tensor, or has no graph.
         """
-        _check_loss(loss, "engine.backward")
-        steps = self.accumulation_steps
-        if steps > 1 and take_mean:
-            loss = (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) / steps
+        check_loss(loss, "engine.backward")
+        if take_mean:
+            loss = mean_over(loss, self.accumulation_steps)
         self._times_scale(loss).backward(retain_graph=retain_graph)
         return loss
 
@@ -107,7 +106,7 @@ class TrainingLoop:
         """
         if self.optimizer is None:
             raise UsageError("engine.scale(): initialize() was given no optimizer, so the engine only infers")
-        _check_loss(loss, "engine.scale")
+        check_loss(loss, "engine.scale")
         return self._times_scale(loss)
 
     def _times_scale(self, loss: Tensor) -> Tensor:
@@ -267,7 +266,15 @@ class TrainingLoop:
             self.optimizer.loss_scale = self.loss_scale
 
 
-def _check_loss(loss: object, call: str) -> None:
+def mean_over(loss: Tensor, count: int) -> Tensor:
+    """One of ``count`` losses, so that the gradients of all add up to those of their mean. In fp32 at least."""
+    if count == 1:
+        return loss
+    return (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) / count
+
+
+def check_loss(loss: object, call: str) -> None:
+    """Raise UsageError where ``loss`` is no scalar tensor, or has no graph. ``call`` names who was given it."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(f"{call} takes a tensor with one number, not {shown}; reduce the loss first")

@@ -32,6 +32,17 @@ class StepOverlap(Enum):
     """All units are updated inside ``step()``, one after the other: the serial reference."""
 
 
+class AccumulationOrder(Enum):
+    """In which order the micro-batches of a step are run. All give the same bits."""
+
+    AUTO = "auto"
+    """Vertical where something moves, else horizontal."""
+    VERTICAL = "vertical"
+    """All micro-batches go through a unit before any goes on to the next."""
+    HORIZONTAL = "horizontal"
+    """One after the other."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """What one optimizer step does: ``accumulation_steps`` times forward and backward, then one update.

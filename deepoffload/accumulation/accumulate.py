@@ -1,0 +1,245 @@
+"""``deepoffload.accumulate``: forward and backward of several micro-batches, whose gradients add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepoffload.accumulation.call_gradients import CallGradients
+from deepoffload.accumulation.caller_state import CallerState
+from deepoffload.accumulation.orders import is_vertical
+from deepoffload.accumulation.random_streams import RandomStreams
+from deepoffload.accumulation.turns import Turns
+from deepoffload.errors import UsageError
+from deepoffload.params.ports import GradientDoor
+from deepoffload.params.torch_private import in_backward
+from deepoffload.params.unit import ParamHandle
+from deepoffload.runtime.context import engine_of
+from deepoffload.runtime.engine import Engine
+from deepoffload.runtime.loop import check_loss, mean_over
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+def accumulate(
+    model: nn.Module,
+    micro_batches: Iterable[Any],
+    loss: LossFunction | None = None,
+    order: str | None = None,
+    scale: bool = True,
+) -> list[Tensor]:
+    """Run forward and backward of each micro-batch; the gradients add up. ``optimizer.step()`` is the caller's.
+
+    In vertical order all micro-batches go through one unit of the model before any goes on to the next, so that weights
+    are read once per step, and not once per micro-batch. The numbers are those of the ordinary order, bit for bit
+    (docs/accumulation.md).
+
+    Random numbers: one seed per micro-batch is drawn from torch's CPU generator, and each micro-batch has a stream of
+    its own, whatever the order. A plain loop that calls ``torch.manual_seed`` with the same seeds draws the same.
+
+    Args:
+        model: paged, or an ordinary one, which is trained in the ordinary order.
+        micro_batches: drawn completely before the first forward.
+        loss: makes a scalar with a graph of the model and one micro-batch. Not said: the model is called with the
+            micro-batch (a mapping: as keyword arguments; a tuple or list: as arguments), and the loss is what it
+            returns, or the ``loss`` of that.
+        order: ``"vertical"``, ``"horizontal"`` or ``"auto"``; not said: the configuration's ``accumulation_order``.
+        scale: divide each loss by the number of micro-batches for backward.
+
+    Returns:
+        The losses as ``loss`` has returned them, detached, in the order of the micro-batches.
+
+    Raises:
+        UsageError: there are no micro-batches, or more than ``gradient_accumulation_steps``; a loss is no scalar with a
+            graph; the loss function calls backward; or this is inside a forward, a backward or another ``accumulate``.
+        UnsupportedError: the vertical order is not available here.
+        Exception: what a micro-batch has raised, with its number as a note. The gradients of this call are dropped.
+    """
+    batches = list(micro_batches)
+
+    def prepare(found: Tensor) -> Tensor:
+        return mean_over(found, len(batches)) if scale else found
+
+    return run_micro_batches(model, batches, loss, order, prepare)
+
+
+def run_micro_batches(
+    model: nn.Module,
+    batches: list[Any],
+    loss: LossFunction | None,
+    order: str | None,
+    prepare: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """As :func:`accumulate`. ``prepare`` makes of a loss what is differentiated."""
+    try:
+        engine = engine_of(model)
+    except UsageError:
+        engine = None
+    _check(engine, batches)
+    vertical = is_vertical(engine, model, order)
+    caller = CallerState(engine.pager.memory.device.type) if vertical and engine is not None else None
+    work = _Work(model, engine, batches, loss or model_loss, prepare)
+    try:
+        if caller is not None and engine is not None:
+            work.run_vertically(engine, caller)
+        else:
+            work.run_horizontally()
+    except BaseException as error:
+        _note(error, work.failed_at, work.gradients.drop())
+        raise
+    finally:
+        if engine is not None and engine.gradients.early is not None:
+            engine.gradients.early.paused = False
+    return work.losses
+
+
+def model_loss(model: Any, batch: Any) -> Tensor:
+    """The loss of models that make it themselves, as those of transformers do."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    if isinstance(output, Tensor):
+        return output
+    found: Tensor = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
+    return found
+
+
+def _check(engine: Engine | None, batches: list[Any]) -> None:
+    if not batches:
+        raise UsageError("accumulate: there are no micro-batches")
+    if in_backward():
+        raise UsageError("accumulate inside a backward")
+    if engine is None:
+        return
+    hooks = engine.pager.hooks
+    if hooks.opened():
+        hooks.close_stale()
+    if hooks.turns is not None:
+        raise UsageError("accumulate inside accumulate, or in two threads at once")
+    if hooks.opened():
+        raise UsageError(f"accumulate inside a forward of the model, in {hooks.opened()[-1].window.name or 'its root'}")
+    steps = engine.config.gradient_accumulation_steps
+    if 1 < steps < len(batches):
+        raise UsageError(
+            f"accumulate: {len(batches)} micro-batches, but the configuration says gradient_accumulation_steps = "
+            f"{steps}; draw {steps}, or leave the key out"
+        )
+
+
+class _OneByOne:
+    """Stands where :class:`Turns` stands while micro-batches run one after the other."""
+
+    def number(self) -> None:
+        return None
+
+    def enter(self, window: object) -> None:
+        return None
+
+    def leave(self, window: object, output: object) -> None:
+        return None
+
+    def land(self, param: Tensor, handle: ParamHandle, gradients: GradientDoor) -> None:
+        gradients.land(param, handle)
+
+
+class _Work:
+    """Forward and backward of each micro-batch.
+
+    Attributes:
+        failed_at: the micro-batch that runs, or has raised.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine | None,
+        batches: list[Any],
+        loss_of: LossFunction,
+        prepare: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._model, self._engine, self._batches = model, engine, batches
+        self._loss_of, self._prepare = loss_of, prepare
+        self._found: dict[int, Tensor] = {}
+        self.gradients = CallGradients(model, engine)
+        self.failed_at: int | None = None
+
+    @property
+    def losses(self) -> list[Tensor]:
+        return [self._found[number] for number in range(len(self._batches))]
+
+    def run_vertically(self, engine: Engine, caller: CallerState) -> None:
+        turns = Turns(
+            engine.pager.hooks,
+            engine.pager.order.visits,
+            RandomStreams(len(self._batches)),
+            caller,
+            len(self._batches),
+            forward=self._forward,
+            backward=self._backward,
+            resumed=self._resumed,
+        )
+        try:
+            turns.run()
+        finally:
+            self.failed_at = None if turns.failure is None else turns.failure[0]
+
+    def run_horizontally(self) -> None:
+        streams = RandomStreams(len(self._batches))
+        hooks = None if self._engine is None else self._engine.pager.hooks
+        if hooks is not None:
+            hooks.turns = _OneByOne()
+        try:
+            for number in range(len(self._batches)):
+                self.failed_at = number
+                with streams.of(number):
+                    loss = self._forward(number)
+                    self._resumed(number)
+                    self._backward(number, loss)
+                    del loss
+        finally:
+            if hooks is not None:
+                hooks.turns = None
+
+    def _forward(self, number: int) -> Tensor:
+        gradients = None if self._engine is None else self._engine.gradients
+        changes = 0 if gradients is None else gradients.changes
+        loss = self._loss_of(self._model, self._batches[number])
+        if gradients is not None and gradients.changes != changes:  # no other backward runs before this forward ends
+            raise UsageError(
+                "the loss function changes gradients (backward, zero_grad): accumulate calls backward itself, and "
+                "optimizer.step() and zero_grad() come after it"
+            )
+        check_loss(loss, f"accumulate (micro-batch {number})")
+        self._found[number] = loss.detach()
+        return self._prepare(loss)
+
+    def _backward(self, number: int, loss: Tensor) -> None:
+        loss.backward()
+
+    def _resumed(self, number: int) -> None:
+        """The backward of a micro-batch goes on. What updates units inside backward has to know the last one."""
+        if self._engine is None:
+            return
+        is_last = number == len(self._batches) - 1
+        if self._engine.gradients.early is not None:
+            self._engine.gradients.early.paused = not is_last
+        if self._engine.gradients.speculation is not None:
+            self._engine.gradients.speculation.announce(is_last)
+
+
+def _note(error: BaseException, number: int | None, lost: bool) -> None:
+    """What people see below the traceback."""
+    notes = [] if number is None else [f"deepoffload.accumulate: in micro-batch {number}"]
+    notes += ["its gradients are dropped"]
+    if lost:
+        notes.append("and with them what the same parameters had before the call")
+    text = ", ".join(notes)
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    elif isinstance(error, (RuntimeError, ValueError)):  # Python 3.10 has no notes
+        error.args = (*error.args, text)

@@ -1,0 +1,41 @@
+"""Which gradients a call of ``accumulate`` has made, so that they can be dropped where it fails."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from deepoffload.params.unit import ParamHandle
+from deepoffload.runtime.engine import Engine
+
+
+class CallGradients:
+    """Made before the call. ``engine``: None where the model is not paged."""
+
+    def __init__(self, model: nn.Module, engine: Engine | None) -> None:
+        self._engine = engine
+        self._changes = 0 if engine is None else engine.gradients.changes
+        self._ordinary: list[tuple[Tensor, bool]] = []
+        self._had: set[ParamHandle] = set()
+        for param in model.parameters():
+            slot = param.__dict__.get("_slot")
+            if isinstance(slot, ParamHandle):
+                if isinstance(slot.pager.engine, Engine) and slot.pager.engine.gradients.present(slot):
+                    self._had.add(slot)
+            else:
+                self._ordinary.append((param, param.grad is not None))
+
+    def drop(self) -> bool:
+        """Drop the gradients that have changed since. Returns whether some of them were there before."""
+        lost = False
+        if self._engine is not None:
+            gradients = self._engine.gradients
+            for unit in self._engine.pager.units:
+                for handle in unit.handles:
+                    if gradients.changed_since(self._changes, [handle]):
+                        lost |= handle in self._had
+                        gradients.assign(handle, None)
+        for param, had in self._ordinary:
+            if param.grad is not None:
+                lost |= had
+                param.grad = None
+        return lost

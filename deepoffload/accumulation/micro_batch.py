@@ -1,0 +1,47 @@
+"""Where one of several micro-batches is that take turns."""
+
+from __future__ import annotations
+
+import math
+import threading
+from enum import IntEnum
+
+from deepoffload.params.window import Window
+
+Visit = tuple[Window, int]
+"""A call of a module with a window, and how often the micro-batch had called it before."""
+
+
+class Phase(IntEnum):
+    """Whoever is in an earlier phase goes first."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    OVER = 2
+
+
+class MicroBatch:
+    """One micro-batch on its way.
+
+    Attributes:
+        turn: locked while the micro-batch is not to run.
+        place: in its phase; the least one goes first.
+        path: its visits in the forward, in their order.
+        latest: how often each window was visited before its latest visit.
+        entered: those visits that its backward has come to.
+        region: the reentrant checkpoint that its backward has come to last.
+        at: what it came to last, for people.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        self.thread: threading.Thread | None = None
+        self.phase = Phase.FORWARD
+        self.place = -math.inf
+        self.path: list[Visit] = []
+        self.latest: dict[Window, int] = {}
+        self.entered: set[Visit] = set()
+        self.region: object = None
+        self.at = "its beginning"

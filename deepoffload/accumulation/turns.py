@@ -1,0 +1,294 @@
+"""Micro-batches take turns: each has a thread, one runs at a time, and each stops before it comes to the next unit.
+
+[Note: turns] With three micro-batches and a model of an embedding, two layers and a head, the order of work is::
+
+    forward   embedding 0 1 2   layer A 0 1 2   layer B 0 1 2   head and loss 0 1 2
+    backward  head and loss 0 1 2   layer B 0 1 2   layer A 0 1 2   embedding 0 1 2
+
+A thread *parks* where a unit begins. In the forward this is before the unit's window opens. In backward it is when the
+gradient of what the unit has put out is complete: a tensor hook, which autograd calls with no lock held. Each thread
+runs the ordinary ``loss.backward()`` of its own graph. So a gradient is summed and rounded exactly as in the ordinary
+loop, also of tied weights and of tensors that leave a unit by a side door, and the gradients of the micro-batches land
+in each parameter one after the other, in the order of their numbers.
+
+Who goes next is decided from where all of them stand, by the one that parks: the least place in the order of visits
+(see ``schedule.visits``), then the least number. Nobody ever waits for a particular other one, so a micro-batch that
+skips a layer, or ends early, only changes who is next.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepoffload.accumulation.caller_state import CallerState
+from deepoffload.accumulation.landing_order import LandingOrder
+from deepoffload.accumulation.micro_batch import MicroBatch, Phase, Visit
+from deepoffload.accumulation.random_streams import RandomStreams
+from deepoffload.errors import UsageError
+from deepoffload.memory.lock import SHIELD
+from deepoffload.params.hook_stack import HookStack
+from deepoffload.params.ports import GradientDoor
+from deepoffload.params.torch_private import current_node, in_backward, set_grad, tree_flatten
+from deepoffload.params.unit import ParamHandle
+from deepoffload.params.window import Window
+from deepoffload.schedule.visits import VisitOrder, places_of
+
+WAIT_LIMIT_S = 1800.0
+"""So long a micro-batch may compute between two units, and one that was told to end until it has."""
+
+
+class Ended(BaseException):
+    """Unwinds the thread of a micro-batch that is not to go on."""
+
+
+class Turns:
+    """Runs the micro-batches of one step in vertical order. See [Note: turns] at the top of this file.
+
+    Args:
+        hooks: what runs now in each thread; the windows ask it who takes turns.
+        order: of visits in a forward, as far as it is known.
+        forward: of the micro-batch with a number; returns what is differentiated.
+        backward: of what ``forward`` has returned.
+        resumed: called with the number when a micro-batch goes on with its backward.
+    """
+
+    def __init__(
+        self,
+        hooks: HookStack,
+        order: VisitOrder,
+        streams: RandomStreams,
+        caller: CallerState,
+        count: int,
+        *,
+        forward: Callable[[int], Tensor],
+        backward: Callable[[int, Tensor], None],
+        resumed: Callable[[int], None],
+    ) -> None:
+        self._hooks = hooks
+        self._order = order
+        self._streams = streams
+        self._caller = caller
+        self._forward, self._backward, self._resumed = forward, backward, resumed
+        self._all = [MicroBatch(number) for number in range(count)]
+        self._by_thread: dict[int, MicroBatch] = {}
+        self._running = self._all[0]
+        self._places: dict[Visit, int] | None = None
+        self._landing_order: LandingOrder | None = None
+        self._gradients: GradientDoor | None = None
+        self._finished = threading.Event()
+        self._stopping = False
+        self._switches = 0
+        self.failure: tuple[int, BaseException] | None = None
+
+    # -- the caller's thread ---------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """All forwards, then all backwards. Returns when every thread has ended.
+
+        Raises:
+            UsageError: a micro-batch has not come to its next unit within the limit. Else what the first micro-batch
+            has raised, whose number ``failure`` has.
+        """
+        with SHIELD:  # a Ctrl-C arrives in the waits, where everything is in order
+            self._hooks.turns = self
+            try:
+                for one in self._all:
+                    run = contextvars.copy_context().run
+                    name = f"deepoffload micro-batch {one.number}"
+                    one.thread = threading.Thread(target=run, args=(self._live, one), name=name, daemon=True)
+                    one.thread.start()
+                self._streams.switch(0)
+                self._running.turn.release()
+                SHIELD.outside(self._wait)
+            finally:
+                self._stop()
+                self._hooks.turns = None
+                self._streams.switch(None)
+        if self.failure is not None:
+            raise self.failure[1]
+        self._order.learn([one.path for one in self._all])
+
+    def _wait(self) -> None:
+        switches = -1
+        while not self._finished.wait(WAIT_LIMIT_S):
+            if switches == self._switches:
+                raise UsageError(f"accumulate: {self._where(self._running)} for {WAIT_LIMIT_S:g} s")
+            switches = self._switches
+
+    def _where(self, one: MicroBatch) -> str:
+        phase = "forward" if one.phase is Phase.FORWARD else "backward"
+        return f"the {phase} of micro-batch {one.number} has been at {one.at}"
+
+    def _stop(self) -> None:
+        """End the micro-batches that are not over, the running one first, and wait for their threads."""
+        self._stopping = True
+        for one in sorted(self._all, key=lambda other: other is not self._running):
+            if one.thread is None or one.thread.ident is None:
+                continue
+            if one.turn.locked():
+                one.turn.release()
+            one.thread.join(WAIT_LIMIT_S)
+            if one.thread.is_alive():
+                raise UsageError(f"accumulate: {self._where(one)} for {WAIT_LIMIT_S:g} s, and does not end")
+
+    # -- the threads of micro-batches ------------------------------------------------------------------------------
+
+    def _live(self, one: MicroBatch) -> None:
+        self._by_thread[threading.get_ident()] = one
+        try:
+            self._await(one)
+            with self._caller.here():
+                loss = self._forward(one.number)
+                one.at = "its loss"
+                self._pass(one, Phase.BACKWARD, -math.inf)
+                self._backward(one.number, loss)
+                del loss
+                one.phase = Phase.OVER
+                self._land_held(one)
+        except Ended:
+            one.at = "its end"
+        except BaseException as error:  # raised again in the caller's thread
+            if self.failure is None:
+                self.failure = one.number, error
+            self._stopping = True
+        finally:
+            try:
+                self._hooks.close_leaked()
+                self._hooks.stand_back()
+            finally:
+                self._end(one)
+
+    def _end(self, one: MicroBatch) -> None:
+        one.phase = Phase.OVER
+        following = None if self._stopping else self._next()
+        if following is None:
+            self._finished.set()
+        else:
+            self._hand_over(following)
+
+    def _next(self) -> MicroBatch | None:
+        left = [one for one in self._all if one.phase is not Phase.OVER]
+        found = min(left, key=lambda one: (one.phase, one.place, one.number), default=None)
+        if found is not None and found.phase is Phase.BACKWARD and self._places is None:
+            paths = [one.path for one in self._all]
+            self._places = places_of(paths) or {}  # without an order that all follow: one whole backward after another
+            if any(path != paths[0] for path in paths):
+                self._landing_order = LandingOrder(self._all, self._places)
+        return found
+
+    def _hand_over(self, following: MicroBatch) -> None:
+        self._streams.switch(following.number)
+        self._switches += 1
+        self._running = following
+        following.turn.release()
+
+    def _pass(self, one: MicroBatch, phase: Phase, place: float) -> None:
+        """Come to a place, let those go first that stand before it, and go on."""
+        one.phase, one.place = phase, place
+        if self._stopping:
+            raise Ended
+        following = self._next()
+        if following is not None and following is not one:
+            self._hooks.stand_back()
+            self._hand_over(following)
+            self._await(one)
+        elif phase is Phase.BACKWARD:
+            self._go_on(one)
+
+    def _await(self, one: MicroBatch) -> None:
+        if not one.turn.acquire(timeout=2 * WAIT_LIMIT_S * len(self._all)):
+            raise UsageError(f"accumulate: micro-batch {one.number} was never told to go on")
+        if self._stopping:
+            raise Ended
+        if one.phase is Phase.BACKWARD:
+            self._go_on(one)
+
+    def _go_on(self, one: MicroBatch) -> None:
+        """With its backward."""
+        self._land_held(one)
+        self._resumed(one.number)
+
+    # -- what windows tell -----------------------------------------------------------------------------------------
+
+    def number(self) -> int | None:
+        """Which micro-batch the calling thread runs."""
+        one = self._by_thread.get(threading.get_ident())
+        return None if one is None else one.number
+
+    def enter(self, window: Window) -> None:
+        """A module is called whose window is about to open."""
+        one = self._by_thread.get(threading.get_ident())
+        if one is None:
+            return
+        if in_backward():
+            self._run_again(one, window)
+            return
+        if one.phase is not Phase.FORWARD:
+            return
+        count = one.latest[window] = one.latest.get(window, -1) + 1
+        visit = window, count
+        one.at = window.name
+        self._pass(one, Phase.FORWARD, self._order.place(visit, len(one.path)))
+        one.path.append(visit)
+
+    def leave(self, window: Window, output: Any) -> None:
+        """The call of a module is over."""
+        one = self._by_thread.get(threading.get_ident())
+        if one is None or one.phase is not Phase.FORWARD or in_backward():
+            return
+        visit = window, one.latest[window]
+        for value in tree_flatten(output)[0]:
+            if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+                value.register_hook(partial(self._came_back, one, visit))
+
+    def _came_back(self, one: MicroBatch, visit: tuple[Window, int], gradient: Tensor) -> None:
+        """Backward of a micro-batch comes to a visit."""
+        if (
+            visit in one.entered
+            or one.phase is not Phase.BACKWARD
+            or self._by_thread.get(threading.get_ident()) is not one
+        ):
+            return
+        one.entered.add(visit)
+        if self._places:
+            one.at = visit[0].name
+            self._pass(one, Phase.BACKWARD, -self._places[visit])
+
+    def land(self, param: Tensor, handle: ParamHandle, gradients: GradientDoor) -> None:
+        """The gradient of a parameter is complete in the backward that runs."""
+        one = self._by_thread.get(threading.get_ident())
+        order = self._landing_order
+        self._gradients = gradients
+        if one is not None and one.phase is Phase.BACKWARD and order is not None and not gradients.is_users(handle):
+            if order.holds_back(one, param, handle):
+                return
+        gradients.land(param, handle)
+
+    def _land_held(self, one: MicroBatch) -> None:
+        """Land what has waited and need not wait any more."""
+        if self._landing_order is None or self._gradients is None:
+            return
+        for held in self._landing_order.ready():
+            self._resumed(held.number)
+            set_grad(held.param, held.gradient)
+            self._gradients.land(held.param, held.handle)
+
+    def _run_again(self, one: MicroBatch, window: Window) -> None:
+        """A reentrant checkpoint runs its forward again inside backward: it begins with its first unit. (Another one
+        does so when it comes to its last unit, where the tensor hook was.)"""
+        node = current_node()
+        region = node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
+        visit = window, one.latest.get(window, -1)
+        if region is None or region is one.region or not self._places or visit not in self._places:
+            return
+        one.region = region
+        one.at = window.name
+        self._pass(one, Phase.BACKWARD, -self._places[visit])

@@ -1,0 +1,39 @@
+"""Weights and optimizer state pass the disk once per step, however many micro-batches there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import deepoffload
+from tests.accumulation.loops import VERTICAL
+from tests.support.models import TinyGPT, batch, next_token_loss
+
+BYTES_PER_PARAM = 26.5
+"""bf16, everything on NVMe but gradients: weights are read twice and written once, 10 bytes of state both ways."""
+
+
+@pytest.mark.parametrize(("micro_batches", "checkpointing"), [(1, None), (8, None), (3, True)])
+def test_bytes_per_parameter_do_not_grow_with_the_micro_batches(
+    nvme_path: Path, micro_batches: int, checkpointing: bool | None
+) -> None:
+    """Also not with reentrant checkpoints, which run units again inside backward."""
+    with deepoffload.offload_context(
+        host_budget=48 << 20, nvme_path=str(nvme_path), precision="bf16", aio={"backend": "pool"}
+    ):
+        model = TinyGPT(width=320, depth=8, checkpointing=checkpointing)
+    num_params = sum(param.numel() for param in model.parameters())
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+    moved, faults = [], []
+    for step in range(5):
+        batches = [batch(100 * step + micro, rows=1) for micro in range(micro_batches)]
+        deepoffload.accumulate(model, batches, next_token_loss, order=VERTICAL)
+        optimizer.step()
+        optimizer.zero_grad()
+        stats = deepoffload.stats(model)
+        moved.append(stats["disk_bytes_read"] + stats["disk_bytes_written"])
+        faults.append(stats["faults"])
+    per_step = (moved[-1] - moved[2]) / 2 / num_params
+    assert 20 < per_step <= BYTES_PER_PARAM
+    assert faults[-1] == faults[2]

@@ -1,0 +1,126 @@
+"""Both orders of ``accumulate`` give the bits of a plain loop that draws the same random numbers.
+
+``python -m tests.accumulation.campaign`` does this for every model, setting and precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepoffload
+from tests.accumulation.loops import HORIZONTAL, PLAIN, VERTICAL, Steps, plain_accumulation
+from tests.models.zoo import t5 as small_t5
+from tests.models.zoo import translation
+from tests.support.inspect import pager_of
+from tests.support.loops import assert_same_bits
+from tests.support.models import TinyGPT, batch, llama, mixtral, next_token_loss
+from tests.support.paging import EVICTING, TIGHT, Paging
+
+
+class OtherWays(nn.Module):
+    """Micro-batches of which some skip layers, call one twice, or end early; weights of the root, shared ones, frozen
+    ones, and a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(32))
+        self.norm = nn.BatchNorm1d(32)
+        self.layers[2].requires_grad_(False)
+        self.layers[3][0].weight = self.layers[1][0].weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        way = int(tokens[0, 0]) % 4
+        x = self.embedding(tokens) * self.scale
+        for number, layer in enumerate(self.layers):
+            if way != number:
+                x = x + layer(x)
+            if way == 1 and number == 2:
+                x = torch.dropout(layer(x), 0.3, self.training)
+            if way == 3 and number == 1:
+                break
+        return (self.norm(x.flatten(0, 1)) * self.scale).square().mean()
+
+
+def router_loss(model: Any, seed: int) -> Tensor:
+    """Router logits of all layers leave them by a side door, and meet in the loss."""
+    tokens = batch(seed)
+    loss: Tensor = model(input_ids=tokens, labels=tokens, output_router_logits=True).loss
+    return loss
+
+
+def of_seed(model: nn.Module, seed: int) -> Tensor:
+    return next_token_loss(model, batch(seed, rows=1 + seed % 3))  # micro-batches of different lengths
+
+
+def t5_loss(model: Any, seed: int) -> Tensor:
+    loss: Tensor = model(**translation(seed)).loss
+    return loss
+
+
+def other_ways(model: Any, seed: int) -> Tensor:
+    loss: Tensor = model(batch(7 * seed))
+    return loss
+
+
+AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+CASES: dict[str, tuple[Callable[[], Any], Any, Steps]] = {
+    "tied GPT, bf16": (TinyGPT, replace(TIGHT, precision="bf16"), Steps(of_seed, int, 5)),
+    "GPT, checkpoints": (partial(TinyGPT, checkpointing=False), EVICTING, Steps(of_seed, int, 2)),
+    "GPT, reentrant checkpoints": (partial(TinyGPT, checkpointing=True), EVICTING, Steps(of_seed, int)),
+    "Llama, autocast": (llama, TIGHT, Steps(of_seed, int, around=AUTOCAST)),
+    "Mixtral, router loss": (mixtral, EVICTING, Steps(router_loss, int)),
+    "T5, fp16": (small_t5, replace(TIGHT, precision="fp16"), Steps(t5_loss, int)),
+    "other ways": (OtherWays, EVICTING, Steps(other_ways, int, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_orders_have_the_bits_of_a_plain_loop(paging: Paging, case: str) -> None:
+    build, setting, steps = CASES[case]
+    expected, *others = (
+        steps.run(paging.build(build, setting, key=case), how) for how in (PLAIN, HORIZONTAL, VERTICAL)
+    )
+    assert expected["weights"] and expected["losses"]
+    for how, got in zip((HORIZONTAL, VERTICAL), others, strict=True):
+        assert_same_bits(expected, got, how, nan_is_wrong=setting.precision != "fp16")
+
+
+def test_updates_inside_backward_wait_for_the_last_micro_batch(paging: Paging) -> None:
+    """With step_overlap="in_backward" there are no gradients to be seen: losses and weights are compared."""
+    ends = []
+    for how, overlap in ((PLAIN, "deferred"), (VERTICAL, "in_backward"), (HORIZONTAL, "in_backward")):
+        model = paging.build(TinyGPT, replace(TIGHT, step_overlap=overlap))
+        optimizer, losses = deepoffload.CPUAdamW(model.parameters(), lr=1e-2), []
+        for step in range(3):
+            steps = Steps(next_token_loss, lambda seed, step=step: batch(1000 * step + seed), 3, steps=0)
+            batches = [steps.batch_of(micro) for micro in range(3)]
+            torch.manual_seed(step)
+            if how == PLAIN:
+                losses += plain_accumulation(model, batches, next_token_loss)
+            else:
+                losses += deepoffload.accumulate(model, batches, next_token_loss, order=how)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append((losses, {name: param.detach().clone() for name, param in model.named_parameters()}))
+    assert_same_bits(ends[0], ends[1], VERTICAL)
+    assert_same_bits(ends[0], ends[2], HORIZONTAL)
+
+
+def test_a_unit_is_visited_once_per_pass_whatever_the_number_of_micro_batches(paging: Paging) -> None:
+    """The trace has one event for all micro-batches of a unit; in the ordinary order it has one for each."""
+    events = []
+    for how, count in ((VERTICAL, 1), (VERTICAL, 4), (HORIZONTAL, 4)):
+        model = paging.build(llama, TIGHT)
+        Steps(of_seed, int, count).run(model, how)
+        events.append(pager_of(model).order.trace.stats().cycle_events)
+    assert events[0] == events[1]
+    assert events[2] > 1.4 * events[1]
