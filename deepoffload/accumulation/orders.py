@@ -58,8 +58,6 @@ def _unavailable(engine: Engine, model: nn.Module) -> str | None:
     device = engine.pager.memory.device
     if engine.link is not None:
         return f"{engine.ranks.world_size} ranks train it together"
-    if engine.gradients.speculation is not None:
-        return 'step_overlap = "speculative" has to know which backward is the last one of all'
     if device.type != "cpu":
         return f"{device} runs all backwards in one thread of its own"
     if type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None:

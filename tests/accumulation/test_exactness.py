@@ -75,6 +75,7 @@ AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 CASES: dict[str, tuple[Callable[[], Any], Any, Steps]] = {
     "tied GPT, bf16": (TinyGPT, replace(TIGHT, precision="bf16"), Steps(of_seed, int, 5)),
     "GPT, checkpoints": (partial(TinyGPT, checkpointing=False), EVICTING, Steps(of_seed, int, 2)),
+    "GPT, speculative": (TinyGPT, replace(TIGHT, step_overlap="speculative"), Steps(of_seed, int, 3, 4)),
     "GPT, reentrant checkpoints": (partial(TinyGPT, checkpointing=True), EVICTING, Steps(of_seed, int)),
     "Llama, autocast": (llama, TIGHT, Steps(of_seed, int, around=AUTOCAST)),
     "Mixtral, router loss": (mixtral, EVICTING, Steps(router_loss, int)),
