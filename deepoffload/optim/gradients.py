@@ -405,12 +405,8 @@ class Gradients:
 
     def blocks_in_use(self, handles: Iterable[ParamHandle]) -> list[Block]:
         """The blocks in which gradients of these are now."""
-        blocks: dict[int, Block] = {}
-        for handle in handles:
-            slot = self._records[handle].slot
-            if self._records[handle].state in IN_BLOCK and slot is not None and slot.block is not None:
-                blocks[slot.block.id] = slot.block
-        return list(blocks.values())
+        blocks = [slot.block for handle in handles if (slot := self.in_block(handle)) is not None]
+        return list({block.id: block for block in blocks if block is not None}.values())
 
     def in_block(self, handle: ParamHandle) -> GradientSlot | None:
         """Where the gradient lies, when it is in the unit's block."""
