@@ -201,6 +201,10 @@ class _Work:
                     self._resumed(number)
                     self._backward(number, loss)
                     del loss
+        except BaseException:
+            if hooks is not None:
+                hooks.close_leaked()  # torch ends no call of a module for Ctrl-C
+            raise
         finally:
             if hooks is not None:
                 hooks.turns = None

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from deepoffload.checkpoint.loading import Wanted
 from deepoffload.config import Config, Precision
 from deepoffload.deepspeed.checkpoints import EngineCheckpoints, save_weights
 from deepoffload.deepspeed.engine_names import EngineNames
 from deepoffload.deepspeed.engine_table import refuse_absent
+from deepoffload.deepspeed.train_batch import WholeSteps
 from deepoffload.errors import ClosedError, UnsupportedError
 from deepoffload.optim.loss_scale import LossScale
 from deepoffload.runtime.announce import announce, progress_log
@@ -27,7 +29,7 @@ from deepoffload.runtime.loop import TrainingLoop
 from deepoffload.timeline import Summary
 
 
-class TrainingEngine(EngineNames):
+class TrainingEngine(EngineNames, WholeSteps):
     """A paged model with its optimizer and schedule. Made by :func:`deepoffload.initialize`.
 
     What is not an attribute here is looked up on the model, so ``engine.generate(...)`` and ``engine.config`` work.
@@ -48,6 +50,7 @@ class TrainingEngine(EngineNames):
         lr_scheduler: LRScheduler | ReduceLROnPlateau | Any | None,
         gradient_clipping: float,
         loss_scale: LossScale | None = None,
+        loader: DataLoader[Any] | None = None,
     ) -> None:
         self.module = module
         self.core = core
@@ -63,6 +66,7 @@ class TrainingEngine(EngineNames):
             loss_scale=loss_scale,
         )
         self._config = config
+        self._loader, self._batches = loader, None
         self._saved_by: EngineCheckpoints | None = None
         self._seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
 

@@ -167,10 +167,8 @@ ENGINE_NAMES: Mapping[str, PeerName] = {
     **all_of("has_moe_layers moe_layers num_experts", absent(_MOE)),
     "pipeline_parallelism": absent("there is no pipeline engine"),
     "data_parallel_group": absent("the engine has its own groups; torch.distributed.group.WORLD is the program's"),
-    **all_of(
-        "train_batch eval_batch",
-        absent("they belong to DeepSpeed's pipeline engine; write engine(...), backward, step"),
-    ),
+    "train_batch": otherwise("DeepSpeed has it for pipelines only; here it is a whole step of any model"),
+    "eval_batch": absent("it belongs to DeepSpeed's pipeline engine; write engine(...) under torch.no_grad()"),
     "amp_enabled": absent(_APEX),
 }
 

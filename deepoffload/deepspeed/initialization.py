@@ -141,7 +141,7 @@ def initialize(
     if built is None:
         log.info("initialize: no optimizer, so the engine only infers")
     scale = configured_loss_scale(settings.fp16) if settings.precision is Precision.FP16 else None
-    return TrainingEngine(model, core, settings, built, scheduler, clipping, scale), built, loader, scheduler
+    return TrainingEngine(model, core, settings, built, scheduler, clipping, scale, loader), built, loader, scheduler
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

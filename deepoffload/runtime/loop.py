@@ -98,6 +98,35 @@ class TrainingLoop:
         self._times_scale(loss).backward(retain_graph=retain_graph)
         return loss
 
+    def begin_whole_step(self) -> int:
+        """All micro-steps of an update are about to be made at once. Returns how many.
+
+        Raises:
+            UsageError: there is no optimizer, or an update is not complete; or boundaries are not counted.
+        """
+        if self.optimizer is None:
+            raise UsageError("engine.train_batch(): initialize() was given no optimizer, so the engine only infers")
+        if self.forced_boundary is not None:
+            raise UsageError(
+                "engine.train_batch() makes a whole update, and set_gradient_accumulation_boundary() says when the "
+                "next one is; give it None, or call backward() and step()"
+            )
+        made = (self.micro_steps - self._counted_from) % self.accumulation_steps
+        if made:
+            raise UsageError(
+                f"engine.train_batch() in the middle of an update, of which {made} of {self.accumulation_steps} "
+                "micro-steps are made"
+            )
+        return self.accumulation_steps
+
+    def differentiated(self, loss: Tensor) -> Tensor:
+        """What the backward of one loss of a whole step begins with."""
+        return self._times_scale(mean_over(loss, self.accumulation_steps))
+
+    def end_whole_step(self) -> None:
+        """All its backwards are made; the next :meth:`step` updates."""
+        self.micro_steps += self.accumulation_steps - 1
+
     def scaled(self, loss: Tensor) -> Tensor:
         """What a program that calls ``backward()`` itself differentiates: in fp16 the loss times the scale.
 

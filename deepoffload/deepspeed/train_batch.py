@@ -1,0 +1,81 @@
+"""``engine.train_batch``: a whole step in one call, by which micro-batches can be run in vertical order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from deepoffload.accumulation.accumulate import LossFunction, model_loss, run_micro_batches
+from deepoffload.deepspeed.utils import RepeatingLoader
+from deepoffload.errors import UsageError
+from deepoffload.runtime.loop import TrainingLoop
+
+
+class WholeSteps:
+    """Part of :class:`~deepoffload.deepspeed.engine.TrainingEngine`."""
+
+    module: nn.Module
+    loop: TrainingLoop
+    step: Callable[[], None]
+    _seconds: dict[str, float]
+    _loader: DataLoader[Any] | None
+    _batches: RepeatingLoader | None
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None, loss: LossFunction | None = None) -> Tensor:
+        """Forward and backward of ``gradient_accumulation_steps()`` micro-batches, and :meth:`step`.
+
+        In which order they run is the key ``accumulation_order``; the numbers are the same (docs/accumulation.md). It
+        counts as that many calls of :meth:`backward` and :meth:`step`.
+
+        Args:
+            data_iter: gives micro-batches; not said: the loader that ``initialize`` made of ``training_data``, which
+                starts again when it has ended.
+            loss: of the engine and one micro-batch; not said: as in :func:`deepoffload.accumulate`.
+
+        Returns:
+            The mean of the losses, detached.
+
+        Raises:
+            UsageError: there is no optimizer or no data, ``data_iter`` ends early, or an update is not complete.
+                Nothing has changed then. Else as :func:`deepoffload.accumulate` and :meth:`step`.
+        """
+        count = self.loop.begin_whole_step()
+        batches = self._draw(data_iter, count)
+        before, start = dict(self._seconds), time.perf_counter()
+
+        def loss_of(_: Any, batch: Any) -> Tensor:
+            return (loss or model_loss)(self, batch)
+
+        try:
+            losses = run_micro_batches(self.module, batches, loss_of, None, self.loop.differentiated)
+        finally:  # the forwards of micro-batches that wait for each other are no times to be added up
+            self._seconds.update(before, forward=before["forward"] + time.perf_counter() - start)
+        self.loop.end_whole_step()
+        self.step()
+        return torch.stack([found.float() for found in losses]).mean()
+
+    def _draw(self, data_iter: Iterator[Any] | None, count: int) -> list[Any]:
+        if data_iter is None:
+            if self._loader is None:
+                raise UsageError("engine.train_batch(): initialize() was given no training_data; pass data_iter")
+            data_iter = self._batches = self._batches or RepeatingLoader(self._loader)
+        elif not hasattr(data_iter, "__next__"):
+            raise UsageError(
+                f"engine.train_batch(data_iter={type(data_iter).__name__}): it takes an iterator, which goes on where "
+                "the last call has stopped: data_iter = iter(loader)"
+            )
+        batches: list[Any] = []
+        for _ in range(count):
+            try:
+                batches.append(next(data_iter))
+            except StopIteration:
+                raise UsageError(
+                    f"engine.train_batch(): the data ended after {len(batches)} of {count} micro-batches; nothing was "
+                    "trained with them"
+                ) from None
+        return batches

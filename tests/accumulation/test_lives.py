@@ -1,0 +1,167 @@
+"""What ends a call of ``accumulate`` early leaves everything as it should be, and what is wrong is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepoffload
+from deepoffload.errors import UnsupportedError, UsageError
+from tests.accumulation.loops import HORIZONTAL, VERTICAL, Steps
+from tests.support.inspect import pager_of
+from tests.support.loops import assert_same_bits
+from tests.support.models import TinyGPT, batch, next_token_loss
+from tests.support.paging import RESIDENT, TIGHT, Paging
+
+COUNT = 3
+
+
+def batches(step: int) -> list[Tensor]:
+    return [batch(100 * step + micro) for micro in range(COUNT)]
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("deepoffload micro-batch")]
+
+
+class Trouble:
+    """Raises at the n-th of all the moments at which the program's own code runs: in forwards, losses and backwards."""
+
+    def __init__(self, model: Any) -> None:
+        self.left: int | None = None
+        self.raised: type[BaseException] = ArithmeticError
+        for module in (model.blocks[1], model.norm):
+            module.register_forward_pre_hook(lambda *_: self.moment())
+            module.register_full_backward_hook(lambda *_: self.moment())
+
+    def moment(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                if self.raised is KeyboardInterrupt:
+                    os.kill(os.getpid(), signal.SIGINT)
+                else:
+                    raise self.raised("trouble")
+
+    def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        found = next_token_loss(model, tokens)
+        self.moment()
+        return found
+
+
+MOMENTS = COUNT * 5
+
+
+@pytest.mark.parametrize("order", [VERTICAL, HORIZONTAL])
+def test_steps_after_trouble_are_those_of_an_undisturbed_run(paging: Paging, order: str) -> None:
+    """Exceptions and Ctrl-C at random moments, a step after each, an evaluation between."""
+    ends = []
+    for disturbed in (False, True):
+        model = paging.build(TinyGPT, TIGHT)
+        trouble = Trouble(model)
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+        chosen, losses = random.Random(1), []
+        for step in range(6):
+            if disturbed:
+                trouble.left = chosen.randrange(MOMENTS)
+                trouble.raised = chosen.choice([ArithmeticError, KeyboardInterrupt, SystemExit])
+                with pytest.raises(trouble.raised) as caught:
+                    deepoffload.accumulate(model, batches(50 + step), trouble.loss, order=order)
+                    signal.getsignal(signal.SIGINT)  # where the interrupt of a last moment arrives
+                notes = "".join(getattr(caught.value, "__notes__", []))
+                assert "gradients are dropped" in notes
+                assert trouble.raised is KeyboardInterrupt or "in micro-batch" in notes
+                assert not our_threads()
+                assert all(param.grad is None for param in model.parameters())
+                assert not pager_of(model).hooks.opened() and pager_of(model).hooks.turns is None
+                with torch.no_grad():
+                    next_token_loss(model, batch(step))
+            torch.manual_seed(step)
+            losses += deepoffload.accumulate(model, batches(step), trouble.loss, order=order)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append((losses, {name: param.detach().clone() for name, param in model.named_parameters()}))
+    assert_same_bits(*ends)
+
+
+def test_a_gradient_that_was_there_before_is_added_to(paging: Paging) -> None:
+    ends = []
+    for order in (HORIZONTAL, VERTICAL):
+        model = paging.build(TinyGPT, TIGHT)
+        model.eval()
+        next_token_loss(model, batch(77)).backward()
+        before = model.blocks[1].attention.qkv.weight.grad.clone()
+        deepoffload.accumulate(model, batches(0), next_token_loss, order=order)
+        ends.append({name: param.grad.clone() for name, param in model.named_parameters()})
+        assert not torch.equal(before, ends[-1]["blocks.1.attention.qkv.weight"])
+    assert_same_bits(*ends)
+
+
+def test_an_ordinary_model_is_trained_in_the_ordinary_order() -> None:
+    ends = []
+    for order in ("auto", VERTICAL):
+        torch.manual_seed(3)
+        ends.append(Steps(next_token_loss, batch).run(TinyGPT(), order))
+    assert_same_bits(*ends)
+
+
+def backward_itself(model: nn.Module, tokens: Tensor) -> Tensor:
+    next_token_loss(model, tokens).backward()
+    return next_token_loss(model, tokens)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda model, tokens: model(tokens), "micro-batch 0.*one number"),
+        (lambda model, tokens: next_token_loss(model, tokens).detach(), "no graph"),
+        (lambda model, tokens: deepoffload.accumulate(model, [tokens]), "inside accumulate"),
+        (backward_itself, "calls backward itself"),
+    ],
+)
+def test_a_wrong_loss_function_is_refused(paging: Paging, loss: Any, message: str) -> None:
+    for order in (VERTICAL, HORIZONTAL):
+        model = paging.build(TinyGPT, TIGHT)
+        with pytest.raises(UsageError, match=message):
+            deepoffload.accumulate(model, batches(0), loss, order=order)
+        assert not our_threads()
+
+
+def test_what_cannot_be_is_refused_before_anything_runs(paging: Paging) -> None:
+    model = paging.build(TinyGPT, TIGHT, gradient_accumulation_steps=2)
+    accumulate = partial(deepoffload.accumulate, model, order=VERTICAL)
+    with pytest.raises(UsageError, match="no micro-batches"):
+        accumulate([])
+    with pytest.raises(UsageError, match="gradient_accumulation_steps = 2"):
+        accumulate(batches(0), next_token_loss)
+    with pytest.raises(UsageError, match="'vertical'"):
+        deepoffload.accumulate(model, batches(0)[:2], next_token_loss, order="diagonal")
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(UnsupportedError, match="saved_tensors_hooks"):
+        accumulate(batches(0)[:2], next_token_loss)
+    hook = model.blocks[1].register_forward_hook(lambda *_: accumulate(batches(0)[:1], next_token_loss))
+    with pytest.raises(UsageError, match="inside a forward"):
+        model(batch(0))
+    hook.remove()
+    assert len(accumulate(batches(0)[:2], next_token_loss)) == 2
+
+
+def test_the_order_follows_from_what_stays_in_memory(paging: Paging) -> None:
+    seen = []
+    for setting in (RESIDENT, TIGHT):
+        model = paging.build(TinyGPT, setting)
+
+        def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+            seen.append(threading.current_thread() is threading.main_thread())
+            return next_token_loss(model, tokens)
+
+        deepoffload.accumulate(model, batches(0), loss)
+    assert seen == [True] * COUNT + [False] * COUNT
