@@ -19,7 +19,7 @@ class CallGradients:
         for param in model.parameters():
             slot = param.__dict__.get("_slot")
             if isinstance(slot, ParamHandle):
-                if isinstance(slot.pager.engine, Engine) and slot.pager.engine.gradients.present(slot):
+                if engine is not None and slot.pager is engine.pager and engine.gradients.present(slot):
                     self._had.add(slot)
             else:
                 self._ordinary.append((param, param.grad is not None))

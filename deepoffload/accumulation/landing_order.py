@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deepoffload.accumulation.micro_batch import MicroBatch, Phase, Visit
+from deepoffload.accumulation.micro_batch import MicroBatch, TurnPhase, Visit
 from deepoffload.params.torch_private import get_grad, set_grad
 from deepoffload.params.unit import ParamHandle
 
 
-class Held(NamedTuple):
+class WaitingGradient(NamedTuple):
     """A gradient that waits."""
 
     number: int
@@ -42,7 +42,7 @@ class LandingOrder:
                 last.update((handle, -place) for handle in window.handles())
             self._last.append(last)
         self._landed: set[tuple[int, ParamHandle]] = set()
-        self._held: list[Held] = []
+        self._held: list[WaitingGradient] = []
 
     def holds_back(self, one: MicroBatch, param: Tensor, handle: ParamHandle) -> bool:
         """Whether a gradient that autograd has just completed has to wait. It is taken from the parameter then."""
@@ -50,11 +50,11 @@ class LandingOrder:
         if gradient is None or self._may_land(one.number, handle):
             self._landed.add((one.number, handle))
             return False
-        self._held.append(Held(one.number, param, handle, gradient))
+        self._held.append(WaitingGradient(one.number, param, handle, gradient))
         set_grad(param, None)
         return True
 
-    def ready(self) -> Iterator[Held]:
+    def ready(self) -> Iterator[WaitingGradient]:
         """Those that need not wait any more, in the order in which they land."""
         while self._held:
             found = next((held for held in self._held if self._may_land(held.number, held.handle)), None)
@@ -70,7 +70,7 @@ class LandingOrder:
 
     def _is_through(self, earlier: MicroBatch, number: int, handle: ParamHandle) -> bool:
         """Whether an earlier micro-batch will land no gradient of this parameter any more."""
-        if earlier.phase is Phase.OVER:
+        if earlier.phase is TurnPhase.OVER:
             return True
         last = self._last[earlier.number].get(handle)
         if last is not None:

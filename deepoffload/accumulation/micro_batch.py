@@ -12,7 +12,7 @@ Visit = tuple[Window, int]
 """A call of a module with a window, and how often the micro-batch had called it before."""
 
 
-class Phase(IntEnum):
+class TurnPhase(IntEnum):
     """Whoever is in an earlier phase goes first."""
 
     FORWARD = 0
@@ -38,7 +38,7 @@ class MicroBatch:
         self.turn = threading.Lock()
         self.turn.acquire()
         self.thread: threading.Thread | None = None
-        self.phase = Phase.FORWARD
+        self.phase = TurnPhase.FORWARD
         self.place = -math.inf
         self.path: list[Visit] = []
         self.latest: dict[Window, int] = {}

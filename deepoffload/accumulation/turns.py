@@ -30,7 +30,7 @@ from torch import Tensor
 
 from deepoffload.accumulation.caller_state import CallerState
 from deepoffload.accumulation.landing_order import LandingOrder
-from deepoffload.accumulation.micro_batch import MicroBatch, Phase, Visit
+from deepoffload.accumulation.micro_batch import MicroBatch, TurnPhase, Visit
 from deepoffload.accumulation.random_streams import RandomStreams
 from deepoffload.errors import UsageError
 from deepoffload.memory.lock import SHIELD
@@ -124,7 +124,7 @@ class Turns:
             switches = self._switches
 
     def _where(self, one: MicroBatch) -> str:
-        phase = "forward" if one.phase is Phase.FORWARD else "backward"
+        phase = "forward" if one.phase is TurnPhase.FORWARD else "backward"
         return f"the {phase} of micro-batch {one.number} has been at {one.at}"
 
     def _stop(self) -> None:
@@ -148,10 +148,10 @@ class Turns:
             with self._caller.here():
                 loss = self._forward(one.number)
                 one.at = "its loss"
-                self._pass(one, Phase.BACKWARD, -math.inf)
+                self._pass(one, TurnPhase.BACKWARD, -math.inf)
                 self._backward(one.number, loss)
                 del loss
-                one.phase = Phase.OVER
+                one.phase = TurnPhase.OVER
                 self._land_held(one)
         except Ended:
             one.at = "its end"
@@ -167,7 +167,7 @@ class Turns:
                 self._end(one)
 
     def _end(self, one: MicroBatch) -> None:
-        one.phase = Phase.OVER
+        one.phase = TurnPhase.OVER
         following = None if self._stopping else self._next()
         if following is None:
             self._finished.set()
@@ -175,9 +175,9 @@ class Turns:
             self._hand_over(following)
 
     def _next(self) -> MicroBatch | None:
-        left = [one for one in self._all if one.phase is not Phase.OVER]
+        left = [one for one in self._all if one.phase is not TurnPhase.OVER]
         found = min(left, key=lambda one: (one.phase, one.place, one.number), default=None)
-        if found is not None and found.phase is Phase.BACKWARD and self._places is None:
+        if found is not None and found.phase is TurnPhase.BACKWARD and self._places is None:
             paths = [one.path for one in self._all]
             self._places = places_of(paths) or {}  # without an order that all follow: one whole backward after another
             if any(path != paths[0] for path in paths):
@@ -190,7 +190,7 @@ class Turns:
         self._running = following
         following.turn.release()
 
-    def _pass(self, one: MicroBatch, phase: Phase, place: float) -> None:
+    def _pass(self, one: MicroBatch, phase: TurnPhase, place: float) -> None:
         """Come to a place, let those go first that stand before it, and go on."""
         one.phase, one.place = phase, place
         if self._stopping:
@@ -200,7 +200,7 @@ class Turns:
             self._hooks.stand_back()
             self._hand_over(following)
             self._await(one)
-        elif phase is Phase.BACKWARD:
+        elif phase is TurnPhase.BACKWARD:
             self._go_on(one)
 
     def _await(self, one: MicroBatch) -> None:
@@ -208,7 +208,7 @@ class Turns:
             raise UsageError(f"accumulate: micro-batch {one.number} was never told to go on")
         if self._stopping:
             raise Ended
-        if one.phase is Phase.BACKWARD:
+        if one.phase is TurnPhase.BACKWARD:
             self._go_on(one)
 
     def _go_on(self, one: MicroBatch) -> None:
@@ -231,18 +231,18 @@ class Turns:
         if in_backward():
             self._run_again(one, window)
             return
-        if one.phase is not Phase.FORWARD:
+        if one.phase is not TurnPhase.FORWARD:
             return
         count = one.latest[window] = one.latest.get(window, -1) + 1
         visit = window, count
         one.at = window.name
-        self._pass(one, Phase.FORWARD, self._order.place(visit, len(one.path)))
+        self._pass(one, TurnPhase.FORWARD, self._order.place(visit, len(one.path)))
         one.path.append(visit)
 
     def leave(self, window: Window, output: Any) -> None:
         """The call of a module is over."""
         one = self._by_thread.get(threading.get_ident())
-        if one is None or one.phase is not Phase.FORWARD or in_backward():
+        if one is None or one.phase is not TurnPhase.FORWARD or in_backward():
             return
         visit = window, one.latest[window]
         for value in tree_flatten(output)[0]:
@@ -253,21 +253,21 @@ class Turns:
         """Backward of a micro-batch comes to a visit."""
         if (
             visit in one.entered
-            or one.phase is not Phase.BACKWARD
+            or one.phase is not TurnPhase.BACKWARD
             or self._by_thread.get(threading.get_ident()) is not one
         ):
             return
         one.entered.add(visit)
         if self._places:
             one.at = visit[0].name
-            self._pass(one, Phase.BACKWARD, -self._places[visit])
+            self._pass(one, TurnPhase.BACKWARD, -self._places[visit])
 
     def land(self, param: Tensor, handle: ParamHandle, gradients: GradientDoor) -> None:
         """The gradient of a parameter is complete in the backward that runs."""
         one = self._by_thread.get(threading.get_ident())
         order = self._landing_order
         self._gradients = gradients
-        if one is not None and one.phase is Phase.BACKWARD and order is not None and not gradients.is_users(handle):
+        if one is not None and one.phase is TurnPhase.BACKWARD and order is not None and not gradients.is_users(handle):
             if order.holds_back(one, param, handle):
                 return
         gradients.land(param, handle)
@@ -291,4 +291,4 @@ class Turns:
             return
         one.region = region
         one.at = window.name
-        self._pass(one, Phase.BACKWARD, -self._places[visit])
+        self._pass(one, TurnPhase.BACKWARD, -self._places[visit])
