@@ -78,7 +78,7 @@ def run_micro_batches(
     except UsageError:
         engine = None
     _check(engine, batches)
-    vertical = is_vertical(engine, model, order)
+    vertical = is_vertical(engine, model, order) and len(batches) > 1
     caller = CallerState(engine.pager.memory.device.type) if vertical and engine is not None else None
     work = _Work(model, engine, batches, loss or model_loss, prepare)
     try:
