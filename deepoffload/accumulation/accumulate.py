@@ -36,8 +36,8 @@ def accumulate(
     are read once per step, and not once per micro-batch. The numbers are those of the ordinary order, bit for bit
     (docs/accumulation.md).
 
-    Random numbers: one seed per micro-batch is drawn from torch's CPU generator, and each micro-batch has a stream of
-    its own, whatever the order. A plain loop that calls ``torch.manual_seed`` with the same seeds draws the same.
+    Random numbers: one seed per micro-batch is drawn from torch's CPU generator, and each micro-batch draws from a
+    separate stream, in every order. A plain loop that calls ``torch.manual_seed`` with the same seeds draws the same.
 
     Args:
         model: paged, or an ordinary one, which is trained in the ordinary order.

@@ -13,7 +13,7 @@ Visit = tuple[Window, int]
 
 
 class TurnPhase(IntEnum):
-    """Whoever is in an earlier phase goes first."""
+    """Micro-batches in an earlier phase go first."""
 
     FORWARD = 0
     BACKWARD = 1

@@ -57,7 +57,7 @@ class Turns:
         order: of visits in a forward, as far as it is known.
         forward: of the micro-batch with a number; returns what is differentiated.
         backward: of what ``forward`` has returned.
-        resumed: called with the number when a micro-batch goes on with its backward.
+        resumed: called with the number when a micro-batch continues its backward.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class HookStack:
     graphs: are told when autograd is left to save weights itself.
 
     Attributes:
-        turns: micro-batches that take turns, each in a thread of its own; None where none do.
+        turns: micro-batches that take turns, each in a separate thread; None where none do.
     """
 
     def __init__(self, pager: PagerPort, memory: ShownMemory, lock: BooksLock, graphs: OpenGraphs) -> None:
