@@ -37,31 +37,31 @@ def generation_in(directory: Path) -> Generation:
 
 
 class Looks:
-    """Asked by ``generate`` after each token whether it is to stop; looks at the engine, and never stops it."""
+    """Asked by ``generate`` after each token whether it is to stop; looks at the engine, and never stops it. The memory
+    is looked at after some tokens."""
 
-    def __init__(self, model: Any, warm: int) -> None:
-        self._model, self._warm = model, warm
-        self.count = self.begin_bytes = 0
+    def __init__(self, model: Any, at: tuple[int, ...]) -> None:
+        self._model, self._at = model, at
+        self.count = 0
+        self.resident_bytes: list[int] = []
         self.begin: dict[str, float] = {}
-        self.waits: list[float] = []
 
     def __call__(self, tokens: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
         self.count += 1
         found = stats(self._model)
-        self.waits.append(found["forward_waits"])
         assert found["forwards"] == self.count
         if self.count == 1:
             self.begin = found
-        if self.count == self._warm:
+        if self.count in self._at:
             give_back()
-            self.begin_bytes = resident_bytes()
+            self.resident_bytes.append(resident_bytes())
         return torch.zeros(len(tokens), dtype=torch.bool)
 
 
 def generate_long(model: Any, count: int, warm: int) -> int:
-    """Generate ``count`` tokens. Returns by how many bytes the process has grown since ``warm`` of them. Nothing is
-    written, and what is used after the first pass was foreseen."""
-    looks = Looks(model, warm)
+    """Generate ``count`` tokens. Returns by how many bytes the process has grown from the token number ``warm`` to the
+    last one. Nothing is written, and what is used after the first pass was foreseen."""
+    looks = Looks(model, (warm, count))
     model.generate(
         TOKENS, max_new_tokens=count, min_new_tokens=count, do_sample=False, cache_implementation="static",
         stopping_criteria=[looks],
@@ -71,8 +71,8 @@ def generate_long(model: Any, count: int, warm: int) -> int:
     assert found["disk_bytes_written"] == 0 and found["faults"] == looks.begin["faults"]
     per_token = (found["disk_bytes_read"] - looks.begin["disk_bytes_read"]) / (count - 1)
     assert 0 < per_token <= weight_bytes(model), "something is read twice"
-    give_back()
-    return resident_bytes() - looks.begin_bytes
+    begin_bytes, end_bytes = looks.resident_bytes
+    return end_bytes - begin_bytes
 
 
 def interrupt(model: Any, delay_s: float) -> bool:
