@@ -255,12 +255,13 @@ def test_caches_beams_samples_and_assistants(generation: Generation) -> None:
         {"num_beams": 3},
         {"do_sample": True, "top_k": 20},
         {"prompt_lookup_num_tokens": 2},
+        {"assistant_model": llama(vocab_size=2048, num_hidden_layers=1).eval()},
     ]
     for way in ways:
         found = []
         for each in (plain, model):
             torch.manual_seed(3)
-            prompt = TOKENS[:1] if "prompt_lookup_num_tokens" in way else TOKENS
+            prompt = TOKENS[:1] if {"prompt_lookup_num_tokens", "assistant_model"} & way.keys() else TOKENS
             found.append(each.generate(prompt, max_new_tokens=5, **({"do_sample": False} | way)))
         assert torch.equal(*found), way
 
