@@ -29,6 +29,7 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
 from deepoffload.ranks.apart import differing_values
 from deepoffload.ranks.sums import SquareSum
+from deepoffload.ranks.words import ranks_in_words
 
 DIGEST_BYTES = 8
 
@@ -94,10 +95,10 @@ class RankStep:
         ranks = self._link.ranks
         if together.total != mine * ranks.world_size:
             self._compare_written(written)
+            everybody = [json.loads(said) for said in self._link.exchange_messages(json.dumps(lines).encode())]
             raise UsageError(
-                "the ranks' optimizer.step() differ: in the parameters that have gradients, in their step counts, in a "
-                f"setting such as lr, or in the loss scale. Rank {ranks.rank} updates {len(jobs)} parameters with "
-                f"{settings}, {_shown(lines)}. Give all ranks the same optimizer and schedule"
+                f"the ranks' optimizer.step() differ: {_first_apart(everybody)}. Give all ranks the same optimizer and "
+                "schedule, and freeze and unfreeze the same parameters on all"
             )
         return together.non_finite
 
@@ -171,5 +172,17 @@ def refuse_ordinary(groups: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def _shown(lines: Sequence[str]) -> str:
-    return f"first {lines[0]}" if lines else "none"
+def _first_apart(everybody: Sequence[Sequence[str]]) -> str:
+    """The first parameter of whose update the ranks say different things: its name, and what it is updated with."""
+    said = [dict(line.split(" ", 1) for line in lines) for lines in everybody]
+    for name in sorted({name for updates in said for name in updates}):
+        having = [rank for rank, updates in enumerate(said) if name in updates]
+        if len(having) < len(said):
+            return f"{name} is updated on {ranks_in_words(having)} alone"
+        others = [rank for rank in having if said[rank][name] != said[0][name]]
+        if others:
+            return (
+                f"{name} is updated with other numbers on {ranks_in_words(others)} than on rank 0: step and settings "
+                f"are {said[others[0]][name]} and {said[0][name]}"
+            )
+    return "in the loss scale, or in max_grad_norm"
