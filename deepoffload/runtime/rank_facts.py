@@ -95,7 +95,10 @@ class ValueSums:
         """``address``: of the whole value, in host memory. Where ranks have put it together of their parts, it says
         nothing: then what was noted before counts."""
         known = "" if self._building is None or handle.block is None else self._building.fact(handle.block)
-        self._facts[handle.name] = known or f"{crc32c(address, handle.nbytes):08x}"
+        name = handle.name
+        if name in self._facts:  # models of one context may have parameters of the same name
+            name = f"{name} (parameter {len(self._facts) + 1})"
+        self._facts[name] = known or f"{crc32c(address, handle.nbytes):08x}"
 
     def compare(self, agreement: Agreement) -> None:
         """Raise UsageError on all ranks where values differ; the message names the first such parameter."""

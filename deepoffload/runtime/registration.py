@@ -135,7 +135,7 @@ class ConstructionHooks:
         self._counted = WeakTensorKeyDictionary()
         self._stand_ins: list[weakref.ref[nn.Parameter]] = []
         self._peak_bytes = 0
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._removable: list[Any] = []
 
     def __enter__(self) -> ConstructionHooks:
@@ -184,13 +184,13 @@ class ConstructionHooks:
         return self._refusal(self.roots(), shortage, self._peak_bytes)
 
     def _on_parameter(self, module: nn.Module, name: str, param: Any) -> nn.Parameter | None:
-        self._modules.add(module)
+        self._modules.setdefault(module)
         return self._take_or_count(param, f"{type(module).__name__}.{name}")
 
     def take_copy(self, param: nn.Parameter, name: str, modules: list[nn.Module]) -> nn.Parameter | None:
         """Page a parameter that ``copy.deepcopy`` has made, which registers nothing. Returns what stands for it in a
         model that is only counted."""
-        self._modules.update(modules)
+        self._modules.update(dict.fromkeys(modules))
         return self._take_or_count(param, f"{name} (copy)")
 
     def _take_or_count(self, param: Any, name: str) -> nn.Parameter | None:
@@ -258,12 +258,13 @@ class ConstructionHooks:
         self._peak_bytes = max(self._peak_bytes, coming_bytes)
 
     def _on_module(self, module: nn.Module, name: str, child: Any) -> None:
-        self._modules.add(module)
+        self._modules.setdefault(module)
         if isinstance(child, nn.Module):
-            self._modules.add(child)
+            self._modules.setdefault(child)
 
     def roots(self) -> list[nn.Module]:
-        """Modules built in the context that live on and are part of no other."""
+        """Modules built in the context that live on and are part of no other, in the order in which they were built,
+        which is the same on all ranks."""
         alive = [module for module in self._modules if "_modules" in module.__dict__]  # copies may not be finished
         inner = {id(child) for module in alive for child in module.modules() if child is not module}
         return [module for module in alive if id(module) not in inner and next(module.parameters(), None) is not None]

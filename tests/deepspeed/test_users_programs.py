@@ -14,6 +14,7 @@ import deepoffload
 import deepoffload.deepspeed as deepspeed
 from deepoffload.deepspeed.accelerator import get_accelerator
 from deepoffload.errors import UsageError
+from deepoffload.runtime.context import engine_of
 from tests.support.loops import assert_same_bits
 from tests.support.models import TinyGPT, batch, next_token_loss
 
@@ -57,6 +58,16 @@ def test_two_models_of_one_context_are_saved_and_loaded_each_by_its_engine(nvme_
     with pytest.raises(UsageError, match="a TrainingState already"):
         deepoffload.TrainingState(models[1])
     engines[0].destroy()
+
+
+def test_models_of_one_context_are_placed_in_the_order_in_which_they_are_built(nvme_path):
+    """Not in that of their addresses, which differs between ranks."""
+    with deepspeed.zero.Init(config_dict_or_path=config_of(nvme_path)):
+        models = [nn.Linear(4, width) for width in range(1, 33)]
+    engine = engine_of(models[0])
+    widths = [handle.shape[0] for unit in engine.pager.units for handle in unit.handles if len(handle.shape) == 2]
+    assert widths == list(range(1, 33))
+    engine.close()
 
 
 def test_models_of_one_context_that_share_a_layer_are_one_run(nvme_path, tmp_path):
