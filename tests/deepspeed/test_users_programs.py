@@ -15,6 +15,7 @@ import deepoffload.deepspeed as deepspeed
 from deepoffload.deepspeed.accelerator import get_accelerator
 from deepoffload.errors import UsageError
 from deepoffload.runtime.context import engine_of
+from tests.support.inspect import pager_of
 from tests.support.loops import assert_same_bits
 from tests.support.models import TinyGPT, batch, next_token_loss
 
@@ -64,10 +65,11 @@ def test_models_of_one_context_are_placed_in_the_order_in_which_they_are_built(n
     """Not in that of their addresses, which differs between ranks."""
     with deepspeed.zero.Init(config_dict_or_path=config_of(nvme_path)):
         models = [nn.Linear(4, width) for width in range(1, 33)]
-    engine = engine_of(models[0])
-    widths = [handle.shape[0] for unit in engine.pager.units for handle in unit.handles if len(handle.shape) == 2]
+    widths = [
+        handle.shape[0] for unit in pager_of(models[0]).units for handle in unit.handles if len(handle.shape) == 2
+    ]
     assert widths == list(range(1, 33))
-    engine.close()
+    engine_of(models[0]).close()
 
 
 def test_models_of_one_context_that_share_a_layer_are_one_run(nvme_path, tmp_path):
