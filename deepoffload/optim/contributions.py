@@ -378,12 +378,12 @@ class Contributions:
                     self._await(reducing)
 
     def settle_within(self, unit: Unit, limit_s: float) -> bool:
-        """Land what has been announced of a unit, if it comes within about ``limit_s``. Serves other ranks meanwhile.
-        Returns whether nothing of it is under way."""
+        """Land what has been launched of a unit, if it comes within about ``limit_s``. Returns whether nothing of it is
+        under way. It does not say that this rank waits: others would take that to mean that it announces no more, and
+        what is held would be added in another order."""
         with self._tiers.lock:
+            self._link.pump()
             until = time.monotonic() + limit_s
-            for index in {one.plan.index for one in self._announced if one.plan.unit is unit}:
-                SHIELD.outside(self._link.wait_reduced, index, limit_s)
             with self._link.rounds.judged():
                 for reducing in [one for one in self._reducing if one.plan.unit is unit]:
                     SHIELD.outside(reducing.ready_within, max(0.0, until - time.monotonic()))

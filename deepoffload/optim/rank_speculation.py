@@ -26,8 +26,8 @@ from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.schedule.speculation import PhaseWaits
 
 LANDS_WITHIN_S = 0.1
-"""So long a rank waits for the other ranks' part of a unit that it is about to guess. Where that is not enough it waits
-no more before the next step: another rank's program is elsewhere."""
+"""So long a rank waits for the other ranks' part of a unit that it is about to guess, once all have agreed on the sum.
+Where that is not enough it waits no more before the next step: another rank's program is elsewhere."""
 _OUTCOME = struct.Struct("<3d2?")
 """How a rank tells the others of its step."""
 

@@ -80,7 +80,10 @@ def batches_of_jobs(world_size: int) -> Iterator[tuple[str, list[Job]]]:
         )
     for placement, model in itertools.product(("nvme", "evicted"), ("gpt", "gpt-checkpointed")):
         changes = {"clipped": None, "clip": 1e6, "data_ranks": world_size, "model": model}
-        jobs = [guessing(placement, before_step=name, **changes) for name in BEFORE_STEP]
+        # Edits past the doors meet nobody. With three ranks in a tight budget one may gather a weight that another has
+        # edited already, also without guesses, and the step says so.
+        names = [name for name in BEFORE_STEP if name != "edits" or world_size == 2]
+        jobs = [guessing(placement, before_step=name, **changes) for name in names]
         yield f"before the step {placement} {model}", jobs
     for model in ("llama", "gpt2", "mixtral", "t5", "gpt-reentrant"):
         job = guessing("evicted", "sometimes", model=model, data_ranks=world_size)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.ranks.speculating import check_all, guessing
+from tests.ranks.speculating import check_all, check_all_with_ranks, guessing
 from tests.ranks.training_programs import Trained
 
 
@@ -32,3 +32,7 @@ def test_what_comes_between_backward_and_step_undoes_guesses(tmp_path: Path) -> 
     for name, ranks in zip(names, looking, strict=True):
         assert any(undone for _, undone in _made(ranks)), name
     assert _made(overflowing) == [(True, True)] * 2, "one rank alone has seen it"
+
+
+def test_sums_of_ranks_that_leave_a_layer_out_keep_their_order(tmp_path: Path) -> None:
+    check_all_with_ranks([guessing("nvme", uneven="layer drop", data_ranks=3, steps=4)], tmp_path, world_size=3)
