@@ -105,8 +105,8 @@ def model_loss(model: Any, batch: Any) -> Tensor:
         output = model(batch)
     if isinstance(output, Tensor):
         return output
-    found: Tensor = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
-    return found
+    found: Tensor = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    return found  # None where there is no loss, which is refused as any other loss that is no number
 
 
 def _check(engine: Engine | None, batches: list[Any]) -> None:

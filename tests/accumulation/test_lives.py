@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import deepoffload
+from deepoffload.accumulation.accumulate import model_loss
 from deepoffload.errors import UnsupportedError, UsageError
 from tests.accumulation.loops import HORIZONTAL, VERTICAL, Steps
 from tests.support.inspect import pager_of
@@ -143,6 +144,8 @@ def test_what_cannot_be_is_refused_before_anything_runs(paging: Paging) -> None:
         accumulate([])
     with pytest.raises(UsageError, match="gradient_accumulation_steps = 2"):
         accumulate(batches(0), next_token_loss)
+    with pytest.raises(UsageError, match="not NoneType"):
+        accumulate(batches(0)[:2], lambda model, tokens: model_loss(lambda _: {"logits": model(tokens)}, tokens))
     with pytest.raises(UsageError, match="'vertical'"):
         deepoffload.accumulate(model, batches(0)[:2], next_token_loss, order="diagonal")
     with torch.autograd.graph.save_on_cpu(), pytest.raises(UnsupportedError, match="saved_tensors_hooks"):
