@@ -95,7 +95,7 @@ def run_micro_batches(
     return work.losses
 
 
-def model_loss(model: Any, batch: Any) -> Tensor:
+def model_loss(model: Any, batch: Any) -> Any:
     """The loss of models that make it themselves, as those of transformers do."""
     if isinstance(batch, Mapping):
         output = model(**batch)
@@ -105,7 +105,7 @@ def model_loss(model: Any, batch: Any) -> Tensor:
         output = model(batch)
     if isinstance(output, Tensor):
         return output
-    found: Tensor = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    found: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     return found  # None where there is no loss, which is refused as any other loss that is no number
 
 
