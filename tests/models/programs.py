@@ -36,8 +36,8 @@ class Subject:
     ``CPUAdamW`` takes ordinary parameters, too, and with the same numbers: so all of training is compared bit for bit.
 
     Attributes:
-        folder: in ``directory``, where the model is saved. Ranks that train one model save it together; each of those
-            that have a plain one has its own.
+        folder: in ``directory``, where deepoffload saves the model. Ranks that train one save it together; each of
+            those that have a plain one has its own. (transformers saves a plain one on rank 0 alone.)
     """
 
     family: Family
@@ -249,7 +249,7 @@ def deep_copy(subject: Subject) -> Any:
 
 def save(subject: Subject, *, by_library: bool) -> Any:
     """What ``from_pretrained`` makes of the saved model in plain PyTorch."""
-    target = subject.directory / subject.folder
+    target = subject.directory / ("by library" if by_library else subject.folder)
     try:
         if by_library:
             subject.model.save_pretrained(target)
