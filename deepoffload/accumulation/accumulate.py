@@ -38,6 +38,7 @@ def accumulate(
 
     Random numbers: one seed per micro-batch is drawn from torch's CPU generator, and each micro-batch draws from a
     separate stream, in every order. A plain loop that calls ``torch.manual_seed`` with the same seeds draws the same.
+    A device's generator is left as it is.
 
     Args:
         model: paged, or an ordinary one, which is trained in the ordinary order.
@@ -58,6 +59,7 @@ def accumulate(
         Exception: what a micro-batch has raised, with its number as a note. The gradients of this call are dropped.
     """
     batches = list(micro_batches)
+    _refuse_number(_engine_of(model), len(batches))
 
     def prepare(found: Tensor) -> Tensor:
         return mean_over(found, len(batches)) if scale else found
@@ -73,10 +75,7 @@ def run_micro_batches(
     prepare: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
     """As :func:`accumulate`. ``prepare`` makes of a loss what is differentiated."""
-    try:
-        engine = engine_of(model)
-    except UsageError:
-        engine = None
+    engine = _engine_of(model)
     _check(engine, batches)
     vertical = is_vertical(engine, model, order) and len(batches) > 1
     caller = CallerState(engine.pager.memory.device.type) if vertical and engine is not None else None
@@ -109,6 +108,23 @@ def model_loss(model: Any, batch: Any) -> Any:
     return found  # None where there is no loss, which is refused as any other loss that is no number
 
 
+def _engine_of(model: nn.Module) -> Engine | None:
+    """None where the model is not paged."""
+    try:
+        return engine_of(model)
+    except UsageError:
+        return None
+
+
+def _refuse_number(engine: Engine | None, count: int) -> None:
+    steps = 1 if engine is None else engine.config.gradient_accumulation_steps
+    if 1 < steps < count:
+        raise UsageError(
+            f"accumulate: {count} micro-batches, but the configuration says gradient_accumulation_steps = {steps}; "
+            f"draw {steps}, or leave the key out"
+        )
+
+
 def _check(engine: Engine | None, batches: list[Any]) -> None:
     if not batches:
         raise UsageError("accumulate: there are no micro-batches")
@@ -123,12 +139,6 @@ def _check(engine: Engine | None, batches: list[Any]) -> None:
         raise UsageError("accumulate inside accumulate, or in two threads at once")
     if hooks.opened():
         raise UsageError(f"accumulate inside a forward of the model, in {hooks.opened()[-1].window.name or 'its root'}")
-    steps = engine.config.gradient_accumulation_steps
-    if 1 < steps < len(batches):
-        raise UsageError(
-            f"accumulate: {len(batches)} micro-batches, but the configuration says gradient_accumulation_steps = "
-            f"{steps}; draw {steps}, or leave the key out"
-        )
 
 
 class _OneByOne:

@@ -100,6 +100,13 @@ def test_its_own_loader_starts_again_and_an_iterator_may_not_end_early(paging: P
         engine.train_batch()
 
 
+def test_it_follows_another_number_of_micro_steps(paging: Paging) -> None:
+    engine = engine_of(paging, VERTICAL, {})
+    engine.set_train_batch_size(2 * (COUNT + 1))
+    engine.train_batch(iter([batch(micro) for micro in range(COUNT + 1)]), next_token_loss)
+    assert (engine.micro_steps, engine.global_steps) == (COUNT + 1, 1)
+
+
 def test_without_data_it_is_refused(paging: Paging) -> None:
     engine = engine_of(paging, VERTICAL, {})
     with pytest.raises(UsageError, match="no training_data"):
