@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from enum import IntEnum
 
 from deepoffload.params.window import Window
@@ -28,6 +29,7 @@ class MicroBatch:
         place: in its phase; the least one goes first.
         path: its visits in the forward, in their order.
         latest: how often each window was visited before its latest visit.
+        without_graph: its visits in the forward that autograd does not record.
         entered: those visits that its backward has come to.
         region: the reentrant checkpoint that its backward has come to last.
         at: what it came to last, for people.
@@ -42,6 +44,15 @@ class MicroBatch:
         self.place = -math.inf
         self.path: list[Visit] = []
         self.latest: dict[Window, int] = {}
+        self.without_graph: set[Visit] = set()
         self.entered: set[Visit] = set()
         self.region: object = None
         self.at = "its beginning"
+
+    def may_land_twice(self) -> bool:
+        """Whether one backward may make two gradients of a weight: a reentrant checkpoint, which records no graph in
+        the forward, has a backward of its own, and the weight is used elsewhere, too."""
+        uses = Counter(handle for window, _ in self.path for handle in window.handles())
+        hidden = {handle for window, _ in self.without_graph for handle in window.handles() if uses[handle] > 1}
+        tensors = [handle.tensor for handle in hidden]
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)

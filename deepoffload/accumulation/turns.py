@@ -22,6 +22,7 @@ import contextvars
 import math
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ from deepoffload.errors import UsageError
 from deepoffload.memory.lock import SHIELD
 from deepoffload.params.hook_stack import HookStack
 from deepoffload.params.ports import GradientDoor
-from deepoffload.params.torch_private import current_node, in_backward, set_grad, tree_flatten
+from deepoffload.params.torch_private import current_node, get_grad, in_backward, set_grad, tree_flatten
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.window import Window
 from deepoffload.schedule.visits import VisitOrder, places_of
@@ -133,7 +134,7 @@ class Turns:
         for one in sorted(self._all, key=lambda other: other is not self._running):
             if one.thread is None or one.thread.ident is None:
                 continue
-            if one.turn.locked():
+            with suppress(RuntimeError):  # the interrupt came while another one was letting it run
                 one.turn.release()
             one.thread.join(WAIT_LIMIT_S)
             if one.thread.is_alive():
@@ -167,7 +168,7 @@ class Turns:
                 self._end(one)
 
     def _end(self, one: MicroBatch) -> None:
-        one.phase = TurnPhase.OVER
+        one.phase, one.region = TurnPhase.OVER, None  # a node has hooks that have this: nobody would find such a cycle
         following = None if self._stopping else self._next()
         if following is None:
             self._finished.set()
@@ -179,7 +180,8 @@ class Turns:
         found = min(left, key=lambda one: (one.phase, one.place, one.number), default=None)
         if found is not None and found.phase is TurnPhase.BACKWARD and self._places is None:
             paths = [one.path for one in self._all]
-            self._places = places_of(paths) or {}  # without an order that all follow: one whole backward after another
+            one_by_one = any(one.may_land_twice() for one in self._all)  # else their gradients would land mixed
+            self._places = {} if one_by_one else places_of(paths) or {}  # empty: one whole backward after another
             if any(path != paths[0] for path in paths):
                 self._landing_order = LandingOrder(self._all, self._places)
         return found
@@ -236,6 +238,8 @@ class Turns:
         count = one.latest[window] = one.latest.get(window, -1) + 1
         visit = window, count
         one.at = window.name
+        if not torch.is_grad_enabled():
+            one.without_graph.add(visit)
         self._pass(one, TurnPhase.FORWARD, self._order.place(visit, len(one.path)))
         one.path.append(visit)
 
@@ -278,7 +282,8 @@ class Turns:
             return
         for held in self._landing_order.ready():
             self._resumed(held.number)
-            set_grad(held.param, held.gradient)
+            before = get_grad(held.param)  # autograd's own, where an earlier one did not land: it is sparse
+            set_grad(held.param, held.gradient if before is None else before + held.gradient)
             self._gradients.land(held.param, held.handle)
 
     def _run_again(self, one: MicroBatch, window: Window) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import deepoffload
 from tests.accumulation.loops import HORIZONTAL, PLAIN, VERTICAL, Steps, plain_accumulation
@@ -50,6 +51,39 @@ class OtherWays(nn.Module):
         return (self.norm(x.flatten(0, 1)) * self.scale).square().mean()
 
 
+class SharedBehindCheckpoints(nn.Module):
+    """The first and the last layer share a weight, and the backward of each reentrant checkpoint makes a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(3))
+        self.layers[2][0].weight = self.layers[0][0].weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=True)
+        return x.square().mean()
+
+
+class SparseTable(nn.Module):
+    """Some micro-batches use a table with sparse gradients twice, others only the second time: theirs come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Embedding(64, 32)
+        self.first = nn.Embedding(64, 32, sparse=True)
+        self.layer = nn.Linear(32, 32)
+        self.second = nn.Embedding(64, 32, sparse=True)
+        self.second.weight = self.first.weight
+
+    def forward(self, seed: int) -> Tensor:
+        tokens = batch(seed)
+        x = self.layer((self.start if seed % 2 else self.first)(tokens))
+        return (x + self.second(tokens)).square().mean()
+
+
 def router_loss(model: Any, seed: int) -> Tensor:
     """Router logits of all layers leave them by a side door, and meet in the loss."""
     tokens = batch(seed)
@@ -80,6 +114,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any, Steps]] = {
     "Llama, autocast": (llama, TIGHT, Steps(of_seed, int, around=AUTOCAST)),
     "Mixtral, router loss": (mixtral, EVICTING, Steps(router_loss, int)),
     "T5, fp16": (small_t5, replace(TIGHT, precision="fp16"), Steps(t5_loss, int)),
+    "shared, reentrant checkpoints": (SharedBehindCheckpoints, EVICTING, Steps(other_ways, int, 4)),
     "other ways": (OtherWays, EVICTING, Steps(other_ways, int, 4, 3)),
 }
 
@@ -93,6 +128,19 @@ def test_both_orders_have_the_bits_of_a_plain_loop(paging: Paging, case: str) ->
     assert expected["weights"] and expected["losses"]
     for how, got in zip((HORIZONTAL, VERTICAL), others, strict=True):
         assert_same_bits(expected, got, how, nan_is_wrong=setting.precision != "fp16")
+
+
+def test_sparse_gradients_that_come_in_another_order_are_added_up(paging: Paging) -> None:
+    ends = []
+    for how in (PLAIN, HORIZONTAL, VERTICAL):
+        model = paging.build(SparseTable, TIGHT)
+        if how == PLAIN:
+            plain_accumulation(model, [0, 1, 2], lambda model, seed: model(seed))
+        else:
+            deepoffload.accumulate(model, [0, 1, 2], lambda model, seed: model(seed), order=how)
+        ends.append(model.first.weight.grad.to_dense())
+    assert_same_bits(ends[0], ends[1], HORIZONTAL)
+    assert_same_bits(ends[0], ends[2], VERTICAL)
 
 
 def test_updates_inside_backward_wait_for_the_last_micro_batch(paging: Paging) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import threading
+import weakref
 from functools import partial
 from typing import Any
 
@@ -113,6 +115,36 @@ def test_an_ordinary_model_is_trained_in_the_ordinary_order() -> None:
         torch.manual_seed(3)
         ends.append(Steps(next_token_loss, batch).run(TinyGPT(), order))
     assert_same_bits(*ends)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_of_an_ordinary_model_only_gradients_that_were_added_to_are_dropped(after: int) -> None:
+    model = TinyGPT()
+    next_token_loss(model, batch(77)).backward()
+    before = {name: param.grad for name, param in model.named_parameters()}
+    calls = iter(range(COUNT))
+
+    def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        if next(calls) == after:
+            raise ArithmeticError("trouble")
+        return next_token_loss(model, tokens)
+
+    with pytest.raises(ArithmeticError) as caught:
+        deepoffload.accumulate(model, batches(0), loss)
+    for name, param in model.named_parameters():
+        assert param.grad is (before[name] if after == 0 else None)
+    assert ("before the call" in "".join(caught.value.__notes__)) is (after == 1)
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+def test_nothing_of_a_call_is_kept(paging: Paging, checkpointing: bool | None) -> None:
+    model = paging.build(partial(TinyGPT, checkpointing=checkpointing), TIGHT)
+    given = batches(0)
+    seen = [weakref.ref(tokens) for tokens in given]
+    deepoffload.accumulate(model, given, next_token_loss, order=VERTICAL)
+    given.clear()
+    gc.collect()
+    assert [reference() for reference in seen] == [None] * COUNT
 
 
 def backward_itself(model: nn.Module, tokens: Tensor) -> Tensor:
