@@ -51,7 +51,7 @@ class MicroBatch:
 
     def may_land_twice(self) -> bool:
         """Whether one backward may make two gradients of a weight: a reentrant checkpoint, which records no graph in
-        the forward, has a backward of its own, and the weight is used elsewhere, too."""
+        the forward, has a separate backward, and the weight is used elsewhere, too."""
         uses = Counter(handle for window, _ in self.path for handle in window.handles())
         hidden = {handle for window, _ in self.without_graph for handle in window.handles() if uses[handle] > 1}
         tensors = [handle.tensor for handle in hidden]
