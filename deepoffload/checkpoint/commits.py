@@ -47,7 +47,6 @@ class Commits:
             )
         self._durability = durability
         self._committed: int | None = None
-        self._before: int | None = None  # of the commit that is running, or was the last
         self._may_replace = durability.store.found is None
         if optimizer is not None and not isinstance(optimizer, HostOptimizer):  # ours tell the pager themselves
             finish = weakref.WeakMethod(durability.before_other_step)
@@ -71,7 +70,6 @@ class Commits:
             tell: with several ranks, which all commit the same.
         """
         durability = self._durability
-        self._before = self._committed
         if tell is not None:
             self._agree(step, wait, tell)
         if not self._may_replace:
@@ -106,10 +104,19 @@ class Commits:
             raise UsageError(f"commit: all ranks commit the same step in the same way, and here it is {differs}")
         self._durability.owed = next((owed for *_, owed in said if owed is not None), None)
 
-    def undo(self, step: int, why: BaseException) -> None:
-        """A commit of this step has failed on another rank."""
-        if self._committed == step != self._before:
-            self._committed = self._before
+    @property
+    def committed(self) -> int | None:
+        """The last step of which a commit has returned; None where there is none."""
+        return self._committed
+
+    def undo(self, step: int, before: int | None, why: BaseException) -> None:
+        """A commit of this step has failed, perhaps on another rank alone.
+
+        Args:
+            before: the step that was committed when it began.
+        """
+        if step != before:
+            self._committed = before
             self._durability.undo(step, str(why))
 
     @contextmanager

@@ -90,11 +90,12 @@ class DurableRun:
 
     def commit_as(self, step: int, *, wait: bool = False, client_state: Any = None) -> None:
         """:meth:`commit` of a run that counts its steps itself."""
+        before = None if self._commits is None else self._commits.committed
         try:
             self._commit_together(step, wait, client_state)
         except BaseException as error:
             if self._commits is not None:
-                self._commits.undo(step, error)
+                self._commits.undo(step, before, error)
             raise
 
     def _commit_together(self, step: int, wait: bool, client_state: Any) -> None:

@@ -169,6 +169,10 @@ class Durability:
         wait = wait or self.owed is not None
         try:
             self.finish(tell)
+        except BaseException:
+            self._free(content)
+            raise
+        try:
             with self._pager.lock:
                 making = self._making = _Making(step, content)
                 for unit in list(self._pager.units):
@@ -243,7 +247,7 @@ class Durability:
 
     def _finish_together(self, tell: Tell) -> DeepOffloadError | None:
         """Make this rank's part of the step durable, and hear whether all have theirs. Returns what has failed."""
-        step, self._asked = self._asked, None
+        step = self._asked
         if step is None:
             return None
         failure: IoFailure | BudgetError | None = None
@@ -253,6 +257,7 @@ class Durability:
             failure = error
         mine = None if self.owed is None else ["" if failure is None else type(failure).__name__, self.owed]
         said = tell(mine)
+        self._asked = None  # not before: where another rank has failed meanwhile, all have still to tell
         lacking = [(rank, *theirs) for rank, theirs in enumerate(said) if theirs is not None]
         if not lacking:
             self.store.confirm()

@@ -245,6 +245,17 @@ def test_commits_that_are_refused(make: Make, paging: Paging) -> None:
             call()
 
 
+def test_a_commit_that_is_refused_takes_nothing_of_the_one_before(make: Make) -> None:
+    run = make()
+    run.step()
+    run.state.commit()
+    run.model(torch.randn(4, 96)).sum().backward()
+    with pytest.raises(UsageError, match="commit between backward and step"):
+        run.state.commit()
+    run.close()
+    assert make().state.resume() == 1
+
+
 def test_an_earlier_runs_state_is_not_replaced_unasked(make: Make) -> None:
     trained(make)
     run = make()

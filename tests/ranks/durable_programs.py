@@ -148,3 +148,22 @@ def lose_a_write(config: dict[str, Any]) -> list[str]:
             said.append(f"{step + 1}: {type(error).__name__} {error}")
     engine.close()
     return said
+
+
+def commit_again(config: dict[str, Any]) -> list[str]:
+    """What every rank has seen of each commit, where rank 0 alone wants to change what a step has kept."""
+    model, optimizer, engine = made(config)
+    state, said = TrainingState(model, optimizer), []
+    for step in range(4):
+        next_token_loss(model, batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state.commit()
+        try:
+            if step == 1:
+                state.commit(wait=True, client_state={"epoch": 1} if os.environ["RANK"] == "0" else None)
+            said.append(f"{step + 1}: {engine.durability.store.step}")
+        except DeepOffloadError as error:
+            said.append(f"{step + 1}: {type(error).__name__} {error}")
+    engine.close()
+    return said

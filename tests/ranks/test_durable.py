@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.durable_programs import Death, Told, begin, lose_a_write, train
+from tests.ranks.durable_programs import Death, Told, begin, commit_again, lose_a_write, train
 from tests.support.rank_processes import SOON_S, run_ranks, values_of
 
 STEPS = 9
@@ -61,3 +61,11 @@ def test_a_write_that_fails_on_one_rank_is_no_step_on_any(tmp_path: Path) -> Non
     assert "rank 1 has failed at TrainingState.commit" in first[2] and "/somewhere" in second[2]
     for text in values_of(begin, 2, config):
         assert text == "resumed after 5"
+
+
+def test_a_commit_that_one_rank_refuses_leaves_the_one_before_to_all(tmp_path: Path) -> None:
+    config = durable({"host_budget": "32MiB", "ranks": {"timeout_s": 20}}, tmp_path / "state")
+    for said in values_of(commit_again, 2, config):
+        assert [text[:4] for text in said] == ["1: N", "2: U", "3: 2", "4: 3"], said
+    for text in values_of(begin, 2, config):
+        assert text == "resumed after 4"
