@@ -22,6 +22,7 @@ class Lifetime:
         closed_because: why nothing can be used any more; None while it can.
         deaths: of parameters and modules since units were last looked through.
         minds_deaths: False when it no longer matters who dies.
+        unit_count: the number of the next unit. Several ranks have the same one where they make units together.
     """
 
     def __init__(self, lock: BooksLock, owner: PagerOwner | None) -> None:
@@ -31,7 +32,7 @@ class Lifetime:
         self._lock = lock
         self._owner = owner
         self._alive = 0
-        self._unit_count = 0
+        self.unit_count = 0
 
     def parameter_registered(self) -> None:
         with self._lock:
@@ -68,8 +69,8 @@ class Lifetime:
 
     def new_unit_index(self) -> int:
         """A number that no unit of this pager ever had."""
-        self._unit_count += 1
-        return self._unit_count - 1
+        self.unit_count += 1
+        return self.unit_count - 1
 
     def free_dead_units(
         self,

@@ -89,16 +89,18 @@ class Newcomers:
 
     def _compare(self, link: RankLink, units: Sequence[ComingUnit]) -> None:
         """Raise UsageError on all ranks where something else has come to one. Where nothing differs, give back what all
-        of them have dropped."""
+        of them have dropped, and count units alike: one that has failed before may have made fewer of them."""
         facts = [fact for _, params in units for fact in map(_fact, params)]
         dead = [unit.index for unit in self._pager.units if all(handle.tensor is None for handle in unit.handles)]
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-        said = [json.loads(message) for message in link.exchange_messages(json.dumps([digest, dead]).encode())]
-        if len({digest for digest, _ in said}) > 1:
+        mine = json.dumps([digest, dead, self._pager.life.unit_count])
+        said = [json.loads(message) for message in link.exchange_messages(mine.encode())]
+        if len({digest for digest, *_ in said}) > 1:
             everybody = [json.loads(message) for message in link.exchange_messages(json.dumps(facts).encode())]
             differs = first_difference([[(name, fact) for name, fact in facts] for facts in everybody])
             raise UsageError(f"what came after the model was placed differs between ranks: {differs}. {_ADVICE}")
-        over = set(dead).intersection(*(dead for _, dead in said))
+        self._pager.life.unit_count = max(count for *_, count in said)
+        over = set(dead).intersection(*(dead for _, dead, _ in said))
         for unit in self._pager.life.free_dead_units(self._pager.units, self._pager.tiers, self._gradients, over):
             self._forget(link, unit)
 

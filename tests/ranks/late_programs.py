@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload import CPUAdamW, offload_context
-from deepoffload.errors import DeepOffloadError
+from deepoffload.errors import BudgetError, DeepOffloadError
 from tests.ranks.training_programs import Trained, digest, loss_of, scale_gradients
+from tests.support.inspect import pager_of
 from tests.support.models import VOCABULARY, TinyGPT
 
 STEPS = 8
@@ -131,3 +132,36 @@ def differ(how: str) -> list[str]:
         model.blocks[1 + rank].requires_grad_(True)
         found.append(step())
     return found
+
+
+def lack_room_once() -> tuple[str, list[float]]:
+    """Rank 1 has no room when adapters come, and has some when the program tries again. What it raised, and losses."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(11)
+    context = offload_context(host_budget="64MiB", ranks={"timeout_s": 20})
+    with context:
+        model = TinyGPT(dropout=0.0)
+        model.blocks.requires_grad_(False)
+    add_adapters(model)
+    tiers: Any = pager_of(model).tiers
+    create, error = tiers.create, ""
+
+    def fail(*arguments: Any) -> None:
+        tiers.create = create
+        raise BudgetError("a view takes the room")
+
+    if rank == 1:
+        tiers.create = fail
+    try:
+        CPUAdamW(model.parameters(), lr=1e-2)
+    except BudgetError as raised:
+        error = f"{raised}"
+    optimizer, losses = CPUAdamW(model.parameters(), lr=1e-2), []
+    for _ in range(3):
+        loss = loss_of(model, "gpt", 7)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    context.engine.close()
+    return error, losses

@@ -32,6 +32,13 @@ def test_what_cannot_be_taken_in_is_an_error_and_nothing_is_lost() -> None:
         assert "down.weight is float32" in first and (second, third) == ("", "")
 
 
+def test_what_one_rank_has_no_room_for_is_taken_in_later_by_all() -> None:
+    found = values_of(programs.lack_room_once, 2)
+    for error, losses in found:
+        assert "a view takes the room" in error and losses == found[0][1] and losses[2] < losses[0]
+    assert "rank 1 cannot take in" in found[0][0]
+
+
 @pytest.mark.parametrize("how", ["one adds", "one unfreezes"])
 def test_ranks_that_change_their_models_otherwise_are_told(how: str) -> None:
     ended = run_ranks(programs.differ, 2, how)
