@@ -51,6 +51,7 @@ class CallerState:
     @contextmanager
     def here(self) -> Iterator[None]:
         """The same state in this thread."""
+        torch.get_num_threads()  # from here on OpenMP has the process's number in this thread, too
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))

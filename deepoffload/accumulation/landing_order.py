@@ -60,7 +60,7 @@ class LandingOrder:
             found = next((held for held in self._held if self._may_land(held.number, held.handle)), None)
             if found is None:
                 return
-            self._held.remove(found)
+            self._held = [held for held in self._held if held is not found]
             self._landed.add((found.number, found.handle))
             yield found
 

@@ -67,6 +67,24 @@ class SharedBehindCheckpoints(nn.Module):
         return x.square().mean()
 
 
+class EarlyGradients(nn.Module):
+    """Some micro-batches skip both layers that share a weight with the last one: two gradients wait, the second one not
+    so long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(4))
+        self.layers[3][2].weight = self.layers[0][2].weight
+        self.layers[3][0].weight = self.layers[1][0].weight
+
+    def forward(self, seed: int) -> Tensor:
+        x = self.embedding(batch(seed))
+        for layer in self.layers[2:] if seed % 2 else self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
 class SparseTable(nn.Module):
     """Some micro-batches use a table with sparse gradients twice, others only the second time: theirs come first."""
 
@@ -115,6 +133,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any, Steps]] = {
     "Mixtral, router loss": (mixtral, EVICTING, Steps(router_loss, int)),
     "T5, fp16": (small_t5, replace(TIGHT, precision="fp16"), Steps(t5_loss, int)),
     "shared, reentrant checkpoints": (SharedBehindCheckpoints, EVICTING, Steps(other_ways, int, 4)),
+    "early gradients": (EarlyGradients, EVICTING, Steps(lambda model, seed: model(seed), int, 4)),
     "other ways": (OtherWays, EVICTING, Steps(other_ways, int, 4, 3)),
 }
 
