@@ -1,4 +1,4 @@
-"""What a process takes at most while it builds, loads, trains and saves a model of 126 M parameters.
+"""What a process takes at most while it builds, loads, trains and saves a model of 69 M parameters.
 
 ``SWAP_DIRECTORY plain|paged|loaded KEYWORD=VALUE ...``; prints JSON in MiB, last.
 """
@@ -20,7 +20,7 @@ from deepoffload import offload_context
 from tests.support.memory_watch import MemoryWatch, give_back
 
 SWAP = sys.argv[1]
-SIZES = {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16}
+SIZES = {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8}
 CONFIG = LlamaConfig(
     **SIZES, num_attention_heads=12, num_key_value_heads=12, max_position_embeddings=256, pad_token_id=0
 )
