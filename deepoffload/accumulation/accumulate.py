@@ -58,6 +58,11 @@ def accumulate(
         UnsupportedError: the vertical order is not available here.
         Exception: what a micro-batch has raised, with its number as a note. The gradients of this call are dropped.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"accumulate takes a torch.nn.Module first, not a {type(model).__name__}")
+    if not isinstance(micro_batches, Iterable):
+        raise UsageError(f"accumulate: micro_batches is no iterable of them, but a {type(micro_batches).__name__}")
+    check_loss_function(loss)
     batches = list(micro_batches)
     _refuse_number(_engine_of(model), len(batches))
 
@@ -92,6 +97,15 @@ def run_micro_batches(
         if engine is not None and engine.gradients.early is not None:
             engine.gradients.early.paused = False
     return work.losses
+
+
+def check_loss_function(loss: object) -> None:
+    """Raise UsageError where a loss is given that cannot be called."""
+    if loss is not None and not callable(loss):
+        raise UsageError(
+            f"loss is a function of the model and one micro-batch, not a {type(loss).__name__}; for example "
+            "lambda model, batch: model(**batch).loss"
+        )
 
 
 def model_loss(model: Any, batch: Any) -> Any:

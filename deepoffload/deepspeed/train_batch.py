@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from deepoffload.accumulation.accumulate import LossFunction, model_loss, run_micro_batches
+from deepoffload.accumulation.accumulate import LossFunction, check_loss_function, model_loss, run_micro_batches
 from deepoffload.deepspeed.utils import RepeatingLoader
 from deepoffload.errors import UsageError
 from deepoffload.runtime.loop import TrainingLoop
@@ -44,6 +44,7 @@ class WholeSteps:
             UsageError: there is no optimizer or no data, ``data_iter`` ends early, or an update is not complete.
                 Nothing has changed then. Else as :func:`deepoffload.accumulate` and :meth:`step`.
         """
+        check_loss_function(loss)
         count = self.loop.begin_whole_step()
         batches = self._draw(data_iter, count)
         before, start = dict(self._seconds), time.perf_counter()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from deepoffload.config import Config, OptimizerConfig, Precision, RanksConfig, StepOverlap
+from deepoffload.config.units import format_bytes
 from deepoffload.errors import DeepOffloadError, PlacementError, UsageError
 from deepoffload.estimate import inference, measure, on_ranks, plots, report, zero_infinity
 from deepoffload.estimate.arguments import parse
@@ -137,7 +138,13 @@ def _with_ranks(options: argparse.Namespace, spec: MachineSpec) -> MachineSpec:
     ranks = options.ranks or spec.ranks
     if ranks % spec.nodes:
         raise UsageError(f"--ranks {ranks}: the machine has {spec.nodes} nodes, which get equal numbers of ranks")
-    spec = replace(spec, devices_per_node=ranks // spec.nodes)
+    each, most = ranks // spec.nodes, spec.host_memory_bytes // max(1, spec.process_bytes)
+    if not spec.has_device and each > max(1, most):
+        raise UsageError(
+            f"--ranks {ranks}: {each} processes of {format_bytes(spec.process_bytes)} do not fit in a host's memory of "
+            f"{format_bytes(spec.host_memory_bytes)}, even without a model; use at most {max(1, most) * spec.nodes}"
+        )
+    spec = replace(spec, devices_per_node=each)
     rate = options.link_rate
     return spec if rate is None else replace(spec, rank_gather_bytes_per_s=rate, rank_reduce_bytes_per_s=rate)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -174,6 +175,7 @@ class TrainingLoop:
             LossScaleError: fp16 gradients overflow with the loss scale at its minimum. The step counts as skipped.
         """
         optimizer = self._ready_optimizer()
+        self._check_arguments(schedule_arguments)
         boundary = self.is_boundary
         self.micro_steps += 1
         self.applied = False
@@ -248,6 +250,19 @@ class TrainingLoop:
                 "gradients would be divided by the scale; call engine.backward(loss)"
             )
         return self.optimizer
+
+    def _check_arguments(self, said: object) -> None:
+        """Before the update: an error of the schedule would come after it."""
+        if said is None:
+            return
+        if not isinstance(said, Mapping):
+            raise UsageError(f"engine.step(lr_kwargs=...) takes a dict, not a {type(said).__name__}")
+        if self.schedule is not None:
+            try:
+                inspect.signature(self.schedule.step).bind(**said)
+            except TypeError as error:
+                name = type(self.schedule).__name__
+                raise UsageError(f"engine.step(lr_kwargs=...): {name}.step does not take these: {error}") from None
 
     def _update(self, optimizer: torch.optim.Optimizer) -> bool:
         if isinstance(optimizer, HostOptimizer):

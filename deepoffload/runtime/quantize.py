@@ -98,7 +98,7 @@ def quantize_weights(model: nn.Module, kind: str, group_size: int = 128, *, head
     if kind not in ("int8", "int4"):
         raise UsageError(f'quantize_weights: {kind!r} is unknown; it is "int8" or "int4"')
     if kind == "int4" and group_size not in GROUP_SIZES:
-        raise UsageError(f"quantize_weights: group_size {group_size} is none of {', '.join(map(str, GROUP_SIZES))}")
+        raise UsageError(f"quantize_weights: group_size {group_size!r} is none of {', '.join(map(str, GROUP_SIZES))}")
     chosen = list(_chosen(model, head))
     users = Counter(id(param) for module in model.modules() for param in module._parameters.values())
     for name, linear in chosen:

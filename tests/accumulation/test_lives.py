@@ -174,6 +174,12 @@ def test_what_cannot_be_is_refused_before_anything_runs(paging: Paging) -> None:
     accumulate = partial(deepoffload.accumulate, model, order=VERTICAL)
     with pytest.raises(UsageError, match="no micro-batches"):
         accumulate([])
+    drawn: Any = iter(batches(0))
+    wrong: list[Any] = [(model, None), (drawn, model), (model, drawn, "vertical")]
+    for arguments, said in zip(wrong, ("a NoneType", "torch.nn.Module first", "a function.*not a str"), strict=True):
+        with pytest.raises(UsageError, match=said):
+            deepoffload.accumulate(*arguments)
+    assert len(list(drawn)) == COUNT, "nothing was drawn"
     with pytest.raises(UsageError, match="gradient_accumulation_steps = 2"):
         accumulate(batches(0), next_token_loss)
     with pytest.raises(UsageError, match="not NoneType"):

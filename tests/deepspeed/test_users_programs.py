@@ -16,7 +16,7 @@ from deepoffload.deepspeed.accelerator import get_accelerator
 from deepoffload.errors import UsageError
 from deepoffload.runtime.context import engine_of
 from tests.support.inspect import pager_of
-from tests.support.loops import assert_same_bits
+from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import TinyGPT, batch, next_token_loss
 
 
@@ -124,6 +124,11 @@ def test_arguments_of_the_schedules_step(nvme_path):
     rates = []
     for number in (4, 7):
         engine.backward(engine(torch.ones(1, 4)).sum())
+        before = weights_of(model)
+        for wrong, said in (("epoch", "a dict, not a str"), ({"iteration": 3}, "'iteration'")):
+            with pytest.raises(UsageError, match=said):
+                engine.step(lr_kwargs=wrong)
+        assert_same_bits(before, weights_of(model))
         engine.step(lr_kwargs={"last_batch_iteration": number})
         rates += engine.get_lr()
     assert rates == pytest.approx([4e-3, 7e-3])

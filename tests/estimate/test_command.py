@@ -200,6 +200,7 @@ def test_the_largest_model_fits_and_more_memory_gives_a_larger_one():
         ([*SMALL, "--measure", "/nonexistent"], "nonexistent"),
         ([*SMALL, "--ranks", "2", "--link-rate", "0"], "--link-rate"),
         ([*SMALL, "--ranks", "2", "--deepspeed"], "--deepspeed"),
+        ([*SMALL, "--ranks", "1e9"], "--ranks 1000000000"),
         ([*SMALL, "--machine", "a", "--measure", "b"], "--measure"),
         (["--zero-infinity", "--plot-efficiency", "curve.txt"], "--plot-efficiency"),
     ],
