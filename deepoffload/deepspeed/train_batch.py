@@ -34,7 +34,7 @@ class WholeSteps:
 
         Args:
             data_iter: gives micro-batches; not said: the loader that ``initialize`` made of ``training_data``, which
-                starts again when it has ended.
+                starts again when it has ended; with several ranks in the same order, as their sampler gives it.
             loss: of the engine and one micro-batch; not said: as in :func:`deepoffload.accumulate`.
 
         Returns:
