@@ -111,8 +111,12 @@ def have_no_backend_for_the_cpu() -> str:
     store, rank, world_size = next(dist.rendezvous("env://"))
     dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=world_size)
     found = error_of()
-    store.set(f"rank {rank} has been refused", "")  # no rank ends while another still connects to it
+    # No rank ends while another still connects to it, and rank 0, which has the store, ends when no other waits there.
+    store.set(f"rank {rank} has been refused", "")
     store.wait([f"rank {other} has been refused" for other in range(world_size)], timedelta(seconds=LONG_S))
+    store.set(f"rank {rank} has waited", "")
+    if rank == 0:
+        store.wait([f"rank {other} has waited" for other in range(world_size)], timedelta(seconds=LONG_S))
     return found
 
 
