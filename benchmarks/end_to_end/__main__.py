@@ -23,11 +23,11 @@ import torch
 
 from benchmarks.common.gpt import SHAPES
 from benchmarks.end_to_end import cases as all_cases
-from benchmarks.end_to_end.cases import OVERLAPS, Case, Side, Work
+from benchmarks.end_to_end.cases import ORDERS, OVERLAPS, Case, Side, Work
 from benchmarks.end_to_end.disk import DiskRate
 from benchmarks.end_to_end.report import case_lines, rate_lines, report_json, target_lines
 from benchmarks.end_to_end.runner import RESULTS, CaseFailedError, end_with_children, python_of, run_case
-from benchmarks.end_to_end.targets import Result, Round, evaluate, rows
+from benchmarks.end_to_end.targets import Result, Round, evaluate, order_rows, rows
 from deepoffload.cli.nvme.machine import describe_machine
 from deepoffload.io.swap_files import check_paths
 
@@ -39,6 +39,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=128, help="tokens of each sequence")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--order", nargs="+", choices=ORDERS, default=["horizontal"], help="of our micro-batches")
     parser.add_argument("--clip", type=float, default=1.0, help="global norm; 0: no clipping")
     parser.add_argument("--overlap", nargs="+", choices=OVERLAPS, default=["none"], help="our step_overlap")
     parser.add_argument("--rounds", type=int, default=3)
@@ -76,7 +77,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def chosen_cases(said: argparse.Namespace, work: Work) -> list[Case]:
     found = [*all_cases.PLAIN]
     for overlap in said.overlap:
-        found += all_cases.ours(work, overlap, verify=said.verify)
+        mine = all_cases.ours(work, overlap, verify=said.verify)
+        found += mine if "horizontal" in said.order else ()
+        found += map(all_cases.vertical, mine) if "vertical" in said.order else ()
     found += all_cases.clipping(work) if said.wrong_guesses else ()
     found += all_cases.deepspeed(work) if said.deepspeed_python else ()
     if said.trace is not None:
@@ -156,7 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
 
     def results() -> list[Result]:
-        return [result for overlap in said.overlap for result in evaluate(rows(work, overlap), rounds)]
+        found = [row for overlap in said.overlap for row in (*rows(work, overlap), *order_rows(work, overlap))]
+        return evaluate(found, rounds)
 
     def write() -> None:
         """After every run, so that what was measured stays when a later one fails."""

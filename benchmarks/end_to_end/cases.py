@@ -13,6 +13,8 @@ RING_BYTES_MAX = 400_000_000
 """Memory for everything that passes through: weights in use, optimizer state on its way."""
 OVERLAPS = ("none", "deferred", "speculative", "in_backward", "default")
 """Values of ``step_overlap``; with "default" it is not said."""
+ORDERS = ("horizontal", "vertical")
+"""Of the micro-batches of a step."""
 BYTES = {"weights": 2, "gradients": 2, "state": 10}
 """Per parameter, with bf16 weights that are the upper half of the fp32 masters."""
 SLACK = 1.01
@@ -126,6 +128,12 @@ def clipping(work: Work) -> tuple[Case, ...]:
         for case in guessing
         for name, every, text in (("sixth", CLIPS_EVERY, "each sixth step clips"), ("clips", 1, "every step clips"))
     )
+
+
+def vertical(case: Case) -> Case:
+    """The same with all micro-batches of a step together."""
+    settings = {**case.settings, "accumulation_order": "vertical"}
+    return replace(case, name=f"{case.name}-vertical", text=f"{case.text}, vertical order", settings=settings)
 
 
 def recorded(case: Case, folder: Path) -> Case:

@@ -19,7 +19,13 @@ MODULES = {side: f"benchmarks.end_to_end.side_{side}" for side in ("ours", "plai
 
 
 class Trainer(Protocol):
-    """A model, its optimizer, and whatever moves its bytes."""
+    """A model, its optimizer, and whatever moves its bytes. ``together``: it takes all micro-batches of a step at once,
+    by ``accumulate``; else ``loss`` and ``backward`` of each are called."""
+
+    together: bool
+
+    def accumulate(self, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Forwards and backwards; the losses."""
 
     @property
     def notes(self) -> str:
@@ -41,10 +47,15 @@ class Trainer(Protocol):
 
 
 def one_step(trainer: Trainer, work: dict[str, Any], number: int) -> dict[str, Any]:
-    """One optimizer step and what it cost."""
+    """One optimizer step and what it cost. Of micro-batches that run together, ``forward_s`` is that of both passes."""
     accumulate, forward_s, backward_s, update_s, losses = work["accumulate"], 0.0, 0.0, 0.0, []
     batches = [tokens_of(number * accumulate + micro, work["batch"], work["seq"]) for micro in range(accumulate)]
     before, started = read_counters(), time.perf_counter()
+    if trainer.together:
+        losses = [loss.item() for loss in trainer.accumulate(batches)]
+        forward_s = time.perf_counter() - started
+        trainer.update(True)
+        update_s, batches = time.perf_counter() - started - forward_s, []
     for micro, (tokens, targets) in enumerate(batches):
         at_start = time.perf_counter()
         loss = trainer.loss(tokens, targets)

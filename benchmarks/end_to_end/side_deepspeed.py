@@ -26,6 +26,7 @@ class DeepSpeed:
     """Stage 3, if ``settings`` says nothing else."""
 
     notes = ""
+    together = False
 
     def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> None:
         self.folder = tempfile.mkdtemp(prefix="deepspeed-", dir=path)

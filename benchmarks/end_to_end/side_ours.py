@@ -20,6 +20,7 @@ class Ours:
             config["nvme_path"] = path
         self.trace = config.pop("trace", None)
         self.clip, self.clips_every, self.steps = work["clip"], config.pop("clips_every", 0), 0
+        self.together = config.get("accumulation_order") == "vertical"
         config["timeline"] = self.trace is not None
         context = deepoffload.offload_context(
             {"gradient_accumulation_steps": work["accumulate"]} | config, precision="bf16"
@@ -31,6 +32,9 @@ class Ours:
         self.optimizer = deepoffload.CPUAdamW(
             self.model.parameters(), lr=work["lr"], betas=(0.9, 0.95), weight_decay=0.01, max_grad_norm=work["clip"]
         )
+
+    def accumulate(self, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        return deepoffload.accumulate(self.model, batches, lambda model, batch: model(*batch))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.model(tokens, targets)

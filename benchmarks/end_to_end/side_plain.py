@@ -15,6 +15,7 @@ class Plain:
     """The usual loop: gradients to fp32, norm and clipping there, one fused call, weights rounded back."""
 
     notes = ""
+    together = False
 
     def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any]) -> None:
         torch.set_default_dtype(torch.bfloat16)

@@ -172,6 +172,30 @@ def rows(work: Work, overlap: str) -> list[Row]:
     return found
 
 
+def order_rows(work: Work, overlap: str) -> list[Row]:
+    """What the vertical order of micro-batches saves, for one ``step_overlap``."""
+    names = ("host", "optimizer", "all")
+    host, optimizer, everything = (f"{name}-{overlap}-vertical" for name in names)
+    plain_host, plain_optimizer, plain_everything = (f"{name}-{overlap}" for name in names)
+    tuned, all_tuned = "deepspeed-nvme-tuned", "deepspeed-all-tuned"
+    pairs = (
+        ("everything in memory, vertical / horizontal", 1.02, host, plain_host),
+        ("optimizer on NVMe, vertical / horizontal", 0.85, optimizer, plain_optimizer),
+        ("everything on NVMe, vertical / horizontal", 0.85, everything, plain_everything),
+        ("everything on NVMe, vertical / everything in memory", 1.10, everything, plain_host),
+        ("optimizer on NVMe, vertical / DeepSpeed NVMe tuned", 0.48, optimizer, tuned),
+        ("everything on NVMe, vertical / DeepSpeed everything", 0.50, everything, all_tuned),
+    )
+    found = [Row(name, target, (a, b), seconds(a, b)) for name, target, a, b in pairs]
+    if work.clip is not None:
+        value = to_clipped_bound(everything, plain_host, work.ring_bytes)
+        found.append(Row(f"{everything} / bound with an idle disk in backward", 1.15, (everything, plain_host), value))
+    for name, target, case in (("everything", 26.5, everything), ("optimizer", 20.5, optimizer)):
+        value = bytes_per_parameter(case, work.num_parameters)
+        found.append(Row(f"disk bytes, {name} on NVMe, vertical", target, (case,), value, "B/param"))
+    return found
+
+
 def evaluate(found: Sequence[Row], rounds: Sequence[Round]) -> list[Result]:
     """The rows whose cases ran, with the median of their rounds."""
     results = []

@@ -82,7 +82,7 @@ def run_micro_batches(
     """As :func:`accumulate`. ``prepare`` makes of a loss what is differentiated."""
     engine = _engine_of(model)
     _check(engine, batches)
-    vertical = is_vertical(engine, model, order) and len(batches) > 1
+    vertical = is_vertical(engine, model, order, len(batches))
     caller = CallerState(engine.pager.memory.device.type) if vertical and engine is not None else None
     work = _Work(model, engine, batches, loss or model_loss, prepare)
     try:
@@ -253,6 +253,7 @@ class _Work:
         """The backward of a micro-batch goes on. What updates units inside backward has to know the last one."""
         if self._engine is None:
             return
+        self._engine.pager.go_on()
         is_last = number == len(self._batches) - 1
         if self._engine.gradients.early is not None:
             self._engine.gradients.early.paused = not is_last

@@ -10,13 +10,17 @@ from deepoffload.config import AccumulationOrder
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.runtime.announce import announce
 from deepoffload.runtime.engine import Engine
+from deepoffload.schedule.accumulation_order import faster_order
+
+ONE_BY_ONE = "runs one micro-batch after the other"
 
 
-def is_vertical(engine: Engine | None, model: nn.Module, asked: str | None) -> bool:
+def is_vertical(engine: Engine | None, model: nn.Module, asked: str | None, count: int) -> bool:
     """Whether all micro-batches go through one unit before any goes on to the next. Says once why.
 
     Args:
         engine: None where the model is not paged.
+        count: of the micro-batches.
         asked: of this call; None: what the configuration says.
 
     Raises:
@@ -29,18 +33,17 @@ def is_vertical(engine: Engine | None, model: nn.Module, asked: str | None) -> b
     if why_not is not None:
         if order is AccumulationOrder.VERTICAL and engine is not None:
             raise UnsupportedError(f'accumulation_order = "vertical" is not available: {why_not}; use "horizontal"')
-        _say(f"accumulation of {type(model).__name__} runs one micro-batch after the other: {why_not}")
+        _say(f"accumulation of {type(model).__name__} {ONE_BY_ONE}: {why_not}")
         return False
-    if order is AccumulationOrder.VERTICAL:
-        return True
-    if engine is not None and engine.pager.memory.all_stay():
-        _say(f"accumulation of {type(model).__name__} runs one micro-batch after the other: everything stays in memory")
+    if order is AccumulationOrder.VERTICAL or count == 1:
+        return count > 1
+    placement = None if engine is None else engine.placement
+    if placement is None:  # inside the context: there are no windows yet
         return False
-    _say(
-        f"accumulation of {type(model).__name__} takes all micro-batches through each unit together: what does not "
-        "stay in memory is then read once per step"
-    )
-    return True
+    found = faster_order(placement, count)
+    how = "takes all micro-batches through each unit together" if found.is_vertical else ONE_BY_ONE
+    _say(f"accumulation of {type(model).__name__} {how}: {found.why}")
+    return found.is_vertical
 
 
 def _order(engine: Engine | None, asked: str | None) -> AccumulationOrder:

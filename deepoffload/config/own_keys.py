@@ -115,7 +115,7 @@ OWN_KEYS = (
         choice({member.value: member for member in AccumulationOrder}),
         "In which order `deepoffload.accumulate` and `engine.train_batch` run micro-batches. `vertical`: all of them "
         "go through a unit before any goes on to the next, so weights are read once per step. `horizontal`: one after "
-        "the other. `auto`: vertical where something does not stay in memory. The numbers are the same. See "
+        "the other. `auto`: vertical where that saves time. The numbers are the same. See "
         "[accumulation](accumulation.md).",
         AccumulationOrder.AUTO,
     ),

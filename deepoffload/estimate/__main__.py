@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from deepoffload.config import Config, OptimizerConfig, Precision, RanksConfig, StepOverlap
+from deepoffload.config import AccumulationOrder, Config, OptimizerConfig, Precision, RanksConfig, StepOverlap
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import DeepOffloadError, PlacementError, UsageError
 from deepoffload.estimate import inference, measure, on_ranks, plots, report, zero_infinity
@@ -177,6 +177,7 @@ def _config(options: argparse.Namespace) -> Config:
         precision=Precision(options.precision),
         step_overlap=None if options.step_overlap is None else StepOverlap(options.step_overlap),
         gradient_accumulation_steps=options.accumulation,
+        accumulation_order=AccumulationOrder(options.order or "auto"),
         optimizer=OptimizerConfig(options.optimizer, {"state_dtype": options.state_dtype, "momentum": 0.9}),
         ranks=RanksConfig(transport=options.transport),
     )

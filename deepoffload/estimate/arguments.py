@@ -33,6 +33,9 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     work.add_argument("--batch", type=_count, default=1, metavar="N", help="sequences in a micro-batch")
     work.add_argument("--seq", type=_count, metavar="N", help="tokens in a sequence; not said: 1024, or what it takes")
     work.add_argument("--accumulation", type=_count, default=1, metavar="N", help="micro-batches in a step")
+    orders = ("vertical", "horizontal")
+    text = "of these; not said: the estimate is of a program that calls backward itself, with a line on the other order"
+    work.add_argument("--order", choices=orders, help=text)
     work.add_argument("--checkpointing", action="store_true", help="recompute activations")
     work.add_argument("--precision", choices=("bf16", "fp32", "fp16"), default="bf16")
     overlaps = ("deferred", "speculative", "in_backward", "none")
@@ -81,6 +84,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--state-dtype {options.state_dtype}: {options.optimizer} has no such state")
     if options.precision == "fp16" and options.step_overlap == "in_backward":
         raise ConfigError("--step-overlap in_backward: fp16 needs all gradients before an update; use deferred")
+    if options.order and options.accumulation == 1:
+        raise ConfigError("--order is that of several micro-batches: say --accumulation N, or leave it out")
     if options.context and not options.inference:
         raise ConfigError("--context is the length of a KV cache: it goes with --inference")
     others = ("largest", "deepspeed", "zero_infinity", "plot_efficiency", "plot_budget", "checkpointing")

@@ -68,6 +68,7 @@ def estimate_memory(
     process_bytes: int,
     has_device: bool = False,
     ranks: int = 1,
+    together: int = 1,
     written: frozenset[int] | None = None,
 ) -> MemoryEstimate:
     """Memory of a run with this placement.
@@ -78,6 +79,8 @@ def estimate_memory(
         run: None where only model states are asked for.
         process_bytes: what the process takes before there is a model (Python, torch, the program's libraries).
         has_device: activations and the weights in use are in a device's own memory, and the arena is page-locked.
+        together: how many micro-batches go through the model side by side: all of their forwards end before the first
+            backward begins.
         ranks: of how many this is one, where ``blocks`` is its share: a device holds the units in use whole.
     """
     placement = blocks.placement
@@ -99,7 +102,7 @@ def estimate_memory(
     rows.append(_near("slots for state", slots, has_device, note=f"{window.ring_pieces} pieces" if slots else ""))
     rows.append(_near("prefetch window", dynamic - slots, has_device, note="weights and gradients in use and ahead"))
     if run is not None:
-        rows += _activations(run, has_device)
+        rows += _activations(run, has_device, together)
         if has_device:
             gathered = blocks.in_use_bytes() * ranks
             rows.append(MemoryRow("units on the device", device=gathered, note="weights in use and next, gradients"))
@@ -125,18 +128,21 @@ def _near(name: str, nbytes: int, pinned: bool, nvme: int = 0, note: str = "") -
     return MemoryRow(name, pinned=nbytes if pinned else 0, pageable=0 if pinned else nbytes, nvme=nvme, note=note)
 
 
-def _activations(run: DryRun, has_device: bool) -> list[MemoryRow]:
+def _activations(run: DryRun, has_device: bool, together: int) -> list[MemoryRow]:
     def row(name: str, nbytes: int, note: str) -> MemoryRow:
         return MemoryRow(name, device=nbytes if has_device else 0, pageable=0 if has_device else nbytes, note=note)
 
     saved = run.saved_bytes - run.head_bytes
+    of_all = f" of {together} micro-batches" if together > 1 else ""
+    kept = f"kept for backward{of_all}" + (", the rest is recomputed" if run.recomputes else "")
     rows = [
-        row("activations", saved, "kept for backward" + (", the rest is recomputed" if run.recomputes else "")),
-        row("logits and loss", run.head_bytes, "what the head and the loss keep"),
+        row("activations", together * saved, kept),
+        row("logits and loss", together * run.head_bytes, "what the head and the loss keep" + of_all),
         row("work in progress", run.peak_bytes - run.saved_bytes, "at the peak, gradients before they land among it"),
     ]
     if not has_device:
         chunks = HOLES_CHUNKS_RECOMPUTING if run.recomputes else HOLES_CHUNKS
-        holes = RUNTIME_BYTES + int(run.peak_bytes * HOLES_SHARE) + chunks * run.largest_chunk_bytes
+        most_bytes = run.peak_bytes + (together - 1) * run.saved_bytes
+        holes = RUNTIME_BYTES + int(most_bytes * HOLES_SHARE) + chunks * run.largest_chunk_bytes
         rows.append(MemoryRow("held by malloc", pageable=holes, note="freed activations that are not given back"))
     return rows

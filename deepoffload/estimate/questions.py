@@ -24,7 +24,7 @@ from deepoffload.estimate.repeats import dry_run_quickly
 from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_usual_step
 from deepoffload.estimate.subject import Batch, Subject, from_shape
 from deepoffload.runtime.compute_types import ComputeTypes
-from deepoffload.schedule.cost_model import Bandwidths
+from deepoffload.schedule.cost_model import AccumulationOrder, Bandwidths, Workload
 
 HEADS_OF = 128
 """Width of a head in the models that are tried for the largest one."""
@@ -43,6 +43,15 @@ class WithDisk:
 
 
 @dataclass(frozen=True)
+class InOrder:
+    """A step whose micro-batches are run in another order, and the memory of that."""
+
+    order: AccumulationOrder
+    step: StepEstimate
+    memory: MemoryEstimate
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Everything about one model on one machine. Bytes are one rank's; budgets of the configuration are a node's.
 
@@ -51,6 +60,8 @@ class Estimate:
     leaves room for the activations of this batch. problem: why it does not fit (then only ``run`` and
     ``smallest_bytes`` may be known). smallest_bytes: the least budget with which it can be placed. with_disk: how it
     fits with more NVMe; None where it fits, or where NVMe is not what is missing.
+    order: in which micro-batches are run. other_order: the same in the other one, where there are several micro-batches
+    and both orders.
     steps_of_endurance: optimizer steps after which the node's drives are worn out; None where nothing is known of that.
     """
 
@@ -68,6 +79,8 @@ class Estimate:
     step: StepEstimate | None
     problem: str
     with_disk: WithDisk | None = None
+    order: AccumulationOrder = AccumulationOrder.HORIZONTAL
+    other_order: InOrder | None = None
 
     @property
     def fits(self) -> bool:
@@ -116,6 +129,7 @@ def estimate(
         UsageError: the model cannot be run on shapes.
     """
     process, link = machine.process_bytes, planned_link(machine, config)
+    order, other = _orders(machine, config)
     planner = Planner(subject.module, config, link, on_device=machine.has_device)
     bandwidths = machine.bandwidths()
     capacity, nvme = budgets(machine, config)
@@ -130,7 +144,7 @@ def estimate(
     # The units of a run in a budget without end serve as well where there is no plan: its activations are the same.
     known = blocks or planner.plan(capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=bandwidths)
     run = _run(subject, known, planner.types, progress)
-    room = _room(known, run, machine)
+    room = _room(known, run, machine, _together(config, order))
     smallest = _smallest(planner, nvme_planned, bandwidths)
     whole = sum(block.nbytes for block in known.placement.blocks)
     found = Estimate(
@@ -147,6 +161,7 @@ def estimate(
         memory=None,
         step=None,
         problem=problem if room else NO_ROOM,
+        order=order,
     )
     if blocks is None and room:
         return replace(found, with_disk=_with_disk(planner, found, bandwidths, parts))
@@ -154,21 +169,49 @@ def estimate(
         return found
     if parts > 1:
         blocks = _part(blocks, parts)
-    memory = estimate_memory(blocks, run, process_bytes=process, has_device=machine.has_device, ranks=parts)
+    on: dict[str, Any] = {"process_bytes": process, "has_device": machine.has_device, "ranks": parts}
+    memory = estimate_memory(blocks, run, together=_together(config, order), **on)
     problem = _too_much(memory, machine, room)
-    step = None
-    if run is not None:
-        op_times = time_ops(run) if time_ops is not None and not problem else None
-        step = estimate_usual_step(blocks, run, machine, config, tokens=subject.batch.tokens, op_times=op_times)
-        memory = estimate_memory(
-            blocks,
-            run,
-            process_bytes=process,
-            has_device=machine.has_device,
-            ranks=parts,
-            written=step.ever_written,
-        )
-    return replace(found, blocks=blocks, memory=memory, step=step, problem=problem)
+    found = replace(found, blocks=blocks, memory=memory, problem=problem)
+    if run is None:
+        return found
+    op_times = time_ops(run) if time_ops is not None and not problem else None
+    usual = _in_order(order, found, blocks, run, op_times, on)
+    others = None if other is None or problem else _in_order(other, found, blocks, run, op_times, on)
+    return replace(found, memory=usual.memory, step=usual.step, other_order=others)
+
+
+def _in_order(
+    order: AccumulationOrder,
+    found: Estimate,
+    blocks: BlockPlan,
+    run: DryRun,
+    op_times: OpTimes | None,
+    on: dict[str, Any],
+) -> InOrder:
+    """``on``: what else :func:`estimate_memory` is told."""
+    config, tokens = found.config, found.subject.batch.tokens
+    step = estimate_usual_step(blocks, run, found.machine, config, order, tokens=tokens, op_times=op_times)
+    together = _together(config, order)
+    return InOrder(order, step, estimate_memory(blocks, run, together=together, written=step.ever_written, **on))
+
+
+def _orders(machine: MachineSpec, config: Config) -> tuple[AccumulationOrder, AccumulationOrder | None]:
+    """The order of micro-batches that the configuration says, or that of a program which calls backward itself; and the
+    other one, where there is one."""
+    vertical, horizontal = AccumulationOrder.VERTICAL, AccumulationOrder.HORIZONTAL
+    said = config.accumulation_order
+    if machine.has_device or machine.ranks > 1:
+        if said is vertical:
+            raise ConfigError('accumulation_order = "vertical" needs one rank whose device is a CPU; say "horizontal"')
+        return horizontal, None
+    order = vertical if said is vertical else horizontal
+    other = horizontal if said is vertical else vertical
+    return order, other if config.gradient_accumulation_steps > 1 else None
+
+
+def _together(config: Config, order: AccumulationOrder) -> int:
+    return Workload(config.gradient_accumulation_steps, order=order).together
 
 
 NO_ROOM = (
@@ -213,10 +256,11 @@ def surely_too_large(subject: Subject, machine: MachineSpec, config: Config) -> 
     return sum(block.nbytes for block in whole.placement.blocks) > (capacity + (nvme or 0)) * parts
 
 
-def _room(blocks: BlockPlan, run: DryRun | None, machine: MachineSpec) -> int:
-    """The largest budget that leaves memory for everything else."""
+def _room(blocks: BlockPlan, run: DryRun | None, machine: MachineSpec, together: int) -> int:
+    """The largest budget that leaves memory for everything else. ``together``: as of :func:`estimate_memory`."""
     empty = replace(blocks, placement=replace(blocks.placement, capacity_bytes=0), largest_bytes=0)
-    others = estimate_memory(empty, run, process_bytes=machine.process_bytes, has_device=machine.has_device)
+    process_bytes, has_device = machine.process_bytes, machine.has_device
+    others = estimate_memory(empty, run, process_bytes=process_bytes, has_device=has_device, together=together)
     near = sum(row.pageable for row in others.rows if row.name not in _MODEL_ROWS)
     return max(0, machine.host_memory_bytes // machine.devices_per_node - near - blocks.largest_bytes)
 

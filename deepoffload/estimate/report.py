@@ -8,7 +8,7 @@ from typing import Any
 
 from deepoffload.config.units import format_bytes
 from deepoffload.estimate.advice import advice
-from deepoffload.estimate.questions import Estimate
+from deepoffload.estimate.questions import Estimate, InOrder
 from deepoffload.estimate.zero_infinity import PublishedValue
 
 _SECONDS_PER_DAY = 86400.0
@@ -65,11 +65,12 @@ def _step(estimate: Estimate) -> list[str]:
     if step is None:
         return []
     times = step.times
+    order = f" in {estimate.order.value} order" if estimate.config.gradient_accumulation_steps > 1 else ""
     lines = [
         (
-            f"step: {step.seconds:.3g} s = forward {times.forward_s:.3g} + backward {times.backward_s:.3g} + update "
-            f"{times.update_s:.3g}, of which {times.wait_s:.3g} s wait for the disk; bound by {step.bound}; updates "
-            f"{step.step_overlap.value}"
+            f"step{order}: {step.seconds:.3g} s = forward {times.forward_s:.3g} + backward {times.backward_s:.3g} + "
+            f"update {times.update_s:.3g}, of which {times.wait_s:.3g} s wait for the disk; bound by {step.bound}; "
+            f"updates {step.step_overlap.value}"
         ),
         (
             f"{step.tokens_per_s * estimate.machine.ranks:,.0f} tokens/s, efficiency {step.efficiency:.0%} "
@@ -90,7 +91,20 @@ def _step(estimate: Estimate) -> list[str]:
         )
     if times.written_bytes:
         lines.append(_endurance(estimate))
+    if estimate.other_order is not None:
+        lines.append(_other_order(estimate, estimate.other_order))
     return lines
+
+
+def _other_order(estimate: Estimate, other: InOrder) -> str:
+    """A step in the other order of accumulation, in one line."""
+    step, times = other.step, other.step.times
+    return (
+        f"in {other.order.value} order: {step.seconds:.3g} s, of which {times.wait_s:.3g} s wait for the disk; "
+        f"{format_bytes(times.read_bytes)} read, {format_bytes(times.written_bytes)} written; host peak "
+        f"{format_bytes(estimate.of_node(other.memory.host_bytes))}; vertical: deepoffload.accumulate, train_batch or "
+        "VerticalTrainer take all micro-batches through each unit together"
+    )
 
 
 def _endurance(estimate: Estimate) -> str:
@@ -172,5 +186,13 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
             "tokens_per_s": step.tokens_per_s * estimate.machine.ranks,
             "flops": step.flops,
             "steps_of_endurance": estimate.steps_of_endurance,
+            "order": estimate.order.value,
+        }
+    if estimate.other_order is not None:
+        other = estimate.other_order
+        found["other_order"] = asdict(other.step.times) | {
+            "seconds": other.step.seconds,
+            "order": other.order.value,
+            "host_peak_bytes": other.memory.host_bytes,
         }
     return found

@@ -11,8 +11,16 @@ from deepoffload.estimate.coarser import PIECES_MAX, coarser
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.recording import DryRun, Op
 from deepoffload.params.prefetcher import BUSY_TRANSFERS, EVENTS_PER_PLAN, WRITE_BEHIND_SHARE
+from deepoffload.schedule.accumulation_order import SWITCH_S
 from deepoffload.schedule.clock import StepTimes, TimedRun, TimedUse, steady_step
-from deepoffload.schedule.cost_model import BlockKind, RankTraffic, StepOverlap, Workload, update_seconds
+from deepoffload.schedule.cost_model import (
+    AccumulationOrder,
+    BlockKind,
+    RankTraffic,
+    StepOverlap,
+    Workload,
+    update_seconds,
+)
 from deepoffload.schedule.speculation import would_pay
 from deepoffload.schedule.trace import Phase
 from deepoffload.schedule.uses import StepUse, UnitBlocks, seen_until_zero_grad, step_uses, unit_blocks
@@ -71,7 +79,7 @@ def estimate_step(
     blocks, pieces_in_one = coarser(blocks, pieces_max)
     placement, bandwidths = blocks.placement, machine.bandwidths()
     units = unit_blocks(placement.blocks, placement.resident)
-    costs = _Costs(blocks, units, run, machine, op_times or {}, workload.accumulation_steps, pieces_in_one)
+    costs = _Costs(blocks, units, run, machine, op_times or {}, workload, pieces_in_one)
     uses = costs.timed(step_uses(run.visits, units, workload))
     first = costs.timed(step_uses(run.visits, units, workload, first=True))
     sizes = {block.id: block.nbytes for block in placement.blocks}
@@ -111,14 +119,16 @@ def estimate_usual_step(
     run: DryRun,
     machine: MachineSpec,
     config: Config,
+    order: AccumulationOrder,
     *,
     tokens: int,
     op_times: OpTimes | None = None,
 ) -> StepEstimate:
     """The same of the steps that the engine comes to make: where nobody asks for guesses, it makes them if deferred
-    steps wait long for the disk. Arguments as of :func:`estimate_step`."""
+    steps wait long for the disk. ``order``: of the micro-batches. Other arguments as of :func:`estimate_step`."""
     placed = blocks.placement.step_overlap
-    workload = Workload(config.gradient_accumulation_steps, config.step_overlap or StepOverlap.DEFERRED)
+    overlap = config.step_overlap or StepOverlap.DEFERRED
+    workload = Workload(config.gradient_accumulation_steps, overlap, order=order)
     step = estimate_step(blocks, run, machine, workload, tokens=tokens, op_times=op_times)
     waits_s = step.times.wait_s - step.times.backward_wait_s
     if placed is workload.step_overlap or not would_pay(waits_s, step.seconds):
@@ -146,7 +156,7 @@ class _Costs:
         run: DryRun,
         machine: MachineSpec,
         op_times: OpTimes,
-        accumulation_steps: int,
+        workload: Workload,
         pieces_in_one: Mapping[int, int],
     ) -> None:
         self._units = units
@@ -156,7 +166,10 @@ class _Costs:
         self._machine = machine
         self._op_times = op_times
         self._bandwidths = machine.bandwidths()
-        self._again = (accumulation_steps - 1) / accumulation_steps  # landings that add to what is there
+        k = workload.accumulation_steps
+        self._again = (k - 1) / k  # landings that add to what is there
+        self._together = workload.together
+        self._switch_s = SWITCH_S if workload.together > 1 else 0.0
         self._plan_s = machine.plan_overhead_s if blocks.placement.paged else 0.0
         self._trained = blocks.trained_by_unit
         self._pieces_in_one = pieces_in_one
@@ -168,7 +181,7 @@ class _Costs:
     def _timed(self, use: StepUse) -> TimedUse:
         seconds = self._update_s(use) if use.phase is Phase.UPDATE else self._visit_s(use)
         if self._rank is None:
-            return TimedUse(use.use, use.phase, seconds)
+            return TimedUse(use.use, use.phase, seconds, parts=1 if use.phase is Phase.UPDATE else self._together)
         weights = tuple(self._units[unit].weights for unit in use.units)
         if use.phase is Phase.UPDATE:
             return TimedUse(use.use, use.phase, seconds, changed=weights)
@@ -178,13 +191,15 @@ class _Costs:
 
     def _visit_s(self, use: StepUse) -> float:
         machine, visits = self._machine, [self._visits[number] for number in use.visits]
-        seconds = sum(count * self._op_s(op) for visit in visits for op, count in visit.ops.items()) + self._plan_s
+        seconds = sum(count * self._op_s(op) for visit in visits for op, count in visit.ops.items()) + self._switch_s
         if use.phase is Phase.FORWARD:
             seconds += machine.visit_overhead_s
+        seconds = self._together * (seconds + self._plan_s)
         if machine.has_device:
             moved = sum(self._content[self._units[unit].weights] for unit in use.units)
             seconds = max(seconds, moved / machine.link_bytes_per_s)
-        return seconds + sum(self._landing_s(unit, count) for visit in visits for unit, count in visit.landed.items())
+        landed = [item for visit in visits for item in visit.landed.items()]
+        return seconds + self._together * sum(self._landing_s(unit, count) for unit, count in landed)
 
     def _op_s(self, op: Op) -> float:
         machine = self._machine

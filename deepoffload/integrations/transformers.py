@@ -9,24 +9,31 @@ The Trainer accumulates, clips, saves and resumes as it does for a model without
 would wrap the model in DistributedDataParallel. With several ranks take one that does not::
 
     class RankTrainer(OnRanks, Trainer): ...
+
+:class:`VerticalTrainer` is the Trainer that takes all micro-batches of a step through the model together, so that
+weights are read once per step.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import Trainer
 
+from deepoffload.accumulation.accumulate import accumulate
 from deepoffload.config import Config, parse_config
 from deepoffload.config.keys import AUTO
 from deepoffload.config.source import read_source
 from deepoffload.deepspeed.initialization import make_optimizer
 from deepoffload.deepspeed.schedulers import make_schedule
-from deepoffload.errors import ConfigError, UsageError
+from deepoffload.errors import ConfigError, UnsupportedError, UsageError
+from deepoffload.integrations.accelerate import RankAccelerator
 from deepoffload.runtime.ranks import RankChoice
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
@@ -101,15 +108,104 @@ class OnRanks:
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's, with :class:`deepoffload.integrations.accelerate.RankAccelerator`."""
-        from deepoffload.integrations.accelerate import (
-            RankAccelerator,
-        )  # here: the Trainer needs it, and this module not
-
         made: Any = super()
         made.create_accelerator_and_postprocess()
-        self.accelerator.__class__ = (
-            RankAccelerator  # the Trainer makes it, and keeps methods of it: it stays the same one
-        )
+        # the Trainer makes it, and keeps methods of it: it stays the same one
+        self.accelerator.__class__ = RankAccelerator
+
+
+class HoldingAccelerator(RankAccelerator):
+    """One that can keep the losses that a trainer calls backward of, for somebody else to do it.
+
+    Attributes:
+        held: the last loss of each thread, scaled as for backward; None: backwards are done.
+    """
+
+    held: dict[int, Tensor] | None = None
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As accelerate's, or keep the loss.
+
+        Raises:
+            UnsupportedError: the optimizer updates inside backward, with the learning rate that it is given (LOMO).
+        """
+        if self.held is None:
+            super().backward(loss, **kwargs)
+            return
+        if kwargs:
+            raise UnsupportedError(
+                f"backward({', '.join(kwargs)}) while all micro-batches go through the model together: such an "
+                "optimizer needs the Trainer itself"
+            )
+        loss = loss / self.gradient_accumulation_steps
+        self.held[threading.get_ident()] = loss if self.scaler is None else self.scaler.scale(loss)
+
+
+class Vertical(OnRanks):
+    """Goes before ``Trainer``, or a trainer that is derived from it, among the bases of a class: that one runs all
+    micro-batches of a step with :func:`deepoffload.accumulate`, when the Trainer asks for the first of them.
+
+    In which order is the configuration's ``accumulation_order``; the numbers are the same in each. Random numbers are
+    those of :func:`deepoffload.accumulate`: each micro-batch has its own stream. ``training_step`` of the other bases
+    runs for each micro-batch, in a thread of its own; what it calls backward of, is differentiated later.
+    """
+
+    _drawn: list[Any] | None = None
+    _losses: list[Tensor] | None = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's, with :class:`HoldingAccelerator`."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = HoldingAccelerator
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's: the micro-batches of the next step, and the number of their items."""
+        drawing: Any = super()
+        samples, num_items = drawing.get_batch_samples(*args, **kwargs)
+        self._drawn, self._losses = list(samples), None
+        return samples, num_items
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a micro-batch. The first call of a step runs all of them.
+
+        Raises:
+            UsageError: these are not the inputs that the Trainer has drawn. Else what a micro-batch has raised.
+        """
+        if not self._drawn:  # nobody has drawn a step: it is called by itself
+            alone: Any = super()
+            loss: Tensor = alone.training_step(model, inputs, *args, **kwargs)
+            return loss
+        if inputs is not self._drawn[0]:
+            raise UsageError(
+                "training_step was given other inputs than the Trainer has drawn. Where a class changes them, put "
+                "Vertical before it: class MyVerticalTrainer(Vertical, MyTrainer)"
+            )
+        if self._losses is None:
+            self._losses = self._run(model, list(self._drawn), args, kwargs)
+        self._drawn.pop(0)
+        return self._losses.pop(0)
+
+    def _run(self, model: nn.Module, samples: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Forward and backward of all micro-batches of a step; their losses as ``training_step`` returns them."""
+        one: Any = super()
+        losses: dict[int, Tensor] = {}
+        held: dict[int, Tensor] = {}
+
+        def loss_of(called: nn.Module, numbered: tuple[int, Any]) -> Tensor:
+            number, inputs = numbered
+            losses[number] = one.training_step(called, inputs, *args, **kwargs)
+            return held.pop(threading.get_ident())
+
+        self.accelerator.held = held
+        try:
+            accumulate(model, enumerate(samples), loss_of, scale=False)
+        finally:
+            self.accelerator.held = None
+        return [losses[number] for number in range(len(samples))]
+
+
+class VerticalTrainer(Vertical, Trainer):
+    """transformers' Trainer, with all micro-batches of a step together. See :class:`Vertical`."""
 
 
 def _arguments(args: Any, num_training_steps: int | None) -> Iterator[tuple[str, Any, str]]:

@@ -327,6 +327,8 @@ class Pager:
 
     def _event(self, key: UseKey, blocks: tuple[int, ...], backward_of: Unit | None = None) -> None:
         if key == self.order.last_key:
+            if self.hooks.turns is not None:
+                self.go_on()
             return
         with self.lock:
             if self.life.closed_because is not None:
@@ -337,6 +339,14 @@ class Pager:
                 self.tiers.timeline.phase(phase_name(key, self.units))
             self.order.observe(key, blocks, backward_of)
             self.pump(set(blocks))
+
+    def go_on(self) -> None:
+        """The present event goes on with another micro-batch, of which an event has as many as go through a unit
+        together: what has completed since it began makes room for more transfers."""
+        if not self.is_fully_resident() and not self.evict_always:
+            with self.lock:
+                if self.life.closed_because is None:
+                    self.pump(self.order.last_blocks)
 
     def pump(self, in_use: set[int] | frozenset[int] = frozenset()) -> None:
         """Collect what completed, write behind, fetch ahead. Called at every event; costs microseconds."""

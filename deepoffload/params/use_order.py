@@ -39,6 +39,7 @@ class UseOrder:
         visits: the order in which micro-batches that take turns visit units.
         predicted: ids of the blocks of the present event, when the trace expected it.
         last_key: of the present event; None after the end of a step.
+        last_blocks: ids of its blocks.
         backward_of: the unit of the present event, if it is one of backward.
     """
 
@@ -47,6 +48,7 @@ class UseOrder:
         self.visits = VisitOrder()
         self.predicted: frozenset[int] = frozenset()
         self.last_key: UseKey | None = None
+        self.last_blocks: frozenset[int] = frozenset()
         self.backward_of: Unit | None = None
         self._together: Sequence[TensorSlot] = ()
         self._graphs = graphs
@@ -58,15 +60,17 @@ class UseOrder:
         """An event of the program begins, in which it uses ``blocks``. The same one again is no other event: the caller
         compares ``last_key``."""
         self.last_key = key
+        self.last_blocks = frozenset(blocks)
         self.backward_of = backward_of
         predicted = self.trace.observe(Event(key, blocks))
-        self.predicted = frozenset(blocks) if predicted and self._prefetch else frozenset()
+        self.predicted = self.last_blocks if predicted and self._prefetch else frozenset()
 
     def end_of_step(self) -> None:
         """An optimizer step is finished: the recorded order becomes the cycle."""
         self.trace.end_of_step()
         self._graphs.end_of_step()
         self.last_key = None
+        self.last_blocks = frozenset()
         self.backward_of = None
 
     def stamp(self, block: Block) -> None:

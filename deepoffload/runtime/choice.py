@@ -20,7 +20,16 @@ from deepoffload.runtime.cuts import Cut, Cutter
 from deepoffload.runtime.read_shares import read_shares
 from deepoffload.runtime.sizes import UnitSizes
 from deepoffload.runtime.whole_copies import CopySizes, contribution_bytes, from_other_ranks, in_words, with_copies
-from deepoffload.schedule.cost_model import Bandwidths, BlockKind, LinkRates, RankTraffic, StepOverlap, Workload
+from deepoffload.schedule.accumulation_order import with_order
+from deepoffload.schedule.cost_model import (
+    AccumulationOrder,
+    Bandwidths,
+    BlockKind,
+    LinkRates,
+    RankTraffic,
+    StepOverlap,
+    Workload,
+)
 from deepoffload.schedule.default_updates import with_updates
 from deepoffload.schedule.durable import with_durable_steps
 from deepoffload.schedule.nvme_room import set_up_nvme_bytes, within_nvme
@@ -201,6 +210,7 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
             config.gradient_accumulation_steps,
             config.step_overlap or StepOverlap.DEFERRED,  # guesses move the same bytes
             training=not config.inference,
+            order=_sure_order(config),
         ),
         num_parameters=sum(handle.numel for draft in drafts for handle, _ in draft.trained) or None,
         keep=frozenset(placed.ids[np.isin(placed.kinds, kept_kinds)].tolist()),
@@ -221,7 +231,15 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
         placement = replace(placement, blocks=tuple(_specs(cut, sizes, stays, shares)))
     if not config.inference:
         placement = with_updates(placement, config.step_overlap, room.bandwidths, no_guesses=room.no_guesses)
+        if with_blocks and room.exchange is None and not room.device_bytes:  # elsewhere they run one after the other
+            placement = with_order(placement, config.accumulation_order, config.gradient_accumulation_steps)
     return ChosenCut(cut, sizes, placement, np.flatnonzero(away).tolist())
+
+
+def _sure_order(config: Config) -> AccumulationOrder:
+    """The order that traffic is counted with. Where nobody says one, the program may as well call backward itself."""
+    said = config.accumulation_order
+    return AccumulationOrder.HORIZONTAL if said is AccumulationOrder.AUTO else said
 
 
 def _check_calls(cut: Cut, sizes: Sequence[UnitSizes], device_bytes: int) -> None:

@@ -36,7 +36,7 @@ class AccumulationOrder(Enum):
     """In which order the micro-batches of a step are run. All give the same bits."""
 
     AUTO = "auto"
-    """Vertical where something moves, else horizontal."""
+    """Vertical where that saves time, else horizontal (:mod:`deepoffload.schedule.accumulation_order`)."""
     VERTICAL = "vertical"
     """All micro-batches go through a unit before any goes on to the next."""
     HORIZONTAL = "horizontal"
@@ -47,16 +47,29 @@ class AccumulationOrder(Enum):
 class Workload:
     """What one optimizer step does: ``accumulation_steps`` times forward and backward, then one update.
 
-    ``training=False``: one forward pass and nothing else.
+    ``training=False``: one forward pass and nothing else. ``order``: of the micro-batches, as decided.
     """
 
     accumulation_steps: int = 1
     step_overlap: StepOverlap = StepOverlap.NONE
     training: bool = True
+    order: AccumulationOrder = AccumulationOrder.HORIZONTAL
 
     def __post_init__(self) -> None:
         if self.accumulation_steps < 1:
             raise ValueError(f"accumulation_steps must be at least 1, not {self.accumulation_steps}")
+        if self.order is AccumulationOrder.AUTO:
+            raise ValueError("order must be decided: vertical or horizontal")
+
+    @property
+    def passes(self) -> int:
+        """How often a step goes through the units, forward and backward."""
+        return self.accumulation_steps // self.together
+
+    @property
+    def together(self) -> int:
+        """How many micro-batches each pass takes through a unit."""
+        return self.accumulation_steps if self.order is AccumulationOrder.VERTICAL else 1
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,11 @@ class Traffic:
 
     read_bytes: int = 0
     written_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """In both directions."""
+        return self.read_bytes + self.written_bytes
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.read_bytes + other.read_bytes, self.written_bytes + other.written_bytes)
@@ -151,7 +169,8 @@ def _check_rates(rates: Bandwidths | LinkRates) -> None:
 def block_traffic(kind: BlockKind, nbytes: int, workload: Workload, *, updated: bool = True) -> Traffic:
     """Bytes moved per optimizer step for one block that is not resident.
 
-    ``updated``: whether the step changes the block's unit (False for frozen weights). With k accumulation steps:
+    ``updated``: whether the step changes the block's unit (False for frozen weights). With k passes, one for each
+    micro-batch in horizontal order and one for all of them in vertical order:
 
     - weights: one read for each of k forwards and k backwards, and a read and a write for the update. An update that
       shares the visit of a forward (``DEFERRED``) or a backward (``IN_BACKWARD``) needs no separate read.
@@ -159,7 +178,7 @@ def block_traffic(kind: BlockKind, nbytes: int, workload: Workload, *, updated: 
       ``IN_BACKWARD`` consumes the last landing on the spot.
     - state: read once and written once.
     """
-    k = workload.accumulation_steps
+    k = workload.passes
     if not workload.training:
         return Traffic(nbytes if kind is BlockKind.WEIGHT else 0, 0)
     if kind is BlockKind.WEIGHT:

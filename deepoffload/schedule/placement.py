@@ -99,7 +99,9 @@ class Placement:
     ``minimum_bytes``: the smallest capacity with which this model runs.
     ``traffic``, ``disk_seconds``: expected per optimizer step, or per forward pass where nothing is trained
     (``training``).
-    ``step_overlap``, ``updates``: when updates run, and a line for people on that.
+    ``bandwidths``: of the disk that it was made for.
+    ``step_overlap``, ``updates``: when updates run, and a line for people on that. ``accumulation``: the same of the
+    order of micro-batches; empty where a step has one.
     """
 
     blocks: tuple[BlockSpec, ...]
@@ -116,16 +118,19 @@ class Placement:
     minimum_bytes: int
     traffic: Traffic
     disk_seconds: float
+    bandwidths: Bandwidths
     num_parameters: int | None
     rows: tuple[Row, ...]
     training: bool = True
     step_overlap: StepOverlap = StepOverlap.DEFERRED
     updates: str = ""
+    accumulation: str = ""
 
     def table(self, host_ranks: int = 1) -> str:
         """What went where and why, as aligned text: with ``host_ranks`` ranks on a host, of each of them and of all."""
         budgets = (self.capacity_bytes, self.nvme_capacity_bytes, self.minimum_bytes)
-        totals = Totals(*budgets, self.disk_seconds, self.num_parameters, host_ranks, self.training, self.updates)
+        notes = {"updates": self.updates, "accumulation": self.accumulation}
+        totals = Totals(*budgets, self.disk_seconds, self.num_parameters, host_ranks, self.training, notes)
         return render(self.rows, totals)
 
 
@@ -344,6 +349,7 @@ class _Problem:
             minimum_bytes=self.minimum_bytes,
             traffic=traffic,
             disk_seconds=self._bandwidths.seconds(traffic),
+            bandwidths=self._bandwidths,
             num_parameters=self._num_parameters,
             rows=tuple(rows),
             training=self._training,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _COLUMNS = ("", "host", "NVMe", "blocks", "read/step", "written/step", "why")
@@ -38,8 +39,8 @@ class Totals:
     """Ranks of the host, which have the same rows."""
     training: bool = True
     """Rows are of a training step; else of a forward pass."""
-    updates: str = ""
-    """When updates run, and why."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What else is said of training, by what it is about."""
 
 
 def human_bytes(nbytes: int) -> str:
@@ -73,8 +74,8 @@ def render(rows: tuple[Row, ...], totals: Totals) -> str:
         sources = ["checkpoint", *(_size(row.source_bytes) for row in (*rows, total))]
         cells = [(*line[:3], source, *line[3:]) for line, source in zip(cells, sources, strict=True)]
     lines = _align(cells)
-    updates = [f"updates: {totals.updates}"] if totals.training and totals.updates else []
-    return "\n".join([*lines, _budgets(totals), _expectation(total, totals), *updates])
+    notes = [f"{name}: {text}" for name, text in totals.notes.items() if totals.training and text]
+    return "\n".join([*lines, _budgets(totals), _expectation(total, totals), *notes])
 
 
 def _cells(row: Row, host_ranks: int) -> tuple[str, ...]:

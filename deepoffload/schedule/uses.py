@@ -31,7 +31,7 @@ class Use:
 @dataclass(frozen=True)
 class StepUse:
     """A use and its place in the step: which units, which of their pieces, and the numbers of the visits (none for an
-    update) that it stands for."""
+    update) that it stands for. In vertical order all micro-batches make these visits in it."""
 
     use: Use
     phase: Phase
@@ -135,7 +135,7 @@ def _uses(
     if not workload.training:
         yield from (_visit(number, visit, units) for number, visit in enumerate(visits) if not visit.backward)
         return
-    overlap, last_micro = workload.step_overlap, workload.accumulation_steps - 1
+    overlap, last_pass = workload.step_overlap, workload.passes - 1
     pending = {number: tuple(range(len(unit.state))) for number, unit in units.items() if unit.gradients is not None}
     deferred = overlap in (StepOverlap.DEFERRED, StepOverlap.SPECULATIVE)
     if first and deferred:
@@ -148,14 +148,14 @@ def _uses(
         for unit in which:
             yield from _update(unit, units[unit], pending.pop(unit, ()), drops=overlap is not StepOverlap.NONE)
 
-    for micro in range(workload.accumulation_steps):
+    for number_of_pass in range(workload.passes):
         for number, visit in enumerate(visits):
             if deferred and not visit.backward:
                 yield from updates(visit.units)
             yield _visit(number, visit, units)
-            if overlap is StepOverlap.IN_BACKWARD and micro == last_micro:
+            if overlap is StepOverlap.IN_BACKWARD and number_of_pass == last_pass:
                 yield from updates(unit for unit in visit.landed if last_landing[unit] == number)
-            if micro == last_micro:
+            if number_of_pass == last_pass:
                 for unit in visit.landed:
                     if last_landing[unit] == number:
                         yield from _update(unit, units[unit], guessed.get(unit, ()), drops=False)

@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 
-import deepoffload
-from tests.accumulation.loops import VERTICAL
-from tests.support.models import TinyGPT, batch, next_token_loss
+import torch
 
+import deepoffload
+from deepoffload.config import AccumulationOrder, Config, Precision
+from deepoffload.estimate import Batch, MachineSpec, estimate, from_module
+from tests.accumulation.loops import VERTICAL
+from tests.support.models import CONTEXT, TinyGPT, batch, next_token_loss
+
+HOST_BUDGET = 48 << 20
 BYTES_PER_PARAM = 26.5
 """bf16, everything on NVMe but gradients: weights are read twice and written once, 10 bytes of state both ways."""
 
@@ -20,7 +25,7 @@ def test_bytes_per_parameter_do_not_grow_with_the_micro_batches(
 ) -> None:
     """Also not with reentrant checkpoints, which run units again inside backward."""
     with deepoffload.offload_context(
-        host_budget=48 << 20, nvme_path=str(nvme_path), precision="bf16", aio={"backend": "pool"}
+        host_budget=HOST_BUDGET, nvme_path=str(nvme_path), precision="bf16", aio={"backend": "pool"}
     ):
         model = TinyGPT(width=320, depth=8, checkpointing=checkpointing)
     num_params = sum(param.numel() for param in model.parameters())
@@ -37,3 +42,18 @@ def test_bytes_per_parameter_do_not_grow_with_the_micro_batches(
     per_step = (moved[-1] - moved[2]) / 2 / num_params
     assert 20 < per_step <= BYTES_PER_PARAM
     assert faults[-1] == faults[2]
+    if checkpointing is None:
+        assert predicted(micro_batches) == pytest.approx(per_step, rel=0.05)
+
+
+def predicted(micro_batches: int) -> float:
+    """Bytes per parameter and step, by the estimators."""
+    with torch.device("meta"):
+        model = TinyGPT(width=320, depth=8)
+    subject = from_module(model, Batch(1, CONTEXT), lambda call: next_token_loss(call, batch(0, rows=1)))
+    machine = MachineSpec(host_memory_bytes=1 << 40, nvme_bytes=1 << 40)
+    order = AccumulationOrder.VERTICAL
+    settings = {"accumulation_order": order, "gradient_accumulation_steps": micro_batches}
+    step = estimate(subject, machine, Config(precision=Precision.BF16, host_budget=HOST_BUDGET, **settings)).step
+    assert step is not None
+    return (step.times.read_bytes + step.times.written_bytes) / subject.num_parameters

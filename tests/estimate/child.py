@@ -50,8 +50,11 @@ def train(swap: str, settings: dict[str, Any]) -> dict[str, Any]:
     steps = []
     for _ in range(settings.get("steps", 2)):
         before, started = deepoffload.stats(model), time.perf_counter()
-        for _ in range(accumulation):
-            model(tokens).backward()
+        if settings["config"].get("accumulation_order") == "vertical":
+            deepoffload.accumulate(model, [tokens] * accumulation)
+        else:
+            for _ in range(accumulation):
+                model(tokens).backward()
         forward_backward_s = time.perf_counter() - started
         optimizer.step()
         optimizer.zero_grad()

@@ -124,6 +124,26 @@ def test_the_last_line_says_what_works():
     assert given > 10 and disks > 20 and len(seen) > 2
 
 
+def test_both_orders_of_accumulation_are_shown(machine_file, capsys):
+    command = [*SMALL, "--machine", machine_file, "--host-budget", "50MiB", "--accumulation", "4"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    step, other = found["step"], found["other_order"]
+    assert (step["order"], other["order"]) == ("horizontal", "vertical")
+    assert other["read_bytes"] < 0.8 * step["read_bytes"] and other["written_bytes"] <= step["written_bytes"]
+    assert other["seconds"] < step["seconds"]
+    assert other["host_peak_bytes"] > found["memory"]["host_peak_bytes"]
+    assert "vertical: what does not stay in memory moves once per step" in found["placement"]
+    assert main([*command, "--order", "vertical"]) == 0
+    text = capsys.readouterr().out
+    assert f"step in vertical order: {other['seconds']:.3g} s" in text
+    assert f"in horizontal order: {step['seconds']:.3g} s" in text
+    assert main([*SMALL, "--machine", machine_file, "--order", "vertical"]) == 2
+    assert "say --accumulation N" in capsys.readouterr().err
+    assert main([*command, "--ranks", "2", "--link-rate", "4GB", "--order", "vertical"]) == 2
+    assert "needs one rank whose device is a CPU" in capsys.readouterr().err
+
+
 def test_a_disk_is_needed_for_an_nvme_budget(tmp_path, capsys):
     file = tmp_path / "machine.json"
     file.write_text(json.dumps({"host_memory_bytes": "1 GiB"}))

@@ -44,7 +44,7 @@ GRID: tuple[dict[str, Any], ...] = (
     {"precision": "bf16", "share": 0.3, "batch": 2, "accumulation": 3, "config": {"step_overlap": "none"}},
     {"precision": "fp32", "share": 1.2, "batch": 2},
     {"precision": "fp32", "share": 0.7, "batch": 2, "checkpointing": True},
-    {"precision": "fp32", "share": 0.5, "batch": 2, "accumulation": 2},
+    {"precision": "fp32", "share": 0.5, "batch": 2, "accumulation": 3, "config": {"accumulation_order": "vertical"}},
     {"precision": "fp32", "share": 0.3, "batch": 4},
     {"precision": "fp32", "share": 0.3, "batch": 2, "config": {"step_overlap": "none"}},
     {"precision": "bf16", "share": 0.3, "batch": 2, "config": {"step_overlap": "in_backward"}},

@@ -15,12 +15,14 @@ from deepoffload.estimate.dry_run import dry_run
 from deepoffload.runtime.compute_types import compute_types
 from deepoffload.runtime.context import engine_of
 from deepoffload.runtime.plan import NO_DISK
-from deepoffload.schedule.cost_model import StepOverlap, Workload
+from deepoffload.schedule.cost_model import AccumulationOrder, StepOverlap, Workload
 from deepoffload.schedule.trace import Event
 from deepoffload.schedule.uses import step_uses, unit_blocks
 from tests.support.inspect import pager_of, tiers_of
 from tests.support.models import TinyGPT, batch, gpt2, llama, next_token_loss
 from tests.support.paging import Paging, Setting, plain
+
+VERTICAL, HORIZONTAL = AccumulationOrder.VERTICAL, AccumulationOrder.HORIZONTAL
 
 
 class SharedLayers(nn.Module):
@@ -59,9 +61,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def recorded(model: nn.Module, overlap: StepOverlap, micro_batches: int) -> list[list[Event]]:
+def recorded(model: nn.Module, workload: Workload) -> list[list[Event]]:
     """The events of each of three steps; of six where the first ones only teach which gradient is the last."""
-    engine = engine_of(model)
+    engine, micro_batches = engine_of(model), workload.accumulation_steps
     optimizer = deepoffload.CPUAdam([param for param in model.parameters() if param.requires_grad], lr=1e-3)
     steps: list[list[Event]] = []
     observe = pager_of(engine).order.trace.observe
@@ -71,12 +73,16 @@ def recorded(model: nn.Module, overlap: StepOverlap, micro_batches: int) -> list
         return observe(event)
 
     pager_of(engine).order.trace.observe = noted  # type: ignore[method-assign]
-    for step in range(6 if overlap is StepOverlap.SPECULATIVE else 3):
+    for step in range(6 if workload.step_overlap is StepOverlap.SPECULATIVE else 3):
         steps.append([])
-        for micro in range(micro_batches):
+        batches = [batch(10 * step + micro) for micro in range(micro_batches)]
+        if workload.order is AccumulationOrder.VERTICAL:
+            deepoffload.accumulate(model, batches, next_token_loss, order=workload.order.value)
+            batches = []
+        for micro, tokens in enumerate(batches):
             if engine.gradients.early is not None:
                 engine.gradients.early.paused = micro < micro_batches - 1
-            next_token_loss(model, batch(10 * step + micro)).backward()
+            next_token_loss(model, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
     pager_of(engine).order.trace.observe = observe  # type: ignore[method-assign]
@@ -85,18 +91,24 @@ def recorded(model: nn.Module, overlap: StepOverlap, micro_batches: int) -> list
 
 @pytest.mark.parametrize("overlap", StepOverlap, ids=lambda overlap: str(overlap.value))
 @pytest.mark.parametrize(
-    ("name", "micro_batches", "room"),
-    [*((name, 1, 1.6) for name in MODELS), ("gpt", 2, 4.0), ("shared layers", 2, 1.6)],
+    ("name", "micro_batches", "order", "room"),
+    [
+        *((name, 1, HORIZONTAL, 1.6) for name in MODELS),
+        ("gpt", 2, HORIZONTAL, 4.0),
+        ("shared layers", 2, HORIZONTAL, 1.6),
+        ("llama", 3, VERTICAL, 1.6),
+    ],
 )
 def test_the_engine_uses_blocks_in_the_order_that_is_foreseen(
-    paging: Paging, name: str, micro_batches: int, room: float, overlap: StepOverlap
+    paging: Paging, name: str, micro_batches: int, order: AccumulationOrder, room: float, overlap: StepOverlap
 ) -> None:
     build = MODELS[name]
     if overlap is StepOverlap.SPECULATIVE:
         room = max(room, 2.5)  # so that there is room for what guesses keep
     setting = Setting(str(room), room, step_overlap=overlap.value)
     model = paging.build(build, setting, gradient_accumulation_steps=micro_batches)
-    steps = recorded(model, overlap, micro_batches)
+    workload = Workload(micro_batches, overlap, order=order)
+    steps = recorded(model, workload)
 
     engine, reference = engine_of(model), plain(build)
     plan = Planner(reference, engine.config).plan(
@@ -114,8 +126,9 @@ def test_the_engine_uses_blocks_in_the_order_that_is_foreseen(
     names = {block.id: block.name for block in tiers_of(engine).blocks()}
     foreseen_names = {block.id: block.name for block in plan.placement.blocks}
     for number, step in enumerate(steps):
-        workload = Workload(micro_batches, overlap)
         if overlap is StepOverlap.SPECULATIVE and 0 < number < len(steps) - 1:
+            continue
+        if order is VERTICAL and number == 0:  # which shows in which order units are visited
             continue
         units = unit_blocks(plan.placement.blocks, plan.placement.resident)
         uses = step_uses(run.visits, units, workload, first=number == 0)

@@ -223,6 +223,7 @@ class _Problem:
             minimum_bytes=self.minimum_bytes,
             traffic=traffic,
             disk_seconds=self._bandwidths.seconds(traffic),
+            bandwidths=self._bandwidths,
             num_parameters=self._num_parameters,
             rows=tuple(rows),
             training=self._training,

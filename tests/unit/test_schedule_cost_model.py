@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepoffload.schedule.cost_model import (
+    AccumulationOrder,
     Bandwidths,
     BlockKind,
     StepOverlap,
@@ -51,6 +52,15 @@ def bytes_per_parameter(workload: Workload) -> tuple[float, float]:
 )
 def test_bytes_of_a_step(overlap: StepOverlap, k: int, read: int, written: int) -> None:
     assert bytes_per_parameter(Workload(k, overlap)) == (read, written)
+
+
+@pytest.mark.parametrize("overlap", StepOverlap)
+def test_in_vertical_order_a_step_moves_the_bytes_of_one_micro_batch(overlap: StepOverlap) -> None:
+    vertical = Workload(8, overlap, order=AccumulationOrder.VERTICAL)
+    assert bytes_per_parameter(vertical) == bytes_per_parameter(Workload(1, overlap))
+    assert (vertical.passes, vertical.together, Workload(8).passes) == (1, 8, 8)
+    with pytest.raises(ValueError, match="must be decided"):
+        Workload(8, overlap, order=AccumulationOrder.AUTO)
 
 
 def test_without_training_weights_are_read_once_and_nothing_else_moves() -> None:
