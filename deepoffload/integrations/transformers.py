@@ -147,7 +147,7 @@ class Vertical(OnRanks):
 
     In which order is the configuration's ``accumulation_order``; the numbers are the same in each. Random numbers are
     those of :func:`deepoffload.accumulate`: each micro-batch has its own stream. ``training_step`` of the other bases
-    runs for each micro-batch, in a thread of its own; what it calls backward of, is differentiated later.
+    runs for each micro-batch, in a separate thread; what it calls backward of, is differentiated later.
     """
 
     _drawn: list[Any] | None = None

@@ -341,8 +341,8 @@ class Pager:
             self.pump(set(blocks))
 
     def go_on(self) -> None:
-        """The present event goes on with another micro-batch, of which an event has as many as go through a unit
-        together: what has completed since it began makes room for more transfers."""
+        """The next of the micro-batches that make the present event together begins. What has completed since the last
+        plan makes room for more transfers."""
         if not self.is_fully_resident() and not self.evict_always:
             with self.lock:
                 if self.life.closed_because is None:

@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 import deepoffload
 from deepoffload.accumulation.accumulate import model_loss
 from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.runtime.context import engine_of
+from deepoffload.schedule.cost_model import Bandwidths
 from tests.accumulation.loops import HORIZONTAL, VERTICAL, Steps
 from tests.support.inspect import pager_of
 from tests.support.loops import assert_same_bits
@@ -195,14 +198,18 @@ def test_what_cannot_be_is_refused_before_anything_runs(paging: Paging) -> None:
     assert len(accumulate(batches(0)[:2], next_token_loss)) == 2
 
 
-def test_the_order_follows_from_what_stays_in_memory(paging: Paging) -> None:
+def test_the_order_follows_from_what_stays_in_memory_and_from_the_disk(paging: Paging) -> None:
+    """It is decided by what the disk costs, and not for a model so small that switching costs more."""
     seen = []
-    for setting in (RESIDENT, TIGHT):
+    for setting, rate in ((RESIDENT, 1e6), (TIGHT, 1e6), (TIGHT, 1e12)):
         model = paging.build(TinyGPT, setting)
+        engine = engine_of(model)
+        assert engine.placement is not None
+        engine.placement = replace(engine.placement, bandwidths=Bandwidths(rate, rate, rate, rate))
 
         def loss(model: nn.Module, tokens: Tensor) -> Tensor:
             seen.append(threading.current_thread() is threading.main_thread())
             return next_token_loss(model, tokens)
 
         deepoffload.accumulate(model, batches(0), loss)
-    assert seen == [True] * COUNT + [False] * COUNT
+    assert seen == [True] * COUNT + [False] * COUNT + [True] * COUNT
