@@ -7,7 +7,8 @@ the page cache before every forward pass. Reported are medians over rounds of ea
 per token. The best rate of the disk is measured in each round.
 
 ``--size 20gb --sides ours transformers`` is a model that memory does not hold. ``--size experts --sides plain ours
-"every expert"`` has 8 experts, of which a token uses 2. The side ``airllm`` is there where that is installed.
+"every expert"`` has 8 experts, of which a token uses 2. ``--sides ours "4 units" "6 units" "8 units"`` cuts the model
+into units of other sizes than 5 in a budget. The side ``airllm`` is there where that is installed.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from benchmarks.end_to_end.disk import DiskRate
 from benchmarks.end_to_end.meter import MemoryWatch, read_counters
 from benchmarks.end_to_end.runner import ROOT, environment
 from benchmarks.inference.checkpoints import SIZES, write_checkpoint
+from benchmarks.inference.child import QUANTIZED, UNITS
 from deepoffload.cli.nvme.types import Pattern
 
 USUAL_SIDES = ("plain", "ours", "int8", "int4", "accelerate", "transformers")
-SIDES = (*USUAL_SIDES, "airllm", "every expert")
+SIDES = (*USUAL_SIDES, "airllm", "int8 head", "every expert", *UNITS)
 PEERS = ("accelerate", "transformers", "airllm")
-ONE_BATCH = (*PEERS, "int8", "int4", "every expert")
+ONE_BATCH = tuple(side for side in SIDES if side not in ("plain", "ours"))
 """Sides that run with the first batch only."""
 TOKENS, PEER_TOKENS = 5, 2
 """Of each side in a round, after a prompt. The first of the former is not counted: it still follows the prompt."""
@@ -153,7 +155,7 @@ def report(found: dict[str, Any], batches: list[int], sides: list[str]) -> None:
     for name in ("plain", *PEERS):
         if name in sides and "ours" in sides:
             print(f"ours / {name}: {against('ours', name, 's'):.2f}")
-    for name in ("int8", "int4", "every expert"):
+    for name in (*QUANTIZED, *UNITS, "every expert"):
         if name in sides and "ours" in sides:
             one, other = ("ours", name) if name == "every expert" else (name, "ours")
             time, read = against(one, other, "s"), against(one, other, "read_bytes")

@@ -1,8 +1,9 @@
 """One side of the comparison in a separate process: it is told by lines on stdin, and answers with JSON.
 
 ``python -m benchmarks.inference.child '{"side": ..., "checkpoint": ..., "folder": ..., "budget": ...}'``. Sides:
-``plain`` (in memory), ``ours``, ``int8``, ``int4``, ``every expert`` (ours, where a call of stacked experts takes all
-of them), ``accelerate`` (``disk_offload``), ``transformers`` (``device_map`` on disk), ``airllm`` (where that is
+``plain`` (in memory), ``ours``, ``int8``, ``int8 head`` (the output head, too), ``int4``, ``every expert`` (ours, where
+a call of stacked experts takes all of them), ``4 units`` and the like (ours, where so many units of weights fit into
+the budget), ``accelerate`` (``disk_offload``), ``transformers`` (``device_map`` on disk), ``airllm`` (where that is
 installed; it first writes the checkpoint again, layer by layer).
 """
 
@@ -21,7 +22,10 @@ import torch
 from benchmarks.end_to_end.meter import read_counters
 
 PROMPT_TOKENS = 16
-OURS = ("ours", "int8", "int4", "every expert")
+UNITS = {f"{count} units": count for count in (4, 6, 8)}
+QUANTIZED = {"int8": ("int8", False), "int8 head": ("int8", True), "int4": ("int4", False)}
+"""Kind, and whether the output head is one of the quantised layers."""
+OURS = ("ours", "every expert", *QUANTIZED, *UNITS)
 
 
 def drop_caches(folders: list[str]) -> None:
@@ -55,13 +59,17 @@ class Side:
         gc.collect()
         if self.side in OURS:
             import deepoffload
+            from deepoffload.runtime import cuts
 
+            if self.side in UNITS:
+                cuts.UNITS_PER_BUDGET_IN_INFERENCE = UNITS[self.side]  # of this process
             more = {"experts_implementation": "eager"} if self.side == "every expert" else {}
             self.context = deepoffload.offload_context(inference=True, host_budget=self.budget, nvme_path=self.folder)
             with self.context:
                 self.model = self._from_pretrained(**more)
-                if self.side in ("int8", "int4"):
-                    deepoffload.quantize_weights(self.model, self.side)
+                if self.side in QUANTIZED:
+                    kind, head = QUANTIZED[self.side]
+                    deepoffload.quantize_weights(self.model, kind, head=head)
         elif self.side == "airllm":
             from airllm import AutoModel
 

@@ -32,11 +32,13 @@ from deepoffload.checkpoint.weights import (
 from deepoffload.checkpoint.weights_loading import listed
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import UsageError
+from deepoffload.io.mapped_origin import SourceRange
 from deepoffload.memory.lock import SHIELD
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import ParamHandle
 from deepoffload.ranks.joint_task import JointTask
+from deepoffload.runtime.backing import back_unit
 from deepoffload.runtime.construct import move_to_checkpoint
 
 
@@ -57,7 +59,8 @@ def load_pretrained(model: nn.Module | HasModule, path: str | os.PathLike[str], 
 
     The model gets the values that ``model.load_state_dict(load_file(path), strict)`` gives it, in the types that it
     has, but the files are never in memory as a whole: what needs no conversion is read straight to where it is stored.
-    With ``inference = true``, inside the context, it is not even copied: it is read from the files when it is used.
+    With ``inference = true`` it is not even copied: it is read from the files when it is used. (After the context whole
+    units are: where one parameter of a unit needs a conversion, all of it is copied.)
     Tied weights need one of their names. For models of transformers the files have the names of the hub, as
     ``save_pretrained`` writes them, or those of the state dict.
 
@@ -79,15 +82,15 @@ def load_pretrained(model: nn.Module | HasModule, path: str | os.PathLike[str], 
     with ExitStack() as last, all_ranks(module, "load_pretrained") as task:
         files = open_files(path)
         loading = _match(module, files, strict=strict)
-        parts, written = None, loading.written()
+        parts = None
         if task is not None:
             found = digests(files)
             refuse_other_files(task, found)
-            parts = PartsToLoad(found, written)
+            parts = PartsToLoad(found, loading.written())
             last.callback(parts.finish)
         with outside_user_modes():
             _leave_in_files(loading, files)
-            discard_replaced(written)
+            discard_replaced(loading.written())
             SHIELD.let_through(_load, (loading, os.fspath(path), parts, task))
     return loading.keys
 
@@ -163,19 +166,28 @@ def _with_names(module: nn.Module, found: Mapping[str, FileTensor], *, hub_names
 
 def _leave_in_files(loading: _Loading, files: Sequence[PlainFile]) -> None:
     """With ``inference = true`` weights that a file has as the model stores them are read from there when they are
-    used."""
+    used: single ones while the model is built, whole units after that."""
     statuses = {file.path: file.status for file in files}
-    for name, tensor in list(loading.stored.items()):
+    names: dict[ParamHandle, str] = {}
+    origins: dict[ParamHandle, SourceRange] = {}
+    for name, tensor in loading.stored.items():
         parts = list(loading.parts(name))
         part, handle = parts[0] if len(parts) == 1 else (None, None)
         if part is None or not isinstance(handle, ParamHandle) or not _is_whole(part, handle):
             continue
-        origins = cast(Pager, handle.pager).origins
-        if origins is None or tensor.dtype is not handle.dtype or tensor.begin % handle.itemsize:
+        found = cast(Pager, handle.pager).origins
+        if found is None or tensor.dtype is not handle.dtype or tensor.begin % handle.itemsize:
             continue
-        origin = origins.range_in(tensor.path, statuses[tensor.path], tensor.begin, handle.nbytes)
-        if origin is not None and move_to_checkpoint(handle, origin):
-            loading.forget(name)
+        origin = found.range_in(tensor.path, statuses[tensor.path], tensor.begin, handle.nbytes)
+        if origin is not None:
+            names[handle], origins[handle] = name, origin
+    for handle, origin in origins.items():
+        if handle.unit is None and move_to_checkpoint(handle, origin):
+            loading.forget(names[handle])
+    for unit in {handle.unit: None for handle in origins if handle.unit is not None}:
+        if back_unit(unit, origins):
+            for handle in unit.handles:
+                loading.forget(names[handle])
 
 
 def _is_whole(part: Part, handle: ParamHandle) -> bool:

@@ -42,7 +42,7 @@ def read_parts(space: SwapSpace, extent: Extent, parts: Sequence[PageRead]) -> T
     files = list(dict.fromkeys(file for file, _, _, _ in cuts))
     ticket = space.engine.submit(READ, segments, len(cuts), total, URGENT, files)
     space.bytes_read += total
-    return ticket
+    return space.sources.judged(ticket, extent) if isinstance(extent, SourceExtent) else ticket
 
 
 def _cut(space: SwapSpace, extent: Extent, part: PageRead) -> Iterator[tuple[IoFile, int, int, int]]:

@@ -2,7 +2,7 @@
 
 A file is held open, so its name may go or come to mean another file. What it holds must stay: its size and the time of
 its last change are compared with those at first after every transfer. Different ones mean that nobody knows what was
-read, and so the transfer counts as failed.
+read, and so the transfer counts as failed. That is the verdict of the ticket (``Ticket.verdict``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import threading
 import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from deepoffload.errors import IoFailure
@@ -77,7 +78,7 @@ class SourceFiles:
                 os.close(fd)
                 return None
             # By our number of it: the name may go before the engine opens it.
-            file = self._engine.open_file(f"/proc/self/fd/{fd}", readonly=True)
+            file = replace(self._engine.open_file(f"/proc/self/fd/{fd}", readonly=True), path=path)
         except OSError:
             os.close(fd)
             return None
@@ -124,14 +125,25 @@ class SourceFiles:
             begin += piece.nbytes
             count += 1
         files = [self._files[piece.path_index].file for piece in extent.pieces]
-        return self._engine.submit(READ, segments, count, nbytes, URGENT if urgent else 0, files)
+        return self.judged(self._engine.submit(READ, segments, count, nbytes, URGENT if urgent else 0, files), extent)
 
     def read_range(self, extent: SourceExtent, part: ExtentRange, address: int) -> Ticket:
         """Reads a part of one piece."""
         segments: Any = ffi.new("doff_segment[1]")
         self._fill(segments[0], extent, part.piece, part.offset, address, part.nbytes)
         files = (self._files[extent.pieces[part.piece].path_index].file,)
-        return self._engine.submit(READ, segments, 1, part.nbytes, 0, files)
+        return self.judged(self._engine.submit(READ, segments, 1, part.nbytes, 0, files), extent)
+
+    def judged(self, ticket: Ticket, extent: SourceExtent) -> Ticket:
+        """``ticket``, which reads of ``extent``: it fails, too, where a file does not hold any more what it held at
+        first. Its failures name the tensors that lie in the extent."""
+        ticket.verdict = partial(self._verdict, extent)
+        return ticket
+
+    def _verdict(self, extent: SourceExtent, failure: IoFailure | None) -> IoFailure | None:
+        for number in dict.fromkeys(piece.path_index for piece in extent.pieces):
+            failure = self._stale(number, extent) or failure
+        return None if failure is None else IoFailure.about(", ".join(extent.tensors), failure)
 
     def _fill(self, segment: Any, extent: SourceExtent, piece: int, start: int, address: int, nbytes: int) -> None:
         """One transfer, of no more than the file has."""
@@ -141,35 +153,32 @@ class SourceFiles:
         segment.address, segment.offset, segment.file = address, offset, source.file.file_id
         segment.nbytes = min(nbytes, source.content[0] - offset)
 
-    def check(self, extent: SourceExtent) -> None:
+    def check_all(self) -> None:
         """Raise where a file does not hold any more what it held at first.
 
         Raises:
-            IoFailure: naming the file, and the tensors that lie in the extent.
+            IoFailure: naming the file.
         """
-        for number in dict.fromkeys(piece.path_index for piece in extent.pieces):
-            self._check(number, extent)
-
-    def check_all(self) -> None:
-        """The same of every file."""
         for number in range(len(self._files)):
-            self._check(number, None)
+            failure = self._stale(number, None)
+            if failure is not None:
+                raise failure
 
-    def _check(self, number: int, extent: SourceExtent | None) -> None:
+    def _stale(self, number: int, extent: SourceExtent | None) -> IoFailure | None:
+        """The failure of what was read of a file that was written to; None where it was not."""
         source = self._files[number]
         now = _content(source.fd)
         if now == source.content:
-            return
-        what = "" if extent is None else f" Wanted: {', '.join(extent.tensors)}."
-        raise IoFailure(
+            return None
+        return IoFailure(
             "read",
             errno.ESTALE,
             source.path,
-            0 if extent is None else extent.pieces[0].offset,
+            0 if extent is None else next(piece.offset for piece in extent.pieces if piece.path_index == number),
             now[0] if extent is None else extent.nbytes,
             f"The checkpoint was written to after the model was loaded from it: it had {source.content[0]} bytes and "
-            f"has {now[0]}.{what} Load the model again, and write a new checkpoint to another place (or to a new file "
-            "that takes the name of the old one when it is whole)",
+            f"has {now[0]}. Load the model again, and write a new checkpoint to another place (or to a new file that "
+            "takes the name of the old one when it is whole)",
         )
 
     def close(self) -> None:

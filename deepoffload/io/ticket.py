@@ -59,10 +59,15 @@ class Ticket:
 
     Making one and waiting for it are short on purpose: between computations a processor's caches have forgotten both,
     and every call into another library costs microseconds then.
+
+    Attributes:
+        verdict: set by those who know more of what was read than the kernel says. It gets the failure, or None, and
+            gives the one that counts.
     """
 
     __slots__ = (
         "nbytes",
+        "verdict",
         "_action",
         "_error",
         "_files",
@@ -82,7 +87,8 @@ class Ticket:
         self._action = action
         self._files = files
         self._finished = False
-        self._error: Callable[[], Exception] | None = None
+        self._error: Callable[[], IoFailure] | None = None
+        self.verdict: Callable[[IoFailure | None], IoFailure | None] | None = None
 
     def done(self) -> bool:
         """Whether the transfer ended, well or badly. Cheap (no lock); never raises."""
@@ -111,8 +117,11 @@ class Ticket:
             first_ms = WAIT_SLICE_MS if timeout_s > WAIT_SLICE_S else round(timeout_s * 1000)
             code = lib.doff_request_wait(self._handle, first_ms)
             self._settle(code if code >= 0 else self._wait_on(code, first_ms, timeout_s))
-        if self._error is not None:
-            raise self._error()
+        failure = None if self._error is None else self._error()
+        if self.verdict is not None:
+            failure = self.verdict(failure)
+        if failure is not None:
+            raise failure
 
     def cancel(self) -> bool:
         """Takes the request back if nothing of it was submitted; a later ``wait()`` then raises with ``ECANCELED``."""

@@ -41,8 +41,6 @@ def fetch_parts(tiers: TierManager, block: Block, parts: Sequence[PageRead]) -> 
         finally:
             if not ticket.done():  # Ctrl-C: the memory is still being written to
                 ticket.wait(TRANSFER_LIMIT_S)
-            if isinstance(extent, SourceExtent):
-                space.sources.check(extent)
     except IoFailure as failure:
         raise IoFailure.about(block.name, failure) from failure
     end_s = time.perf_counter()

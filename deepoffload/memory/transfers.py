@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from deepoffload.errors import BudgetError, IoFailure
-from deepoffload.io.extents import Extent, SourceExtent
+from deepoffload.io.extents import Extent
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.block import Block
 from deepoffload.memory.disk_room import DiskRoom
@@ -187,10 +187,7 @@ class Transfers:
         overtaken = block.id in self._overtaken
         self._overtaken.discard(block.id)
         try:
-            try:
-                ticket.wait(0.0)
-            finally:
-                self._check_source(block)
+            ticket.wait(0.0)
         except IoFailure as failure:
             if reading:
                 block.to(BlockState.ON_NVME)
@@ -202,11 +199,6 @@ class Transfers:
         if self._timeline is not None:
             lane = Lane.READ if reading else Lane.WRITE
             self._timeline.add(lane, block.name, ticket.started_s, ticket.finished_s, block.nbytes)
-
-    def _check_source(self, block: Block) -> None:
-        """Raise where the file of somebody else that a block was read from was written to meanwhile."""
-        if self._space is not None and isinstance(block.extent, SourceExtent):
-            self._space.sources.check(block.extent)
 
     def _wait(self, block: Block, reading: bool, interruptible: bool) -> None:
         if block.ticket is None:

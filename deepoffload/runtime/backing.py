@@ -7,7 +7,7 @@ PyTorch computes with the same alignment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +15,17 @@ from torch import Tensor
 
 from deepoffload.io.extents import ExtentPart, SourceExtent
 from deepoffload.io.mapped_origin import MappedOrigins, SourceRange
+from deepoffload.memory.block import can_hide
 from deepoffload.native.aio import PAGE_BYTES, round_up
 from deepoffload.params.slot import dense_stride
 from deepoffload.params.torch_private import get_data, outside_user_modes
-from deepoffload.params.unit import ParamHandle
+from deepoffload.params.unit import ParamHandle, Unit
 
 GAP_BYTES = 64 << 10
 """What lies between two tensors of a unit in the file is read with them up to this size: one request less."""
+
+RUNS_LATER = 2
+"""A block has room for so many runs of a file that backs it later: one, or two where files are cut inside the unit."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,44 @@ def backing_of(names: Sequence[str], ranges: Sequence[SourceRange]) -> Backing |
         offsets[index] = begin + offset - page
     pieces = tuple(ExtentPart(number, start, round_up(end) - start) for number, start, end in runs)
     extent = SourceExtent(sum(piece.nbytes for piece in pieces), pieces, tuple(names))
-    # Each run has less than two pages in which it begins and ends.
-    return Backing(tuple(offsets), round_up(sum(lengths)) + (2 * len(runs) - 1) * PAGE_BYTES, extent)
+    return Backing(tuple(offsets), _nbytes_in_runs(sum(lengths), len(runs)), extent)
+
+
+def _nbytes_in_runs(nbytes: int, count: int) -> int:
+    """What a block of so many bytes of tensors takes. Each run has less than two pages in which it begins and ends."""
+    return round_up(nbytes) + (2 * count - 1) * PAGE_BYTES
+
+
+def nbytes_for_later(nbytes: int) -> int:
+    """What a block takes whose tensors of ``nbytes`` a checkpoint may come to have later."""
+    return _nbytes_in_runs(nbytes, RUNS_LATER)
+
+
+def back_unit(unit: Unit, ranges: Mapping[ParamHandle, SourceRange]) -> bool:
+    """Drop the bytes of a unit: a checkpoint has those that its parameters are to have. False where it does not have
+    all of them, where they do not lie there as a block wants them, or where the program holds views of what would go;
+    nothing is changed then."""
+    block, handles = unit.weights, unit.handles
+    if not all(handle in ranges for handle in handles):
+        return False
+    backing = backing_of([handle.name for handle in handles], [ranges[handle] for handle in handles])
+    if backing is None or backing.extent.nbytes > block.nbytes:
+        return False
+    tiers = handles[0].pager.tiers
+    with tiers.lock, outside_user_modes():
+        other_memory = any(handle.given() or handle.displaced() for handle in handles)
+        if block.leases or unit.pending is not None or other_memory or not can_hide(unit.owner):
+            return False
+        tiers.discard(block)
+        if block.extent is not None and tiers.space is not None:
+            tiers.space.free(block.extent)
+        tiers.transfers.back(block, backing.extent)
+        for handle, offset in zip(handles, backing.offsets, strict=True):
+            handle.origin = ranges[handle]
+            handle.bind_at(block, offset)
+            handle.rewritten()
+            handle.count_update()  # graphs that have kept the old values must not go on
+    return True
 
 
 def find_origin(origins: MappedOrigins | None, param: Tensor) -> SourceRange | None:

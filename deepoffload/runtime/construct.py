@@ -121,6 +121,7 @@ def move_to_checkpoint(handle: ParamHandle, origin: SourceRange) -> bool:
             return False
         tiers.remove(old)
         _lie_in(handle, origin)
+        handle.rewritten()
         handle.count_update()  # graphs that have kept the old values must not go on
     return True
 

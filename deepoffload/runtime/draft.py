@@ -17,7 +17,7 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.shards import FlatTensor, ShardLayout, shard_layout
 from deepoffload.params.unit import ParamHandle, StateFormat, Unit, WeightView
 from deepoffload.ranks.places import RankMap
-from deepoffload.runtime.backing import backing_if_any
+from deepoffload.runtime.backing import backing_if_any, nbytes_for_later
 from deepoffload.runtime.compute_types import ComputeTypes
 from deepoffload.schedule.placement import BlockKind
 
@@ -30,6 +30,7 @@ class UnitDraft:
 
     Args:
         ranks: those that train the model together; None for one.
+        may_lie_elsewhere: later a checkpoint may come to have what copies are made of now.
 
     Attributes:
         trained: those of its parameters whose gradients land, and that have optimizer state; with their dtypes.
@@ -45,6 +46,8 @@ class UnitDraft:
         handles: list[ParamHandle],
         dtypes: list[torch.dtype],
         ranks: RankMap | None = None,
+        *,
+        may_lie_elsewhere: bool = False,
     ) -> None:
         # Trainable parameters first, and those of one dtype together: their state arrays then follow the weights'
         # order.
@@ -65,6 +68,8 @@ class UnitDraft:
             return
         if ranks is None:
             self._offsets, self.nbytes = byte_offsets([handle.numel * dtype.itemsize for handle, dtype in pairs])
+            if may_lie_elsewhere:
+                self.nbytes = nbytes_for_later(self.nbytes)
             return
         trained = {handle for handle, _ in self.trained}
         tensors = [FlatTensor(h.numel, dtype.itemsize, (dtype, h in trained)) for h, dtype in pairs]
@@ -151,7 +156,8 @@ def draft_unit(pager: Pager, types: ComputeTypes, name: str, handles: list[Param
     params = [handle.tensor for handle in handles]
     dtypes = [h.dtype if p is None else types.of(p) for h, p in zip(handles, params, strict=True)]
     ranks = None if pager.link is None else pager.link.ranks
-    return UnitDraft(pager.life.new_unit_index(), name, handles, dtypes, ranks)
+    may_lie_elsewhere = pager.inference and pager.memory.on_host
+    return UnitDraft(pager.life.new_unit_index(), name, handles, dtypes, ranks, may_lie_elsewhere=may_lie_elsewhere)
 
 
 def alignment_numel(state_format: StateFormat) -> int:

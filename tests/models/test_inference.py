@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from deepoffload import stats
-from tests.models.zoo import TRANSFORMERS, Family
+from tests.models.zoo import TRANSFORMERS, Family, Inputs
+from tests.support.disks import folder_on_disk
 from tests.support.generation import Generation, save
 from tests.support.models import llama
 from tests.support.paging import PLENTY_BYTES
@@ -20,35 +22,88 @@ NOT_AS_WANTED = ("Mixtral", "BERT")
 """Families of which transformers merges weights while it loads them, or makes one that no checkpoint has."""
 
 
-def outcome(model: Any, family: Family) -> list[torch.Tensor]:
-    """Logits with and without a graph, and greedy tokens of two prompts of which one is padded."""
-    dtype = next(model.parameters()).dtype
-    given = {k: value.to(dtype) if value.is_floating_point() else value for k, value in family.inputs(5).items()}
-    with torch.no_grad():
-        found = [model(**given).logits]
-    found.append(model(**given).logits.detach())
-    if family.generates:
-        prompt = family.prompt(7)
-        prompt = {key: value.to(dtype) if value.is_floating_point() else value for key, value in prompt.items()}
-        if "attention_mask" in prompt:
+ALL = os.environ.get("INFERENCE") == "all"
+"""The long form: both types, more budgets, batches of 1 and 3, caches, beams and samples."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "static cache": {"do_sample": False, "cache_implementation": "static"},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "sample": {"do_sample": True, "top_k": 20},
+    "sampling beams": {"do_sample": True, "num_beams": 2, "top_p": 0.9},
+}
+
+
+def prompts(family: Family, dtype: torch.dtype) -> list[Inputs]:
+    """Of several sequences, of which one is padded on its left; in the long form of one sequence, and of three."""
+    first, other = family.prompt(7), family.prompt(8)
+    found = [first]
+    if ALL:
+        found = [
+            {key: value[:1].clone() for key, value in first.items()},
+            {key: torch.cat([value, other[key][:1]]) for key, value in first.items()},
+        ]
+    for prompt in found:
+        if "attention_mask" in prompt and len(prompt["attention_mask"]) > 1:
             prompt["attention_mask"][0, :2] = 0
-        found.append(model.generate(**prompt, max_new_tokens=5, do_sample=False))
+    return [{key: _of_type(value, dtype) for key, value in prompt.items()} for prompt in found]
+
+
+def _of_type(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def generated(model: Any, prompt: Inputs, way: dict[str, Any]) -> torch.Tensor | type[Exception]:
+    """Tokens; or what plain PyTorch raises, where a model cannot be asked so."""
+    torch.manual_seed(5)
+    try:
+        tokens: torch.Tensor = model.generate(**prompt, max_new_tokens=5, **way)
+    except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
+        if not ALL:
+            raise
+        return type(error)
+    return tokens
+
+
+def outcome(model: Any, family: Family) -> dict[str, torch.Tensor | type[Exception]]:
+    """Logits with and without a graph, and tokens."""
+    dtype = next(model.parameters()).dtype
+    given = {key: _of_type(value, dtype) for key, value in family.inputs(5).items()}
+    found: dict[str, torch.Tensor | type[Exception]] = {}
+    with torch.no_grad():
+        found["logits"] = model(**given).logits
+    found["logits with a graph"] = model(**given).logits.detach()
+    if family.generates:
+        for prompt in prompts(family, dtype):
+            for name, way in WAYS.items() if ALL else [("greedy", WAYS["greedy"])]:
+                found[f"{name}, {len(next(iter(prompt.values())))} sequences"] = generated(model, prompt, way)
     return found
 
 
+def same(ours: torch.Tensor | type[Exception], theirs: torch.Tensor | type[Exception]) -> bool:
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return torch.equal(ours, theirs)
+    return ours is theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if ALL else [None])
 @pytest.mark.parametrize("family", EVERY)
-def test_families_compute_the_bits_of_plain(family: Family, tmp_path: Path) -> None:
+def test_families_compute_the_bits_of_plain(family: Family, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """``INFERENCE=all`` asks more of each."""
     torch.manual_seed(0)
     model = family.build()
-    dtype = torch.float32 if family.name in ("Llama", "T5") else torch.bfloat16
-    (tmp_path / "swap").mkdir()
+    dtype = dtype or (torch.float32 if family.name in ("Llama", "T5") else torch.bfloat16)
+    folder_on_disk(tmp_path / "swap")
     generation = Generation(type(model), save(model, tmp_path / "checkpoint", dtype), tmp_path / "swap")
     # Frozen, too: where a weight wants a gradient, torch computes attention by other kernels.
     expected = outcome(generation.plain().requires_grad_(False), family)
-    for budget in (generation.least_bytes(), PLENTY_BYTES):
+    tokens = [value for name, value in expected.items() if "sequences" in name]
+    assert not family.generates or sum(isinstance(each, torch.Tensor) for each in tokens) > len(tokens) // 2
+    least = generation.least_bytes()
+    for budget in (least, 2 * least, 4 * least, PLENTY_BYTES) if ALL else (least, PLENTY_BYTES):
         paged = generation.paged(budget)
-        for ours, theirs in zip(outcome(paged, family), expected, strict=True):
-            assert torch.equal(ours, theirs), budget
+        for name, value in outcome(paged, family).items():
+            assert same(value, expected[name]), (name, budget)
         if family.name not in NOT_AS_WANTED:
             assert stats(paged)["disk_bytes_written"] == 0, budget
 
@@ -74,7 +129,7 @@ def test_positions_up_to_32_k(rotary: dict[str, Any], tmp_path: Path) -> None:
     """Rotary frequencies stay fp32: in bf16 the angles at such positions would be noise."""
     torch.manual_seed(0)
     model = llama(max_position_embeddings=32_768, rope_parameters=rotary)
-    (tmp_path / "swap").mkdir()
+    folder_on_disk(tmp_path / "swap")
     generation = Generation(type(model), save(model, tmp_path / "checkpoint", torch.bfloat16), tmp_path / "swap")
     positions = torch.tensor([[0, 1, 4097, 16_000, 30_001, 32_766, 32_767]])
     tokens = torch.arange(3, 10)[None]

@@ -16,6 +16,7 @@ import torch
 from deepoffload import stats
 from tests.runtime.lifecycle_program import has_saved_tensor_hooks
 from tests.support.ctrl_c import CtrlC
+from tests.support.disks import folder_on_disk
 from tests.support.generation import Generation, save, weight_bytes
 from tests.support.inspect import tiers_of
 from tests.support.memory_watch import give_back, resident_bytes
@@ -32,7 +33,7 @@ def generation_in(directory: Path) -> Generation:
     model = llama(
         vocab_size=2048, hidden_size=256, intermediate_size=512, num_hidden_layers=8, max_position_embeddings=4096
     )
-    (directory / "swap").mkdir()
+    folder_on_disk(directory / "swap")
     return Generation(type(model), save(model, directory / "checkpoint", torch.bfloat16), directory / "swap")
 
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
-from deepoffload import stats
-from deepoffload.errors import ConfigError, PlacementError
+from deepoffload import save_pretrained, stats
+from deepoffload.errors import ConfigError, IoFailure, PlacementError
+from deepoffload.io.engine import IoEngine
+from deepoffload.runtime import disk as disk_module
 from deepoffload.timeline import Lane
 from tests.runtime.generation_campaign import GROWTH_BYTES, TOKENS, generate_long, generation_in, interrupt_often
 from tests.support.disks import tmpfs
 from tests.support.generation import Generation
-from tests.support.inspect import pager_of
+from tests.support.inspect import io_of, pager_of
 from tests.support.programs import Programs
 
 BUDGET_BYTES = 4 << 20
@@ -112,6 +117,56 @@ def test_a_budget_below_the_largest_call(generation: Generation) -> None:
         generation.paged(64 << 10)
     assert caught.value.enough_bytes is not None
     assert generation.paged(caught.value.enough_bytes) is not None
+
+
+def with_faults(monkeypatch: pytest.MonkeyPatch, rules: str) -> None:
+    """Engines made from now on have a disk that fails (``csrc/aio/backend_fault.c``)."""
+    monkeypatch.setattr(disk_module, "IoEngine", partial(IoEngine, fault_script=rules))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("rule", "code"), [("errno=5", errno.EIO), ("short=0", errno.ENODATA)])
+def test_a_shard_that_cannot_be_read(
+    rule: str, code: int, generation: Generation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the file and the tensors. The next call works, or the next model, where the first read ahead
+    fails while this one is made."""
+    plain = generation.plain()
+    names = [name for name, _ in plain.named_parameters()]
+    for chunk in (1, 60):
+        model = None
+        with pytest.raises(IoFailure, match=errno.errorcode[code]) as caught, monkeypatch.context() as patch:
+            with_faults(patch, f"op=read nth={chunk} {rule}")
+            model = generation.paged(BUDGET_BYTES)
+            for _ in range(20):
+                model(TOKENS)
+        assert caught.value.errno == code
+        assert caught.value.filename == str(generation.checkpoint / "model.safetensors")
+        assert any(f"{name}: " in str(caught.value) or f"{name}, " in str(caught.value) for name in names)
+        model = model or generation.paged(BUDGET_BYTES)
+        assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
+        assert stats(model)["disk_bytes_written"] == 0
+
+
+@torch.no_grad()
+def test_reads_that_stop_short_go_on(generation: Generation, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_faults(monkeypatch, "op=read permille=500 seed=3 short=5000")
+    model = generation.paged(BUDGET_BYTES)
+    assert torch.equal(model(TOKENS).logits, generation.plain()(TOKENS).logits)
+    assert io_of(model).stats()["short_transfers"] > 0
+
+
+@torch.no_grad()
+def test_a_checkpoint_that_was_written_to_is_not_saved_again(generation: Generation, tmp_path: Path) -> None:
+    """Nor does a state dict show other numbers."""
+    file = generation.checkpoint / "model.safetensors"
+    model = generation.paged(BUDGET_BYTES)
+    with open(file, "r+b") as opened:
+        opened.seek(-4096, os.SEEK_END)
+        opened.write(bytes(4096))
+    with pytest.raises(IoFailure, match=r"(?s)model\.layers.*written to after the model was loaded") as caught:
+        save_pretrained(model, tmp_path / "again")
+    assert str(file) in str(caught.value) and not list((tmp_path / "again").glob("*.safetensors"))
 
 
 PROGRAM = """
