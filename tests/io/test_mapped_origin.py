@@ -17,6 +17,7 @@ from deepoffload.io.extents import ExtentPart, SourceExtent
 from deepoffload.io.mapped_origin import MappedOrigins
 from deepoffload.io.part_reads import page_runs
 from deepoffload.io.source_files import SourceFiles
+from deepoffload.native.aio import HostMapping
 
 
 @pytest.fixture
@@ -78,11 +79,18 @@ def test_a_file_that_was_written_to_is_told(checkpoint: Path, sources: SourceFil
     number = sources.number_of(str(checkpoint), status.st_dev, status.st_ino)
     assert number == 0 and sources.number_of(str(checkpoint), status.st_dev, status.st_ino + 1) is None
     extent = SourceExtent(4096, (ExtentPart(0, 0, 4096),), ("a", "b"))
-    sources.check(extent)
+    memory = HostMapping(4096)
+    sources.check_all()
+    sources.read(extent, memory.address, 4096, urgent=False).wait()
     with open(checkpoint, "ab") as file:
         file.write(b"x")
-    with pytest.raises(IoFailure, match="written to after the model was loaded.*a, b"):
-        sources.check(extent)
+    with pytest.raises(IoFailure, match="written to after the model was loaded"):
+        sources.check_all()
+    ticket = sources.read(extent, memory.address, 4096, urgent=False)
+    for _ in range(2):
+        with pytest.raises(IoFailure, match="a, b: .*written to after the model was loaded"):
+            ticket.wait()
+    memory.close()
 
 
 def test_runs_of_pages() -> None:
