@@ -227,7 +227,8 @@ def match(
     params = dict(module.named_parameters())
     gather = partial(gathered, module, stored=source.weights, hub_names=hub_names, left_out=left_out)
     needs_all = wanted.remedies.not_strict if wanted.with_optimizer and wanted.strict else ""
-    by_param = _by_param(source, saved, keys, params, gather, needs_all)
+    theirs = optimizer is not None and not isinstance(optimizer, HostOptimizer)
+    by_param = _by_param(source, saved, keys, params, gather, needs_all, theirs)
     state = MatchedOptimizer()
     if wanted.with_optimizer:
         allows = wanted.remedies.without_optimizer
@@ -251,10 +252,12 @@ def _by_param(
     params: Mapping[str, nn.Parameter],
     gather: Callable[[Tensor], Tensor | None],
     needs_all: str,
+    shapes_vary: bool,
 ) -> dict[int, StoredParam]:
     """What the checkpoint has of each parameter.
 
     Args:
+        shapes_vary: as for :class:`StoredParam`.
         needs_all: not "": optimizer state of what is no parameter of the model is an error, which ends so.
     """
     arrays: dict[str, dict[str, StoredTensor]] = {}
@@ -275,8 +278,10 @@ def _by_param(
         mine, weight = arrays.get(name, {}), saved.get(id(param) if handle is None else id(handle))
         if mine or weight is not None:
             whole, dtype = (None, None) if weight is None else (weight.whole, weight.dtype)
-            made = StoredParam(name, tuple(shape), tuple(stride), order, mine, whole, dtype, partial(gather, param))
-            found[id(param)] = made
+            made_by = partial(gather, param)
+            found[id(param)] = StoredParam(
+                name, tuple(shape), tuple(stride), order, mine, whole, dtype, made_by, shapes_vary=shapes_vary
+            )
     return found
 
 

@@ -27,6 +27,8 @@ class StoredParam:
         order: as :class:`~deepoffload.checkpoint.manifest.TensorRecord` has it, of the parameter now.
         arrays: stored arrays by key, with ``remainder`` or ``master`` among them, and scales.
         weight: the stored weight, when it is stored whole and in this order; else ``gather`` makes it.
+        shapes_vary: the arrays are those of a program's own optimizer, which may have any shape (``row_var`` of
+            Adafactor has one element per row).
 
     Raises:
         UsageError: an array has another shape than the parameter.
@@ -42,6 +44,8 @@ class StoredParam:
         weight: StoredTensor | None,
         weight_dtype: torch.dtype | None,
         gather: Callable[[], Tensor | None],
+        *,
+        shapes_vary: bool = False,
     ) -> None:
         self.name = name
         self.shape = shape
@@ -57,7 +61,7 @@ class StoredParam:
             scales = key.endswith(SCALE_SUFFIX) and key.removesuffix(SCALE_SUFFIX) in arrays
             numel = torch.Size(shape).numel()
             expected = (-(-numel // STATE_BLOCK),) if scales else shape
-            if array.shape != expected:
+            if array.shape != expected and not (shapes_vary and key not in LEADS):
                 raise UsageError(f"{name}.{key} has shape {array.shape} in the checkpoint, the parameter has {shape}")
 
     @property

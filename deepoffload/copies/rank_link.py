@@ -13,10 +13,19 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from deepoffload.errors import RankError
 from deepoffload.memory.lock import SHIELD
-from deepoffload.ranks.collectives import LinkError, as_bytes, has_gone, start_all_gather, wait_within
+from deepoffload.ranks.collectives import (
+    LinkError,
+    Work,
+    as_bytes,
+    has_gone,
+    start_all_gather,
+    start_broadcast,
+    wait_within,
+)
 from deepoffload.ranks.edited import Edited
 from deepoffload.ranks.exchange import Exchange
 from deepoffload.ranks.group import RankGroup
@@ -36,6 +45,8 @@ SLICE_S = 1.0
 """A wait for sums looks this often whether another rank has gone or failed."""
 LENGTH_BYTES = 8
 """In which the ranks say how long their messages are."""
+SENT_AT_ONCE_BYTES = 4 << 20
+"""Of rank 0's values."""
 
 
 def weights_number(unit_index: int) -> int:
@@ -138,6 +149,7 @@ class RankLink:
 
     Attributes:
         ranks: who is where.
+        values_of_rank_0: as :class:`RankGroup` says.
         rounds: what waits for other ranks.
         on_reduce: starts reductions; none are posted before it is there.
         before_meeting: called before this rank waits at a step or at the end, in order.
@@ -158,6 +170,7 @@ class RankLink:
     ) -> None:
         self.ranks = group.ranks
         self.exchange = exchange
+        self.values_of_rank_0 = group.values_of_rank_0
         self.rates = rates
         self.timeout_s = timeout_s
         self.on_reduce: Reducer | None = None
@@ -323,16 +336,26 @@ class RankLink:
     def _gathered(self, mine: bytes) -> bytes:
         """The bytes of all ranks, one after the other; each gives as many."""
         gathered = torch.empty(self.ranks.world_size * len(mine), dtype=torch.uint8)
+        part = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        self._finish(lambda: start_all_gather(as_bytes(gathered), part, self._sums))
+        return gathered.numpy().tobytes()
+
+    def take_from_rank_0(self, values: Tensor) -> None:
+        """Let ``values`` (uint8, one dimension) have the bytes that it has on rank 0. Collective as
+        :meth:`exchange_sums`."""
+        for part in torch.split(values, SENT_AT_ONCE_BYTES):
+            sent = part.clone()  # a wait that ends early leaves the transfer to torch, which keeps this one
+            self._finish(lambda sent=sent: start_broadcast(sent, 0, self._sums))  # type: ignore[misc]
+            part.copy_(sent)
+
+    def _finish(self, start: Callable[[], Work]) -> None:
+        """Start a collective and wait until it is over."""
         self.rounds.check()
         with self.rounds.judged(Want(WantKind.STEP)):
-            work = start_all_gather(
-                as_bytes(gathered), torch.frombuffer(bytearray(mine), dtype=torch.uint8), self._sums
-            )
-            waited_s = 0.0
+            work, waited_s = start(), 0.0
             while not SHIELD.outside(wait_within, work, SLICE_S):
                 waited_s += SLICE_S
                 self._look_after(waited_s)
-        return gathered.numpy().tobytes()
 
     def _look_after(self, waited_s: float) -> None:
         """Raise when the sums of the others will not come."""

@@ -1,4 +1,4 @@
-"""The loader that ``initialize`` makes of ``training_data``."""
+"""The loader that ``initialize`` makes of ``training_data``, and what an engine does to a batch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from deepoffload.config import Config
@@ -74,3 +75,16 @@ def split_over_ranks(
         drop_last=config.dataloader_drop_last,
     )
     return make_loader(config, data, collate_fn, sampler)
+
+
+def to_half(value: Any) -> Any:
+    """Floating-point tensors in tuples, lists and dicts as fp16."""
+    if isinstance(value, Tensor):
+        return value.half() if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(to_half, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(to_half, value))
+    if isinstance(value, dict):
+        return {key: to_half(item) for key, item in value.items()}
+    return value

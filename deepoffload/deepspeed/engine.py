@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,9 +16,11 @@ from torch.utils.data import DataLoader
 from deepoffload.checkpoint.loading import Wanted
 from deepoffload.config import Config, Precision
 from deepoffload.deepspeed.checkpoints import EngineCheckpoints, save_weights
+from deepoffload.deepspeed.data import to_half
 from deepoffload.deepspeed.engine_names import EngineNames
 from deepoffload.deepspeed.engine_table import refuse_absent
 from deepoffload.deepspeed.train_batch import WholeSteps
+from deepoffload.deepspeed.utils.timer import ThroughputTimer
 from deepoffload.errors import ClosedError, UnsupportedError
 from deepoffload.optim.loss_scale import LossScale
 from deepoffload.runtime.announce import announce, progress_log
@@ -68,7 +69,9 @@ class TrainingEngine(EngineNames, WholeSteps):
         self._config = config
         self._loader, self._batches = loader, None
         self._saved_by: EngineCheckpoints | None = None
-        self._seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        self.tput_timer = ThroughputTimer(config.train_batch_size)
+        self._is_closed = False
+        core.pager.life.users.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +101,9 @@ class TrainingEngine(EngineNames, WholeSteps):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. With ``fp16.auto_cast``, floating-point tensors in ``args`` become fp16 first."""
         if self._config.precision is Precision.FP16 and self._config.fp16.auto_cast:
-            args = _to_half(args)
+            args = to_half(args)
+        if self.module.training:
+            self.tput_timer.start()
         with self._timed("forward"):
             return self.module(*args, **kwargs)
 
@@ -137,8 +142,10 @@ class TrainingEngine(EngineNames, WholeSteps):
             UsageError: the engine has no optimizer; or fp16, and no :meth:`backward` has scaled the loss.
             LossScaleError: fp16 gradients overflow with the loss scale at its minimum. The step counts as skipped.
         """
+        ends_update = self.loop.is_boundary
         with self._timed("step"):
             updated = self.loop.step(lr_kwargs)
+        self.tput_timer.stop(global_step=ends_update)
         if updated:
             if self.core.durability is not None:
                 self._checkpoints().commit()
@@ -394,6 +401,7 @@ class TrainingEngine(EngineNames, WholeSteps):
         return True
 
     def _checkpoints(self) -> EngineCheckpoints:
+        self._refuse_closed()
         if self._saved_by is None:
             self._saved_by = EngineCheckpoints(
                 self.module,
@@ -407,8 +415,14 @@ class TrainingEngine(EngineNames, WholeSteps):
         return self._saved_by
 
     def close(self) -> None:
-        """Give all memory, files and threads back; the parameters then raise ``ClosedError``. Idempotent."""
-        self.core.close("the training engine was closed")
+        """Give all memory, files and threads back; the parameters then raise ``ClosedError``. Idempotent.
+
+        Models that were built in one context share these: the last of their engines that is closed gives them back.
+        """
+        self._is_closed = True
+        self.core.pager.life.users.discard(self)
+        if not self.core.pager.life.users:
+            self.core.close("the training engine was closed")
 
     destroy = close
 
@@ -416,13 +430,14 @@ class TrainingEngine(EngineNames, WholeSteps):
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
-        if self.core.pager.life.closed_because is not None:
-            raise ClosedError(f"the training engine cannot go on: {self.core.pager.life.closed_because}")
-        start = time.perf_counter()
-        try:
+        self._refuse_closed()
+        with self.tput_timer.timed(what):
             yield
-        finally:
-            self._seconds[what] += time.perf_counter() - start
+
+    def _refuse_closed(self) -> None:
+        because = self.core.pager.life.closed_because or ("the training engine was closed" if self._is_closed else None)
+        if because is not None:
+            raise ClosedError(f"the training engine cannot go on: {because}")
 
     def _report(self) -> None:
         every = self._config.steps_per_print
@@ -430,19 +445,6 @@ class TrainingEngine(EngineNames, WholeSteps):
             done = f"step={self.global_steps}, skipped={self.skipped_steps}"
             announce(f"{done}, lr={self.get_lr()}, mom={self.get_mom()}", progress_log)
         if self._config.wall_clock_breakdown:
-            shown = ", ".join(f"{what} {seconds:.3f} s" for what, seconds in self._seconds.items())
+            shown = ", ".join(f"{what} {seconds:.3f} s" for what, seconds in self.tput_timer.seconds.items())
             announce(f"step={self.global_steps}: {shown}", progress_log)
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
-
-
-def _to_half(value: Any) -> Any:
-    """Floating-point tensors in tuples, lists and dicts as fp16."""
-    if isinstance(value, Tensor):
-        return value.half() if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_to_half, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_to_half, value))
-    if isinstance(value, dict):
-        return {key: _to_half(item) for key, item in value.items()}
-    return value
+        self.tput_timer.seconds = dict.fromkeys(self.tput_timer.seconds, 0.0)

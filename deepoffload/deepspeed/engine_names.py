@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.config import Config, GradientDtype, Precision
+from deepoffload.deepspeed.utils.timer import ThroughputTimer
 from deepoffload.device import Tier
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim.base import HostOptimizer
@@ -30,6 +31,7 @@ class EngineNames:
     module: nn.Module
     core: Engine
     loop: TrainingLoop
+    tput_timer: ThroughputTimer
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
     _config: Config
@@ -183,6 +185,7 @@ class EngineNames:
         self.loop.set_accumulation_steps(steps)
         changes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
         self._config = dataclasses.replace(self._config, **changes)  # type: ignore[arg-type]
+        self.tput_timer.batch_size = train_batch_size
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Another number of samples per forward; the backwards per update stay. The loader that ``initialize`` has

@@ -107,7 +107,10 @@ ENGINE_NAMES: Mapping[str, PeerName] = {
     "empty_partition_cache": otherwise("does nothing: copies of weights never take more than device_budget"),
     "offload_states": otherwise("where the CPU computes, nothing is to move; refused on a device, whose budget stays"),
     "reload_states": otherwise("does nothing, after offload_states"),
-    "destroy": otherwise("also ends the parameters, as close() does: using one is an error"),
+    "destroy": otherwise(
+        "also ends the parameters, as close() does: using one is an error. Models of one zero.Init end with the last "
+        "of their engines"
+    ),
     "collect_python_gc": absent("the program decides when garbage is collected"),
     # -- saving --
     **all_of("save_checkpoint load_checkpoint save_16bit_model", HERE),
@@ -156,6 +159,7 @@ ENGINE_NAMES: Mapping[str, PeerName] = {
     # -- attributes of its objects --
     "config": otherwise("the model's own config, where it has one; DeepSpeed's is the configuration"),
     "monitor": absent("engine.stats() gives a flat dict of numbers for your own logger"),
+    "tput_timer": otherwise("counts epochs, updates and samples per second; steps_per_print reports none of it"),
     "timers": absent("engine.summary() has the times of the last steps"),
     **all_of("training_dataloader training_data collate_fn", absent("initialize() gives the loader")),
     **all_of("client_optimizer basic_optimizer", absent("engine.optimizer is the one that trains")),

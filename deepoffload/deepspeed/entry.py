@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from deepoffload.deepspeed.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed, is_initialized
-from deepoffload.deepspeed.initialization import initialize as make_engine
-from deepoffload.deepspeed.weights_of_rank_0 import take_weights_of_rank_0
+from deepoffload.deepspeed.initialization import set_up
+from deepoffload.runtime.ranks import RankChoice
 
 
 def initialize(
@@ -23,34 +23,34 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-    **ranks: Any,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    ranks: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
     """:func:`deepoffload.initialize`, after :func:`init_distributed`.
 
-    As in DeepSpeed, a model that every rank has built for itself gets the values of rank 0.
+    As in DeepSpeed, a model that every rank has built for itself gets the values of rank 0: its parameters, and its
+    buffers, too.
 
     Args:
-        ranks: ``group``, ``mesh`` and ``ranks``, as there.
+        group, mesh, ranks: as there.
         dist_init_required: None: make a process group unless there is one. False: make none; with one process none is
             needed.
     """
     if not is_initialized() and dist_init_required is not False:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    if not ranks:
-        take_weights_of_rank_0(model)
-    return make_engine(
+    return set_up(
+        RankChoice(group, mesh, ranks, values_of_rank_0=True),
         args=args,
         model=model,
         optimizer=optimizer,
         model_parameters=model_parameters,
         training_data=training_data,
         lr_scheduler=lr_scheduler,
-        distributed_port=distributed_port,
         mpu=mpu,
-        dist_init_required=dist_init_required,
         collate_fn=collate_fn,
         config=config,
         mesh_param=mesh_param,
         config_params=config_params,
-        **ranks,
     )

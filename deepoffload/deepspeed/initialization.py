@@ -112,13 +112,44 @@ def initialize(
         ConfigError, UsageError, UnsupportedError: before the model is touched.
         BudgetError, PlacementError: the budgets cannot hold it; a model that cannot be placed is as it was before.
     """
+    return set_up(
+        RankChoice(group, mesh, ranks),
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        collate_fn=collate_fn,
+        config=config,
+        mesh_param=mesh_param,
+        config_params=config_params,
+    )
+
+
+def set_up(
+    choice: RankChoice,
+    *,
+    args: Any,
+    model: nn.Module | None,
+    optimizer: Any,
+    model_parameters: Any,
+    training_data: Any,
+    lr_scheduler: Any,
+    mpu: Any,
+    collate_fn: Any,
+    config: ConfigSource | None,
+    mesh_param: Any,
+    config_params: ConfigSource | None,
+) -> tuple[TrainingEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]:
+    """:func:`initialize` on the ranks of ``choice``."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}")
     if mpu is not None or mesh_param is not None:
         raise UnsupportedError("initialize: model parallelism (mpu, mesh_param) is not available")
     core = _paging_engine(model)
     source = _config_source(args, config, config_params)
-    choice = RankChoice(group, mesh, ranks)
     if core is not None and choice.is_said:
         raise UsageError(
             "initialize: the model was built in an offload_context, which says its ranks (group, mesh, ranks)"
@@ -168,9 +199,9 @@ def take_over(config: Config, model: nn.Module, choice: RankChoice) -> Engine:
 
 
 def page(config: Config, model: nn.Module) -> Engine:
-    """The engine of a model that was built in a context; one that was not is taken over."""
+    """The engine of a model that was built in a context; one that was not is taken over, with the values of rank 0."""
     core = _paging_engine(model)
-    return take_over(config, model, RankChoice()) if core is None else core
+    return take_over(config, model, RankChoice(values_of_rank_0=True)) if core is None else core
 
 
 def _tell_pager(optimizer: torch.optim.Optimizer | None) -> None:

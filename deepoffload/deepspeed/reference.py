@@ -48,10 +48,10 @@ is false.
   names are read-only.
 - **`zero.Init` needs the configuration** that `initialize` gets, as `config_dict_or_path`: the model is placed when
   the context ends.
-- **Several ranks start with rank 0's weights** where `initialize` gets a model that each of them has built. In
-  `zero.Init` they have to build the same ones: call `torch.manual_seed` before it.
-- **Several models in one `zero.Init`** share its memory. Each engine saves and loads its own, and `destroy()` of one
-  ends all of them.
+- **Several ranks start with rank 0's weights**, as with DeepSpeed, and with its buffers. In `offload_context` and
+  `deepoffload.initialize` ranks that have built different values are an error.
+- **Several models in one `zero.Init`** share its memory. Each engine saves and loads its own. The memory goes back
+  when the last of them is destroyed.
 - **fp32 masters are exact**, with every optimizer of ours. `safe_get_full_fp32_param` shows them, as a copy.
 - **Unknown keys are errors** that name the nearest one. Where DeepSpeed ignores such a key and nothing else would be
   trained, they are warnings.

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from deepoffload.accumulation.accumulate import LossFunction, check_loss_function, model_loss, run_micro_batches
 from deepoffload.deepspeed.utils import RepeatingLoader
+from deepoffload.deepspeed.utils.timer import ThroughputTimer
 from deepoffload.errors import UsageError
 from deepoffload.runtime.loop import TrainingLoop
 
@@ -22,7 +23,7 @@ class WholeSteps:
     module: nn.Module
     loop: TrainingLoop
     step: Callable[[], None]
-    _seconds: dict[str, float]
+    tput_timer: ThroughputTimer
     _loader: DataLoader[Any] | None
     _batches: RepeatingLoader | None
 
@@ -47,7 +48,7 @@ class WholeSteps:
         check_loss_function(loss)
         count = self.loop.begin_whole_step()
         batches = self._draw(data_iter, count)
-        before, start = dict(self._seconds), time.perf_counter()
+        before, start = dict(self.tput_timer.seconds), time.perf_counter()
 
         def loss_of(_: Any, batch: Any) -> Tensor:
             return (loss or model_loss)(self, batch)
@@ -55,7 +56,8 @@ class WholeSteps:
         try:
             losses = run_micro_batches(self.module, batches, loss_of, None, self.loop.differentiated)
         finally:  # the forwards of micro-batches that wait for each other are no times to be added up
-            self._seconds.update(before, forward=before["forward"] + time.perf_counter() - start)
+            self.tput_timer.seconds.update(before, forward=before["forward"] + time.perf_counter() - start)
+        self.tput_timer.start(start)
         self.loop.end_whole_step()
         self.step()
         return torch.stack([found.float() for found in losses]).mean()

@@ -28,6 +28,12 @@ _REMOTE = {None: None, "none": None, "cpu": "cpu", "nvme": "nvme"}
 _GROUPS = ("mpu", "zero_param_parallel_group", "sequence_data_parallel_group")
 
 
+class _Context(offload_context):
+    """Ranks may build different values: as with DeepSpeed, all get those of rank 0."""
+
+    _values_of_rank_0 = True
+
+
 class Init:
     """Build a model within it, and its parameters are paged: :class:`deepoffload.offload_context` with DeepSpeed's
     arguments. Within another one it adds nothing. It starts the process group that scripts then use, as DeepSpeed's.
@@ -78,7 +84,7 @@ class Init:
         if not comm.is_initialized():
             comm.init_distributed()
         self._group = data_parallel_group
-        self._choice = RankChoice(data_parallel_group)
+        self._choice = RankChoice(data_parallel_group, values_of_rank_0=True)
         self._config = _configuration(config_dict_or_path, config, remote_device, dtype, self._choice.world_size)
         if module is not None:
             if not isinstance(module, nn.Module):
@@ -87,7 +93,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled and not context_is_open():
-            self._context = offload_context(self._config, group=self._group)
+            self._context = _Context(self._config, group=self._group)
             self._context.__enter__()
         return self
 

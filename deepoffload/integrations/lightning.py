@@ -10,6 +10,10 @@
 A model that ``configure_model`` or ``init_module`` builds never exists outside of the budgets. One that was built
 before is paged when the Trainer or ``fabric.setup`` gets it. Accumulation, clipping, checkpoints and resuming are
 Lightning's own.
+
+Several ranks, started by ``torchrun`` or by ``devices=2``, take ``DeepOffloadRankStrategy`` or
+``DeepOffloadRankFabricStrategy``: as Lightning's DDP, without the wrapper, because the ranks add the gradients up
+already.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +30,17 @@ from torch import nn
 
 try:
     from lightning.fabric.plugins import TorchCheckpointIO
+    from lightning.fabric.strategies import DDPStrategy as RankFabric
     from lightning.fabric.strategies import SingleDeviceStrategy as SingleDeviceFabric
-    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
 except ModuleNotFoundError:  # the same classes under their other name
     from lightning_fabric.plugins import TorchCheckpointIO
+    from lightning_fabric.strategies import DDPStrategy as RankFabric
     from lightning_fabric.strategies import SingleDeviceStrategy as SingleDeviceFabric
-    from pytorch_lightning.strategies import SingleDeviceStrategy
+    from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
 
 from deepoffload.config import Config, Precision, parse_config
+from deepoffload.deepspeed import zero
 from deepoffload.deepspeed.initialization import ConfigSource, page
 from deepoffload.errors import ConfigError, UnsupportedError
 from deepoffload.runtime.context import offload_context
@@ -45,22 +52,29 @@ _PRECISIONS = {"bf16-true": Precision.BF16, "16-true": Precision.FP16}
 """What Lightning converts whole models to. Others leave the weights as they are."""
 
 
-def _parse(config: ConfigSource | None, keys: Mapping[str, Any]) -> Config:
-    """The configuration of a strategy, which trains with one rank.
+class _Source:
+    """What a strategy is told, read with the number of ranks that there are when it is used."""
 
-    Raises:
-        ConfigError: it is wrong. UnsupportedError: a launcher has started several processes.
-    """
+    def __init__(self, config: ConfigSource | None, keys: Mapping[str, Any]) -> None:
+        self._config, self._keys = config, dict(keys)
+
+    def settings(self, plugin: Any = None) -> Config:
+        """The configuration, with the type that Lightning converts the model to."""
+        config = parse_config(self._config, world_size=RankChoice().world_size, **self._keys)
+        return _with_precision(config, plugin)
+
+
+def _refuse_ranks(kind: str) -> None:
+    """Raise UnsupportedError where a launcher has started several processes."""
     ranks = RankChoice().world_size
     if ranks > 1:
         raise UnsupportedError(
-            f"a strategy for Lightning trains with one rank, and a launcher has started {ranks}: several ranks train "
-            "in a plain loop or with deepoffload.initialize (docs/ranks.md)"
+            f"{kind} trains with one rank, and a launcher has started {ranks}: take "
+            f"{kind.replace('DeepOffload', 'DeepOffloadRank')}, with the same arguments"
         )
-    return parse_config(config, **keys)
 
 
-def _settings(config: Config, plugin: Any) -> Config:
+def _with_precision(config: Config, plugin: Any) -> Config:
     """The configuration with the type that Lightning converts the model to, over exact fp32 masters.
 
     Raises:
@@ -74,7 +88,7 @@ def _settings(config: Config, plugin: Any) -> Config:
         raise ConfigError(
             f'precision is "{config.precision.value}" in the configuration and "{named}" in Lightning; say it once'
         )
-    return parse_config(config, precision=asked)
+    return parse_config(config, world_size=RankChoice().world_size, precision=asked)
 
 
 def _check(config: Config, clipping: float | None, accumulation: int) -> None:
@@ -132,22 +146,20 @@ class StreamedCheckpointIO(TorchCheckpointIO):
         return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
 
 
-class DeepOffloadStrategy(SingleDeviceStrategy):
-    """A strategy for ``Trainer``.
+class _PagedTrainer:
+    """What the strategies for ``Trainer`` do otherwise than Lightning's."""
 
-    Args:
-        config: configuration, as for :class:`deepoffload.offload_context`.
-        keys: its keys as keywords, which win over ``config``.
+    _source: _Source
+    lightning_module: Any
+    precision_plugin: Any
+    optimizers: Any
+    accelerator: Any
+    checkpoint_io: Any
+    _set_up: Callable[[Any], None]
 
-    Raises:
-        ConfigError: the configuration is wrong. UnsupportedError: a launcher has started several processes.
-    """
-
-    strategy_name = "deepoffload"
-
-    def __init__(self, config: ConfigSource | None = None, **keys: Any) -> None:
-        self._config = _parse(config, keys)
-        super().__init__(device=_device(self._config), checkpoint_io=StreamedCheckpointIO())
+    def _context(self, config: Config) -> contextlib.AbstractContextManager[Any]:
+        """What builds a model."""
+        return offload_context(config)
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -155,13 +167,14 @@ class DeepOffloadStrategy(SingleDeviceStrategy):
         if next(self.lightning_module.parameters(), None) is not None:
             yield
             return
-        with offload_context(_settings(self._config, self.precision_plugin)):
+        with self._context(self._source.settings(self.precision_plugin)):
             yield
 
     def setup(self, trainer: Any) -> None:
-        _check(self._config, trainer.gradient_clip_val, trainer.accumulate_grad_batches)
-        page(_settings(self._config, self.precision_plugin), self.lightning_module)
-        super().setup(trainer)
+        config = self._source.settings(self.precision_plugin)
+        _check(config, trainer.gradient_clip_val, trainer.accumulate_grad_batches)
+        page(config, self.lightning_module)
+        self._set_up(trainer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """State is loaded where it is kept, and not moved to a device afterwards."""
@@ -176,21 +189,120 @@ class DeepOffloadStrategy(SingleDeviceStrategy):
         self.checkpoint_io.teardown()
 
 
-class DeepOffloadFabricStrategy(SingleDeviceFabric):
-    """A strategy for ``Fabric``; arguments and errors are those of :class:`DeepOffloadStrategy`."""
+class DeepOffloadStrategy(_PagedTrainer, SingleDeviceStrategy):
+    """A strategy for ``Trainer``.
+
+    Args:
+        config: configuration, as for :class:`deepoffload.offload_context`.
+        keys: its keys as keywords, which win over ``config``.
+
+    Raises:
+        ConfigError: the configuration is wrong. UnsupportedError: a launcher has started several processes.
+    """
+
+    strategy_name = "deepoffload"
 
     def __init__(self, config: ConfigSource | None = None, **keys: Any) -> None:
-        self._config = _parse(config, keys)
-        super().__init__(device=_device(self._config), checkpoint_io=StreamedCheckpointIO())
+        _refuse_ranks(type(self).__name__)
+        self._source = _Source(config, keys)
+        super().__init__(device=_device(self._source.settings()), checkpoint_io=StreamedCheckpointIO())
+
+    def _set_up(self, trainer: Any) -> None:
+        SingleDeviceStrategy.setup(self, trainer)
+
+
+class DeepOffloadRankStrategy(_PagedTrainer, DDPStrategy):
+    """A strategy for ``Trainer`` on several ranks, which compute on the CPU: ``Trainer(accelerator="cpu", devices=2,
+    strategy=...)``. Arguments are those of :class:`DeepOffloadStrategy`; they are read when the ranks have started.
+
+    As with DDP, a model that each rank has built for itself gets the values of rank 0.
+    """
+
+    strategy_name = "deepoffload_ranks"
+
+    def __init__(self, config: ConfigSource | None = None, **keys: Any) -> None:
+        self._source = _Source(config, keys)
+        super().__init__(checkpoint_io=StreamedCheckpointIO())
+
+    def _context(self, config: Config) -> contextlib.AbstractContextManager[Any]:
+        return zero.Init(config_dict_or_path=config)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        _say_rank(self.global_rank)
+
+    def _set_up(self, trainer: Any) -> None:
+        if self._layer_sync is not None:
+            raise UnsupportedError("Trainer(sync_batchnorm=True): torch synchronises batch norms on GPUs only")
+        ParallelStrategy.setup(self, trainer)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """No wrapper is put around it."""
+        return model
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+
+
+class _PagedFabric:
+    """What the strategies for ``Fabric`` do otherwise than Lightning's."""
+
+    _source: _Source
+    precision: Any
+
+    def _context(self, config: Config) -> contextlib.AbstractContextManager[Any]:
+        return offload_context(config)
 
     @contextlib.contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """``fabric.init_module()`` builds the model within it."""
-        with offload_context(_settings(self._config, self.precision)):
-            with super().module_init_context(empty_init=empty_init):
-                yield
+        made: Any = super()
+        with self._context(self._source.settings(self.precision)), made.module_init_context(empty_init=empty_init):
+            yield
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        _mention_unused(self._config)
-        page(_settings(self._config, self.precision), module)
-        return super().setup_module(module)
+        """The same module, which is paged."""
+        config = self._source.settings(self.precision)
+        _mention_unused(config)
+        page(config, module)
+        return module
+
+
+class DeepOffloadFabricStrategy(_PagedFabric, SingleDeviceFabric):
+    """A strategy for ``Fabric``; arguments and errors are those of :class:`DeepOffloadStrategy`."""
+
+    def __init__(self, config: ConfigSource | None = None, **keys: Any) -> None:
+        _refuse_ranks(type(self).__name__)
+        self._source = _Source(config, keys)
+        super().__init__(device=_device(self._source.settings()), checkpoint_io=StreamedCheckpointIO())
+
+
+class DeepOffloadRankFabricStrategy(_PagedFabric, RankFabric):
+    """A strategy for ``Fabric`` on several ranks; the rest is as with :class:`DeepOffloadRankStrategy`."""
+
+    def __init__(self, config: ConfigSource | None = None, **keys: Any) -> None:
+        self._source = _Source(config, keys)
+        super().__init__(checkpoint_io=StreamedCheckpointIO())
+        self._backward_sync_control = _NothingToSkip()
+
+    def _context(self, config: Config) -> contextlib.AbstractContextManager[Any]:
+        return zero.Init(config_dict_or_path=config)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        _say_rank(self.global_rank)
+
+
+class _NothingToSkip:
+    """``fabric.no_backward_sync``: gradients of each backward are added to the ranks' mean at once."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def _say_rank(rank: int) -> None:
+    """Lightning's own launcher sets WORLD_SIZE and LOCAL_RANK, and leaves this one out."""
+    if os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("RANK", str(rank))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container
 from typing import Any
 
@@ -22,6 +23,7 @@ class Lifetime:
         closed_because: why nothing can be used any more; None while it can.
         deaths: of parameters and modules since units were last looked through.
         minds_deaths: False when it no longer matters who dies.
+        users: who trains the models, and has not ended: the last of them ends the engine.
         unit_count: the number of the next unit. Several ranks have the same one where they make units together.
     """
 
@@ -29,6 +31,7 @@ class Lifetime:
         self.closed_because: str | None = None
         self.deaths = 0
         self.minds_deaths = True
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = lock
         self._owner = owner
         self._alive = 0

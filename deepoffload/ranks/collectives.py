@@ -27,6 +27,8 @@ BREAK_S = 1.0
 NEVER_TAKEN = 1
 """The tag of messages that nobody receives; nobody sends any with the next one."""
 
+Work: TypeAlias = dist.Work
+
 AnyGroup: TypeAlias = Any
 """A ``ProcessGroup``, or a ``ProcessGroupGloo`` that is in no registry; torch's stubs know no method of the latter."""
 
@@ -41,6 +43,11 @@ def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> d
     # torch 2.13 has a new name for it and warns about the old one, which 2.12 only has.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return cast(dist.Work, gather(whole, part, group=group, async_op=True))
+
+
+def start_broadcast(values: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
+    """``values`` gets what it has on the rank ``source``. Bytes."""
+    return cast(dist.Work, dist.broadcast(values, group=group, async_op=True, group_src=source))
 
 
 def start_gather(parts: list[Tensor] | None, part: Tensor, taker: int, group: dist.ProcessGroup) -> dist.Work:

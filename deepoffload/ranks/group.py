@@ -39,7 +39,11 @@ class RankGroup:
         ranks: who is where.
         device: where the payload's tensors lie.
         timeout_s: the limit of every wait in the groups.
+        values_of_rank_0: whether all ranks get rank 0's values of a model of which they have built different ones.
+            Else that is an error.
     """
+
+    values_of_rank_0 = False
 
     def __init__(
         self, parent: dist.ProcessGroup, device: torch.device, launch: Launch | None, timeout_s: float

@@ -6,7 +6,8 @@ go to NVMe like any other. A program that looks at it again gets it whole: the r
 So nobody changes it before all have it. All ranks build the same model, so all put the same parameters away, and meet.
 
 What a rank writes to a whole parameter reaches the others only as far as it keeps that part, so all ranks have to write
-the same. A checksum of the whole value, taken when it is put away, tells whether they do.
+the same. A checksum of the whole value, taken when it is put away, tells whether they do. Where rank 0's values are for
+all, a parameter gets them before it is put away, or when it is placed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepoffload.copies.rank_device import GatherFlight
 from deepoffload.copies.rank_link import BUILT_NUMBER, FIRST_BUILDING_NUMBER, RankLink
@@ -28,6 +30,7 @@ from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import round_up
 from deepoffload.params.unit import ParamHandle, WeightView
 from deepoffload.ranks.edited import Edited
+from deepoffload.runtime.rank_0_values import Rank0Values
 from deepoffload.schedule.placement import BlockKind
 
 WINDOW_SHARE = 4
@@ -102,6 +105,9 @@ class BuildingMemory(HostMemory):
 
     Args:
         capacity_bytes: of memory, for what is registered.
+
+    Attributes:
+        rank_0: gives rank 0's values to all; None where ranks have to build the same ones.
     """
 
     def __init__(self, tiers: TierManager, link: RankLink, capacity_bytes: int) -> None:
@@ -110,6 +116,8 @@ class BuildingMemory(HostMemory):
         self.world_size, self._rank = link.ranks.world_size, link.ranks.rank
         self._tiers = tiers
         self._link = link
+        self.rank_0 = Rank0Values(link) if link.values_of_rank_0 else None
+        self._in_parts = False
         self._capacity_bytes = capacity_bytes
         self._numbers = itertools.count(FIRST_BUILDING_NUMBER)
         self._shares: dict[int, _Share] = {}
@@ -149,8 +157,29 @@ class BuildingMemory(HostMemory):
 
     def _leave_window(self) -> None:
         share = self._window.popleft()
+        self._take_value_of_rank_0(share)
         if not self._put_away(share):
             self._held.append(share)
+
+    def _take_value_of_rank_0(self, share: _Share) -> None:
+        """All ranks do so with the same parameters: these leave the window in the order in which they came."""
+        if self.rank_0 is None:
+            return
+        self._link.meet_edit(share.number, Edited(0))
+        if share.handle.tensor is None:
+            self.rank_0.give(None)
+            return
+        self._tiers.acquire(share.whole)
+        try:
+            owner = share.whole.owner
+            assert isinstance(owner, WeightView), "the owner of every parameter that is registered"
+            owner.install()
+            owner.changed()
+            self._tiers.will_change(share.whole)
+            if self.rank_0.give(self._bytes(self._tiers.address(share.whole), share.handle.nbytes)):
+                share.handle.count_update()
+        finally:
+            self._tiers.release(share.whole)
 
     def registered(self, handle: ParamHandle, block: Block) -> None:
         """A parameter has come, whole."""
@@ -253,15 +282,18 @@ class BuildingMemory(HostMemory):
             raise RuntimeError(f"{share.handle.name} is whole on rank {self._rank}, and another rank has put it away")
         tiers.acquire(kept)
         kept.copying += 1
-        arena = torch.frombuffer(tiers.arena.buffer, dtype=torch.uint8)
-        shard, whole = arena[tiers.address(kept) - tiers.arena.address :][: share.range_nbytes], None
+        shard, whole = self._bytes(tiers.address(kept), share.range_nbytes), None
         if self._rank in takers:
-            whole = arena[tiers.address(share.whole) - tiers.arena.address :][: share.range_nbytes * self.world_size]
+            whole = self._bytes(tiers.address(share.whole), share.range_nbytes * self.world_size)
         flight = GatherFlight([self._link.exchange.gather(shard, whole, share.handle.name, takers)], _nothing)
         share.given.append(flight)
         if whole is not None:
             share.flight = flight
         return flight
+
+    def _bytes(self, address: int, nbytes: int) -> Tensor:
+        arena = self._tiers.arena
+        return torch.frombuffer(arena.buffer, dtype=torch.uint8, count=nbytes, offset=address - arena.address)
 
     def _release_given(self, share: _Share) -> None:
         """All ranks have what they asked for."""
@@ -284,10 +316,13 @@ class BuildingMemory(HostMemory):
         with self._tiers.lock:
             sizes = [handle.nbytes for handle in handles if handle.tensor is not None]
             was_cut = any(share.away for share in self._shares.values())
-            in_parts = was_cut or shares_of(sizes, self._capacity_bytes, self.world_size) > 1
+            self._in_parts = was_cut or shares_of(sizes, self._capacity_bytes, self.world_size) > 1
+            if self._in_parts:
+                for share in self._window:
+                    self._take_value_of_rank_0(share)
             for share in list(self._shares.values()):
                 self._tiers.static.discard(share.whole.id)
-                if in_parts and not self._put_away(share):
+                if self._in_parts and not self._put_away(share):
                     self._store(share)  # views keep it whole here; the other ranks take this part
             self._window.clear()
             self._held.clear()
@@ -309,6 +344,12 @@ class BuildingMemory(HostMemory):
             for share in moved:
                 self._release_given(share)
                 self._forget(share)
+
+    def take_value_of_rank_0(self, block: Block, address: int, nbytes: int) -> None:
+        """Let a whole value that is about to be placed be rank 0's, where it is not yet. All ranks do so in the same
+        order."""
+        if self.rank_0 is not None and not (self._in_parts and block.id in self._shares):
+            self.rank_0.give(self._bytes(address, nbytes))
 
     def fact(self, block: Block) -> str:
         """What ranks compare of a parameter's values; "" where its value has been whole since it was registered."""

@@ -44,6 +44,9 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
             the model is built, the rest is built on the meta device, so that the error can name a budget for all of it.
     """
 
+    _values_of_rank_0 = False
+    """What :class:`RankChoice` is told."""
+
     def __init__(
         self,
         config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
@@ -53,7 +56,7 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
         ranks: str | Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> None:
-        self._ranks = RankChoice(group, mesh, ranks)
+        self._ranks = RankChoice(group, mesh, ranks, values_of_rank_0=self._values_of_rank_0)
         with self._ranks.telling("reading the configuration"):
             self.config = parse_config(config, world_size=self._ranks.world_size, **self._ranks.settings, **overrides)
         self.engine: Engine | None = None

@@ -101,9 +101,7 @@ class Engine:
         self.ranks = RankMap(0, (0,)) if group is None else group.ranks
         self.placement: Placement | None = None
         self.training_states: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._windows: list[Window] = []
-        self._outer: list[OuterWindow] = []
-        self._watches: list[RootWatch] = []
+        self._windows, self._outer, self._watches = list[Window](), list[OuterWindow](), list[RootWatch]()
         self._outside: OutsideWatch | None = None
         self._building: ConstructionHooks | None = None
         self._disk = EngineDisk()
@@ -236,7 +234,7 @@ class Engine:
                 if piece.block.id in kept:
                     memory.keep(piece.block)
         join_units(memory, self.gradients, self.pager.units)  # now handles have the types that they compute in
-        values.compare(self.agreement)
+        values.compare(self.agreement, roots)
         if not self.pager.evict_always:
             pin_residents(self.pager.tiers, plan.placement)
         for root in roots:

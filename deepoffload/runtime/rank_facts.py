@@ -94,12 +94,18 @@ class ValueSums:
     def take(self, handle: ParamHandle, address: int) -> None:
         """``address``: of the whole value, in host memory. Where ranks have put it together of their parts, it says
         nothing: then what was noted before counts."""
-        known = "" if self._building is None or handle.block is None else self._building.fact(handle.block)
+        known = ""
+        if self._building is not None and handle.block is not None:
+            self._building.take_value_of_rank_0(handle.block, address, handle.nbytes)
+            known = self._building.fact(handle.block)
         name = handle.name
         if name in self._facts:  # models of one context may have parameters of the same name
             name = f"{name} (parameter {len(self._facts) + 1})"
         self._facts[name] = known or f"{crc32c(address, handle.nbytes):08x}"
 
-    def compare(self, agreement: Agreement) -> None:
-        """Raise UsageError on all ranks where values differ; the message names the first such parameter."""
+    def compare(self, agreement: Agreement, roots: Sequence[nn.Module]) -> None:
+        """Raise UsageError on all ranks where values differ; the message names the first such parameter. Where rank 0's
+        values are for all, the buffers of ``roots`` get them, too."""
+        if self._building is not None and self._building.rank_0 is not None:
+            self._building.rank_0.give_buffers(roots)
         agreement.compare(self._facts, "the checksum of the model's values", _SEED_ADVICE, error=UsageError)

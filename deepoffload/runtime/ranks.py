@@ -39,6 +39,7 @@ class RankChoice:
     Args:
         group, mesh: a process group or a mesh with one dimension; both None: the default group.
         ranks: ``"local"``: this process has its model for itself. Else the section ``ranks`` of the configuration.
+        values_of_rank_0: all ranks get the values that rank 0 has built, where they have built different ones.
 
     Attributes:
         settings: what of it belongs to the configuration.
@@ -48,7 +49,14 @@ class RankChoice:
         ConfigError, UsageError: they contradict each other, or the environment. Nothing has been started.
     """
 
-    def __init__(self, group: Any = None, mesh: Any = None, ranks: str | Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        group: Any = None,
+        mesh: Any = None,
+        ranks: str | Mapping[str, Any] | None = None,
+        *,
+        values_of_rank_0: bool = False,
+    ) -> None:
         if isinstance(ranks, str) and ranks != LOCAL:
             raise ConfigError(
                 f'ranks = {ranks!r}: expected "local" for a model that this process has for itself, or the section '
@@ -59,6 +67,7 @@ class RankChoice:
             given = "mesh" if group is None else "group"
             raise ConfigError(f'ranks="local" and {given}= contradict each other: leave one of them out')
         self._group, self._mesh = group, mesh
+        self._values_of_rank_0 = values_of_rank_0
         self.settings: dict[str, Any] = {} if ranks is None or self._is_local else {"ranks": ranks}
         self.world_size = 1 if self._is_local else world_size_of(group, mesh)
 
@@ -86,7 +95,10 @@ class RankChoice:
                 f"{self.world_size} ranks: they compute on the CPU only, and this would be {accelerator.device}. Say "
                 'device="cpu", or train with one process'
             )
-        return open_group(CPU, group=self._group, mesh=self._mesh, timeout_s=config.ranks.timeout_s)
+        opened = open_group(CPU, group=self._group, mesh=self._mesh, timeout_s=config.ranks.timeout_s)
+        if opened is not None:
+            opened.values_of_rank_0 = self._values_of_rank_0
+        return opened
 
     @contextmanager
     def telling(self, what: str) -> Iterator[None]:

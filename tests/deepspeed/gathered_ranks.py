@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import deepoffload.deepspeed as deepspeed
-from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.errors import ConfigError, UnsupportedError, UsageError
 from tests.support.models import mlp, rows
 
 
@@ -90,6 +90,14 @@ def built_by_each(folder: str) -> list[Any]:
     model[0].weight = torch.nn.Parameter(torch.randn(4, 4).bfloat16().t())
     model[1].running_mean.fill_(mine + 1.0)
     before = [value.float().numpy() for value in model.state_dict().values()]
+    refused = {"host_budget": "4MiB", "device": "cpu", "optimizer": {"type": "AdamW", "params": {"lr": -1.0}}}
+    try:
+        deepspeed.initialize(model=model, config=refused)
+        said = "nothing"
+    except ConfigError as error:
+        said = str(error)
+    assert "lr" in said
+    untouched = [value.float().numpy() for value in model.state_dict().values()]
     engine = engine_that("Fail", model)
     after = [value.float().clone().numpy() for value in model.state_dict().values()]
     try:
@@ -102,7 +110,38 @@ def built_by_each(folder: str) -> list[Any]:
     engine.save_checkpoint(f"{folder}/warn", tag=f"of_{mine}")
     deepspeed.comm.barrier()
     engine.destroy()
-    return [before, after, said]
+    return [before, untouched, after, said]
+
+
+def built_in_init(nvme_path: str, host_budget: str, how: str) -> list[Any]:
+    """Each rank builds other values in ``zero.Init``, and all train with those of rank 0."""
+    deepspeed.init_distributed()
+    config = {"host_budget": host_budget, "nvme_path": nvme_path, "device": "cpu", "debug": {"poison": True}}
+    torch.manual_seed(deepspeed.comm.get_rank())
+    if how == "module":
+        model = noisy()
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
+    else:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = noisy()
+            if how == "edited":
+                with deepspeed.zero.GatheredParameters(model[0].weight, modifier_rank=1):
+                    with torch.no_grad():
+                        model[0].weight.fill_(deepspeed.comm.get_rank() + 1.0)
+    return [model[-1].noise.numpy().copy(), *results(model[:-1])]
+
+
+class Noise(torch.nn.Module):
+    """A random buffer, one in pieces of memory, and a parameter that is too small to be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noise", torch.randn(3, 5).t())
+        self.scale = torch.nn.Parameter(torch.rand(1))
+
+
+def noisy() -> torch.nn.Sequential:
+    return mlp().append(Noise())
 
 
 def engine_that(tag_validation: str, model: torch.nn.Module) -> Any:

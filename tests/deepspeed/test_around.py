@@ -392,6 +392,8 @@ def test_weights_out_of_a_checkpoint(tmp_path):
         engine.step()
     engine.save_checkpoint(tmp_path / "run", tag="two")
     exact = {name: deepspeed.utils.safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
+    assert exact["0.weight"] is None, "it is frozen"
+    exact["0.weight"] = model[0].weight.detach().float()
     engine.close()
     state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "run"))
     assert_same_bits(dict(sorted(exact.items())), dict(sorted(state.items())))

@@ -27,6 +27,17 @@ def test_edits_of_one_rank_reach_all(nvme_path, host_budget, modifier_rank):
         assert_same_bits(expected(), [torch.from_numpy(value) for value in found])
 
 
+@pytest.mark.parametrize(("host_budget", "how"), [("4MiB", "module"), ("480KiB", "context"), ("480KiB", "edited")])
+def test_ranks_that_are_seeded_otherwise_build_rank_0s_values(nvme_path, host_budget, how):
+    model = plain(gathered_ranks.noisy)
+    with torch.no_grad():
+        if how == "edited":
+            model[0].weight.fill_(2.0)
+        wanted = [model[-1].noise, model[:-1](rows()), *(param.detach() for param in model[:-1].parameters())]
+    for found in values_of(gathered_ranks.built_in_init, 2, str(nvme_path), host_budget, how):
+        assert_same_bits(wanted, [torch.from_numpy(value) for value in found])
+
+
 def test_all_ranks_make_the_same_edits(nvme_path):
     for found in values_of(gathered_ranks.edits_of_all, 2, str(nvme_path), "4MiB"):
         assert_same_bits(expected(), [torch.from_numpy(value) for value in found])
@@ -40,7 +51,10 @@ def test_what_ranks_are_told(nvme_path):
 
 
 def test_models_and_tags_of_all_ranks_become_those_of_rank_0(tmp_path):
-    (built, first, said), (other, second, also) = values_of(gathered_ranks.built_by_each, 2, str(tmp_path))
+    ranks = values_of(gathered_ranks.built_by_each, 2, str(tmp_path))
+    for before, untouched, _, _ in ranks:
+        assert all((one == two).all() for one, two in zip(before, untouched, strict=True)), "a refusal changes nothing"
+    (built, _, first, said), (other, _, second, also) = ranks
     assert all((mine != theirs).any() for mine, theirs in zip(built[:1], other[:1], strict=True))
     for found in (first, second):
         assert_same_bits([torch.from_numpy(value) for value in built], [torch.from_numpy(value) for value in found])

@@ -28,7 +28,7 @@ from tests.support.deepspeed_installed import DEEPSPEED_PYTHON, needs_deepspeed
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "names_0.19.8.json").read_text(encoding="utf-8"))
 
-ON_OBJECTS = ("module", "optimizer", "lr_scheduler")
+ON_OBJECTS = ("module", "optimizer", "lr_scheduler", "tput_timer")
 """Attributes that an engine's object has and its class does not."""
 
 

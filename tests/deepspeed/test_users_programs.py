@@ -13,7 +13,7 @@ from torch import nn
 import deepoffload
 import deepoffload.deepspeed as deepspeed
 from deepoffload.deepspeed.accelerator import get_accelerator
-from deepoffload.errors import UsageError
+from deepoffload.errors import ClosedError, UsageError
 from deepoffload.runtime.context import engine_of
 from tests.support.inspect import pager_of
 from tests.support.loops import assert_same_bits, weights_of
@@ -59,6 +59,12 @@ def test_two_models_of_one_context_are_saved_and_loaded_each_by_its_engine(nvme_
     with pytest.raises(UsageError, match="a TrainingState already"):
         deepoffload.TrainingState(models[1])
     engines[0].destroy()
+    with pytest.raises(ClosedError, match="the training engine was closed"):
+        train(engines[0], range(1))
+    train(engines[1], range(4, 5))  # it has the memory until its own end
+    engines[1].destroy()
+    with pytest.raises(ClosedError):
+        weights_of(models[0])
 
 
 def test_models_of_one_context_are_placed_in_the_order_in_which_they_are_built(nvme_path):
@@ -81,7 +87,8 @@ def test_models_of_one_context_that_share_a_layer_are_one_run(nvme_path, tmp_pat
     first.save_checkpoint(tmp_path / "a")
     with pytest.raises(UsageError, match="a TrainingState already"):
         second.save_checkpoint(tmp_path / "b")
-    first.destroy()
+    for engine in (first, second):
+        engine.destroy()
 
 
 def test_a_durable_run_has_one_model(nvme_path):
@@ -115,6 +122,40 @@ def test_saved_in_the_middle_of_an_update(nvme_path, tmp_path, caplog):
     assert_same_bits(losses["saving"][2:4], train(engine, range(2, 4)))  # the update begins again
     assert engine.global_steps == 2
     engine.destroy()
+
+
+def test_samples_per_second(nvme_path):
+    """As DeepSpeed-Chat and what is made from it ask for."""
+    engine = deepspeed.initialize(model=nn.Linear(4, 4), config=config_of(nvme_path, gradient_accumulation_steps=2))[0]
+    timer = engine.tput_timer
+    assert timer.batch_size == 4 and timer.avg_samples_per_sec() == float("-inf")
+    for epoch in range(2):
+        for _ in range(4):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+        assert (timer.epoch_count, timer.micro_step_count, timer.global_step_count) == (epoch, 4, 2 * epoch + 2)
+        timer.update_epoch_count()
+    assert timer.avg_samples_per_sec() == pytest.approx(4 * 2 / timer.total_elapsed_time)
+    engine.set_train_batch_size(8)
+    assert timer.batch_size == 8
+    engine.destroy()
+
+
+def test_an_optimizer_whose_state_has_other_shapes_is_saved_and_loaded(nvme_path, tmp_path):
+    """Adafactor keeps one number per row and one per column."""
+    config = config_of(nvme_path, optimizer={"type": "Adafactor", "params": {"lr": 1e-2}})
+    found = []
+    for number in range(2):
+        torch.manual_seed(number)
+        engine = deepspeed.initialize(model=TinyGPT(dropout=0.0), config=config)[0]
+        if number:
+            engine.load_checkpoint(tmp_path)
+        else:
+            train(engine, range(2))
+            engine.save_checkpoint(tmp_path)
+        found.append(train(engine, range(2, 4)))
+        engine.destroy()
+    assert_same_bits(*found)
 
 
 def test_arguments_of_the_schedules_step(nvme_path):

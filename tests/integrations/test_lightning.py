@@ -124,7 +124,9 @@ def test_what_cannot_be_is_refused(nvme_path, tmp_path, monkeypatch):
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     for kind in (DeepOffloadStrategy, DeepOffloadFabricStrategy):
-        with pytest.raises(UnsupportedError, match="trains with one rank, and a launcher has started 2"):
+        with pytest.raises(
+            UnsupportedError, match="trains with one rank, and a launcher has started 2: take DeepOffloadRank"
+        ):
             kind(host_budget="1MiB")
 
 

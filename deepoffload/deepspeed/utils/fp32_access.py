@@ -1,7 +1,7 @@
 """DeepSpeed's ``safe_get_*`` and ``safe_set_*``: fp32 values, gradients and optimizer state of paged parameters.
 
 Getters give copies, so nothing of the engine's memory is held. They give None for what has no such value: a parameter
-that is not paged, one without a gradient, or a frozen one's optimizer state.
+that is not paged, one without a gradient, or a frozen one, which has no fp32 value next to its own.
 
 With several ranks a full value is gathered by the rank that asks, and set by all ranks, to the same value. The *local*
 part is what this rank owns, perhaps nothing: flat, in the order of the parameter's memory. Local parts are set by all
@@ -31,9 +31,10 @@ from deepoffload.params.unit import ParamHandle
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The exact fp32 value of a weight, also of a 16-bit one. Raises RankError: another rank has gone."""
+    """The exact fp32 value of a weight that is trained, also of a 16-bit one. Raises RankError: another rank has
+    gone."""
     handle = _handle(param)
-    return None if handle is None else read_master(param, handle)
+    return None if handle is None or not param.requires_grad else read_master(param, handle)
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -98,7 +99,7 @@ def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     """Replace it. Raises UsageError: another number of elements."""
-    whole = _whole(param, value, safe_get_full_fp32_param)
+    whole = _whole(param, value, lambda known: read_master(known, _slot(known)))
     with edited_in_parts(_slot(param)):
         safe_set_full_fp32_param(param, whole)
 
