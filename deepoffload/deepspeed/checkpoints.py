@@ -22,6 +22,8 @@ from deepoffload.checkpoint.several_ranks import Alive, on_rank_0
 from deepoffload.checkpoint.tags import checked_directory, checked_tag
 from deepoffload.checkpoint.training_state import TrainingState
 from deepoffload.checkpoint.values import clipped
+from deepoffload.config import Config
+from deepoffload.deepspeed.recovery_scripts import write_scripts
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.runtime.loop import TrainingLoop
 
@@ -37,9 +39,9 @@ class EngineCheckpoints:
 
     Args:
         schedule: None where there is none.
-        load_universal: load DeepSpeed's universal checkpoints.
-        decoupled: a save returns before the checkpoint is complete.
-        tag_validation: what a save does where ranks give different tags.
+        config: says whether DeepSpeed's universal checkpoints are loaded, whether a save returns before the checkpoint
+            is complete, and what a save does where ranks give different tags. With a stage of ZeRO DeepSpeed's scripts
+            are left next to the checkpoints.
     """
 
     def __init__(
@@ -48,17 +50,13 @@ class EngineCheckpoints:
         optimizer: torch.optim.Optimizer | None,
         schedule: Any,
         loop: TrainingLoop,
-        *,
-        load_universal: bool = False,
-        decoupled: bool = False,
-        tag_validation: str = "Warn",
+        config: Config,
     ) -> None:
         others = {"loop": loop} if schedule is None else {"loop": loop, "scheduler": schedule}
         self._state = TrainingState(module, optimizer, **others)
         self._loop = loop
-        self._load_universal = load_universal
-        self._decoupled = decoupled
-        self._tag_validation = tag_validation
+        self._module = module
+        self._config = config
 
     def save(
         self,
@@ -83,9 +81,12 @@ class EngineCheckpoints:
             leave_out_frozen=leave_out_frozen,
             leave_out_gradients=left_out,
             step=self._loop.updates,
-            other_tags=self._tag_validation,
-            wait=not self._decoupled,
+            other_tags=self._config.tag_validation,
+            wait=not self._config.decoupled_saves,
         )
+        if self._config.zero_stage:
+            target = os.fspath(directory)
+            on_rank_0(self._module, f"leaving scripts in {target}", partial(write_scripts, target))
         if left_out:
             log.warning(
                 "save_checkpoint in the middle of an update: the gradients of %d of %d micro-steps are not saved; "
@@ -108,7 +109,7 @@ class EngineCheckpoints:
 
     def load(self, directory: str | os.PathLike[str], tag: object, wanted: Wanted) -> tuple[str | None, Any]:
         """See :meth:`TrainingEngine.load_checkpoint`."""
-        if self._load_universal:
+        if self._config.load_universal:
             with torch.inference_mode(False):  # what it reads is what training continues with
                 return self._load_universal_from(checked_directory(directory), tag, wanted)
         found = self._state.load_if_there(directory, tag, wanted)

@@ -311,7 +311,8 @@ class TrainingEngine(EngineNames, WholeSteps):
             tag: ``global_step<n>`` when not said.
             client_state: numbers, strings, bytes, None, lists, tuples, dicts and tensors of the program's own;
                 :meth:`load_checkpoint` returns them.
-            save_latest: name the tag in the file ``latest``.
+            save_latest: name the tag in the file ``latest``. With ``zero_optimization.stage``, the scripts
+                ``zero_to_fp32.py`` and ``zero_to_torch.py`` stand next to it.
             exclude_frozen_parameters: leave frozen weights out; loading leaves them as they are.
 
         Returns:
@@ -403,15 +404,7 @@ class TrainingEngine(EngineNames, WholeSteps):
     def _checkpoints(self) -> EngineCheckpoints:
         self._refuse_closed()
         if self._saved_by is None:
-            self._saved_by = EngineCheckpoints(
-                self.module,
-                self.optimizer,
-                self.lr_scheduler,
-                self.loop,
-                load_universal=self._config.load_universal,
-                decoupled=self._config.decoupled_saves,
-                tag_validation=self._config.tag_validation,
-            )
+            self._saved_by = EngineCheckpoints(self.module, self.optimizer, self.lr_scheduler, self.loop, self._config)
         return self._saved_by
 
     def close(self) -> None:

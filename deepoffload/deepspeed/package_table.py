@@ -132,7 +132,10 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
         absent(_PARALLEL),
     ),
     "utils.DeprecatedException": absent(_INTERNAL),
-    "utils.zero_to_fp32": otherwise("reads our checkpoints and DeepSpeed's, tensor by tensor"),
+    **all_of(
+        "utils.zero_to_fp32 utils.zero_to_torch", otherwise("reads our checkpoints and DeepSpeed's, tensor by tensor")
+    ),
+    "utils.timer": otherwise("ThroughputTimer, which engine.tput_timer is"),
     # -- deepspeed.checkpointing --
     **_of(
         "checkpointing",

@@ -21,7 +21,7 @@ import deepoffload.deepspeed as deepspeed
 from deepoffload.deepspeed import checkpointing, comm
 from deepoffload.deepspeed.accelerator import DeviceCalls, get_accelerator
 from deepoffload.deepspeed.runtime import lr_schedules
-from deepoffload.deepspeed.utils import zero_to_fp32
+from deepoffload.deepspeed.utils import zero_to_fp32, zero_to_torch
 from deepoffload.errors import ConfigError, UnsupportedError, UsageError
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
@@ -386,7 +386,7 @@ def test_weights_out_of_a_checkpoint(tmp_path):
     model = plain(mlp)
     next(model.parameters()).requires_grad_(False)
     config = {"host_budget": "2MiB", "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-    engine, *_ = deepoffload.initialize(model=model, config=config)
+    engine, *_ = deepoffload.initialize(model=model, config={**config, "zero_optimization": {"stage": 2}})
     for seed in range(2):
         engine.backward(engine(rows(seed=seed).bfloat16()).float().square().mean())
         engine.step()
@@ -411,6 +411,15 @@ def test_weights_out_of_a_checkpoint(tmp_path):
     assert_same_bits(trained, torch.load(tmp_path / "out" / "pytorch_model.bin"))
     convert = zero_to_fp32.convert_zero_checkpoint_to_state_dict
     convert(tmp_path / "run", tmp_path / "half", dtype="bf16", max_shard_size=1000)
+    script = [sys.executable, "zero_to_fp32.py", ".", "../by_fp32"]
+    assert subprocess.run(script, cwd=tmp_path / "run", timeout=100).returncode == 0
+    assert "zero_to_torch import main" in (tmp_path / "run" / "zero_to_torch.py").read_text()
+    zero_to_torch.main([str(tmp_path / "run"), str(tmp_path / "by_torch"), "--dtype", "bf16"])
+    assert_same_bits(exact, torch.load(tmp_path / "by_fp32" / "pytorch_model.bin"))
+    rounded = {name: value.bfloat16() for name, value in exact.items()}
+    assert_same_bits(rounded, torch.load(tmp_path / "by_torch" / "pytorch_model.bin"))
+    with pytest.raises(SystemExit, match="1"):
+        zero_to_fp32.main([str(tmp_path), str(tmp_path / "none")])
     index = json.loads((tmp_path / "half" / "pytorch_model.bin.index.json").read_text())["weight_map"]
     assert len(set(index.values())) > 1 and set(index) == set(exact)
     halves = {name: torch.load(tmp_path / "half" / file)[name] for name, file in index.items()}

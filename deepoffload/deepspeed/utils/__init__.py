@@ -84,4 +84,4 @@ def instrument_w_nvtx(func: _Function) -> _Function:
     return func
 
 
-__getattr__ = submodules(__name__, ("groups", "logging", "timer", "zero_to_fp32"), "utils")
+__getattr__ = submodules(__name__, ("groups", "logging", "timer", "zero_to_fp32", "zero_to_torch"), "utils")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -24,11 +24,12 @@ from deepoffload.errors import UnsupportedError, UsageError
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
-_TYPES = {
-    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
-    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
+OUTPUT_DTYPE_NAMES = {
+    **dict.fromkeys(("fp32", "float32"), torch.float32),
+    **dict.fromkeys(("fp16", "float16"), torch.float16),
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
 }
+"""DeepSpeed's names of the types that weights can be written in."""
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -78,9 +79,9 @@ def convert_zero_checkpoint_to_state_dict(
     Raises:
         UsageError: the checkpoint is missing or damaged, the place is taken, or another type. IoFailure: no room.
     """
-    wanted = _TYPES.get(str(dtype).removeprefix("torch.").lower())
+    wanted = OUTPUT_DTYPE_NAMES.get(str(dtype).removeprefix("torch.").lower())
     if wanted is None:
-        raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(_TYPES)}")
+        raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(OUTPUT_DTYPE_NAMES)}")
     if safe_serialization and exclude_frozen_parameters:
         raise UnsupportedError(
             "exclude_frozen_parameters=True with safe_serialization=True: all weights are written; leave one out"
@@ -106,6 +107,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """DeepSpeed's command ``zero_to_fp32.py``. Raises SystemExit: what does not work is said, with status 1."""
+    from deepoffload.deepspeed.utils.zero_to_torch import run  # it needs the function above
+
+    run(args, asks_for_type=False)
 
 
 def load_state_dict_from_zero_checkpoint(
