@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from deepoffload.estimate.blocks import BlockPlan
 from deepoffload.estimate.recording import DryRun
-from deepoffload.schedule.cost_model import BlockKind
+from deepoffload.schedule.cost_model import BlockKind, StepOverlap
+from deepoffload.schedule.guess_room import GUESSES, kept_bytes
 
 RUNTIME_BYTES = 15 << 20
 """Scratch memory of the operators' libraries in a running step."""
@@ -70,12 +71,14 @@ def estimate_memory(
     ranks: int = 1,
     together: int = 1,
     written: frozenset[int] | None = None,
+    overlap: StepOverlap | None = None,
 ) -> MemoryEstimate:
     """Memory of a run with this placement.
 
     Args:
         written: blocks that a simulated run has written: a gradient that never has to leave memory takes no place on
             NVMe. None: not known, all of them may.
+        overlap: when the updates of the simulated run are made. None: as the placement says.
         run: None where only model states are asked for.
         process_bytes: what the process takes before there is a model (Python, torch, the program's libraries).
         has_device: activations and the weights in use are in a device's own memory, and the arena is page-locked.
@@ -90,6 +93,8 @@ def estimate_memory(
         away = placement.paged & written if kind is BlockKind.GRADIENT and written is not None else placement.paged
         far = sum(blocks.extent_bytes(b) for b in placement.blocks if b.kind is kind and b.id in away)
         rows.append(_near(kind.value, near, has_device, nvme=far))
+    if (overlap or placement.step_overlap) is StepOverlap.SPECULATIVE:
+        rows.append(MemoryRow(GUESSES, nvme=kept_bytes(placement), note="what they change, kept until the step"))
     if blocks.rank is not None:
         share = blocks.rank
         rows.append(MemoryRow(WHOLE_COPIES, pageable=share.shown_bytes, note="of units, gathered from all ranks"))

@@ -193,7 +193,8 @@ def _in_order(
     config, tokens = found.config, found.subject.batch.tokens
     step = estimate_usual_step(blocks, run, found.machine, config, order, tokens=tokens, op_times=op_times)
     together = _together(config, order)
-    return InOrder(order, step, estimate_memory(blocks, run, together=together, written=step.ever_written, **on))
+    memory = estimate_memory(blocks, run, together=together, written=step.ever_written, overlap=step.step_overlap, **on)
+    return InOrder(order, step, memory)
 
 
 def _orders(machine: MachineSpec, config: Config) -> tuple[AccumulationOrder, AccumulationOrder | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Mapping
 
 from deepoffload.errors import BudgetError
@@ -59,8 +60,12 @@ class DiskRoom:
 
     def may_take(self, block: Block) -> bool:
         """Whether ``nvme_budget`` leaves room for a block that was to stay in memory, next to all that may leave."""
+        return round_up(block.nbytes) <= self.spare_bytes()
+
+    def spare_bytes(self) -> float:
+        """What ``nvme_budget`` leaves next to all that may leave memory; ``math.inf`` where there is no such limit."""
         limit = self._space.budget_bytes
-        return limit is None or self._needed_bytes() + round_up(block.nbytes) <= limit
+        return math.inf if limit is None else limit - self._needed_bytes()
 
     def _take_spare(self) -> bool:
         """Free one extent that nobody needs; False when there is none."""

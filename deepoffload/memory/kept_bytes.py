@@ -8,7 +8,7 @@ to NVMe where its memory is needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from deepoffload.io.extents import Extent
 from deepoffload.memory.block import Block, host_view_owner
@@ -32,23 +32,27 @@ class KeptBytes:
     """What some blocks of one tier manager hold now. Called under its lock.
 
     Each block takes one extent more, for its new bytes or for its journal. All are taken here, so that nothing fails
-    for want of disk space later.
+    for want of disk space later. A journal of what stays in memory stays there, too, and takes none.
 
     Args:
         blocks: those that are about to change.
+        staying: ids of those of them whose journals stay in memory.
 
     Raises:
         BudgetError: there is no disk space for them. IoFailure: a swap file cannot grow. Nothing is taken then.
     """
 
-    def __init__(self, tiers: TierManager, blocks: Sequence[Block], num_threads: int) -> None:
+    def __init__(
+        self, tiers: TierManager, blocks: Sequence[Block], num_threads: int, staying: Container[int] = ()
+    ) -> None:
         self._tiers = tiers
         self._num_threads = num_threads
+        self._unchanged = {block.id for block in blocks}
         self._spare: dict[int, Extent] = {}
         self._kept: list[KeptBlock] = []
         try:
             for block in blocks:
-                if tiers.space is not None:
+                if tiers.space is not None and block.id not in staying:
                     self._spare[block.id] = tiers.space.allocate(block.nbytes)
         except BaseException:
             self._free_spare()
@@ -56,7 +60,7 @@ class KeptBytes:
 
     def includes(self, block: Block) -> bool:
         """Whether this is one of the blocks, or a journal of one."""
-        return block.id in self._spare or any(block in (kept.block, kept.journal) for kept in self._kept)
+        return block.id in self._unchanged or any(block in (kept.block, kept.journal) for kept in self._kept)
 
     def is_at_hand(self) -> bool:
         """Whether :meth:`restore` reads nothing and takes no memory."""
@@ -69,13 +73,13 @@ class KeptBytes:
             IoFailure: a write of the block that was in flight has failed. BudgetError: there is no room for its
             journal. The block has not changed then.
         """
-        spare = self._spare.get(block.id)
-        if spare is None:
+        if block.id not in self._unchanged:
             self._tiers.will_change(block)
             return
         if block.state is BlockState.WRITING:
             self._tiers.transfers.settle(block)
-        if block.state is BlockState.CLEAN:
+        spare = self._spare.get(block.id)
+        if block.state is BlockState.CLEAN and spare is not None:
             old = block.extent
             self._tiers.will_change(block)
             self._kept.append(KeptBlock(block, old, None))
@@ -83,12 +87,15 @@ class KeptBytes:
         else:
             self._kept.append(KeptBlock(block, None, self._journal(block, spare)))
             self._tiers.will_change(block)
-        del self._spare[block.id]
+        self._unchanged.discard(block.id)
+        self._spare.pop(block.id, None)
 
-    def _journal(self, block: Block, extent: Extent) -> Block:
+    def _journal(self, block: Block, extent: Extent | None) -> Block:
         tiers = self._tiers
         journal = tiers.create(f"{block.name} before its update", block.kind, block.nbytes)
         journal.room_bytes = block.room_bytes
+        if extent is None:
+            tiers.keep(journal)
         try:
             tiers.acquire(journal, load=False)
         except BaseException:

@@ -10,12 +10,11 @@ completed. One re-entrant lock guards all of it; completions never need that loc
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 from collections.abc import Container, Iterable
 
-from deepoffload.errors import ClosedError, IoFailure, UnsupportedError
+from deepoffload.errors import ClosedError, UnsupportedError
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena, common_size
 from deepoffload.memory.block import Alias, Block, BlockOwner, Census, DeviceCopies, host_view_owner
@@ -79,7 +78,7 @@ class TierManager:
         self.static: set[int] = set()
         self.guards = Guards()
         disk_room = None if space is None else DiskRoom(space, self._blocks, self._census, self.static, self.guards)
-        self.transfers = Transfers(space, self.counters, self._free_memory, timeline, disk_room)
+        self.transfers = Transfers(space, self.counters, self._free_memory, self.discard, timeline, disk_room)
         self._compactor = Compactor(arena, self._resident, self.note_changes, self.counters, poison)
         self._ids = 0
         self.copies = copies
@@ -298,6 +297,8 @@ class TierManager:
             self.note_changes(block)
             if block.state in (BlockState.WRITING, BlockState.READING):
                 self.transfers.settle(block)
+                if block.offset is None:
+                    return True  # nobody wanted its bytes any more
             if block.state is BlockState.DIRTY:
                 if self.space is None:
                     return False
@@ -319,8 +320,7 @@ class TierManager:
             if self.copies is not None:
                 self.copies.forget(block)
             if block.state in (BlockState.WRITING, BlockState.READING):
-                with contextlib.suppress(IoFailure):  # of bytes that nobody wants any more
-                    self.transfers.settle(block, interruptible=False)
+                self.transfers.give_up(block)
             if block.state is BlockState.EMPTY:
                 return
             if block.offset is not None:
@@ -433,8 +433,7 @@ class TierManager:
         """Wait for what is in flight, then drop blocks and arena. The swap space is closed by its owner. Idempotent."""
         with self.lock:
             for block in self.transfers.in_flight():
-                with contextlib.suppress(IoFailure):  # the bytes are being dropped anyway
-                    self.transfers.settle(block, interruptible=False)
+                self.transfers.give_up(block)
             for block in list(self._resident.values()):
                 owner = host_view_owner(block)
                 if owner is not None:

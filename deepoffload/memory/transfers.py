@@ -5,6 +5,8 @@ On failure nothing is lost: the copy that was right stays right.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -49,6 +51,7 @@ class Transfers:
 
     Args:
         free_memory: takes the memory of a block away whose read has failed.
+        discard: forgets the bytes of a block.
         disk_room: finds the extents that blocks are written to; None where there is no swap space.
 
     Attributes:
@@ -60,6 +63,7 @@ class Transfers:
         space: SwapSpace | None,
         counters: TierCounters,
         free_memory: Callable[[Block], None],
+        discard: Callable[[Block], None],
         timeline: Timeline | None,
         disk_room: DiskRoom | None,
     ) -> None:
@@ -67,10 +71,12 @@ class Transfers:
         self._space = space
         self._counters = counters
         self._free_memory = free_memory
+        self._discard = discard
         self._timeline = timeline
         self._reading: dict[int, Block] = {}
         self._writing: dict[int, Block] = {}
         self._overtaken: set[int] = set()
+        self._unwanted: set[int] = set()
         self.settled = 0
 
     def in_flight(self) -> list[Block]:
@@ -111,6 +117,10 @@ class Transfers:
         """The bytes of an empty block are those that lie in ``extent``, of somebody else's file or its own."""
         block.extent = extent
         block.to(BlockState.ON_NVME)
+
+    def spare_disk_bytes(self) -> float:
+        """Of ``nvme_budget``, what is left next to all that may have to leave memory."""
+        return math.inf if self._disk_room is None else self._disk_room.spare_bytes()
 
     def start_read(self, block: Block, address: int, *, urgent: bool) -> None:
         """Begin to fill ``block.nbytes`` bytes at ``address`` from its extent."""
@@ -164,11 +174,27 @@ class Transfers:
     def settle_before_change(self, block: Block) -> None:
         """Wait for the write of a block whose bytes change now, or have changed already. Where Ctrl-C ends the wait,
         nobody may ask again: what is being written counts as wrong from here on."""
+        self._unwanted.discard(block.id)
         try:
             self.settle(block)
         finally:
             if block.state is BlockState.WRITING:
                 self._overtaken.add(block.id)
+
+    def give_up(self, block: Block) -> None:
+        """End the transfer of a block whose bytes nobody wants: what has not begun of it does not begin."""
+        if block.ticket is not None:
+            block.ticket.cancel()
+        with contextlib.suppress(IoFailure):
+            self.settle(block, interruptible=False)
+
+    def discard_soon(self, block: Block) -> None:
+        """Discard a block without waiting: one that is being written goes when that has ended. Until then its bytes are
+        nobody's. Who takes the block before, to overwrite them, keeps it."""
+        if block.state is BlockState.WRITING:
+            self._unwanted.add(block.id)
+        else:
+            self._discard(block)
 
     def settle(self, block: Block, *, interruptible: bool = True) -> None:
         """Wait for a block's transfer and take its result.
@@ -184,8 +210,9 @@ class Transfers:
         del (self._reading if reading else self._writing)[block.id]
         self.settled += 1
         block.ticket = None
-        overtaken = block.id in self._overtaken
+        overtaken, unwanted = block.id in self._overtaken, block.id in self._unwanted and not block.leases
         self._overtaken.discard(block.id)
+        self._unwanted.discard(block.id)
         try:
             ticket.wait(0.0)
         except IoFailure as failure:
@@ -194,11 +221,16 @@ class Transfers:
                 self._free_memory(block)
             else:
                 block.to(BlockState.DIRTY)
+            if unwanted:
+                self._discard(block)
+                return
             raise IoFailure.about(block.name, failure) from failure
         block.to(BlockState.DIRTY if overtaken else BlockState.CLEAN)
         if self._timeline is not None:
             lane = Lane.READ if reading else Lane.WRITE
             self._timeline.add(lane, block.name, ticket.started_s, ticket.finished_s, block.nbytes)
+        if unwanted:
+            self._discard(block)
 
     def _wait(self, block: Block, reading: bool, interruptible: bool) -> None:
         if block.ticket is None:

@@ -120,6 +120,7 @@ class Gradients:
         if handle.dtype not in NATIVE_DTYPES:
             return  # complex, float64: autograd keeps such gradients itself
         if record.slot is None:
+            self.pager.undo_guesses()
             self._late(handle)
         small = handle.numel <= LIGHT_NUMEL and self._light_bytes + handle.nbytes <= LIGHT_BYTES
         if small and self.landing_dtype(handle.dtype) is handle.dtype:
@@ -323,7 +324,7 @@ class Gradients:
         record.dropped()
         block, owner = _place(_slot(record))
         if not owner.holds_any():
-            self.tiers.discard(block)
+            self.tiers.transfers.discard_soon(block)
 
     def used(self, handle: ParamHandle) -> None:
         """A deferred update has used the gradient; if the program had dropped it meanwhile, its memory goes now."""
@@ -396,10 +397,7 @@ class Gradients:
         tensor of the program's own."""
         for handle in handles:
             record = self._records[handle]
-            if record.state is not GradientState.LANDED:
-                return True
-            _, owner = _place(_slot(record))
-            if not owner.can_release():
+            if record.state is not GradientState.LANDED or not _place(_slot(record))[1].can_release():
                 return True
         return False
 

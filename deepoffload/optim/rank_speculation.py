@@ -18,6 +18,7 @@ from typing import Any
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.rank_gradients import RankGradients
 from deepoffload.optim.rule import UpdateJob
+from deepoffload.optim.speculation.on_device import DeviceSpeculation
 from deepoffload.optim.speculation.port import GuessingOptimizer
 from deepoffload.optim.speculation.speculation import Speculation, StepSoFar
 from deepoffload.optim.speculation.unit_choice import StepOutcome
@@ -64,12 +65,12 @@ class RankSpeculation(Speculation):
         self._coming[unit] = None
         unit.awaits_step = True
 
-    def _moving_bytes(self, unit: Unit) -> int:
+    def _guessed_bytes(self, unit: Unit) -> int:
         """As above. 0 where a rank has nothing to update: the others would be ready to use the unit before it is."""
         layout = unit.gradient_layout
         if layout is None or any(next(layout.runs(rank), None) is None for rank in range(layout.world_size)):
             return 0
-        return super()._moving_bytes(unit)
+        return super()._guessed_bytes(unit)
 
     def _make(self, unit: Unit, optimizer: GuessingOptimizer, handles: Sequence[ParamHandle]) -> bool:
         with self._link.hold():  # what other ranks want may need the update of another unit: not in the middle of this
@@ -105,6 +106,8 @@ class RankSpeculation(Speculation):
 
 def speculate(pager: Pager, gradients: Gradients, disk_bytes_per_s: float, *, asked_for: bool = True) -> Speculation:
     """From now on units are updated on guesses. Arguments as those of :class:`Speculation`."""
-    kind: Any = RankSpeculation if isinstance(gradients, RankGradients) else Speculation
+    kind: Any = Speculation if gradients.from_device is None else DeviceSpeculation
+    if isinstance(gradients, RankGradients):
+        kind = RankSpeculation
     made: Speculation = kind(pager, gradients, disk_bytes_per_s, asked_for=asked_for)
     return made

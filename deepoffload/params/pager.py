@@ -249,6 +249,12 @@ class Pager:
             if guesses or not unit.is_guessed:
                 self.catch_up(unit)
 
+    def undo_guesses(self) -> None:
+        """Undo the updates for which no step was asked yet. They keep disk space, which new blocks may need."""
+        for unit in list(self.units):
+            if unit.is_guessed:
+                self.catch_up(unit)
+
     def use_forward(self, units: list[Unit]) -> None:
         """The program enters the forward of ``units``."""
         for unit in units:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from deepoffload.memory.block import Block
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.unit import Unit
+from deepoffload.schedule.postponed import with_updates_postponed
 from deepoffload.schedule.trace import Event, Trace, UseKey
 from deepoffload.schedule.visits import VisitOrder
 
@@ -51,6 +53,7 @@ class UseOrder:
         self.last_blocks: frozenset[int] = frozenset()
         self.backward_of: Unit | None = None
         self._together: Sequence[TensorSlot] = ()
+        self._postponed: frozenset[int] = frozenset()
         self._graphs = graphs
         self._prefetch = prefetch
         self._clock = 0
@@ -65,9 +68,17 @@ class UseOrder:
         predicted = self.trace.observe(Event(key, blocks))
         self.predicted = self.last_blocks if predicted and self._prefetch else frozenset()
 
+    def postpone_updates(self, units: Iterable[int]) -> None:
+        """The step that is about to end cannot keep the updates that these units had inside its backward: they come
+        before the units' next forward, where later steps have them inside backward again."""
+        self._postponed = self._postponed.union(units)
+
     def end_of_step(self) -> None:
         """An optimizer step is finished: the recorded order becomes the cycle."""
-        self.trace.end_of_step()
+        postponed, self._postponed = self._postponed, frozenset()
+        self.trace.end_of_step(spoiled=bool(postponed))
+        if postponed:
+            self.trace.expect_once(partial(with_updates_postponed, units=postponed))
         self._graphs.end_of_step()
         self.last_key = None
         self.last_blocks = frozenset()

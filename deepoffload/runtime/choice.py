@@ -53,7 +53,7 @@ def why_no_guesses(config: Config, *, on_device: bool, several_ranks: bool) -> s
     """Why no unit can be updated on a guess, where nobody asks for it; None where units can."""
     reasons = {
         "several ranks guess only where step_overlap asks for it": several_ranks,
-        "weights are on a device": on_device,
+        "with weights on a device units are guessed only where step_overlap asks for it": on_device,
         "steps are made durable": config.durability is not None,
     }
     return next((why for why, holds in reasons.items() if holds), None)

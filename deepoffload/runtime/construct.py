@@ -262,6 +262,7 @@ class Assembly:
 
     def bring_in(self, name: str, params: Iterable[tuple[str, Tensor]]) -> Taken:
         """:meth:`take_in`, which :meth:`undo` undoes until :meth:`track` is called."""
+        self.pager.undo_guesses()
         handles: list[ParamHandle] = []
         taken = Taken(handles)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepoffload.config import Config, StepOverlap
+from deepoffload.config import Config
 from deepoffload.copies.accelerator import Accelerator, ComputeDevice
 from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.copies.cpu_device import CpuDevice
@@ -14,7 +14,7 @@ from deepoffload.copies.rank_device import RankDevice
 from deepoffload.copies.rank_link import RankLink
 from deepoffload.copies.shown import ShownMemory
 from deepoffload.device import Device
-from deepoffload.errors import BudgetError, ConfigError, UnsupportedError
+from deepoffload.errors import BudgetError, ConfigError
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import DeviceCopies
@@ -66,15 +66,6 @@ def find_accelerator(config: Config) -> ComputeDevice | None:
     if found is None:
         return CpuDevice() if config.debug.copies else None
     return Accelerator(found)
-
-
-def refuse_guesses(config: Config, accelerator: ComputeDevice) -> None:
-    """Raise where weights on a device would be updated before the step is known."""
-    if config.step_overlap is StepOverlap.SPECULATIVE:
-        raise UnsupportedError(
-            f'step_overlap = "speculative" is not available on {accelerator.device}: it needs tensors that show host '
-            'memory, those of the CPU; use step_overlap = "deferred"'
-        )
 
 
 def open_memory(

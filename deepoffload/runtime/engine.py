@@ -49,7 +49,6 @@ from deepoffload.runtime.device import (
     find_accelerator,
     open_memory,
     open_rank_memory,
-    refuse_guesses,
     take_device_memory,
 )
 from deepoffload.runtime.disk import EngineDisk
@@ -132,8 +131,6 @@ class Engine:
         compare_settings(self.agreement, config)
         paths = check_paths(config.nvme_path, config.path_key) if config.nvme_path else []
         accelerator = find_accelerator(config)
-        if accelerator is not None:
-            refuse_guesses(config, accelerator)
         self.budgets = find_budgets(self.agreement, config, paths, accelerator)
         self._grain_bytes = self.budgets.host_bytes
         self._disk.open(config, paths, self.budgets.nvme_bytes, self.agreement)

@@ -12,6 +12,9 @@ from deepoffload.schedule.table import Row
 PAGE_BYTES = 4096
 """Disk space comes in whole pages."""
 
+GUESSES = "updates on a guess"
+"""The row of that space."""
+
 
 def guess_bytes(placement: Placement) -> int:
     """What the units that are guessed at first keep on disk. 0 where no state moves, and where it would take more than
@@ -26,10 +29,16 @@ def guess_bytes(placement: Placement) -> int:
     return more_bytes if more_bytes <= left_bytes // 2 else 0
 
 
+def kept_bytes(placement: Placement) -> int:
+    """What guesses keep on disk of a model with this placement, whether it has the row or not."""
+    rows = (row.nvme_bytes for row in placement.rows if row.name == GUESSES)
+    return next(rows, None) or guess_bytes(placement)
+
+
 def with_guess_room(placement: Placement) -> Placement:
     """The placement with disk space for the old bytes of the units that are guessed at first, as far as there is."""
     more_bytes = guess_bytes(placement)
     if not more_bytes:
         return placement
-    row = Row("updates on a guess", nvme_bytes=more_bytes, reason="what these change, kept until the step is known")
+    row = Row(GUESSES, nvme_bytes=more_bytes, reason="what these change, kept until the step is known")
     return replace(placement, nvme_bytes=placement.nvme_bytes + more_bytes, rows=(*placement.rows, row))

@@ -7,8 +7,10 @@ which of the two phases waits for the disk. :class:`Trust` counts how often gues
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 SHARE_STEP = 1 / 8
 """The share changes by so much."""
@@ -29,6 +31,15 @@ the cores have no time left for the copies that guesses keep.)"""
 
 STEPS_TO_SETTLE = 3
 """After a change the first steps are not looked at: the order of uses is learned again."""
+
+STEPS_COMPARED = 5
+"""The median of so many steps says how long steps take."""
+
+LEAST_GAIN = 0.02
+"""Guesses that nobody asked for make steps shorter by this part at least, or end."""
+
+FIRST_REST_STEPS, LONGEST_REST_STEPS = 100, 3200
+"""Where they end for that, they begin again after so many steps at the earliest; each time twice as many."""
 
 WEIGHT_OF_A_STEP = 1 / 8
 """Of the last step in the running share of wrong guesses."""
@@ -71,7 +82,7 @@ class BackwardShare:
 
     Args:
         asked_for: whether the user asks for guesses. Else the share begins at 0, where every update is deferred, and
-            goes back to it when neither phase waits any more.
+            goes back to it when neither phase waits any more, or when steps have not become shorter.
 
     Attributes:
         share: at the moment.
@@ -82,12 +93,21 @@ class BackwardShare:
         self._least = SHARE_STEP if asked_for else 0.0
         self._settling = STEPS_TO_SETTLE
         self._leaning = 0
+        self._seconds: deque[float] = deque(maxlen=STEPS_COMPARED)
+        self._deferred_s: float | None = None
+        self._resting, self._rest_steps = 0, FIRST_REST_STEPS
 
     def step_ended(self, waits: PhaseWaits) -> bool:
         """A step was confirmed. Returns whether the share changes: two steps in a row have to ask for it."""
+        self._resting = max(0, self._resting - 1)
         if self._settling:
             self._settling -= 1
             return False
+        self._seconds.append(waits.step_s)
+        if self._has_not_paid():
+            self._rest_steps, self._resting = min(2 * self._rest_steps, LONGEST_REST_STEPS), self._rest_steps
+            self._change(0.0)
+            return True
         towards = self._towards(waits)
         if towards == 0 or towards != self._leaning:
             self._leaning = towards
@@ -97,13 +117,29 @@ class BackwardShare:
         self._leaning = 0
         if share == self.share:
             return False
-        self.share, self._settling = share, STEPS_TO_SETTLE
+        if not self.share:
+            self._deferred_s = median(self._seconds)
+        self._change(share)
         return True
 
+    def _change(self, share: float) -> None:
+        self.share, self._settling, self._leaning = share, STEPS_TO_SETTLE, 0
+        self._seconds.clear()
+
+    def _has_not_paid(self) -> bool:
+        """Whether the first steps with guesses are no shorter than the last ones without."""
+        if self._deferred_s is None or not self.share or len(self._seconds) < STEPS_COMPARED:
+            return False
+        before_s, self._deferred_s = self._deferred_s, None
+        return median(self._seconds) > (1 - LEAST_GAIN) * before_s
+
     def _towards(self, waits: PhaseWaits) -> int:
-        """Whether the share should grow (1), shrink (-1) or stay."""
+        """Whether the share should grow (1), shrink (-1) or stay. It stays until it is known whether guesses pay."""
         if not self.share:
-            return int(would_pay(waits.forward_s, waits.step_s))
+            known = len(self._seconds) == STEPS_COMPARED and not self._resting
+            return int(known and would_pay(waits.forward_s, waits.step_s))
+        if self._deferred_s is not None:
+            return 0
         idle_s, long_s = IDLE_WAIT * waits.step_s, LONG_WAIT * waits.step_s
         if waits.backward_s < idle_s and waits.forward_s > long_s:
             return 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -127,6 +127,7 @@ class Trace:
         self._loop: _Cycle | None = None
         self._loop_position = 0
         self._exception: tuple[Event, ...] | None = None
+        self._usual: _Cycle | None = None  # what comes back after the one step for which the cycle is another
         self._predicted = 0
         self._mismatches = 0
         self._learned = 0
@@ -153,12 +154,15 @@ class Trace:
             self._mismatches += 1
         return predicted
 
-    def end_of_step(self) -> None:
+    def end_of_step(self, *, spoiled: bool = False) -> None:
         """Close the recorded order: an optimizer step has finished, and the next event begins a new one.
 
         The finished step becomes the cycle. Exceptions are a step that is the cycle with something before it (an eval
         pass) and one that is only its beginning (an update skipped for an overflow): these replace the cycle when they
         happen twice in a row.
+
+        Args:
+            spoiled: the step was none to learn from, where an order is known.
         """
         count = self._observed - self._step_begin
         complete = 0 < count <= self._limit
@@ -166,6 +170,12 @@ class Trace:
         self._step_begin = self._observed
         self._loop = None
         self._position = 0
+        expected, usual, self._usual = self._cycle, self._usual, None
+        if usual is not None:
+            self._cycle = usual
+        if expected is not None and (spoiled or (usual is not None and step == expected.events)):
+            self._exception = None
+            return
         if not complete or (self._cycle is not None and step == self._cycle.events):
             self._exception = None
             return
@@ -182,6 +192,14 @@ class Trace:
         order = tuple(events)
         if self._cycle is None and 0 < len(order) <= self._limit:
             self._cycle = _Cycle(order)
+
+    def expect_once(self, change: Callable[[tuple[Event, ...]], tuple[Event, ...]]) -> None:
+        """The next step, and no other, has another order than the usual one: ``change`` of that. To be called between
+        two steps. Nothing happens while no order is known."""
+        usual = self._cycle if self._usual is None else self._usual
+        order = () if usual is None else change(usual.events)
+        if usual is not None and order != usual.events and 0 < len(order) <= self._limit:
+            self._usual, self._cycle = usual, _Cycle(order)
 
     # -- asking ------------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ SETTINGS = (
     Setting("evicting", 2.0, nvme=True, prefetch=False, evict_always=True),
     Setting("serial", 1.5, prefetch=False, step_overlap="none"),
     Setting("in_backward", 2.0, step_overlap="in_backward"),
+    Setting("speculative", 2.0, step_overlap="speculative"),
 )
 
 

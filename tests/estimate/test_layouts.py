@@ -12,6 +12,7 @@ import deepoffload
 from deepoffload.config import Config, OptimizerConfig, Precision, StepOverlap
 from deepoffload.estimate import Batch, MachineSpec, estimate, from_counts
 from deepoffload.schedule.cost_model import BlockKind
+from deepoffload.schedule.guess_room import GUESSES, kept_bytes
 from tests.support.inspect import units_of
 from tests.support.models import mlp, rows
 
@@ -99,3 +100,16 @@ def test_an_update_inside_backward_moves_no_gradients() -> None:
     assert steps[StepOverlap.IN_BACKWARD].times.written_bytes < steps[StepOverlap.NONE].times.written_bytes
     computed = [step.compute_s for step in steps.values()]
     assert max(computed) == pytest.approx(min(computed))
+
+
+@pytest.mark.parametrize("overlap", [StepOverlap.DEFERRED, StepOverlap.SPECULATIVE, None])
+def test_memory_has_the_disk_space_that_guesses_keep(overlap: StepOverlap | None) -> None:
+    subject = from_counts(20_000_000, 4, 256, Batch(1, 64), vocabulary=1000)
+    machine = MachineSpec(nvme_bytes=1 << 40, nvme_read_bytes_per_s=2e8, nvme_write_bytes_per_s=2e8,
+                          nvme_mixed_bytes_per_s=2e8)  # fmt: skip
+    found = estimate(subject, machine, Config(precision=Precision.BF16, host_budget=60 << 20, step_overlap=overlap))
+    assert found.memory is not None and found.blocks is not None and found.step is not None
+    assert found.step.step_overlap is (overlap or StepOverlap.SPECULATIVE), "guesses pay on this disk"
+    kept = [row.nvme for row in found.memory.rows if row.name == GUESSES]
+    assert kept == ([] if overlap is StepOverlap.DEFERRED else [kept_bytes(found.blocks.placement)])
+    assert all(nbytes > found.memory.nvme_bytes // 10 for nbytes in kept)

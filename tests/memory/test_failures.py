@@ -87,6 +87,30 @@ def test_an_edit_is_not_lost_when_ctrl_c_ends_the_wait_for_a_write(
     assert rig.io.stats()["requests_done"] == 2, "it left memory without being written again"
 
 
+def test_what_nobody_wants_is_not_waited_for(make_rig: Callable[..., Rig], gate: Gate) -> None:
+    rig = make_rig(4 * PAGE_BYTES, faults=f"op=write {gate.word}")
+    tiers = rig.tiers
+    going, taken = fill(tiers, "layer.grad"), fill(tiers, "other.grad")
+    assert tiers.write_behind(going) and tiers.write_behind(taken)
+    for block in (going, taken):
+        tiers.transfers.discard_soon(block)
+    assert going.state is taken.state is BlockState.WRITING, "it has waited for the disk"
+    gate.open()
+    tiers.will_change(taken)  # a new gradient lands
+    settle_transfers(tiers)
+    assert going.state is BlockState.EMPTY and going.offset is None
+    assert taken.state is BlockState.DIRTY
+
+
+def test_a_write_of_what_nobody_wants_fails(make_rig: Callable[..., Rig]) -> None:
+    tiers = make_rig(4 * PAGE_BYTES, faults=f"op=write errno={errno.EIO}").tiers
+    block = fill(tiers, "layer.grad")
+    assert tiers.write_behind(block)
+    tiers.transfers.discard_soon(block)
+    settle_transfers(tiers)
+    assert block.state is BlockState.EMPTY
+
+
 def test_removed_block_is_refused() -> None:
     tiers = TierManager(Arena(2 * PAGE_BYTES), None)
     block = fill(tiers, "layer.weight")

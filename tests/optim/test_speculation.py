@@ -99,6 +99,24 @@ def test_a_guess_is_made_in_backward_and_confirmed_by_the_step(paging: Paging) -
     assert units_guessed(model) == 0
 
 
+def test_the_order_after_an_undone_guess_is_foreseen(paging: Paging) -> None:
+    """Else plans for the next two steps are wrong, and each update that was undone waits for the disk."""
+    model = paging.build(partial(mlp, depth=6), guessing(TIGHT, room=2.5), key="mlp")
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=1e6)
+    trace, seen = pager_of(model).order.trace, []
+    for seed in range(12):
+        mismatches = trace.stats().mismatches
+        model(rows(seed=seed)).square().mean().backward()
+        guessed = units_guessed(model)
+        optimizer.max_grad_norm = 1e-6 if seed in (7, 8) else 1e6
+        optimizer.step()
+        optimizer.max_grad_norm = 1e6
+        optimizer.zero_grad()
+        seen.append((guessed > 0, trace.stats().mismatches - mismatches))
+    assert seen[6:] == [(True, 0)] * 6, seen
+    assert deepoffload.stats(model)["rolled_back"] > 0
+
+
 def test_with_a_tenth_of_the_guesses_wrong_bits_are_the_same_and_nothing_grows(paging: Paging) -> None:
     ended = compare(paging, 60)
     first, *others = ended.sizes
@@ -154,11 +172,11 @@ def test_where_nothing_is_said_guesses_begin_when_steps_wait_long(paging: Paging
             optimizer.zero_grad()
         return (weights_of(model), sorted_state(optimizer)), deepoffload.stats(model)
 
-    expected, _ = train(serial(EVICTING), 0.0, 10)
-    got, stats = train(replace(EVICTING, step_overlap=None), 60.0, 10)
+    expected, _ = train(serial(EVICTING), 0.0, 14)
+    got, stats = train(replace(EVICTING, step_overlap=None), 60.0, 14)
     assert_same_bits(expected, got)
     assert stats["speculated"] > 0 and stats["rolled_back"] == 0, stats
-    _, stats = train(replace(TIGHT, step_overlap=None), -60.0, 10)
+    _, stats = train(replace(TIGHT, step_overlap=None), -60.0, 14)
     assert stats["speculated"] == 0 == stats["speculation_share"], stats
 
 

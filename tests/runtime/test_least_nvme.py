@@ -46,10 +46,14 @@ def test_frozen_weights(tmp_path: Path, frozen: float, overlap: str) -> None:
         assert program.train(str(tmp_path), host_bytes, least + pages * PAGE_BYTES) == expected
 
 
-@pytest.mark.parametrize("precision", ["keep", "bf16"])
-def test_parameters_that_are_unfrozen_later_end_with_budgets_that_are_enough(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize("precision, overlap", [("keep", "deferred"), ("bf16", "deferred"), ("bf16", "speculative")])
+def test_parameters_that_are_unfrozen_later_end_with_budgets_that_are_enough(
+    tmp_path: Path, precision: str, overlap: str
+) -> None:
     """Nobody knows of them when the model is built. The errors name memory or NVMe, and what they name is enough."""
-    program = replace(Program.drawn(5), frozen=0.8, rank=0, precision=precision, durable=False, unfreezes=True)
+    program = replace(
+        Program.drawn(5), frozen=0.8, rank=0, precision=precision, overlap=overlap, durable=False, unfreezes=True
+    )
     assert run(program, str(tmp_path)) is None
 
 

@@ -9,16 +9,25 @@ import pytest
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Workload
 from deepoffload.schedule.default_updates import with_updates
 from deepoffload.schedule.placement import BlockColumns, BlockSpec, Placement, place_columns
-from deepoffload.schedule.speculation import FIRST_SHARE, SHARE_STEP, BackwardShare, PhaseWaits
+from deepoffload.schedule.speculation import (
+    FIRST_REST_STEPS,
+    FIRST_SHARE,
+    SHARE_STEP,
+    STEPS_COMPARED,
+    STEPS_TO_SETTLE,
+    BackwardShare,
+    PhaseWaits,
+)
 
 MB = 1 << 20
 SLOW_DISK = Bandwidths(2e9, 2e9, 2e9, 2e10)
 FAST_DISK = Bandwidths(5e10, 5e10, 5e10, 2e10)
 
 
-def after(share: BackwardShare, steps: int, *, forward: float, backward: float) -> float:
+def after(share: BackwardShare, steps: int, *, forward: float, backward: float, guessing_s: float = 0.9) -> float:
+    """``guessing_s``: how long a step takes with guesses; one without takes a second."""
     for _ in range(steps):
-        share.step_ended(PhaseWaits(1.0, forward, backward))
+        share.step_ended(PhaseWaits(guessing_s if share.share else 1.0, forward, backward))
     return share.share
 
 
@@ -28,6 +37,17 @@ def test_guesses_begin_when_forward_waits_long_and_end_when_nothing_waits() -> N
     assert after(share, 20, forward=0.2, backward=0.5) == 0.0
     assert after(share, 20, forward=0.5, backward=0.1) == FIRST_SHARE
     assert after(share, 40, forward=0.0, backward=0.0) == 0.0
+
+
+def test_guesses_that_make_steps_no_shorter_end_and_are_tried_seldom() -> None:
+    share, shares = BackwardShare(asked_for=False), []
+    for _ in range(1000):
+        shares.append(after(share, 1, forward=0.5, backward=0.1, guessing_s=0.99))
+    begun = [n for n, (before, now) in enumerate(zip(shares, shares[1:], strict=False)) if now > before == 0.0]
+    assert set(shares) == {0.0, FIRST_SHARE}
+    assert sum(now > 0.0 for now in shares) == len(begun) * (STEPS_TO_SETTLE + STEPS_COMPARED)
+    rests = [later - earlier for earlier, later in zip(begun, begun[1:], strict=False)]
+    assert rests[0] >= FIRST_REST_STEPS and rests[1] >= 2 * FIRST_REST_STEPS and len(rests) == 3
 
 
 def test_guesses_that_are_asked_for_begin_at_once_and_never_end() -> None:

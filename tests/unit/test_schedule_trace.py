@@ -7,7 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepoffload.schedule.trace import Event, Trace
+from deepoffload.schedule.postponed import with_updates_postponed
+from deepoffload.schedule.trace import Event, Phase, Trace, UseKey
 
 
 def program(*keys: int) -> list[Event]:
@@ -210,3 +211,64 @@ def test_a_steady_run_keeps_the_events_of_one_step_only() -> None:
             trace.observe(Event(key, (key, 1000 + key)))
         trace.end_of_step()
     assert len({id(event) for event in trace._history}) <= 40
+
+
+def used(*keys: UseKey) -> list[Event]:
+    """Events whose block is the unit's number; an update has one more, of its piece."""
+    return [Event(key, (key[1][0], *(10 + piece for piece in key[1][1:]))) for key in keys]
+
+
+def forward(unit: int) -> UseKey:
+    return Phase.FORWARD, (unit,)
+
+
+def backward(unit: int) -> UseKey:
+    return Phase.BACKWARD, (unit,)
+
+
+def update(unit: int, piece: int = 0) -> UseKey:
+    return Phase.UPDATE, (unit, piece)
+
+
+GUESSING = used(
+    *(update(0), forward(0), update(1, 1), forward(1), forward(2)),
+    *(backward(2), update(2), backward(1), update(1, 0), update(1, 2), backward(0)),
+)
+"""Unit 2 and two pieces of unit 1 are updated inside backward."""
+
+AFTER_ONE_UNDONE = used(
+    *(update(0), forward(0), update(1, 0), update(1, 1), update(1, 2), forward(1), update(2), forward(2)),
+    *(backward(2), update(2), backward(1), update(1, 0), update(1, 2), backward(0)),
+)
+
+
+def test_updates_that_were_undone_come_before_the_next_forward() -> None:
+    assert list(with_updates_postponed(GUESSING, {0, 1, 2})) == AFTER_ONE_UNDONE
+    only_two = [*GUESSING[:4], *used(update(2)), *GUESSING[4:]]
+    assert list(with_updates_postponed(GUESSING, {2})) == only_two
+    assert list(with_updates_postponed(GUESSING, {0})) == GUESSING
+
+
+def test_a_step_of_another_order_is_expected_once() -> None:
+    trace = trained(GUESSING)
+
+    def play_undone(events: list[Event]) -> list[bool]:
+        seen = play(trace, events, ends_step=False)
+        trace.end_of_step(spoiled=True)
+        trace.expect_once(lambda usual: with_updates_postponed(usual, {1, 2}))
+        return seen
+
+    spoiled = GUESSING[:-5]  # the last gradients told before the rest was guessed
+    assert all(play_undone(spoiled))
+    assert all(play_undone(AFTER_ONE_UNDONE)), "undone again"
+    assert all(play(trace, AFTER_ONE_UNDONE))
+    assert all(play(trace, GUESSING)), "the usual order is back"
+    assert trace.stats().cycles_learned == 1
+
+
+def test_a_step_that_is_not_as_expected_once_is_learned() -> None:
+    trace = trained(GUESSING)
+    trace.expect_once(lambda usual: with_updates_postponed(usual, {1, 2}))
+    deferred = AFTER_ONE_UNDONE[:8] + used(backward(2), backward(1), backward(0))
+    play(trace, deferred)
+    assert all(play(trace, deferred))

@@ -110,6 +110,7 @@ class Guess:
         if self.state is GuessState.MADE:
             self.state = GuessState.MAKING  # until all is undone it can no longer be right
         self._kept.restore()
+        self.update.memory.refresh(unit.weights)
         self._become(GuessState.UNDONE)
         unit.pending = None
         self._undone(self)

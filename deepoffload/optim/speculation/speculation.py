@@ -25,6 +25,7 @@ from deepoffload.errors import BudgetError, DeepOffloadError, IoFailure
 from deepoffload.memory.block import Block
 from deepoffload.memory.kept_bytes import KeptBytes
 from deepoffload.memory.tier_manager import TierManager
+from deepoffload.native.aio import round_up
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.rule import UpdateJob
 from deepoffload.optim.speculation.guess import Guess, GuessedStep
@@ -74,6 +75,8 @@ class Speculation:
             wait long for the disk.
 
     Attributes:
+        in_memory: whether state that stays in memory is guessed, too, as far as there is room for what it was. That
+            pays where the processors of the host are idle during backward, not where they compute it.
         choice: which units are updated on a guess.
         guessed, confirmed, undone: units, so far. left: those that were chosen, and deferred all the same.
         saved_s: seconds of disk time that backward has hidden, by estimate.
@@ -83,6 +86,7 @@ class Speculation:
         self.choice = UnitChoice(pager.tiers.counters, asked_for=asked_for)
         self.guessed = self.confirmed = self.undone = self.left = 0
         self.saved_s = 0.0
+        self.in_memory = False
         self._pager = pager
         self._tiers = pager.tiers
         self._gradients = gradients
@@ -93,6 +97,7 @@ class Speculation:
         self._guesses: dict[Unit, Guess] = {}
         self._guard = RoomGuard(self._undo_for_room)
         self._journals: list[Block] = []
+        self._disk_left_bytes = 0.0
         self._is_settling = False
 
     # -- what tells whose gradients these are --------------------------------------------------------------------------
@@ -119,7 +124,7 @@ class Speculation:
     def _complete(self, unit: Unit) -> None:
         """All gradients of a unit have landed."""
         stays = self._pager.memory if self._pager.link is None else self._pager.tiers
-        if stays.all_stay():
+        if stays.all_stay() and not self.in_memory:
             return
         handles = [other for other in unit.handles if self._is_trained(other)]
         owners = {id(owner): owner for owner in map(self._owner, handles)}
@@ -129,7 +134,7 @@ class Speculation:
         step = self._steps.setdefault(optimizer, StepSoFar())
         if step.spoiled or self._spoils(optimizer, step, handles):
             return
-        if self.choice.completed(unit, self._moving_bytes(unit)):
+        if self.choice.completed(unit, self._guessed_bytes(unit)):
             alive = [other.tensor for other in unit.handles]  # held, so that none dies during its update
             if self._make(unit, optimizer, handles):
                 self.guessed += 1
@@ -151,8 +156,8 @@ class Speculation:
                 self._undo(guess)
         return step.spoiled
 
-    def _moving_bytes(self, unit: Unit) -> int:
-        static = self._tiers.static
+    def _guessed_bytes(self, unit: Unit) -> int:
+        static = () if self.in_memory else self._tiers.static
         return sum(piece.block.room_bytes for piece in unit.pieces if piece.block.id not in static)
 
     def _take_sample(
@@ -199,17 +204,36 @@ class Speculation:
         memory.settle(weights)
         update = HostUpdate(self._pager, self._gradients, optimizer.rule, step.jobs, step.factor, [unit])
         changed = update.blocks_to_change(unit)
-        if changed is None or update.is_watched(unit):
+        if changed is None or update.is_watched(unit) or any(memory.keeps(block) for block in changed):
             return None
-        pieces = [n for n, p in enumerate(unit.pieces) if p.block in changed and p.block.id not in tiers.static]
-        blocks = [weights, *(unit.pieces[number].block for number in pieces)]
-        if not pieces or any(block.leases for block in blocks) or not _has_room(tiers, unit, blocks):
+        moving = [n for n, p in enumerate(unit.pieces) if p.block in changed and p.block.id not in tiers.static]
+        every = [n for n, p in enumerate(unit.pieces) if p.block in changed]
+        for pieces in (every, moving) if self.in_memory and every != moving else (moving,):
+            blocks = [weights, *(unit.pieces[number].block for number in pieces)]
+            kept = self._keep(unit, blocks) if pieces else None
+            if kept is not None:
+                return Guess(unit, optimizer, update, tuple(pieces), kept, self._was_undone)
+        return None
+
+    def _keep(self, unit: Unit, blocks: Sequence[Block]) -> KeptBytes | None:
+        """What the blocks hold; None where memory has no room for it, or the disk has none next to all that may have to
+        leave memory."""
+        static = self._tiers.static
+        staying = [block for block in blocks if block.id in static] if self.in_memory else []
+        moving = [block for block in blocks if block not in staying]
+        if any(block.leases for block in blocks) or not _has_room(self._tiers, unit, staying, moving):
+            return None
+        if not self._guesses:
+            self._disk_left_bytes = self._tiers.transfers.spare_disk_bytes()
+        needed_bytes = sum(round_up(block.nbytes) for block in moving)
+        if needed_bytes > self._disk_left_bytes:
             return None
         try:
-            kept = KeptBytes(tiers, blocks, num_threads())
+            kept = KeptBytes(self._tiers, blocks, num_threads(), {block.id for block in staying})
         except (BudgetError, IoFailure):
             return None
-        return Guess(unit, optimizer, update, tuple(pieces), kept, self._was_undone)
+        self._disk_left_bytes -= needed_bytes
+        return kept
 
     def _undo(self, guess: Guess) -> None:
         """Undo a guess that nobody waits for. Where that fails, the next who looks at the unit tries again."""
@@ -283,13 +307,18 @@ class Speculation:
                 _mark(self._tiers.timeline, "confirm", guess)
                 self._steps.setdefault(optimizer, StepSoFar()).confirmed[guess.unit] = guess
                 self.confirmed += 1
+        step = self._steps.get(optimizer)
+        if step is not None and step.wrong and self.choice.share:
+            units = {handle.unit for handle in update.jobs if handle.unit is not None}
+            self._pager.order.postpone_updates(unit.index for unit in units if unit not in step.confirmed)
 
     def end_of_step(self, optimizer: GuessingOptimizer) -> None:
         """A step of ``optimizer`` is over, made or skipped."""
         step = self._steps.pop(optimizer, None) or StepSoFar()
         outcome = step.agreed or StepOutcome(self.choice.waits(), step.wrong, bool(step.confirmed))
         self.choice.step_ended(step.confirmed, outcome)
-        moved_bytes = 2 * sum(unit.pieces[n].block.nbytes for unit, g in step.confirmed.items() for n in g.pieces)
+        blocks = [unit.pieces[n].block for unit, guess in step.confirmed.items() for n in guess.pieces]
+        moved_bytes = 2 * sum(block.nbytes for block in blocks if block.id not in self._tiers.static)
         if moved_bytes:
             self.saved_s += max(0.0, moved_bytes / self._disk_bytes_per_s - self.choice.backward_wait_s)
         self._last.start_step(self._units_of(optimizer), stepped=True)
@@ -329,13 +358,17 @@ class Speculation:
         }
 
 
-def _has_room(tiers: TierManager, unit: Unit, blocks: Sequence[Block]) -> bool:
-    """Whether memory has room for pieces and journals, if all leaves that may."""
+def _has_room(tiers: TierManager, unit: Unit, staying: Sequence[Block], moving: Sequence[Block]) -> bool:
+    """Whether memory has room for pieces and journals: for those of blocks that stay without anything leaving for them,
+    for those of others if all leaves that may. Of these the weights come first, and pieces come one by one."""
+    staying_bytes = ROOM_MARGIN * sum(block.room_bytes * (1 + (not block.resident)) for block in staying)
+    if staying_bytes > tiers.arena.free_bytes:
+        return False
     used = {block.id for block in unit.blocks()}
     leaving = (b for b in tiers.resident() if not b.leases and b.id not in tiers.static and b.id not in used)
-    room_bytes = tiers.arena.free_bytes + sum(block.room_bytes for block in leaving)
-    needed = [block.room_bytes * ((not block.resident) + (block.state is BlockState.DIRTY)) for block in blocks]
-    return room_bytes >= ROOM_MARGIN * (needed[0] + max(needed[1:]))
+    room_bytes = tiers.arena.free_bytes - staying_bytes + sum(block.room_bytes for block in leaving)
+    needed = [block.room_bytes * ((not block.resident) + (block.state is BlockState.DIRTY)) for block in moving]
+    return room_bytes >= ROOM_MARGIN * (sum(needed[:1]) + max(needed[1:], default=0))
 
 
 def _of_unit(unit: Unit, jobs: Mapping[ParamHandle, UpdateJob], factor: float) -> GuessedStep:
