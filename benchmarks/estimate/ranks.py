@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from benchmarks.common.launch import start_ranks
 from benchmarks.end_to_end.cases import Work
 from benchmarks.end_to_end.meter import MemoryWatch, memory_bytes
 from benchmarks.end_to_end.side_ours import Ours
-from benchmarks.estimate.steps import SETTLE_S, Moment, between, subject_of, train
+from benchmarks.estimate.steps import SETTLE_S, Moment, between, parser_of, subject_of, train, write_report
 from benchmarks.ranks.training import cases
 from deepoffload.config import Precision, parse_config
 from deepoffload.estimate import MachineSpec, estimate
@@ -140,20 +138,11 @@ def show(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=2)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
-    parser.add_argument("--path", help="directory on the disk")
-    parser.add_argument("--size", default="319m", choices=sorted(SHAPES))
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--host-budget", default="1GiB", help="of the row on NVMe")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3, help="per round")
-    parser.add_argument("--json", help="file to write")
     options = parser.parse_args()
     if options.rank:
         print(json.dumps(one_rank(json.loads(options.rank))))
@@ -164,15 +153,7 @@ def main() -> None:
     for name in options.rows:
         rows.append(row(options, name))
         print(show(rows[-1]), flush=True)
-    if options.json:
-        machine = {"cores": os.cpu_count(), "processor": platform.processor(), "torch": torch.__version__}
-        found = {
-            "question": "predicted against measured: time of a step and peak memory, on several ranks",
-            "machine": machine | {"time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
-            "options": {key: value for key, value in vars(options).items() if key not in ("json", "rank")},
-            "rows": rows,
-        }
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    write_report(options, "predicted against measured: time of a step and peak memory, on several ranks", rows)
 
 
 if __name__ == "__main__":

@@ -172,21 +172,42 @@ def show(found: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", help=argparse.SUPPRESS)
+def parser_of(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """With the options that this program has in common with ``benchmarks.estimate.ranks``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", help="directory on the disk")
     parser.add_argument("--size", default="319m", choices=sorted(SHAPES))
-    parser.add_argument("--cases", nargs="+", default=["host", "half", "optimizer", "all"])
-    parser.add_argument("--overlaps", nargs="+", default=["deferred"], choices=("deferred", "none", "in_backward"))
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--steps", type=int, default=3, help="per round")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", help="file to write")
+    return parser
+
+
+def write_report(options: argparse.Namespace, question: str, rows: list[dict[str, Any]]) -> None:
+    """To the file that ``options.json`` names, if it names one."""
+    if not options.json:
+        return
+    machine = {"cores": os.cpu_count(), "processor": platform.processor(), "torch": torch.__version__}
+    found = {
+        "question": question,
+        "machine": machine | {"time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
+        "options": {key: value for key, value in vars(options).items() if key not in ("json", "row", "rank")},
+        "vocabulary": VOCABULARY,
+        "rows": rows,
+    }
+    Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = parser_of(__doc__, rounds=3)
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--cases", nargs="+", default=["host", "half", "optimizer", "all"])
+    parser.add_argument("--overlaps", nargs="+", default=["deferred"], choices=("deferred", "none", "in_backward"))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     options.clip = 1.0
     if options.row:
@@ -200,16 +221,7 @@ def main() -> None:
         for case in options.cases:
             rows.append(row(options, f"{case}-{overlap}", overlap))
             print(show(rows[-1]), flush=True)
-    if options.json:
-        machine = {"cores": os.cpu_count(), "processor": platform.processor(), "torch": torch.__version__}
-        found = {
-            "question": "predicted against measured step time for the rows of benchmarks/end_to_end",
-            "machine": machine | {"time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
-            "options": {key: value for key, value in vars(options).items() if key not in ("json", "row")},
-            "vocabulary": VOCABULARY,
-            "rows": rows,
-        }
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    write_report(options, "predicted against measured step time for the rows of benchmarks/end_to_end", rows)
 
 
 if __name__ == "__main__":

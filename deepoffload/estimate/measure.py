@@ -28,6 +28,7 @@ from deepoffload.native import cpu_adam
 from deepoffload.native.aio import HostMapping
 from deepoffload.native.cpu_adam import AdamHyper, DType, Segment, StateLayout
 from deepoffload.params.torch_private import tree_flatten, tree_map
+from deepoffload.ranks.link_rate import median_seconds
 
 STREAM_NUMEL = 1 << 24
 """Elements of the update that is timed: 470 MB are touched, more than any cache holds."""
@@ -199,7 +200,7 @@ def update_rate() -> float:
     def update() -> None:
         cpu_adam.adam_step([segment], [hyper], StateLayout.SPLIT_BF16, grad_factor=1.0, num_threads=threads)
 
-    return n * UPDATE_TOUCHES / _seconds(update)
+    return n * UPDATE_TOUCHES / median_seconds(update, REPEATS)
 
 
 UPDATE_TOUCHES = 26
@@ -208,24 +209,13 @@ UPDATE_TOUCHES = 26
 
 def _matmul_rate(dtype: torch.dtype, tokens: int = 256, width: int = 1024) -> float:
     left, right = torch.ones(tokens, width, dtype=dtype), torch.ones(width, 4 * width, dtype=dtype)
-    return 2 * tokens * width * 4 * width / _seconds(lambda: torch.mm(left, right))
+    return 2 * tokens * width * 4 * width / median_seconds(lambda: torch.mm(left, right), REPEATS)
 
 
 def _copy_rate() -> float:
     source = torch.zeros(32 << 20, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    return 2 * source.numel() / _seconds(lambda: target.copy_(source))
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    """The median: a step pays what is usual, not what is possible."""
-    call()
-    times = []
-    for _ in range(REPEATS):
-        begun = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
+    return 2 * source.numel() / median_seconds(lambda: target.copy_(source), REPEATS)
 
 
 def measure_ops(run: DryRun, *, progress: Report = silent) -> dict[Op, float]:

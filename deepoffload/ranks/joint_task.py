@@ -45,18 +45,20 @@ class JointTasks:
         self.store, self.notices = store, notices
         self.rank, self.world_size = rank, world_size
         self._count = 0
-        self._keys: list[list[str]] = []
+        self._keys: dict[int, list[str]] = {}
 
     def begin(self, what: str) -> JointTask:
         """The next one. ``what``: for errors; the same on all ranks."""
         self._count += 1
-        said: list[str] = []
-        self._keys.append(said)
-        while len(self._keys) > 2:  # all have ended the one before the last when this rank begins the next
-            for key in self._keys.pop(0):
+        return JointTask(self, self._count, what, self._keys.setdefault(self._count, []))
+
+    def all_are_at(self, number: int) -> None:
+        """Remove what this rank has said at earlier tasks: all ranks have ended these. One that fails at a task does
+        not wait for the others, and may be several tasks ahead of them."""
+        for earlier in [known for known in self._keys if known < number]:
+            for key in self._keys.pop(earlier):
                 with suppress(RuntimeError):
                     self.store.delete_key(key)
-        return JointTask(self, f"task {self._count}", what, said)
 
 
 class JointTask:
@@ -67,10 +69,11 @@ class JointTask:
         what: it is, for errors.
     """
 
-    def __init__(self, tasks: JointTasks, key: str, what: str, said: list[str]) -> None:
+    def __init__(self, tasks: JointTasks, number: int, what: str, said: list[str]) -> None:
         self.rank, self.world_size = tasks.rank, tasks.world_size
         self.what = what
-        self._tasks, self._key, self._said = tasks, key, said
+        self._tasks, self._number, self._said = tasks, number, said
+        self._key = f"task {number}"
         self._part = 0
         self._told_s = time.monotonic()
         self._failure: BaseException | None = None
@@ -109,6 +112,7 @@ class JointTask:
                     break
         for rank, said in enumerate(found):  # here, where an error is no end of the training
             self._check(rank, said)
+        tasks.all_are_at(self._number)
         return [said.value for said in found]
 
     def alive(self) -> None:

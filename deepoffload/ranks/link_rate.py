@@ -66,7 +66,9 @@ def _measure(
         flight.release()
 
     from_others_bytes = (exchange.ranks.world_size - 1) * reduction.part_bytes
-    return LinkRates(from_others_bytes / _seconds(gather), from_others_bytes / _seconds(reduce))
+    return LinkRates(
+        from_others_bytes / median_seconds(gather, REPEATS), from_others_bytes / median_seconds(reduce, REPEATS)
+    )
 
 
 def _add_up(address: int, parts: list[Tensor], num_threads: int) -> None:
@@ -81,12 +83,12 @@ def _add_up(address: int, parts: list[Tensor], num_threads: int) -> None:
     )
 
 
-def _seconds(transfer: Callable[[], None]) -> float:
-    """The median, without the first one, which touches the memory for the first time."""
-    transfer()
+def median_seconds(call: Callable[[], object], repeats: int) -> float:
+    """What ``call`` usually takes. The first one does not count: it touches its memory for the first time."""
+    call()
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         begun = time.perf_counter()
-        transfer()
+        call()
         times.append(time.perf_counter() - begun)
     return statistics.median(times)

@@ -192,7 +192,7 @@ optimizer = adamw(model)
 for number in range(3):
     train(model, optimizer, number)
 slow = "op=write delay_ms=300"
-if how == "fork":
+if how in ("fork", "ctrl-c"):
     looked_at, opened_by = os.pipe()
     slow = f"op=write gate={looked_at}"
 saving.IoEngine = partial(IoEngine, fault_script=slow)
@@ -217,6 +217,7 @@ elif how == "ctrl-c":
         handle.wait()
     except KeyboardInterrupt:
         print("interrupted", handle.done(), flush=True)
+    os.write(opened_by, b"x")
 elif how == "ctrl-c at the end":
     def interrupt():
         threading.main_thread().join()

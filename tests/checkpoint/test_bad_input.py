@@ -356,12 +356,12 @@ def test_calls_in_which_nothing_can_be_loaded(setting: Setting, paging: Paging, 
 
     def wait(*_: object) -> None:
         inside.set()
-        assert go_on.wait(30)
+        assert go_on.wait(200)
 
     handle = run.model[4].register_forward_hook(wait)
     thread = threading.Thread(target=run.model, args=(rows(),))
     thread.start()
-    assert inside.wait(30)
+    assert inside.wait(200)
     attempt()
     go_on.set()
     thread.join()

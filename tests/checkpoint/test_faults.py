@@ -23,6 +23,7 @@ from tests.checkpoint.training import ALL, adamw, gpt, snapshot, steps
 from tests.support.loops import assert_same_bits
 from tests.support.models import TinyGPT
 from tests.support.paging import TIGHT, Paging
+from tests.support.waiting import Gate
 
 Contents = dict[str, bytes]
 larger = partial(TinyGPT, width=128, depth=2)
@@ -126,10 +127,11 @@ def test_a_read_that_fails(rule: str, message: str, paging: Paging, tmp_path: Pa
 
 @pytest.mark.parametrize("after_s", (0.0, 0.002, 0.01, 0.02, 0.04) if ALL else (0.0, 0.02))
 def test_a_directory_that_is_removed_during_a_save(after_s: float, paging: Paging, tmp_path: Path) -> None:
+    """Its writes end when it has been removed for the first time, and it is removed until the save ends."""
     model, optimizer, state = trained(paging)
     directory = tmp_path / "checkpoints"
     expected = snapshot(model, optimizer)
-    ended = threading.Event()
+    ended, gate = threading.Event(), Gate()
 
     def remove() -> None:
         while not (directory.exists() and any(directory.iterdir())) and not ended.is_set():
@@ -137,11 +139,12 @@ def test_a_directory_that_is_removed_during_a_save(after_s: float, paging: Pagin
         time.sleep(after_s)
         while not ended.is_set():
             shutil.rmtree(directory, ignore_errors=True)
+            gate.open()
             time.sleep(0.001)
 
     remover = threading.Thread(target=remove)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "IoEngine", partial(IoEngine, fault_script="op=write delay_ms=60"))
+        patch.setattr(saving, "IoEngine", partial(IoEngine, fault_script=f"op=write {gate.word}"))
         remover.start()
         try:
             with pytest.raises(IoFailure, match="ENOENT") as caught:
@@ -149,6 +152,7 @@ def test_a_directory_that_is_removed_during_a_save(after_s: float, paging: Pagin
         finally:
             ended.set()
             remover.join()
+    gate.close()
     assert str(directory) in caught.value.filename
     assert_same_bits(expected, snapshot(model, optimizer))
     state.save(directory)

@@ -283,7 +283,7 @@ class Slow(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         self.reached.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(200)
         return {}
 
 
@@ -292,7 +292,7 @@ def test_two_threads_do_not_save_at_once(paging: Paging, tmp_path: Path) -> None
     run = Run(paging, slow=lambda optimizer: slow)
     thread = threading.Thread(target=run.state.save, args=(tmp_path,))
     thread.start()
-    assert slow.reached.wait(30)
+    assert slow.reached.wait(200)
     with pytest.raises(UsageError, match="another thread"):
         run.state.load(tmp_path)
     slow.go_on.set()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import deepoffload
 from deepoffload.checkpoint.directory import publish, staging
 from deepoffload.errors import IoFailure, UsageError
 from tests.support.disks import largest_file, tmpfs
+from tests.support.waiting import wait_until
 
 
 def layer(value: float, width: int = 512) -> nn.Module:
@@ -146,20 +146,26 @@ def _interrupted(function: object, moves: int, *args: object) -> None:
 KILLED = """
 import sys, torch, deepoffload
 from torch import nn
-model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(16)])
+model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
 print("ready", flush=True)
 while True:
-    deepoffload.save_pretrained(model, sys.argv[1], max_shard_size="20MB")
+    deepoffload.save_pretrained(model, sys.argv[1], max_shard_size="5MB")
 """
 
 
 def test_kill_leaves_whole_files_only_and_the_next_save_tidies_up(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path / "out"], stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.readline()
-    deadline = time.monotonic() + 60
-    while not list((tmp_path / "out").glob(".deepoffload-save-*/*")):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+
+    def is_stopped_in_a_save() -> bool:
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        saving = bool(list((tmp_path / "out").glob(".deepoffload-save-*/*")))
+        if not saving:
+            child.send_signal(signal.SIGCONT)
+        return saving
+
+    wait_until(is_stopped_in_a_save)
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()

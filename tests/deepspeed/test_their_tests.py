@@ -59,7 +59,7 @@ def test_a_suite_is_run_and_read(tmp_path):
     folder.mkdir(parents=True)
     (folder / "test_small.py").write_text(SUITE)
     run = subprocess.run(
-        [sys.executable, TOOL, tmp_path, "--file", "ops/test_small.py"], capture_output=True, text=True, timeout=120
+        [sys.executable, TOOL, tmp_path, "--file", "ops/test_small.py"], capture_output=True, text=True, timeout=240
     )
     assert run.returncode == 1, run.stdout + run.stderr
     assert "| `ops/test_small.py::TestOne::test_here` | 2 |  |  |  |" in run.stdout

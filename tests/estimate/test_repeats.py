@@ -218,5 +218,5 @@ def test_a_model_of_eight_billion_parameters_is_answered_soon(tmp_path: Path) ->
     begun = time.process_time()
     found = estimate(subject, MachineSpec(host_memory_bytes=1 << 36, nvme_bytes=1 << 42), BF16)
     assert found.fits and found.step is not None
-    assert time.process_time() - begun < 10
+    assert time.process_time() - begun < 15
     assert isinstance(from_counts(10**6, 2, 64, vocabulary=1000).module, Decoder)

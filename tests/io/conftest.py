@@ -43,7 +43,7 @@ def make_engine(gate: Gate) -> Iterator[Callable[..., IoEngine]]:
     yield make
     gate.open()
     for engine in engines:
-        engine.close(timeout_s=20)
+        engine.close(timeout_s=100)
     assert native_threads_left(before) == []
     assert threading.active_count() < 50
 

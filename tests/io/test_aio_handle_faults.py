@@ -40,7 +40,7 @@ def test_an_unaligned_view_gets_its_bytes_and_no_others(file, memory, shift, nby
 @pytest.mark.parametrize("offset", [BYTES - 4096, BYTES - 100, BYTES, BYTES + 4096, BYTES << 20])
 def test_a_read_past_the_end_is_an_error(file, memory, offset):
     with pytest.raises(IoFailure, match="truncated") as caught:
-        file.engine.read(file, memory.address, 8192, offset).wait(20)
+        file.engine.read(file, memory.address, 8192, offset).wait(100)
     assert caught.value.errno == errno.ENODATA and caught.value.filename == file.path
     # Of the pieces an unaligned read is cut into, the one that failed first, and all beyond the end may.
     assert offset <= caught.value.offset < offset + 8192

@@ -275,7 +275,7 @@ def test_a_second_run_is_refused_and_told_who_has_it(make_engine, two_steps: Pat
         assert other.stdout is not None and other.stdout.readline() == "open\n"
         with pytest.raises(UsageError, match=rf"is used by process {other.pid} on .*; end that run"):
             SwapSpace(make_engine(), [two_steps], named=True)
-        other.communicate("", timeout=100)
+        other.communicate("", timeout=200)
     SwapSpace(make_engine(), [two_steps], named=True).close()
 
 
@@ -291,7 +291,7 @@ def test_a_lock_that_a_dead_runs_child_still_holds_is_waited_for(make_engine, tw
         [sys.executable, "-c", program, str(two_steps)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert other.stdin is not None and other.stdout is not None and other.stdout.readline() == "forked\n"
-    other.wait(30)
+    other.wait(200)
     closer = threading.Timer(0.5, other.stdin.close)
     closer.start()
     SwapSpace(make_engine(), [two_steps], named=True).close()

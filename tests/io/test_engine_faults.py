@@ -37,7 +37,7 @@ def test_error_names_its_place_and_spares_the_rest(make_engine, memory, tmp_path
     start = getattr(engine, kind)
     bad = start(file, memory.address, 16 * BLOCK, 8192)
     with pytest.raises(IoFailure) as caught:
-        bad.wait(20)
+        bad.wait(100)
     assert caught.value.errno == code
     assert errno.errorcode[code] in str(caught.value)
     assert caught.value.filename == str(tmp_path / "data")
@@ -67,14 +67,14 @@ def test_a_buffered_transfer_that_is_refused_is_an_error(make_engine, memory, tm
     engine = make_engine(backend=backend, block_bytes=BLOCK, fault_script=f"nth=3 errno={errno.EINVAL}")
     file = engine.open_file(tmp_path / "data", create=True, direct="off")
     with pytest.raises(IoFailure, match="EINVAL"):
-        engine.write(file, memory.address, 16 * BLOCK, 0).wait(20)
+        engine.write(file, memory.address, 16 * BLOCK, 0).wait(100)
 
 
 def test_the_rest_of_a_failed_request_is_not_sent(make_engine, memory, tmp_path):
     engine = make_engine(backend="pool", block_bytes=4096, queue_depth=1, fault_script=f"nth=2 errno={errno.EIO}")
     file = open_file(engine, tmp_path)
     with pytest.raises(IoFailure, match="EIO"):
-        engine.write(file, memory.address, 1 << 20, 0).wait(20)
+        engine.write(file, memory.address, 1 << 20, 0).wait(100)
     assert engine.stats()["chunks_done"] == 1
 
 
@@ -83,7 +83,7 @@ def test_only_the_first_error_is_kept(make_engine, memory, tmp_path, backend):
     engine = make_engine(backend=backend, block_bytes=BLOCK, queue_depth=8, fault_script=script)
     file = open_file(engine, tmp_path)
     with pytest.raises(IoFailure, match="ENOSPC"):
-        engine.write(file, memory.address, 8 * BLOCK, 0).wait(20)
+        engine.write(file, memory.address, 8 * BLOCK, 0).wait(100)
 
 
 def test_interruptions_that_never_end_become_an_error(make_engine, memory, tmp_path):
@@ -98,7 +98,7 @@ def test_a_write_that_moves_nothing_is_an_error(make_engine, memory, tmp_path):
     engine = make_engine(backend="pool", fault_script="op=write short=0")
     file = open_file(engine, tmp_path)
     with pytest.raises(IoFailure, match="EIO"):
-        engine.write(file, memory.address, 4096, 0).wait(20)
+        engine.write(file, memory.address, 4096, 0).wait(100)
 
 
 def test_waiting_has_a_limit_and_can_go_on(make_engine, memory, tmp_path, backend, gate):
@@ -111,7 +111,7 @@ def test_waiting_has_a_limit_and_can_go_on(make_engine, memory, tmp_path, backen
     assert time.monotonic() - start > 0.04
     assert not ticket.done()
     gate.open()
-    ticket.wait(20)
+    ticket.wait(100)
     assert ticket.done()
     ticket.wait()
 
@@ -121,10 +121,10 @@ def test_one_wait_does_not_wait_for_others(make_engine, memory, tmp_path, backen
     file = open_file(engine, tmp_path)
     slow = engine.read(file, memory.address, 4096, 0)
     quick = engine.read(file, memory.address + 4096, 4096, 4096)
-    quick.wait(20)
+    quick.wait(100)
     assert not slow.done()
     gate.open()
-    slow.wait(20)
+    slow.wait(100)
 
 
 def test_closing_has_a_limit_and_finishes_what_was_submitted(make_engine, memory, tmp_path, gate):
@@ -142,7 +142,7 @@ def test_closing_has_a_limit_and_finishes_what_was_submitted(make_engine, memory
             refused()
     idle.close()
     gate.open()
-    engine.close(timeout_s=20)
+    engine.close(timeout_s=100)
     engine.close()
     assert ticket.done()
     ticket.wait()
@@ -158,7 +158,7 @@ def test_a_dropped_ticket_does_not_stop_its_transfer(make_engine, memory, tmp_pa
     file = open_file(engine, tmp_path)
     memory.buffer[:5] = b"still"
     engine.write(file, memory.address, 4096, 0)
-    file.close(20)  # waits for requests on it
+    file.close(100)  # waits for requests on it
     assert (tmp_path / "data").read_bytes()[:5] == b"still"
 
 
@@ -166,7 +166,7 @@ def test_an_error_that_nobody_saw_is_counted(make_engine, memory, tmp_path):
     engine = make_engine(backend="pool", fault_script=f"op=write errno={errno.EIO} delay_ms=50")
     file = open_file(engine, tmp_path)
     engine.write(file, memory.address, 4096, 0)
-    file.close(20)
+    file.close(100)
     assert engine.stats()["unobserved_failures"] == 1
 
 
@@ -183,7 +183,7 @@ def test_cancelling_takes_back_only_what_was_not_sent(make_engine, memory, tmp_p
     with pytest.raises(IoFailure, match="ECANCELED"):
         second.wait()
     gate.open()
-    first.wait(20)
+    first.wait(100)
     assert not first.cancel()
     assert (tmp_path / "data").read_bytes()[4096:8192] == bytes(4096)
     assert engine.stats()["requests_cancelled"] == 1
@@ -196,7 +196,7 @@ def wait_until_sent(engine: IoEngine) -> None:
 
 def finish_order(tickets: dict[str, Ticket]) -> list[str]:
     for ticket in tickets.values():
-        ticket.wait(20)
+        ticket.wait(100)
     return sorted(tickets, key=lambda name: tickets[name].finished_s)
 
 
@@ -234,13 +234,13 @@ def test_a_full_queue_refuses_after_a_while(make_engine, memory, tmp_path, gate)
     with pytest.raises(IoTimeout, match="no room in the queue"):
         engine.write(file, memory.address, 4096, 0)
     gate.open()
-    held.wait(20)
+    held.wait(100)
     assert engine.stats()["requests_done"] == 1
 
 
 def test_a_full_queue_waits_for_room(make_engine, memory, tmp_path, gate):
     engine = make_engine(
-        backend="pool", queue_depth=1, pending_max=2, submit_timeout_s=20, fault_script=f"op=write {gate.word}"
+        backend="pool", queue_depth=1, pending_max=2, submit_timeout_s=100, fault_script=f"op=write {gate.word}"
     )
     file = open_file(engine, tmp_path)
     first, second = (engine.write(file, memory.address, 4096, 0) for _ in range(2))
@@ -249,7 +249,7 @@ def test_a_full_queue_waits_for_room(make_engine, memory, tmp_path, gate):
     third = engine.write(file, memory.address, 4096, 0)
     assert first.done(), "the third had to wait for the first"
     for ticket in (second, third):
-        ticket.wait(20)
+        ticket.wait(100)
     opener.join()
 
 
@@ -295,7 +295,7 @@ def test_wrong_arguments_are_refused(make_engine, memory, tmp_path):
     with pytest.raises(UsageError):
         engine.read(file, memory.address, 1 << 62, 1 << 62)
     with pytest.raises(IoFailure, match="EFAULT"):
-        engine.read(file, 4096, 4096, 0).wait(20)
+        engine.read(file, 4096, 4096, 0).wait(100)
     file.close()
     with pytest.raises(ClosedError, match="closed"):
         engine.read(file, memory.address, 4096, 0)

@@ -69,9 +69,9 @@ def test_an_error_of_the_file_system_is_named_and_spares_the_rest(
     memory.buffer[: 2 * MIB] = os.urandom(2 * MIB)
     good = engine.write(file, memory.address, 2 * MIB, 0)
     bad = engine.write(file, memory.address, MIB, LIMIT_BYTES)
-    good.wait(20)
+    good.wait(100)
     with pytest.raises(IoFailure, match=words) as caught:
-        bad.wait(20)
+        bad.wait(100)
     assert (caught.value.errno, caught.value.filename) == (code, str(where / "data"))
     assert LIMIT_BYTES <= caught.value.offset < LIMIT_BYTES + MIB
     assert f"{errno.errorcode[code]}" in str(caught.value)
@@ -85,7 +85,7 @@ def test_a_read_that_timed_out_below_is_an_error(make_engine, memory, backend, w
     file = engine.open_file(where / "data", create=True)
     os.truncate(where / "data", 2 * LIMIT_BYTES)
     with pytest.raises(IoFailure, match="ETIMEDOUT") as caught:
-        engine.read(file, memory.address, 2 * LIMIT_BYTES, 0).wait(20)
+        engine.read(file, memory.address, 2 * LIMIT_BYTES, 0).wait(100)
     assert caught.value.errno == errno.ETIMEDOUT and caught.value.offset >= LIMIT_BYTES - MIB
     engine.read(file, memory.address, MIB, 0).wait()
 
@@ -96,7 +96,7 @@ def test_a_quota_stops_swap_space_before_anything_is_written(make_engine, memory
         with pytest.raises(BudgetError, match=f"{where}.*quota"):
             swap.reserve(8 * MIB)
         extent = swap.allocate(MIB)
-        swap.write(extent, memory.address).wait(20)
+        swap.write(extent, memory.address).wait(100)
 
 
 def test_a_file_system_that_does_not_answer_hangs_nobody(make_engine, memory, backend, where, tmp_path, mount):
@@ -110,10 +110,10 @@ def test_a_file_system_that_does_not_answer_hangs_nobody(make_engine, memory, ba
     stuck = engine.write(files[where], memory.address, MIB, 0)
     with pytest.raises(IoTimeout, match="still in flight"):
         stuck.wait(0.2)
-    engine.write(files[tmp_path], memory.address, MIB, 0).wait(20)  # another device goes on
+    engine.write(files[tmp_path], memory.address, MIB, 0).wait(100)  # another device goes on
     with pytest.raises(IoTimeout, match="does not answer"):
         engine.close(0.2)
     server.send_signal(signal.SIGCONT)
-    stuck.wait(20)
-    engine.close(20)
+    stuck.wait(100)
+    engine.close(100)
     assert (where / "data").read_bytes()[:4] == b"late"

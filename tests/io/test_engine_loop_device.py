@@ -55,13 +55,13 @@ def test_a_device_that_fails_reads(make_engine, memory, backend, small_ext4, ima
     file = writer.open_file(small_ext4 / "data", create=True)
     assert file.direct
     file.grow(16 * MIB)
-    writer.write(file, memory.address, 16 * MIB, 0).wait(20)
+    writer.write(file, memory.address, 16 * MIB, 0).wait(100)
     file.sync()
     os.truncate(image, 8 * MIB)  # the disk ends in the middle
     engine = make_engine(backend=backend)
     damaged = engine.open_file(small_ext4 / "data")
     with pytest.raises(IoFailure, match="device or file system reports an error") as caught:
-        engine.read(damaged, memory.address, 16 * MIB, 0).wait(20)
+        engine.read(damaged, memory.address, 16 * MIB, 0).wait(100)
     assert caught.value.errno == errno.EIO
     assert caught.value.filename == str(small_ext4 / "data")
     os.truncate(image, IMAGE_BYTES)
@@ -96,9 +96,9 @@ def test_swap_space_checks_before_it_writes(make_engine, memory, backend, small_
                 filler.write(bytes(MIB))
                 filler.flush()
         memory.buffer[:4] = b"here"
-        swap.write(extent, memory.address).wait(20)  # its blocks are its own, however full the disk is
+        swap.write(extent, memory.address).wait(100)  # its blocks are its own, however full the disk is
         memory.buffer[:4] = bytes(4)
-        swap.read(extent, memory.address).wait(20)
+        swap.read(extent, memory.address).wait(100)
         assert bytes(memory.buffer[:4]) == b"here"
         with pytest.raises(BudgetError, match=str(small_ext4)):
             swap.allocate(8 * MIB)
@@ -112,11 +112,11 @@ def test_alignment_is_asked_of_the_file(make_engine, memory, backend, small_ext4
     assert (file.direct, file.offset_align) == (True, sector_bytes)
     file.grow(8 * MIB)
     data = memory.buffer[512 : 512 + 4 * MIB] = os.urandom(4 * MIB)
-    engine.write(file, memory.address + 512, 4 * MIB, MIB).wait(20)
+    engine.write(file, memory.address + 512, 4 * MIB, MIB).wait(100)
     assert (engine.stats()["chunks_bounced"] > 0) == (sector_bytes > 512)
     assert engine.stats()["chunks_buffered"] == engine.stats()["direct_refused"] == 0
     memory.buffer[: 8 * MIB] = bytes(8 * MIB)
-    engine.read(file, memory.address + 512, 4 * MIB, MIB).wait(20)
+    engine.read(file, memory.address + 512, 4 * MIB, MIB).wait(100)
     assert memory.buffer[512 : 512 + 4 * MIB] == data
     with open(file.path, "rb") as plain:
         assert plain.read()[MIB : 5 * MIB] == data

@@ -20,6 +20,7 @@ from deepoffload.errors import ClosedError, IoFailure
 from deepoffload.io.engine import IoEngine
 from deepoffload.native.aio import HostMapping
 from tests.support.disks import tmpfs
+from tests.support.waiting import wait_until
 
 PRELUDE = """
 import errno, os, resource, signal, sys, threading, time
@@ -61,7 +62,7 @@ def test_a_file_size_limit_is_an_error_not_a_short_success(backend, direct, tmp_
         resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20 | 100, 3 << 20 | 100))  # not aligned on purpose
         ticket = engine.write(file, memory.address, 8 << 20, 0)
         try:
-            ticket.wait(20)
+            ticket.wait(100)
         except IoFailure as failure:
             print(errno.errorcode[failure.errno], failure.offset, failure.filename == file.path)
         engine.write(file, memory.address, 1 << 20, 0).wait()
@@ -91,7 +92,7 @@ def test_a_file_truncated_under_us_is_an_error(make_engine, memory, backend, dir
     engine.read(file, memory.address, 8 << 20, 0).wait()
     os.truncate(tmp_path / "data", (3 << 20) + 1000)
     with pytest.raises(IoFailure, match="truncated") as caught:
-        engine.read(file, memory.address, 8 << 20, 0).wait(20)
+        engine.read(file, memory.address, 8 << 20, 0).wait(100)
     assert caught.value.errno == errno.ENODATA
     assert (3 << 20) <= caught.value.offset < (8 << 20)
     engine.read(file, memory.address, 3 << 20, 0).wait()
@@ -104,9 +105,9 @@ def test_a_file_removed_under_us_goes_on_working(make_engine, memory, backend, t
     file.grow(1 << 20)
     os.unlink(tmp_path / "data")
     memory.buffer[:4] = b"kept"
-    engine.write(file, memory.address, 1 << 20, 0).wait(20)
+    engine.write(file, memory.address, 1 << 20, 0).wait(100)
     memory.buffer[:4] = bytes(4)
-    engine.read(file, memory.address, 1 << 20, 0).wait(20)
+    engine.read(file, memory.address, 1 << 20, 0).wait(100)
     assert bytes(memory.buffer[:4]) == b"kept"
 
 
@@ -122,7 +123,7 @@ def test_a_disk_that_fills_up(make_engine, memory, backend, small_disk):
     file = engine.open_file(small_disk / "data", create=True)
     assert not file.direct and file.direct_errno == errno.EOPNOTSUPP
     with pytest.raises(IoFailure, match="ENOSPC") as caught:
-        engine.write(file, memory.address, 8 << 20, 0).wait(20)
+        engine.write(file, memory.address, 8 << 20, 0).wait(100)
     assert 0 <= caught.value.offset < 8 << 20  # pieces in flight together: any of them may be the first refused
     os.truncate(small_disk / "data", 0)  # which pieces have their blocks, and so the size, is a matter of chance
     with pytest.raises(IoFailure, match="ENOSPC"):
@@ -131,20 +132,19 @@ def test_a_disk_that_fills_up(make_engine, memory, backend, small_disk):
     file.close()
 
 
-def test_each_device_has_a_queue_depth_of_its_own(make_engine, memory, backend, tmp_path, small_disk):
-    engine = make_engine(backend=backend, queue_depth=3, block_bytes=4096, fault_script="op=write delay_ms=30")
-
-    def most_in_flight(*places: Path) -> int:
-        files = [engine.open_file(place, create=True) for place in places]
-        for file in files:
-            file.grow(64 << 10)
-        tickets = [engine.write(file, memory.address, 32 << 10, 0) for file in files]
-        for ticket in tickets:
-            ticket.wait(20)
-        return engine.stats()["chunks_in_flight_max"]
-
-    assert most_in_flight(tmp_path / "one", tmp_path / "two") == 3
-    assert most_in_flight(tmp_path / "three", small_disk / "four") == 6
+@pytest.mark.parametrize("devices", [1, 2])
+def test_each_device_has_a_queue_depth_of_its_own(make_engine, memory, backend, tmp_path, small_disk, gate, devices):
+    engine = make_engine(backend=backend, queue_depth=3, block_bytes=4096, fault_script=f"op=write {gate.word}")
+    places = [tmp_path / "one", (tmp_path if devices == 1 else small_disk) / "two"]
+    files = [engine.open_file(place, create=True) for place in places]
+    for file in files:
+        file.grow(64 << 10)
+    tickets = [engine.write(file, memory.address, 32 << 10, 0) for file in files]
+    wait_until(lambda: engine.stats()["chunks_in_flight"] == 3 * devices)
+    gate.open()
+    for ticket in tickets:
+        ticket.wait(100)
+    assert engine.stats()["chunks_in_flight_max"] == 3 * devices
 
 
 def test_required_direct_io_is_refused_where_there_is_none(make_engine, small_disk):
@@ -161,7 +161,7 @@ def test_a_read_only_file_cannot_be_written(make_engine, memory, backend, tmp_pa
     engine.read(file, memory.address, 5000, 0).wait()
     assert bytes(memory.buffer[:5000]) == b"x" * 5000
     with pytest.raises(IoFailure, match="EBADF"):
-        engine.write(file, memory.address, 4096, 0).wait(20)
+        engine.write(file, memory.address, 4096, 0).wait(100)
 
 
 @pytest.mark.parametrize(("name", "match"), [("missing", "ENOENT"), (".", "EISDIR"), ("missing/data", "ENOENT")])
@@ -219,7 +219,7 @@ def test_a_forked_child_has_no_part_in_it(make_engine, memory, backend, tmp_path
             os._exit(4)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     gate.open()
-    ticket.wait(20)
+    ticket.wait(100)
     engine.read(file, memory.address, 4096, 0).wait()
 
 
@@ -240,7 +240,7 @@ def test_kill_9_leaves_no_file(backend, tmp_path):
     assert list(tmp_path.iterdir()) == [], "the file has no name while it is used"
     time.sleep(0.2)
     process.kill()
-    process.communicate(timeout=100)
+    process.communicate(timeout=200)
     assert process.returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
 
@@ -257,7 +257,7 @@ def test_ctrl_c_ends_a_wait_and_everything_behind_it(backend, tmp_path):
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     assert out == "[]\n"
     assert list(tmp_path.iterdir()) == []
@@ -280,7 +280,7 @@ def test_ctrl_c_reaches_a_wait_for_a_slow_disk(tmp_path):
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     assert out == "interrupted False\n"
 
@@ -291,9 +291,7 @@ def test_an_engine_nobody_closed_does_not_hang_the_exit(backend, tmp_path):
     ticket = engine.write(file, memory.address, 16 << 20, 0)
     keep = [engine, ticket]
     """
-    start_s = time.monotonic()
     run(body, backend, tmp_path)
-    assert time.monotonic() - start_s < 20
 
 
 def test_many_threads_submit_wait_and_cancel(backend, tmp_path):
@@ -333,7 +331,7 @@ def test_memory_that_is_not_there_is_an_error_of_its_request(backend, tmp_path):
         libc = ctypes.CDLL(None, use_errno=True)
         file = engine.open_file(directory + "/data", create=True)
         file.grow(8 << 20)
-        engine.write(file, memory.address, 8 << 20, 0).wait(20)
+        engine.write(file, memory.address, 8 << 20, 0).wait(100)
         address = 4096  # nothing is ever mapped there: vm.mmap_min_addr
         holes = HostMapping(4 << 20)
         assert libc.munmap(ctypes.c_void_p(holes.address + (1 << 20)), 1 << 20) == 0
@@ -345,7 +343,7 @@ def test_memory_that_is_not_there_is_an_error_of_its_request(backend, tmp_path):
             (closed.address + 1, engine.read), (1, engine.write), (4095, engine.read),
         ):
             try:
-                start(file, at, 3 << 20, 0).wait(20)
+                start(file, at, 3 << 20, 0).wait(100)
             except IoFailure as failure:
                 print(errno.errorcode[failure.errno], 0 <= failure.offset < 3 << 20, "not mapped" in str(failure))
         engine.write(file, closed.address + 1, 3 << 20, 4 << 20).wait()

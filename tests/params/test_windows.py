@@ -125,7 +125,7 @@ class Waits(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x @ self.weight
         self.inside.set()
-        self.go_on.wait(60)
+        self.go_on.wait(200)
         return torch.tanh(x @ self.weight)
 
 
@@ -162,7 +162,7 @@ def test_two_threads_use_one_model(paging: Paging) -> None:
 
         thread = threading.Thread(target=in_a_window)
         thread.start()
-        assert model[0].inside.wait(60)
+        assert model[0].inside.wait(200)
         loss = by_functions(model).sum()
         model[0].go_on.set()
         thread.join()

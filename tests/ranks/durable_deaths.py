@@ -33,7 +33,7 @@ def live(config: dict[str, Any], world_size: int, expected: list[Told], dice: ra
     for number in range(DEATHS + 1):
         times = dice.randint(1, 4)
         death = Death(dice.randrange(world_size), dice.choice(PLACES), times) if number < DEATHS else None
-        ended = run_ranks(train, world_size, config, STEPS, death)
+        ended = run_ranks(train, world_size, config, STEPS, death, rank_0_has_store=True)  # and may die with it
         for rank, one in enumerate(ended):
             if one.exit_code == -signal.SIGKILL:
                 continue

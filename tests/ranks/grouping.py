@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from datetime import timedelta
 from typing import Any
@@ -111,12 +110,8 @@ def have_no_backend_for_the_cpu() -> str:
     store, rank, world_size = next(dist.rendezvous("env://"))
     dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=world_size)
     found = error_of()
-    # No rank ends while another still connects to it, and rank 0, which has the store, ends when no other waits there.
-    store.set(f"rank {rank} has been refused", "")
+    store.set(f"rank {rank} has been refused", "")  # no rank ends while another still connects to it
     store.wait([f"rank {other} has been refused" for other in range(world_size)], timedelta(seconds=LONG_S))
-    store.set(f"rank {rank} has waited", "")
-    if rank == 0:
-        store.wait([f"rank {other} has waited" for other in range(world_size)], timedelta(seconds=LONG_S))
     return found
 
 
@@ -136,17 +131,21 @@ def sit_in_a_barrier() -> list[int]:
 
 
 def never_connect(limit_s: float) -> str:
-    """Rank 1 comes to where the ranks meet, and cannot be reached from there on."""
-    if os.environ["RANK"] == "1":
-        come = next(dist.rendezvous("env://", 1, 2))[0]
-        dist.PrefixStore("deepoffload has come", come).set("1", "")
-        with contextlib.suppress(RuntimeError):  # it ends with rank 0, which has the store
-            come.wait(["it is over"], timedelta(seconds=LONG_S))
+    """Rank 1 comes to where the ranks meet, and cannot be reached from there on. Rank 0 begins when it has come."""
+    rank = int(os.environ["RANK"])
+    store = next(dist.rendezvous("env://", rank, 2))[0]
+    come = dist.PrefixStore("deepoffload has come", store)
+    if rank == 1:
+        come.set("1", "")
+        store.wait(["it is over"], timedelta(seconds=LONG_S))
         return ""
+    come.wait(["1"], timedelta(seconds=LONG_S))
     try:
         open_group(CPU, timeout_s=limit_s)
     except RankError as error:
         return str(error)
+    finally:
+        store.set("it is over", "")
     return "nothing was raised"
 
 

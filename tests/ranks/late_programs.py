@@ -89,14 +89,19 @@ def train(config: dict[str, Any], path: str | None, micro_batches: int) -> Train
     return found
 
 
+def with_frozen_blocks() -> tuple[TinyGPT, Any]:
+    """A model that trains its embeddings and its head alone, and its engine."""
+    torch.manual_seed(11)
+    with offload_context(host_budget="64MiB") as context:
+        model = TinyGPT(dropout=0.0)
+        model.blocks.requires_grad_(False)
+    return model, context.engine
+
+
 def differ(how: str) -> list[str]:
     """What every rank raises where ranks change their models otherwise."""
     rank = int(os.environ["RANK"])
-    torch.manual_seed(11)
-    context = offload_context(host_budget="64MiB", ranks={"timeout_s": 60})
-    with context:
-        model = TinyGPT(dropout=0.0)
-        model.blocks.requires_grad_(False)
+    model, engine = with_frozen_blocks()
     found = []
 
     def step() -> str:
@@ -123,7 +128,7 @@ def differ(how: str) -> list[str]:
         found.append(step())
         model.extra = model.extra[0]
         found.append(step())
-        context.engine.close()
+        engine.close()
     elif how == "one adds":
         if rank == 1:
             add_adapters(model)
@@ -137,11 +142,7 @@ def differ(how: str) -> list[str]:
 def lack_room_once() -> tuple[str, list[float]]:
     """Rank 1 has no room when adapters come, and has some when the program tries again. What it raised, and losses."""
     rank = int(os.environ["RANK"])
-    torch.manual_seed(11)
-    context = offload_context(host_budget="64MiB", ranks={"timeout_s": 20})
-    with context:
-        model = TinyGPT(dropout=0.0)
-        model.blocks.requires_grad_(False)
+    model, engine = with_frozen_blocks()
     add_adapters(model)
     tiers: Any = pager_of(model).tiers
     create, error = tiers.create, ""
@@ -163,5 +164,5 @@ def lack_room_once() -> tuple[str, list[float]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    context.engine.close()
+    engine.close()
     return error, losses

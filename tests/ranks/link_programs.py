@@ -7,16 +7,18 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from deepoffload.copies.rank_link import RankLink
-from deepoffload.errors import RankError
+from deepoffload.errors import RankError, UsageError
 from deepoffload.memory.lock import BooksLock
 from deepoffload.ranks.group import open_group
 from deepoffload.ranks.sums import SquareSum
 from deepoffload.ranks.transport import open_exchange
 from tests.support.rank_processes import LONG_S
+from tests.support.waiting import wait_until
 
 
 @contextmanager
@@ -68,3 +70,24 @@ def fail_together(times: int) -> list[bool]:
             link.fail("BudgetError: no room")
             quiet.append(link.rounds.has_failed)
     return quiet
+
+
+def fail_at_tasks(times: int, failed: Path) -> list[str]:
+    """Rank 1 fails at tasks one after the other, and the others begin when it has. Then all do one together. Says what
+    each rank has raised, and what it was given."""
+    said = []
+    with linked() as link:
+        alone = link.ranks.rank == 1
+        if not alone:
+            wait_until(failed.exists)
+        for number in range(times):
+            try:
+                with link.tasks.begin("a test").together():
+                    if alone:
+                        raise UsageError(f"it is number {number}")
+            except UsageError as error:
+                said.append(str(error))
+        failed.touch()
+        with link.tasks.begin("another").together() as task:
+            said.append(str(task.gather(link.ranks.rank)))
+    return said

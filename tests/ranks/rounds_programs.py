@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from deepoffload.ranks.rounds import Payload, Want, WantKind
 from deepoffload.ranks.service import RoundService
 from deepoffload.ranks.transport import open_exchange
 from tests.support.rank_processes import LONG_S, own_group
+from tests.support.waiting import wait_until
 
 NUMEL = 64
 LIMIT = timedelta(seconds=LONG_S)
@@ -276,6 +278,7 @@ def trouble(path: str, what: str, timeout_s: float) -> dict[str, Any]:
     except (RankError, OSError) as error:
         text = str(error)
         seconds = time.monotonic() - begin
+        Path(f"{path}.raised").touch()
         again = None
         if what == "SIGSTOP" and side.rank == 0:
             with open(f"{path}.pid", encoding="ascii") as file:
@@ -300,8 +303,18 @@ def cause_trouble(side: Side, path: str, what: str) -> None:
     if what.startswith("launch"):
         side.fault = OSError(28, "No space left on device")
     if what == "launch for a program that is elsewhere":
-        time.sleep(1.5)
+        wait_until(lambda: side.service.has_failed)
     if what == "busy":
-        time.sleep(2 * side.service.timeout_s)
+        wait_until(Path(f"{path}.raised").exists)
     if what == "close":
         side.service.close()
+
+
+def interrupt_a_wait(side: Side) -> None:
+    """Ctrl-C as soon as the program waits for another rank."""
+
+    def interrupt() -> None:
+        wait_until(lambda: side.service._inside > 0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()

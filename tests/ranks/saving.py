@@ -21,6 +21,7 @@ from deepoffload.runtime.context import engine_of
 from tests.models.zoo import language, small_llama
 from tests.ranks.training_programs import digest
 from tests.support.models import TinyGPT, batch, next_token_loss
+from tests.support.waiting import wait_until
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adamw": lambda params: CPUAdamW(params, lr=1e-2, max_grad_norm=1.0),
@@ -106,7 +107,8 @@ def read_while_others_train_on(config: dict[str, Any]) -> list[float]:
         return before
 
 
-def load_on_one_rank_only(config: dict[str, Any]) -> str:
+def load_on_one_rank_only(config: dict[str, Any], given_up: Path) -> str:
+    """Rank 0 waits for the others, which go on when it has given up."""
     with built({**config, "ranks": {"timeout_s": 6}}) as model:
         optimizer = CPUAdamW(model.parameters(), lr=1e-2)
         train(model, optimizer, range(1))
@@ -115,9 +117,10 @@ def load_on_one_rank_only(config: dict[str, Any]) -> str:
             if rank() == 0:
                 optimizer.load_state_dict(torch.load(_saved(saved), weights_only=True))
             else:
-                time.sleep(3.0)  # so that rank 0 gives up first
+                wait_until(given_up.exists)
                 train(model, optimizer, range(1, 2))
         except DeepOffloadError as error:
+            given_up.touch()
             return f"{type(error).__name__}: {error}"
         return "nothing was raised"
 

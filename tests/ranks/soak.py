@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import deepoffload
 from deepoffload import CPUAdamW, offload_context
 from tests.ranks.training_programs import MODELS, loss_of, scale_gradients
-from tests.support.rank_processes import values_of
+from tests.support.rank_processes import ENDS_WITHIN_S, values_of
 
 GROWTH_BYTES = 8 << 20
 """How much more memory a process may take at the end than after the first third. A short run still touches pages for
@@ -116,7 +116,7 @@ def train(soak: Soak, nvme_path: str) -> Seen:
                 "nvme_budget": "64MiB",
                 "step_overlap": soak.step_overlap,
             },
-            ranks={"transport": soak.transport, "timeout_s": 60},
+            ranks={"transport": soak.transport},
         )
     with context:
         model: Any = MODELS["gpt"]()
@@ -147,7 +147,7 @@ def _resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def check(soak: Soak, nvme_path: Path, limit_s: float = 90.0) -> list[Seen]:
+def check(soak: Soak, nvme_path: Path, limit_s: float = ENDS_WITHIN_S) -> list[Seen]:
     """Train on several ranks and in one process, and compare. Returns what the ranks have seen."""
     (expected,) = values_of(train, 1, soak, str(nvme_path), limit_s=limit_s)
     ranks: list[Seen] = values_of(train, soak.world_size, soak, str(nvme_path), limit_s=limit_s)

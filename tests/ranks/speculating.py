@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ranks.training_programs import Job, Trained, check_equal, train, with_limits
-from tests.support.rank_processes import values_of
+from tests.support.rank_processes import ENDS_WITHIN_S, values_of
 
 CLIPPED: dict[str, tuple[int, ...]] = {"never": (), "always": tuple(range(8)), "sometimes": (3, 5)}
 STEPS = 7
@@ -48,9 +48,13 @@ def train_all(jobs: Sequence[Job], path: str) -> list[Trained]:
     return [train(job, path) for job in jobs]
 
 
+def _limit_s(jobs: Sequence[Job]) -> float:
+    return max(ENDS_WITHIN_S, 60.0 * len(jobs))
+
+
 def check_all(jobs: Sequence[Job], path: Path, world_size: int = 2) -> list[list[Trained]]:
     """Train, and compare every bit with one process. Returns what the ranks have shown, by job."""
-    found = values_of(train_all, world_size, [with_limits(job) for job in jobs], str(path), limit_s=60.0 * len(jobs))
+    found = values_of(train_all, world_size, [with_limits(job) for job in jobs], str(path), limit_s=_limit_s(jobs))
     by_job = [list(ranks) for ranks in zip(*found, strict=True)]
     for job, ranks in zip(jobs, by_job, strict=True):
         check_equal(job, ranks)
@@ -62,7 +66,7 @@ def check_all_with_ranks(jobs: Sequence[Job], path: Path, world_size: int) -> li
     """The same, compared with as many ranks that do not guess."""
     jobs = [with_limits(job) for job in jobs]
     without = [replace(job, config={**job.config, "step_overlap": "none"}) for job in jobs]
-    found = values_of(train_all, world_size, [*jobs, *without], str(path), limit_s=60.0 * len(jobs))
+    found = values_of(train_all, world_size, [*jobs, *without], str(path), limit_s=_limit_s(jobs))
     for rank, trained in enumerate(found):
         for job, got, expected in zip(jobs, trained, trained[len(jobs) :], strict=False):
             assert replace(got, stats={}) == replace(expected, stats={}), f"rank {rank}: {job}"

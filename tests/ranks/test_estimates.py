@@ -53,7 +53,7 @@ def test_ranks_are_estimated_as_they_run(tmp_path: Path) -> None:
         assert found.step.from_others.reduced_bytes == pytest.approx(moved["reduce_bytes"], rel=0.02)
         assert found.step.from_others.gathered_bytes == pytest.approx(moved["gather_bytes"], rel=0.15)
         # how far reading ahead comes, and what it pushes out again, depends on how fast the disk is in this run
-        assert times.read_bytes == pytest.approx(moved["disk_bytes_read"], rel=0.2, abs=2 * MIB)
+        assert times.read_bytes == pytest.approx(moved["disk_bytes_read"], rel=0.4, abs=2 * MIB)
         assert times.written_bytes == pytest.approx(moved["disk_bytes_written"], rel=0.1, abs=2 * MIB)
         assert found.memory.host_bytes == pytest.approx(max(one["peak_bytes"], other["peak_bytes"]), rel=0.1)
 

@@ -19,8 +19,10 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
-def test_the_environment_starts_the_group():
-    assert values_of(grouping.start_by_environment, 2) == [(False, [0, 1], True)] * 2
+@pytest.mark.parametrize("rank_0_has_store", [False, True])
+def test_the_environment_starts_the_group(rank_0_has_store):
+    said = values_of(grouping.start_by_environment, 2, rank_0_has_store=rank_0_has_store)
+    assert said == [(False, [0, 1], True)] * 2
 
 
 def test_a_group_of_the_program_is_used_and_left():
@@ -112,7 +114,7 @@ def test_torchrun_starts_it_and_nothing_is_left_to_complain_about():
         [*command, "--nproc-per-node", "2", "-m", "tests.ranks.grouping"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr

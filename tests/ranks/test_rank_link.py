@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from deepoffload.ranks.sums import SquareSum
@@ -33,3 +35,10 @@ def test_a_sum_that_does_not_come_is_an_error_on_all(what: str) -> None:
 
 def test_all_ranks_may_fail_at_once() -> None:
     assert values_of(programs.fail_together, 2, 8) == [[True] * 8] * 2
+
+
+def test_a_rank_that_fails_at_several_tasks_leaves_each_error_to_the_others(tmp_path: Path) -> None:
+    """It does not wait for them: they may come to the first one when it is at the fourth."""
+    one, other = values_of(programs.fail_at_tasks, 2, 3, tmp_path / "failed")
+    assert other == [*(f"it is number {number}" for number in range(3)), "[0, 1]"]
+    assert one == [*(f"rank 1 has failed at a test: it is number {number}" for number in range(3)), "[0, 1]"]

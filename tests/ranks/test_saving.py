@@ -85,8 +85,8 @@ def test_state_on_nvme(tmp_path: Path):
         assert trained == weights
 
 
-def test_a_load_that_one_rank_makes_alone_is_an_error_that_says_so():
-    first, second = run_ranks(load_on_one_rank_only, 2, BUDGET)
+def test_a_load_that_one_rank_makes_alone_is_an_error_that_says_so(tmp_path: Path):
+    first, second = run_ranks(load_on_one_rank_only, 2, BUDGET, tmp_path / "given up")
     assert "waited 6 s for loading optimizer state. Every rank has to call it" in first.value
     assert "Every rank has to call it" in second.value
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deepoffload.ranks.wait_times import NUDGE_AFTER_S
 from tests.ranks import rounds_programs as programs
 from tests.support.rank_processes import LONG_S, SOON_S, launcher_environment, run_ranks, values_of
 
@@ -29,24 +30,26 @@ def run(program: Callable[..., Any], world_size: int, tmp_path: Path, *arguments
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_equal_programs_make_one_round_for_each_want(world_size: int, tmp_path: Path) -> None:
     steps = 3
-    for result in run(programs.equal_steps, world_size, tmp_path, steps):
-        stats = result["stats"]
-        assert result["steps"] == steps
-        if stats.answers == 0:  # nobody was so slow that another rank answered for it
-            assert stats.mixed_rounds == 0
-            assert stats.rounds == steps * (3 * programs.UNITS + 1) + 1
+    results = run(programs.equal_steps, world_size, tmp_path, steps)
+    assert all(result["steps"] == steps for result in results)
+    if all(result["stats"].answers == 0 for result in results):  # no thread had to answer for a program that was slow
+        for result in results:
+            assert result["stats"].mixed_rounds == 0
+            assert result["stats"].rounds == steps * (3 * programs.UNITS + 1) + 1
 
 
 def test_a_slow_rank_is_named_by_who_waits_for_it(tmp_path: Path) -> None:
-    quick, _ = run(programs.slow_rank, 2, tmp_path, 2, (0.0, 0.05))
+    quick, _ = run(programs.slow_rank, 2, tmp_path, 1, (0.0, 0.2))
     stats = quick["stats"]
-    assert 0.1 < stats.waited_for_s[1] <= stats.waited_s  # the other has slept for longer
+    assert 0.1 < stats.waited_for_s[1] <= stats.waited_s  # the other has slept for 1.6 s
     assert stats.waited_for_s[0] == 0.0
 
 
 def test_a_program_that_is_only_slow_is_not_nudged_again_and_again(tmp_path: Path) -> None:
-    quick, _ = run(programs.slow_rank, 2, tmp_path, 2, (0.0, 0.15))
-    assert quick["stats"].nudges < 8  # there are 16 waits, each longer than before a first nudge
+    pause_s, waits = 0.15, 16  # each longer than before a first nudge
+    quick, _ = run(programs.slow_rank, 2, tmp_path, 2, (0.0, pause_s))
+    longer_s = max(0.0, quick["stats"].waited_s - waits * pause_s)  # where the machine has other things to do
+    assert quick["stats"].nudges < waits / 2 + longer_s / NUDGE_AFTER_S
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -90,19 +93,19 @@ def in_trouble(what: str, world_size: int, tmp_path: Path, timeout_s: float) -> 
 def test_a_rank_that_is_killed_is_named_by_all_others(world_size: int, tmp_path: Path) -> None:
     for value in in_trouble("SIGKILL", world_size, tmp_path, LONG_S):
         assert value["seconds"] < SOON_S
-        assert re.search(r"rank 1 has gone; rank 0 was at gather of blocks\.\d \(step 1\)", value["error"])
+        assert re.search(r"rank 1 has gone; .*rank \d was at gather of blocks\.\d \(step 1\)", value["error"])
 
 
 def test_a_rank_that_does_not_answer_is_named_after_the_limit(tmp_path: Path) -> None:
-    value, _ = in_trouble("SIGSTOP", 2, tmp_path, 2.0)
-    assert 2.0 <= value["seconds"] < SOON_S
+    value, _ = in_trouble("SIGSTOP", 2, tmp_path, 4.0)
+    assert 4.0 <= value["seconds"] < SOON_S
     assert value["error"].startswith("rank 1 does not answer: stopped")
-    assert re.search(r"rank 0 has waited 2 s at gather of blocks\.\d and nothing has happened", value["error"])
+    assert re.search(r"rank 0 has waited 4 s at gather of blocks\.\d and nothing has happened", value["error"])
 
 
 def test_a_program_that_stays_away_is_named_with_its_last_want(tmp_path: Path) -> None:
-    value = in_trouble("busy", 2, tmp_path, 2.0)[0]
-    assert 2.0 <= value["seconds"] < SOON_S
+    value = in_trouble("busy", 2, tmp_path, 4.0)[0]
+    assert 4.0 <= value["seconds"] < SOON_S
     assert "nothing has happened" in value["error"]
     assert re.search(
         r"rank 1's program (was outside of the model|did not wait for .* was last at [a-z0-9. ]+) \(step 1\)",
@@ -134,7 +137,7 @@ def test_who_closes_while_others_train_is_an_error_on_all(tmp_path: Path) -> Non
 PROGRAM = """
 import sys
 sys.path.insert(0, {root!r})
-from tests.ranks.rounds_programs import Side
+from tests.ranks.rounds_programs import Side, interrupt_a_wait
 side = Side({path!r})
 side.forward_and_backward()
 side.step()
@@ -176,11 +179,7 @@ def test_programs_that_close_nothing_end_quietly(tmp_path: Path) -> None:
     ("last", "exit_code", "error"),
     [
         ("raise ValueError('no such file')", 1, "ValueError: no such file"),
-        (
-            "import os, threading; threading.Timer(0.5, os.kill, (os.getpid(), 2)).start(); side.step()",
-            -2,
-            "KeyboardInterrupt\n",
-        ),
+        ("interrupt_a_wait(side); side.step()", -2, "KeyboardInterrupt\n"),
     ],
     ids=["raises", "ctrl-c"],
 )

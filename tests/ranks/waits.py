@@ -16,11 +16,11 @@ from deepoffload.timeline import Lane
 from tests.ranks.saving import built, digests, rank, train
 from tests.support.models import VOCABULARY, TinyGPT
 
-SLOW_S = 0.15
+SLOW_S = 0.4
 
 
 def train_with_a_slow_rank() -> tuple[dict[str, float], str, set[str], list[dict[str, float]]]:
-    """Rank 1 does something else between its steps."""
+    """Rank 1 does something else between its five steps."""
     with built({"host_budget": "32MiB", "timeline": True}) as model:
         optimizer = CPUAdamW(model.parameters(), lr=1e-2)
         for step in range(5):

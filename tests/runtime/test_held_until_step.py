@@ -51,7 +51,7 @@ def elsewhere(call: Callable[[], Any]) -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(60)
+    thread.join()
     if errors:
         raise errors[0]
 

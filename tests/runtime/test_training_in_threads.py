@@ -66,7 +66,7 @@ def together(models: list[nn.Module], overlap: str) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(100)
+        thread.join(200)
     return results
 
 

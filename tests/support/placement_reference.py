@@ -19,6 +19,7 @@ from deepoffload.schedule.cost_model import (
 from deepoffload.schedule.nvme_room import within_nvme
 from deepoffload.schedule.placement import BlockSpec, Placement, WorkingSet
 from deepoffload.schedule.small import is_small
+from deepoffload.schedule.spread import spread
 from deepoffload.schedule.table import Row, human_bytes
 
 __all__ = ["plan_placement"]
@@ -120,7 +121,7 @@ class _Problem:
         ranked: list[tuple[tuple[bool, float, int, int, float], BlockSpec]] = []
         for rank, kind in enumerate(_KINDS):
             of_kind = [block for block in self.blocks if block.kind is kind]
-            for place, block in zip(_spread(len(of_kind)), of_kind, strict=True):
+            for place, block in zip(spread(len(of_kind)), of_kind, strict=True):
                 value = self._worth[block.id] * (2 if block.id in small else 1)
                 size = 0 if workload.training else block.nbytes
                 ranked.append(((block.id not in keep, -value, -size, rank, place), block))
@@ -256,18 +257,6 @@ class _Problem:
             written_bytes=moved.written_bytes,
             reason=reason,
         )
-
-
-def _spread(count: int) -> list[float]:
-    """Numbers for ``count`` blocks. In their order blocks are spread evenly, however many of them are taken: then what
-    stays on NVMe is needed in an even stream. (The radical inverse in base 2: J. G. van der Corput,
-    "Verteilungsfunktionen", 1935.)
-    """
-    values, digit = [0.0], 0.5
-    while len(values) < count:
-        values += [value + digit for value in values]
-        digit /= 2
-    return values[:count]
 
 
 def _window_row(window: WorkingSet, dynamic_bytes: int) -> Row:

@@ -296,7 +296,7 @@ def test_damaged_files_are_read_or_refused(seed: int, tmp_path: Path) -> None:
                     value.read(0, min(10, value.shape[0] if value.shape else 1))
         except DeepOffloadError as error:
             assert "file.pt" in str(error)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 100
     assert not ran()
 
 
