@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 LONG_S = 1000.0
-"""A limit that ranks give each other and that no test waits for: where an error is not told ``run_ranks`` ends first."""
+"""A limit that ranks give each other. No test waits for it: where an error is not told, ``run_ranks`` ends first."""
 
 ENDS_WITHIN_S = 240.0
 """How long ``run_ranks`` waits for all ranks: also a machine that has much else to do is faster."""
