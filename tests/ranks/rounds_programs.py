@@ -311,10 +311,11 @@ def cause_trouble(side: Side, path: str, what: str) -> None:
 
 
 def interrupt_a_wait(side: Side) -> None:
-    """Ctrl-C as soon as the program waits for another rank."""
+    """Ctrl-C when the program waits for other ranks the next time."""
+    before_s = side.service.stats().waited_s
 
     def interrupt() -> None:
-        wait_until(lambda: side.service._inside > 0)
+        wait_until(lambda: side.service.stats().waited_s > before_s)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
