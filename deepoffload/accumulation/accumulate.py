@@ -253,7 +253,6 @@ class _Work:
         """The backward of a micro-batch goes on. What updates units inside backward has to know the last one."""
         if self._engine is None:
             return
-        self._engine.pager.go_on()
         is_last = number == len(self._batches) - 1
         if self._engine.gradients.early is not None:
             self._engine.gradients.early.paused = not is_last

@@ -181,7 +181,7 @@ class _Costs:
     def _timed(self, use: StepUse) -> TimedUse:
         seconds = self._update_s(use) if use.phase is Phase.UPDATE else self._visit_s(use)
         if self._rank is None:
-            return TimedUse(use.use, use.phase, seconds, parts=1 if use.phase is Phase.UPDATE else self._together)
+            return TimedUse(use.use, use.phase, seconds)
         weights = tuple(self._units[unit].weights for unit in use.units)
         if use.phase is Phase.UPDATE:
             return TimedUse(use.use, use.phase, seconds, changed=weights)
@@ -194,7 +194,7 @@ class _Costs:
         seconds = sum(count * self._op_s(op) for visit in visits for op, count in visit.ops.items()) + self._switch_s
         if use.phase is Phase.FORWARD:
             seconds += machine.visit_overhead_s
-        seconds = self._together * (seconds + self._plan_s)
+        seconds = self._together * seconds + self._plan_s
         if machine.has_device:
             moved = sum(self._content[self._units[unit].weights] for unit in use.units)
             seconds = max(seconds, moved / machine.link_bytes_per_s)

@@ -333,8 +333,6 @@ class Pager:
 
     def _event(self, key: UseKey, blocks: tuple[int, ...], backward_of: Unit | None = None) -> None:
         if key == self.order.last_key:
-            if self.hooks.turns is not None:
-                self.go_on()
             return
         with self.lock:
             if self.life.closed_because is not None:
@@ -345,14 +343,6 @@ class Pager:
                 self.tiers.timeline.phase(phase_name(key, self.units))
             self.order.observe(key, blocks, backward_of)
             self.pump(set(blocks))
-
-    def go_on(self) -> None:
-        """The next of the micro-batches that make the present event together begins. What has completed since the last
-        plan makes room for more transfers."""
-        if not self.is_fully_resident() and not self.evict_always:
-            with self.lock:
-                if self.life.closed_because is None:
-                    self.pump(self.order.last_blocks)
 
     def pump(self, in_use: set[int] | frozenset[int] = frozenset()) -> None:
         """Collect what completed, write behind, fetch ahead. Called at every event; costs microseconds."""

@@ -41,7 +41,6 @@ class UseOrder:
         visits: the order in which micro-batches that take turns visit units.
         predicted: ids of the blocks of the present event, when the trace expected it.
         last_key: of the present event; None after the end of a step.
-        last_blocks: ids of its blocks.
         backward_of: the unit of the present event, if it is one of backward.
     """
 
@@ -50,7 +49,6 @@ class UseOrder:
         self.visits = VisitOrder()
         self.predicted: frozenset[int] = frozenset()
         self.last_key: UseKey | None = None
-        self.last_blocks: frozenset[int] = frozenset()
         self.backward_of: Unit | None = None
         self._together: Sequence[TensorSlot] = ()
         self._postponed: frozenset[int] = frozenset()
@@ -63,10 +61,9 @@ class UseOrder:
         """An event of the program begins, in which it uses ``blocks``. The same one again is no other event: the caller
         compares ``last_key``."""
         self.last_key = key
-        self.last_blocks = frozenset(blocks)
         self.backward_of = backward_of
         predicted = self.trace.observe(Event(key, blocks))
-        self.predicted = self.last_blocks if predicted and self._prefetch else frozenset()
+        self.predicted = frozenset(blocks) if predicted and self._prefetch else frozenset()
 
     def postpone_updates(self, units: Iterable[int]) -> None:
         """The step that is about to end cannot keep the updates that these units had inside its backward: they come
@@ -81,7 +78,6 @@ class UseOrder:
             self.trace.expect_once(partial(with_updates_postponed, units=postponed))
         self._graphs.end_of_step()
         self.last_key = None
-        self.last_blocks = frozenset()
         self.backward_of = None
 
     def stamp(self, block: Block) -> None:

@@ -24,8 +24,7 @@ from deepoffload.schedule.whole_copies import WholeCopies
 
 @dataclass(frozen=True)
 class TimedUse:
-    """A use of blocks and the seconds of computing that follow when they are there: in ``parts`` of equal length, after
-    each of which plans are made again, as where several micro-batches make this use together.
+    """A use of blocks and the seconds of computing that follow when they are there.
 
     With several ranks: ``shown`` are blocks of which the program sees whole copies, ``changed`` those whose copies are
     wrong after it, and ``link_s`` the seconds in which gradients go to other ranks.
@@ -37,7 +36,6 @@ class TimedUse:
     link_s: float = 0.0
     shown: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
-    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -147,11 +145,7 @@ class TimedRun:
             begun = self.disk.now
             waited[timed.phase] += self._use(timed)
             gather_s, nbytes = self._gather(timed)
-            part_s = (timed.seconds + timed.link_s + gather_s) / timed.parts
-            self.disk.advance(self.disk.now + part_s)
-            for _ in range(timed.parts - 1):
-                self._pump(timed.use.event.blocks)
-                self.disk.advance(self.disk.now + part_s)
+            self.disk.advance(self.disk.now + timed.seconds + timed.link_s + gather_s)
             link_s, gathered_bytes = link_s + timed.link_s + gather_s, gathered_bytes + nbytes
             self._after(timed.use)
             spent[timed.phase] += self.disk.now - begun
