@@ -36,10 +36,10 @@ def check_several_ranks(config: Config, fields: Mapping[str, object], where: str
             )
     _check_wire(config, fields.get("communication_data_type"), where, world_size)
     several = f"with several ranks ({world_size} here)"
-    if config.step_overlap is StepOverlap.IN_BACKWARD:
+    if config.step_overlap is StepOverlap.IN_BACKWARD and config.durability is not None:
         raise UnsupportedError(
-            f'{where}step_overlap = "in_backward" is not available {several}; use "speculative", which updates inside '
-            "backward, too"
+            f'{where}durability is not available with step_overlap = "in_backward" {several}: a step begins where they '
+            'have not met; use step_overlap = "deferred"'
         )
     if config.accumulation_order is AccumulationOrder.VERTICAL:
         raise UnsupportedError(

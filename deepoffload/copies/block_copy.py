@@ -43,8 +43,9 @@ class BlockCopy:
         return self.block.owner is None or self.block.owner.can_release()
 
     def is_dirty(self) -> bool:
-        """``dirty``, after a look at what the program has written where no door saw it."""
+        """``dirty``, after a look at what the program has written where no door saw it: also where a door has seen
+        something else, for the owner notes which of its tensors have changed."""
         owner = self.block.owner
-        if owner is not None and not self.dirty and not self.rewriting and owner.changed():
+        if owner is not None and not self.rewriting and owner.changed():
             self.dirty = True
         return self.dirty

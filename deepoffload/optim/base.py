@@ -26,7 +26,7 @@ from deepoffload.optim.held_state import HeldState
 from deepoffload.optim.in_backward import InBackward
 from deepoffload.optim.norm import squares_of
 from deepoffload.optim.ordinary import OrdinaryUpdate, check_has_bytes
-from deepoffload.optim.rank_step import RankStep, rank_step_of, refuse_ordinary
+from deepoffload.optim.rank_step import RankStep, await_sums, rank_step_of, refuse_ordinary
 from deepoffload.optim.rule import Hyper, Rule, step_count
 from deepoffload.optim.speculation.guess import GuessedStep
 from deepoffload.optim.speculation.steps import confirm, end_of_step, settle
@@ -177,6 +177,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             pager.hooks.close_leaked()
             early = early_of(pager)
             if early is not None:
+                await_sums(pager, self)
                 with pager.lock:
                     self._in_backward.forget(self, early, set_to_none)
             speculation = speculation_of(pager)
@@ -235,7 +236,6 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         early = [found for found in map(early_of, pagers) if found is not None]
         if early:
             self._in_backward.refuse_looking_at_all(self.max_grad_norm, self.skip_non_finite)
-            self._in_backward.refuse_changed(self.param_groups)
         self._held.move_into_pieces(self)
         ranks = rank_step_of(pagers, self)
         with _NOTHING if ranks is None else ranks.met():
@@ -255,11 +255,12 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self, pagers: list[Pager], unscale: float, skip_non_finite: bool, overflow: bool, ranks: RankStep | None
     ) -> list[HostUpdate] | None:
         """What the step will do, from here on for certain; None when it is not made."""
+        self._in_backward.refuse_changed(self.param_groups)
         work = find_work(self, self._held)
         if ranks is not None:
             refuse_ordinary(self.param_groups)
             settings = unscale, skip_non_finite, self.max_grad_norm
-            overflow = ranks.agree(work.paged, settings, overflow)
+            overflow = ranks.agree({**self._in_backward.made, **work.paged}, settings, overflow)
         grad_factor, finite = self._grad_factor(work, unscale, skip_non_finite, ranks)
         skipped = overflow or (skip_non_finite and not finite)
         settle(self, pagers, {handle: job for handle, (_, job) in work.paged.items()}, None if skipped else grad_factor)
@@ -303,6 +304,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
             if early is not None:
                 with pager.lock:
                     early.end_of_step(self)
+                    self._in_backward.end_of_step()
         self._interrupted = None
 
     @torch.no_grad()
@@ -310,7 +312,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """Make the step of some parameters of one unit now, inside backward; with ``wait`` decide on it now, and make
         it when the pager catches up."""
         work = find_work(self, self._held, set(handles))
-        self._in_backward.used(self.param_groups)
+        self._in_backward.used(self.param_groups, work.paged)
         pagers = [handles[0].pager] if isinstance(handles[0].pager, Pager) else []
         for update in self._enter_step(work, pagers, 1.0, whole=False):
             update.run(defer=wait)

@@ -13,7 +13,7 @@ from deepoffload.errors import BudgetError
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
-from deepoffload.optim.contribution_layout import CARRIER, ContributionLayout, Stretch
+from deepoffload.optim.contribution_layout import CARRIER, MORE, PRESENT, ContributionLayout, Stretch
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.ranks.exchange import Reduction, TransferSizes
@@ -120,16 +120,22 @@ class ContributionSlots:
             cpu_adam.copy(base + place, source + start * itemsize, numel * itemsize, threads)
 
     def seal(
-        self, offset: int, layout: ContributionLayout, dtypes: Sequence[torch.dtype], present: Container[int]
+        self,
+        offset: int,
+        layout: ContributionLayout,
+        dtypes: Sequence[torch.dtype],
+        present: Container[int],
+        coming: Container[int],
     ) -> None:
-        """Say in a contribution which gradients it has, ``present`` by their numbers, and fill the place of others."""
+        """Say in a contribution which gradients it has, ``present`` by their numbers, and fill the place of others. Of
+        those in ``coming`` this rank may give more before the step."""
         for number, dtype in enumerate(dtypes):
             if number not in present:
                 for _, numel, place in layout.stretches(number):
                     nothing = self.view(offset + place, dtype, numel * dtype.itemsize)
                     with outside_user_modes():
                         nothing.fill_(-0.0)
-        said = bytes(number in present for number in range(len(dtypes)))
+        said = bytes(PRESENT * (number in present) | MORE * (number in coming) for number in range(len(dtypes)))
         for place in layout.presence_offsets():
             ctypes.memmove(self._tiers.arena.address + offset + place, said, len(said))
 

@@ -236,7 +236,7 @@ class Contributions:
         A backward inside another one does not know these."""
         with self._tiers.lock:
             self._graph_tasks.discard(task)
-            self.announce_all()
+            self.announce_all(is_over=not in_backward())
             if in_backward():
                 return
             for plan in self._plans.values():
@@ -245,11 +245,11 @@ class Contributions:
                     self._link.post_pass(plan.index)
                 plan.used = False
 
-    def announce_all(self) -> None:
-        """Announce what is there, complete or not."""
+    def announce_all(self, *, is_over: bool = True) -> None:
+        """Announce what is there, complete or not. ``is_over``: this backward makes no more gradients."""
         for plan in self._plans.values():
             if plan.open is not None:
-                self._announce(plan.open)
+                self._announce(plan.open, is_over=is_over)
 
     def _begin(self, plan: _Plan) -> _Contribution:
         offset = self._take_slot()
@@ -295,11 +295,12 @@ class Contributions:
         if contribution.block is None:
             SHIELD.outside(self._link.wait_reduced, plan.index)
 
-    def _announce(self, contribution: _Contribution) -> None:
-        plan = contribution.plan
+    def _announce(self, contribution: _Contribution, *, is_over: bool = False) -> None:
+        plan, present = contribution.plan, contribution.present
         plan.open = None
-        dtypes = [handle.dtype for handle in plan.numbers]
-        self._slots.seal(contribution.offset, plan.layout, dtypes, contribution.present)
+        adds_up = self._gradients.adds_up
+        coming = {number for number in plan.numbers.values() if adds_up or not (is_over or number in present)}
+        self._slots.seal(contribution.offset, plan.layout, [h.dtype for h in plan.numbers], present, coming)
         plan.posted.append(contribution)
         self._announced.append(contribution)
         self._link.post_reduce(plan.index)

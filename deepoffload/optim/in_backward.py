@@ -11,11 +11,17 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from deepoffload.errors import UsageError
+from deepoffload.optim.rule import UpdateJob
 from deepoffload.optim.unit_completion import UnitCompletion
 from deepoffload.params.unit import ParamHandle, Unit
 
 log = logging.getLogger("deepoffload")
+
+PagedWork = dict[ParamHandle, tuple[Tensor, UpdateJob]]
+"""Parameters with what an update does to them."""
 
 
 class EarlyOptimizer(Protocol):
@@ -60,20 +66,22 @@ class EarlyUpdates:
 
     def landed(self, handle: ParamHandle) -> None:
         """A gradient has landed; if it was its unit's last one, the unit is updated now."""
-        complete = [] if self.paused else self._completion.landed(handle)
-        if not complete:
-            return
-        owned: dict[EarlyOptimizer, list[ParamHandle]] = {}
-        for other in complete:
-            optimizer = _owner(other)
-            if optimizer is not None:
-                owned.setdefault(optimizer, []).append(other)
+        owned = {} if self.paused else self._completed_by(handle)
         wait = self._on_device and len(owned) == 1
         for optimizer, handles in owned.items():
             self._used.update(handles)
             optimizer.update_early(handles, wait=wait)
         if wait and handle.unit is not None:
             self.decided.append(handle.unit)
+
+    def _completed_by(self, handle: ParamHandle) -> dict[EarlyOptimizer, list[ParamHandle]]:
+        """The parameters of a unit, by the optimizer that updates them, when this gradient was the last of them."""
+        owned: dict[EarlyOptimizer, list[ParamHandle]] = {}
+        for other in self._completion.landed(handle):
+            optimizer = _owner(other)
+            if optimizer is not None:
+                owned.setdefault(optimizer, []).append(other)
+        return owned
 
     @staticmethod
     def _is_updated(handle: ParamHandle) -> bool:
@@ -94,9 +102,14 @@ class EarlyUpdates:
 
 
 class InBackward:
-    """One optimizer's part: what it refuses, and the settings that its updates inside backward were made with."""
+    """One optimizer's part: what it refuses, and the settings that its updates inside backward were made with.
+
+    Attributes:
+        made: these updates, since the last step.
+    """
 
     def __init__(self) -> None:
+        self.made: PagedWork = {}
         self._settings: list[dict[str, Any]] | None = None
 
     @staticmethod
@@ -109,9 +122,15 @@ class InBackward:
                 "as it is there; use step_overlap='deferred'"
             )
 
-    def used(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """An update was made with the settings that the groups have now."""
-        self._settings = [_settings(group) for group in groups]
+    def used(self, groups: Iterable[Mapping[str, Any]], work: PagedWork) -> None:
+        """An update is made with the settings that the groups have now."""
+        if self._settings is None:
+            self._settings = [_settings(group) for group in groups]
+        self.made.update(work)
+
+    def end_of_step(self) -> None:
+        """A step is over, or there will be none of these updates."""
+        self.made, self._settings = {}, None
 
     def refuse_changed(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raise UsageError, in ``step()``, when settings are no longer those that the updates were made with."""
@@ -132,7 +151,7 @@ class InBackward:
                 "soon as they are there, none is left to be filled with zeros; use zero_grad()"
             )
         count = early.end_of_step(optimizer)
-        self._settings = None
+        self.end_of_step()
         if count:
             log.warning(
                 "zero_grad() before step(): %d parameters were updated inside that backward and stay so "

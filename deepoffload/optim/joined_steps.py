@@ -78,13 +78,11 @@ class JoinedSteps:
         return True
 
     def _meet(self) -> StepOrder | None:
-        contributions, pager = self._gradients.contributions, self._pager
-        pager.hooks.close_leaked()
-        pager.catch_up_all()
-        contributions.announce_all()
+        self._pager.hooks.close_leaked()
+        self._pager.catch_up_all()
+        self._gradients.contributions.announce_all()
         others_step = SHIELD.outside(self._link.meet_join)
-        contributions.land_launched()
-        contributions.end_of_step()
+        self._gradients.all_launched()
         if others_step:
             return first_order(self._link.exchange_messages(b""))
         self._gradients.drop_stepped(list(self._gradients.stepped))

@@ -14,6 +14,10 @@ from deepoffload.ranks.exchange import PartsFlight
 class Lands(Protocol):
     """What lands parts (implemented by :class:`~deepoffload.optim.rank_gradients.RankGradients`)."""
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether this rank's program has said that another backward follows this one before the step."""
+
     def before_landing(self, unit: Unit, block: Block) -> None:
         """Parts of a unit are about to land in its block ``block``."""
 

@@ -17,16 +17,17 @@ from torch import Tensor
 
 from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.copies.rank_link import FIRST_LATE_INDEX, RankLink, gradients_number, late_index
-from deepoffload.errors import UnsupportedError
+from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.memory.block import Block
 from deepoffload.native import cpu_adam
 from deepoffload.optim import outside_gradient
-from deepoffload.optim.contribution_layout import CARRIER, ContributionLayout
+from deepoffload.optim.contribution_layout import CARRIER, PRESENT, ContributionLayout
 from deepoffload.optim.contributions import Contributions
 from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.gradient_state import GradientOwner, GradientRecord, GradientSlot, GradientState
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.lands import owner_of, trained_of
+from deepoffload.optim.rank_in_backward import RankEarlyUpdates
 from deepoffload.optim.rank_state import RankState
 from deepoffload.optim.state import ensure_pieces
 from deepoffload.optim.threads import num_threads
@@ -56,7 +57,11 @@ class _Sum:
 
 
 class RankGradients(Gradients):
-    """All gradients of one pager's parameters, of which this rank keeps its runs.
+    """All gradients of one pager's parameters, of which this rank keeps its runs. It has many methods, because its base
+    has: some are done otherwise, and some are what contributions ask.
+
+    Args:
+        in_backward: units are updated inside backward.
 
     Attributes:
         contributions: this rank's gradients on their way to their owners.
@@ -66,8 +71,10 @@ class RankGradients(Gradients):
         shared_state: what the ranks have of the optimizer's state.
     """
 
-    def __init__(self, pager: Pager, link: RankLink) -> None:
-        super().__init__(pager)
+    def __init__(self, pager: Pager, link: RankLink, *, in_backward: bool = False) -> None:
+        early = RankEarlyUpdates() if in_backward else None
+        super().__init__(pager, early=early)
+        self.early: RankEarlyUpdates | None = early
         self.in_fp32 = True
         self.link = link
         self.ranks = link.ranks
@@ -158,12 +165,15 @@ class RankGradients(Gradients):
         Raises:
             UnsupportedError: ``.grad`` holds a tensor of the program's, or the gradient is sparse, of another type than
                 the parameter, or has a graph.
+            UsageError: the parameter was updated in this backward already.
         """
         record, unit, pager = self._records[handle], handle.unit, self.pager
         grad = get_grad(param)
         if grad is None or unit is None:
             return
         self._check(record, grad)
+        if self.early is not None and self.early.is_used(handle):
+            self._refuse_more(self.early, handle)
         record.changed_at = self.changes = self.changes + 1
         if unit.pending is not None:
             pager.catch_up(unit)
@@ -171,10 +181,20 @@ class RankGradients(Gradients):
             pager.use_backward(unit)
             self.contributions.take(handle, grad)
             set_grad(param, None)
-            if self.speculation is not None:
+            if self.early is not None:
+                self._make_decided(self.early)
+            elif self.speculation is not None:
                 self.speculation.landed(handle)
             if pager.evict_always:
                 pager.pump()
+
+    def _refuse_more(self, early: RankEarlyUpdates, handle: ParamHandle) -> None:
+        """Raise on all ranks what one process raises where its last gradient was not the last one."""
+        try:
+            early.refuse_more(handle)
+        except UsageError as error:
+            self.link.fail(str(error))
+            raise
 
     @staticmethod
     def _check(record: GradientRecord, grad: Tensor) -> None:
@@ -189,6 +209,11 @@ class RankGradients(Gradients):
             why = f"is {grad.dtype}, and the parameter {handle.dtype}: let autograd choose the type"
         if why:
             raise UnsupportedError(f"{handle.name}.grad {why}. With several ranks gradients are added up over ranks")
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether this rank's program has said that another backward follows this one before the step."""
+        return self.early is not None and self.early.paused
 
     def before_landing(self, unit: Unit, block: Block) -> None:
         """Parts of a unit are about to land: what came before is used up, and what the program wrote is in the
@@ -221,9 +246,11 @@ class RankGradients(Gradients):
         if self.tiers.timeline is not None:
             self.tiers.timeline.add(Lane.LANDING, block.name, begin_s, time.perf_counter(), block.nbytes)
         self.changes += 1
-        for record, found, present in zip(owner.records, sums, there, strict=True):
-            if present:
+        for record, found, bits in zip(owner.records, sums, there, strict=True):
+            if bits & PRESENT:
                 self._note(record, found)
+        if self.early is not None:
+            self.early.sums_landed([r.handle for r, bits in zip(owner.records, there, strict=True) if bits == PRESENT])
 
     def _land_chunk(
         self,
@@ -250,6 +277,8 @@ class RankGradients(Gradients):
 
     def _note(self, record: GradientRecord, found: _Sum) -> None:
         """One rank at least had a gradient of the parameter, so it has one on all of them."""
+        if self.early is not None:
+            self.early.refuse_more(record.handle)
         if record.state is GradientState.USER:
             raise UnsupportedError(
                 f"{record.handle.name}.grad is a tensor that the program on rank {self.ranks.rank} has assigned, and "
@@ -275,9 +304,31 @@ class RankGradients(Gradients):
         return super().read(handle)
 
     def assign(self, handle: ParamHandle, value: Tensor | None) -> None:
-        """``param.grad = value``; None drops the gradient. What is under way of it lands before, on all ranks."""
-        self._settle(handle)
+        """``param.grad = value``; None drops the gradient. What is under way of it lands before, on all ranks. Of one
+        that an update inside backward uses all has landed."""
+        if self.early is None or not self.early.is_used(handle):
+            self._settle(handle)
         super().assign(handle, value)
+
+    def await_sums(self, handles: Iterable[ParamHandle]) -> None:
+        """Return when all that is on its way of these gradients has landed, and has been used where it is used inside
+        backward."""
+        for handle in handles:
+            self._settle(handle)
+        self.make_decided()
+
+    def make_decided(self) -> None:
+        """Make the updates inside backward whose gradients have landed."""
+        if self.early is not None:
+            with self.pager.lock:
+                self._make_decided(self.early)
+
+    def all_launched(self) -> None:
+        """All ranks are at a step, and have announced all gradients: land those, and make the updates that only waited
+        for them."""
+        self.contributions.land_launched()
+        self.contributions.end_of_step()
+        self.make_decided()
 
     def _settle(self, handle: ParamHandle) -> None:
         if handle.unit is not None and self.is_coming(handle):

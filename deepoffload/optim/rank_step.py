@@ -64,11 +64,9 @@ class RankStep:
             yield
 
     def _meet(self) -> None:
-        contributions = self._gradients.contributions
-        contributions.announce_all()
+        self._gradients.contributions.announce_all()
         joined = SHIELD.outside(self._link.meet_step)
-        contributions.land_launched()
-        contributions.end_of_step()
+        self._gradients.all_launched()
         if joined:
             if self._optimizer is None:
                 raise UnsupportedError(f"ranks {joined} have joined and cannot make this step")
@@ -128,6 +126,14 @@ class RankStep:
     def sum_over_ranks(self, squares: SquareSum) -> SquareSum:
         """The sum of what all ranks own."""
         return self._link.exchange_sums(squares)
+
+
+def await_sums(pager: Pager, optimizer: SteppingOptimizer) -> None:
+    """With several ranks, return when nothing is on its way of the gradients of what ``optimizer`` updates."""
+    gradients = pager.gradients
+    if isinstance(gradients, RankGradients):
+        handles = (handle_of(param) for param, _ in optimizer._each())
+        gradients.await_sums(handle for handle in handles if handle is not None and handle.pager is pager)
 
 
 @contextmanager

@@ -152,10 +152,10 @@ class Engine:
         )
         read_in_place(self.pager)
         in_backward = config.step_overlap is StepOverlap.IN_BACKWARD
-        early = EarlyUpdates(on_device=accelerator is not None) if in_backward else None
         if self.link is not None:
-            self.gradients = RankGradients(self.pager, self.link)
+            self.gradients = RankGradients(self.pager, self.link, in_backward=in_backward)
         else:
+            early = EarlyUpdates(on_device=accelerator is not None) if in_backward else None
             landings = None if memory is None else DeviceLandings(memory)
             self.gradients = Gradients(self.pager, early=early, from_device=landings)
         if config.step_overlap is StepOverlap.SPECULATIVE:

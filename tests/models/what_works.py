@@ -45,8 +45,7 @@ otherwise than adding it once.
 An edit in place of a weight or a gradient (`param.mul_`, torch's `clip_grad_norm_`) waits for all ranks, which have to
 make the same one; otherwise all raise `RankError`.
 
-Refused there, and not with one rank: parameters that come after `offload_context` has ended (LoRA afterwards, a new
-head), a backward that adds to a `.grad` which the program has assigned, `step_overlap="in_backward"` and durable steps.
+Refused there, and not with one rank: a backward that adds to a `.grad` which the program has assigned.
 Views of gradients that the program keeps need room for the whole copies of these; else `BudgetError` says how much.
 """
 

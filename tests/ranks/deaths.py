@@ -134,7 +134,7 @@ def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, l
         model: Any = MODELS["gpt"]()
     for block in model.blocks:
         _watch(block, places.at)
-    clip = None if death.step_overlap == "speculative" else 1.0
+    clip = 1.0 if death.step_overlap == "deferred" else None
     optimizer = _Guessing(model.parameters(), lr=1e-3, max_grad_norm=clip)
     optimizer.at = places.at
     try:
@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="of these, begin with this one")
-    parser.add_argument("--step-overlap", choices=("deferred", "speculative"), default="deferred")
+    parser.add_argument("--step-overlap", choices=("deferred", "speculative", "in_backward"), default="deferred")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as nvme_path:
         campaign(deaths(chosen.places, chosen.seed, chosen.step_overlap)[chosen.first :], Path(nvme_path))

@@ -126,13 +126,14 @@ def begin(config: dict[str, Any]) -> str:
 
 
 def lose_a_write(config: dict[str, Any]) -> list[str]:
-    """The disk of rank 1 fails once while a step is made durable."""
+    """The disk of rank 1 fails once while a step is made durable, and once while all are given up."""
     model, optimizer, engine = made(config)
     state, store = TrainingState(model, optimizer), engine.durability.store
-    publish, said = store.publish, []
+    publish, discard = store.publish, store.discard
+    said: list[str] = []
 
     def fail(*arguments: Any) -> None:
-        store.publish = publish
+        store.publish, store.discard = publish, discard
         raise IoFailure("writing", 28, "/somewhere", 0, 4096)
 
     for step in range(5):
@@ -146,8 +147,19 @@ def lose_a_write(config: dict[str, Any]) -> list[str]:
             said.append(f"{step + 1}: {store.step}")
         except DeepOffloadError as error:
             said.append(f"{step + 1}: {type(error).__name__} {error}")
+        if step == 3:
+            if int(os.environ["RANK"]) == 1:
+                store.discard = fail
+            said.append(_error_of(state.discard))
     engine.close()
     return said
+
+
+def _error_of(call: Callable[[], object]) -> str:
+    try:
+        return f"returned {call()}"
+    except DeepOffloadError as error:
+        return f"{type(error).__name__} {error}"
 
 
 def commit_again(config: dict[str, Any]) -> list[str]:
@@ -167,3 +179,21 @@ def commit_again(config: dict[str, Any]) -> list[str]:
             said.append(f"{step + 1}: {type(error).__name__} {error}")
     engine.close()
     return said
+
+
+def commit_in_join(config: dict[str, Any], counts: tuple[int, int]) -> tuple[int, dict[str, str]]:
+    """Ranks with different numbers of batches, each step of which is committed by all. Returns after which step they
+    have resumed, and what there is at the end."""
+    rank = int(os.environ["RANK"])
+    model, optimizer, engine = made(config)
+    state = TrainingState(model, optimizer)
+    first = state.resume()
+    with deepoffload.join(model, after_step=state.commit):
+        for step in range(first, first + counts[rank]):
+            next_token_loss(model, batch(100 * step + rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state.commit()
+    end = _end_of(model, optimizer)
+    engine.close()
+    return first, end

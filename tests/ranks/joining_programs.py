@@ -33,6 +33,7 @@ class Uneven:
         clear_first: gradients are cleared before a step's first backward, and looked at after the step.
         schedule: the learning rate falls with each step.
         edited: the program writes the weights before each epoch.
+        clip: the norm that gradients are clipped to.
         turns: two optimizers, each with a half of the parameters, step by turns.
     """
 
@@ -40,6 +41,7 @@ class Uneven:
     every: int = 1
     clear_first: bool = False
     schedule: bool = False
+    clip: float | None = 1.0
     turns: bool = False
     edited: bool = False
     config: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +70,7 @@ class Trainer:
         self.run, self.model, self.found = run, model, Found()
         params = list(model.parameters())
         halves = [params[::2], params[1::2]] if run.turns else [params]
-        self.optimizers = [CPUAdamW(half, lr=LR, max_grad_norm=1.0) for half in halves]
+        self.optimizers = [CPUAdamW(half, lr=LR, max_grad_norm=run.clip) for half in halves]
         self.schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.7) for one in self.optimizers]
         self.steps = 0
 

@@ -120,7 +120,8 @@ def train(soak: Soak, nvme_path: str) -> Seen:
         )
     with context:
         model: Any = MODELS["gpt"]()
-    optimizer = CPUAdamW(model.parameters(), lr=1e-4, max_grad_norm=1.0)
+    clip = None if soak.step_overlap == "in_backward" else 1.0
+    optimizer = CPUAdamW(model.parameters(), lr=1e-4, max_grad_norm=clip)
     seen = Seen()
     for step in range(soak.steps):
         for reader in ranks:
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--transport", choices=("memory", "group"), default="memory")
-    parser.add_argument("--step-overlap", choices=("deferred", "speculative"), default="deferred")
+    parser.add_argument("--step-overlap", choices=("deferred", "speculative", "in_backward"), default="deferred")
     chosen = parser.parse_args()
     soak = Soak(chosen.steps, chosen.ranks, chosen.transport, seed=chosen.seed, step_overlap=chosen.step_overlap)
     with tempfile.TemporaryDirectory() as nvme_path:

@@ -11,13 +11,12 @@ import argparse
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.ranks.training_programs import Job, Trained, check_equal, train, with_limits
-from tests.support.rank_processes import ENDS_WITHIN_S, values_of
+from tests.ranks.training_programs import Job, check_all, check_all_with_ranks
 
 CLIPPED: dict[str, tuple[int, ...]] = {"never": (), "always": tuple(range(8)), "sometimes": (3, 5)}
 STEPS = 7
@@ -43,36 +42,6 @@ def guessing(
     return Job(**{"steps": STEPS, "clipped": CLIPPED[clips], "config": config, "scale": scale, **changes})
 
 
-def train_all(jobs: Sequence[Job], path: str) -> list[Trained]:
-    """One after the other, in the same processes."""
-    return [train(job, path) for job in jobs]
-
-
-def _limit_s(jobs: Sequence[Job]) -> float:
-    return max(ENDS_WITHIN_S, 60.0 * len(jobs))
-
-
-def check_all(jobs: Sequence[Job], path: Path, world_size: int = 2) -> list[list[Trained]]:
-    """Train, and compare every bit with one process. Returns what the ranks have shown, by job."""
-    found = values_of(train_all, world_size, [with_limits(job) for job in jobs], str(path), limit_s=_limit_s(jobs))
-    by_job = [list(ranks) for ranks in zip(*found, strict=True)]
-    for job, ranks in zip(jobs, by_job, strict=True):
-        check_equal(job, ranks)
-    assert not list(path.iterdir())
-    return by_job
-
-
-def check_all_with_ranks(jobs: Sequence[Job], path: Path, world_size: int) -> list[list[Trained]]:
-    """The same, compared with as many ranks that do not guess."""
-    jobs = [with_limits(job) for job in jobs]
-    without = [replace(job, config={**job.config, "step_overlap": "none"}) for job in jobs]
-    found = values_of(train_all, world_size, [*jobs, *without], str(path), limit_s=_limit_s(jobs))
-    for rank, trained in enumerate(found):
-        for job, got, expected in zip(jobs, trained, trained[len(jobs) :], strict=False):
-            assert replace(got, stats={}) == replace(expected, stats={}), f"rank {rank}: {job}"
-    return [list(ranks) for ranks in zip(*found, strict=True)][: len(jobs)]
-
-
 def batches_of_jobs(world_size: int) -> Iterator[tuple[str, list[Job]]]:
     """All that is tried, with the name of each batch."""
     for precision, transport, placement in itertools.product(("fp32", "bf16", "fp16"), ("memory", "group"), PLACEMENTS):
@@ -84,10 +53,7 @@ def batches_of_jobs(world_size: int) -> Iterator[tuple[str, list[Job]]]:
         )
     for placement, model in itertools.product(("nvme", "evicted"), ("gpt", "gpt-checkpointed")):
         changes = {"clipped": None, "clip": 1e6, "data_ranks": world_size, "model": model}
-        # Edits past the doors meet nobody. With three ranks in a tight budget one may gather a weight that another has
-        # edited already, also without guesses, and the step says so.
-        names = [name for name in BEFORE_STEP if name != "edits" or world_size == 2]
-        jobs = [guessing(placement, before_step=name, **changes) for name in names]
+        jobs = [guessing(placement, before_step=name, **changes) for name in BEFORE_STEP]
         yield f"before the step {placement} {model}", jobs
     for model in ("llama", "gpt2", "mixtral", "t5", "gpt-reentrant"):
         job = guessing("evicted", "sometimes", model=model, data_ranks=world_size)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.durable_programs import Death, Told, begin, commit_again, lose_a_write, train
+from tests.ranks.durable_programs import Death, Told, begin, commit_again, commit_in_join, lose_a_write, train
 from tests.support.rank_processes import SOON_S, run_ranks, values_of
 
 STEPS = 9
@@ -57,8 +57,10 @@ def test_deaths(precision: str, tmp_path: Path) -> None:
 def test_a_write_that_fails_on_one_rank_is_no_step_on_any(tmp_path: Path) -> None:
     config = durable({"host_budget": "32MiB"}, tmp_path / "state")
     first, second = values_of(lose_a_write, 2, config)
-    assert [text[:5] for text in first] == ["1: No", "2: 1", "3: Ra", "4: 4", "5: 4"], first
+    assert [text[:5] for text in first] == ["1: No", "2: 1", "3: Ra", "4: 4", "RankE", "5: No"], first
     assert "rank 1 has failed at TrainingState.commit" in first[2] and "/somewhere" in second[2]
+    assert "rank 1 has failed at TrainingState.discard" in first[4] and "/somewhere" in second[4]
+    assert second[5] == "5: 4"  # there it was not given up
     for text in values_of(begin, 2, config):
         assert text == "resumed after 5"
 
@@ -69,3 +71,11 @@ def test_a_commit_that_one_rank_refuses_leaves_the_one_before_to_all(tmp_path: P
         assert [text[:4] for text in said] == ["1: N", "2: U", "3: 2", "4: 3"], said
     for text in values_of(begin, 2, config):
         assert text == "resumed after 4"
+
+
+def test_a_rank_without_batches_commits_with_the_others(tmp_path: Path) -> None:
+    config = durable({"host_budget": "32MiB"}, tmp_path / "state")
+    trained = values_of(commit_in_join, 2, config, (1, 3))
+    assert [first for first, _ in trained] == [0, 0]
+    resumed = values_of(commit_in_join, 2, config, (0, 0))
+    assert resumed == [(3, end) for _, end in trained]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ def train(failing_rank: int, how: str, config: dict[str, Any], seed_of_rank: boo
         if fails and how == "in the forward":
             model.blocks[2].mlp[1] = FailsInForward()
         loss = loss_of(model, "gpt", step)
+        if fails and how == "disk full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         if fails and how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if fails and how == "in the backward":
@@ -47,18 +51,37 @@ def train(failing_rank: int, how: str, config: dict[str, Any], seed_of_rank: boo
     return 4
 
 
+def train_as_main(*arguments: Any) -> int:
+    """The same, with what Python notes of an error that ends the main program."""
+    try:
+        return train(*arguments)
+    except Exception as error:
+        sys.last_value = error
+        raise
+
+
 def others(ended: list[Ended], failing_rank: int) -> list[Ended]:
     return [one for rank, one in enumerate(ended) if rank != failing_rank]
 
 
-@pytest.mark.parametrize("how", ["before the forward", "in the forward", "in the backward", "killed"])
+SAID = {
+    "before the forward": "no such sample",
+    "in the forward": "out of order",
+    "in the backward": "ZeroDivisionError",
+}
+
+
+@pytest.mark.parametrize("how", [*SAID, "disk full", "killed"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_ranks_hear_of_a_failure(how: str, world_size: int, tmp_path: Path) -> None:
     config = {**IN_MEMORY, "host_budget": "4MiB", "nvme_path": str(tmp_path), "nvme_budget": "64MiB"}
-    ended = run_ranks(train, world_size, 1, how, config)
+    ended = run_ranks(train_as_main, world_size, 1, how, config)
     for one in others(ended, 1):
         assert one.error == "RankError", one.text
         assert "rank 1" in one.text
+        assert SAID.get(how, "") in one.text
+        if how == "disk full":
+            assert "EFBIG" in one.text and str(tmp_path) in one.text
         assert one.seconds < SOON_S
     assert not list(tmp_path.iterdir())
 

@@ -23,6 +23,7 @@ TWO_RANKS = {
     "disk": Uneven(
         ((2, 4), (2, 1)), config={"host_budget": "3MiB", "nvme_budget": "64MiB", "debug": {"evict_always": True}}
     ),
+    "in backward": Uneven(((1, 3), (2, 1)), schedule=True, clip=None, config={**MEMORY, "step_overlap": "in_backward"}),
     "at once": Uneven(((3, 1),), config={**MEMORY, "step_overlap": "none", "ranks": {"transport": "group"}}),
 }
 

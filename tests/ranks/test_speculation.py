@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.ranks.speculating import check_all, check_all_with_ranks, guessing
-from tests.ranks.training_programs import Trained
+from tests.ranks.speculating import guessing
+from tests.ranks.training_programs import Trained, check_all, check_all_with_ranks
 
 
 def _made(ranks: list[Trained]) -> list[tuple[bool, bool]]:
@@ -34,5 +34,7 @@ def test_what_comes_between_backward_and_step_undoes_guesses(tmp_path: Path) -> 
     assert _made(overflowing) == [(True, True)] * 2, "one rank alone has seen it"
 
 
-def test_sums_of_ranks_that_leave_a_layer_out_keep_their_order(tmp_path: Path) -> None:
-    check_all_with_ranks([guessing("nvme", uneven="layer drop", data_ranks=3, steps=4)], tmp_path, world_size=3)
+def test_three_ranks_that_leave_a_layer_out_or_write_weights_past_the_doors(tmp_path: Path) -> None:
+    edited = guessing("nvme", before_step="edits", clipped=None, clip=1e6, data_ranks=3, steps=3)
+    dropped = guessing("nvme", uneven="layer drop", data_ranks=3, steps=4)
+    check_all_with_ranks([edited, dropped], tmp_path, world_size=3)

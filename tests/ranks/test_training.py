@@ -1,54 +1,44 @@
-"""Several ranks train to the bits of one process that accumulates all their micro-batches."""
+"""Several ranks train to the bits of one process that accumulates all their micro-batches.
+
+``python -m tests.ranks.matrix`` trains every combination.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.ranks.training_programs import Job, check_same
+from tests.ranks.matrix import cell
+from tests.ranks.training_programs import Job, check_all
 
 ALL_IN_MEMORY: dict[str, Any] = {"host_budget": "64MiB"}
+ON_DISK = {"host_budget": "1400KiB", "nvme_budget": "64MiB", "precision": "bf16"}
+ALWAYS_EVICTED = {"host_budget": "8MiB", "nvme_budget": "64MiB", "debug": {"evict_always": True, "poison": True}}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "dtype", "transport"),
-    [(2, "fp32", "memory"), (2, "bf16", "group"), (4, "bf16", "memory"), (4, "fp32", "group")],
-)
-def test_a_gpt_with_everything_in_memory(world_size: int, dtype: str, transport: str) -> None:
-    config = {**ALL_IN_MEMORY, "precision": dtype, "ranks": {"transport": transport}}
-    check_same(Job(data_ranks=world_size, config=config))
+def test_a_gpt_on_two_ranks(tmp_path: Path) -> None:
+    jobs = [
+        cell("gpt", "fp32", "memory", "memory", "deferred", stage=1, micro_batches=3),
+        cell("gpt", "bf16", "group", "memory", "none", stage=2, micro_batches=3),
+        cell("gpt", "fp16", "memory", "memory", "deferred", stage=3),
+        Job(torch_clips=True, config=ALL_IN_MEMORY),
+        Job(config=ON_DISK, micro_batches=2),
+        Job(config={**ON_DISK, "step_overlap": "none"}, micro_batches=2),
+        Job(config=ALWAYS_EVICTED, micro_batches=2),
+    ]
+    found = check_all(jobs, tmp_path)
+    assert all(rank.stats["disk_bytes_written"] > 0 for ranks in found[4:6] for rank in ranks)
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2", "mixtral", "t5", "gpt-checkpointed", "gpt-reentrant"])
-def test_families(model: str) -> None:
-    check_same(Job(model=model, config=ALL_IN_MEMORY))
+def test_families_on_two_ranks(tmp_path: Path) -> None:
+    models = ("llama", "gpt2", "mixtral", "t5", "gpt-checkpointed", "gpt-reentrant")
+    check_all([Job(model=model, config=ALL_IN_MEMORY) for model in models], tmp_path)
 
 
-@pytest.mark.parametrize(("stage", "step_overlap"), [(1, "deferred"), (2, "none"), (3, "deferred")])
-def test_stages(stage: int, step_overlap: str) -> None:
-    said = {"zero_optimization": {"stage": stage}}
-    check_same(Job(config={**ALL_IN_MEMORY, **said, "step_overlap": step_overlap}, micro_batches=3))
-
-
-@pytest.mark.parametrize("step_overlap", ["deferred", "none"])
-def test_state_on_nvme(step_overlap: str, tmp_path: Path) -> None:
-    config = {"host_budget": "1400KiB", "nvme_budget": "64MiB", "precision": "bf16", "step_overlap": step_overlap}
-    for found in check_same(Job(config=config, micro_batches=2), str(tmp_path)):
-        assert found.stats["disk_bytes_written"] > 0
-    assert not list(tmp_path.iterdir())
-
-
-def test_everything_is_evicted_always_and_poisoned(tmp_path: Path) -> None:
-    debug = {"evict_always": True, "poison": True}
-    config = {"host_budget": "8MiB", "nvme_budget": "64MiB", "debug": debug}
-    check_same(Job(config=config, micro_batches=2), str(tmp_path))
-
-
-def test_torch_clips() -> None:
-    check_same(Job(torch_clips=True, config=ALL_IN_MEMORY))
-
-
-def test_fp16_with_a_scaled_loss() -> None:
-    check_same(Job(scale=1024.0, clip=None, config={**ALL_IN_MEMORY, "precision": "fp16"}))
+def test_four_ranks(tmp_path: Path) -> None:
+    jobs = [
+        cell("gpt", "fp32", "group", "memory", "deferred", data_ranks=4, micro_batches=3),
+        cell("mixtral", "bf16", "memory", "least", "in_backward", data_ranks=4, steps=2),
+        cell("t5", "fp16", "memory", "evicted", "deferred", data_ranks=4, steps=2),
+    ]
+    check_all(jobs, tmp_path, world_size=4)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload import CPUAdamW, offload_context
+from deepoffload.errors import BudgetError
 from tests.models.zoo import language, small_gpt2, small_llama, t5, translation
 from tests.support.models import TinyGPT, batch, mixtral, next_token_loss
-from tests.support.rank_processes import values_of
+from tests.support.rank_processes import ENDS_WITHIN_S, values_of
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: TinyGPT(dropout=0.0),
@@ -45,6 +47,7 @@ class Job:
         clipped: which steps clip, by so little that only all gradients together tell; None: those that exceed ``clip``.
         overflows: steps that nobody makes: the last gradient of the last rank is not finite.
         limits: of the norm, for each step, where ``clipped`` is given. The one process finds them.
+        state: the optimizer's state is looked at, too.
     """
 
     model: str = "gpt"
@@ -60,6 +63,7 @@ class Job:
     clipped: tuple[int, ...] | None = None
     limits: tuple[float, ...] = ()
     overflows: tuple[int, ...] = ()
+    state: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -73,6 +77,7 @@ class Trained:
     limits: list[float] = field(default_factory=list)
     first_gradients: dict[str, str] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)
     stats: dict[str, float] = field(default_factory=dict)
 
 
@@ -202,14 +207,27 @@ BETWEEN_STEPS: dict[str, Callable[[nn.Module, Job, int], list[float]]] = {
 }
 
 
+LEAST = "8KiB"
+"""A budget of this size is raised to the least one with which the model can be trained."""
+
+
 def build(job: Job, path: str | None) -> tuple[nn.Module, Any]:
-    torch.manual_seed(11)
     config = dict(job.config)
     if path is not None and config.get("nvme_budget"):
         config["nvme_path"] = path
+    try:
+        return _build(job.model, config)
+    except BudgetError as error:
+        if config["host_budget"] != LEAST:
+            raise
+        return _build(job.model, {**config, "host_budget": error.enough_bytes})
+
+
+def _build(model_name: str, config: dict[str, Any]) -> tuple[nn.Module, Any]:
+    torch.manual_seed(11)
     context = offload_context(config)
     with context:
-        model = MODELS[job.model]()
+        model = MODELS[model_name]()
     return model.train(), context.engine
 
 
@@ -244,6 +262,7 @@ def train(job: Job, path: str | None = None) -> Trained:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks = [rank] if world_size > 1 else range(job.data_ranks)
     model, engine = build(job, path)
+    early = engine.gradients.early
     if job.uneven == "turns" and world_size > 1:
         engine.gradients.contributions.wait_s = 0.1  # else each step waits for seconds before contributions are moved
     optimizer = CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=None if job.torch_clips else job.clip)
@@ -251,6 +270,8 @@ def train(job: Job, path: str | None = None) -> Trained:
     found = Trained()
     for step in range(job.steps):
         for micro in range(job.micro_batches):
+            if early is not None:
+                early.paused = micro < job.micro_batches - 1  # as DeepSpeed's engine says it
             for reader in ranks:
                 called = model if job.uneven is None else UNEVEN[job.uneven](model, step, reader)
                 overflows = step in job.overflows and reader == job.data_ranks - 1
@@ -262,7 +283,7 @@ def train(job: Job, path: str | None = None) -> Trained:
             scale_gradients(model, 1 / job.data_ranks)
         if job.before_step is not None:
             found.losses_between += BETWEEN_STEPS[job.before_step](model, job, step)
-        if step == 0:
+        if step == 0 and early is None:
             found.first_gradients = {
                 name: digest(param.grad) for name, param in model.named_parameters() if param.grad is not None
             }
@@ -278,9 +299,17 @@ def train(job: Job, path: str | None = None) -> Trained:
         if job.between_steps is not None:
             found.losses_between += BETWEEN_STEPS[job.between_steps](model, job, step)
     found.weights = {name: digest(value) for name, value in model.state_dict().items()}
+    if job.state:
+        found.state = state_of(optimizer)
     found.stats = dict(deepoffload.stats(model))
     engine.close()
     return found
+
+
+def state_of(optimizer: CPUAdamW) -> dict[str, str]:
+    """All arrays of its state, by the number of the parameter."""
+    state = optimizer.state_dict()["state"]
+    return {f"{number}.{key}": digest(value) for number, arrays in state.items() for key, value in arrays.items()}
 
 
 def reference(job: Job) -> Trained:
@@ -314,9 +343,47 @@ def check_equal(job: Job, ranks: Sequence[Trained]) -> None:
     """Compare every bit of what ranks have shown with one process."""
     expected, world_size = reference(job), len(ranks)
     for rank, got in enumerate(ranks):
-        assert got.losses == expected.losses[rank::world_size], f"losses of rank {rank}"
-        assert got.norms == expected.norms, f"norms of rank {rank}"
-        assert got.first_gradients == expected.first_gradients, f"gradients of rank {rank}"
-        assert got.weights == expected.weights, f"weights of rank {rank}"
+        where = f"of rank {rank} in {job}"
+        assert got.losses == expected.losses[rank::world_size], f"losses {where}"
+        assert got.norms == expected.norms, f"norms {where}"
+        assert got.first_gradients == _gradients_to_see(job, expected), f"gradients {where}"
+        assert got.weights == expected.weights, f"weights {where}"
+        assert got.state == expected.state, f"optimizer state {where}"
     if "looks" not in (job.between_steps, job.before_step):  # there each rank looks at other weights
         assert ranks[0].losses_between == expected.losses_between
+
+
+def _gradients_to_see(job: Job, found: Trained) -> dict[str, str]:
+    """Updates inside backward have used them."""
+    return {} if job.config.get("step_overlap") == "in_backward" else found.first_gradients
+
+
+def train_all(jobs: Sequence[Job], path: str) -> list[Trained]:
+    """One after the other, in the same processes."""
+    return [train(job, path) for job in jobs]
+
+
+def _limit_s(jobs: Sequence[Job]) -> float:
+    return max(ENDS_WITHIN_S, 60.0 * len(jobs))
+
+
+def check_all(jobs: Sequence[Job], path: Path, world_size: int = 2) -> list[list[Trained]]:
+    """Train, and compare every bit with one process. Returns what the ranks have shown, by job."""
+    found = values_of(train_all, world_size, [with_limits(job) for job in jobs], str(path), limit_s=_limit_s(jobs))
+    by_job = [list(ranks) for ranks in zip(*found, strict=True)]
+    for job, ranks in zip(jobs, by_job, strict=True):
+        check_equal(job, ranks)
+    assert not list(path.iterdir())
+    return by_job
+
+
+def check_all_with_ranks(jobs: Sequence[Job], path: Path, world_size: int) -> list[list[Trained]]:
+    """The same, compared with as many ranks that update inside their step."""
+    jobs = [with_limits(job) for job in jobs]
+    without = [replace(job, config={**job.config, "step_overlap": "none"}) for job in jobs]
+    found = values_of(train_all, world_size, [*jobs, *without], str(path), limit_s=_limit_s(jobs))
+    for rank, trained in enumerate(found):
+        for job, got, expected in zip(jobs, trained, trained[len(jobs) :], strict=False):
+            expected = replace(expected, stats={}, first_gradients=_gradients_to_see(job, expected))
+            assert replace(got, stats={}) == expected, f"rank {rank}: {job}"
+    return [list(ranks) for ranks in zip(*found, strict=True)][: len(jobs)]

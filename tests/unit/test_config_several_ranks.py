@@ -58,7 +58,10 @@ def test_gradients_may_travel_in_their_own_type_or_a_wider_one(precision):
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ({"step_overlap": "in_backward"}, '"in_backward" is not available with several ranks .*; use "speculative"'),
+        (
+            {"step_overlap": "in_backward", "durability": True, "nvme_path": "/disk"},
+            'durability is not available with step_overlap = "in_backward" with several ranks .*; use .*"deferred"',
+        ),
         ({"device": "cuda:1"}, 'device = "cuda:1" is not available with several ranks .*set device = "cpu"'),
         ({"debug": {"copies": True}}, "debug.copies is not available with several ranks"),
     ],

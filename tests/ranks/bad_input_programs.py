@@ -1,0 +1,141 @@
+"""What ranks give that cannot be trained with; and DistributedDataParallel, whose sums ours are compared with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+import deepoffload
+from deepoffload import CPUAdamW, offload_context
+from deepoffload.errors import DeepOffloadError, RankError
+from tests.ranks.training_programs import digest
+from tests.support.models import TinyGPT, batch, mlp, next_token_loss, rows
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def built() -> nn.Module:
+    torch.manual_seed(3)
+    with offload_context(host_budget="32MiB"):
+        return mlp()
+
+
+def have_another_version() -> None:
+    package = sys.modules["deepoffload"]
+    said = package.__version__
+    package.__version__ = f"{said}.{rank()}"
+    try:
+        built()
+    finally:
+        package.__version__ = said
+
+
+def have_a_sharded_parameter() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with offload_context(host_budget="32MiB"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh))
+
+
+def average_by_torch() -> None:
+    nn.parallel.DistributedDataParallel(built())(rows())
+
+
+def replicate_by_torch() -> None:
+    replicate(built())(rows())
+
+
+def shard_by_torch() -> None:
+    fully_shard(built(), mesh=init_device_mesh("cpu", (2,)))
+
+
+def shard_by_the_older_way() -> None:
+    FullyShardedDataParallel(built(), device_id=torch.device("cpu"))
+
+
+def update_other_parameters() -> None:
+    model = built()
+    optimizer = CPUAdamW(list(model.parameters())[rank() :], lr=1e-2)
+    model(rows()).square().mean().backward()
+    optimizer.step()
+
+
+def use_another_optimizer() -> None:
+    model = built()
+    optimizer = (CPUAdamW, deepoffload.CPULion)[rank()](model.parameters(), lr=1e-2)
+    model(rows()).square().mean().backward()
+    optimizer.step()
+
+
+GIVEN: dict[str, Callable[[], None]] = {
+    "version": have_another_version,
+    "DTensor": have_a_sharded_parameter,
+    "DistributedDataParallel": average_by_torch,
+    "replicate": replicate_by_torch,
+    "fully_shard": shard_by_torch,
+    "FullyShardedDataParallel": shard_by_the_older_way,
+    "other parameters": update_other_parameters,
+    "another optimizer": use_another_optimizer,
+}
+
+
+def give_all() -> dict[str, str]:
+    """What each of them is refused with."""
+    dist.init_process_group("gloo")
+    said = {}
+    for name, give in GIVEN.items():
+        try:
+            give()
+            said[name] = "nothing"
+        except DeepOffloadError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def train_next_to_torch() -> tuple[list[float], list[float], list[str]]:
+    """Two steps with ours and with DistributedDataParallel, in fp32. Returns the losses of both, and which gradients of
+    the first step differ."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(5)
+    plain = TinyGPT(dropout=0.0)
+    torch.manual_seed(5)
+    with offload_context(host_budget="64MiB") as context:
+        ours = TinyGPT(dropout=0.0)
+    wrapped = nn.parallel.DistributedDataParallel(plain)
+    optimizers = [CPUAdamW(model.parameters(), lr=1e-3) for model in (ours, plain)]
+    losses: tuple[list[float], list[float]] = ([], [])
+    differing: list[str] = []
+    for step in range(2):
+        for model, found in zip((ours, wrapped), losses, strict=True):
+            loss = next_token_loss(model, batch(10 * step + rank()))
+            loss.backward()
+            found.append(float(loss.detach()))
+        if step == 0:
+            differing = _differing(ours, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with suppress(RankError):
+        context.engine.close()
+    return *losses, differing
+
+
+def _differing(ours: nn.Module, plain: nn.Module) -> list[str]:
+    def of(param: Tensor) -> str:
+        assert param.grad is not None
+        return digest(param.grad)
+
+    theirs = dict(plain.named_parameters())
+    return [name for name, param in ours.named_parameters() if of(param) != of(theirs[name])]

@@ -1,0 +1,31 @@
+"""What several ranks refuse, with an error on all of them; and that their sums are those of torch."""
+
+from __future__ import annotations
+
+from tests.ranks.bad_input_programs import give_all, train_next_to_torch
+from tests.support.rank_processes import values_of
+
+REFUSED = {
+    "version": "ConfigError: the configuration differs between ranks: the version of deepoffload is ",
+    "DTensor": "UnsupportedError: 1.weight is a DTensor: a model that is sharded already cannot be paged yet",
+    "DistributedDataParallel": "UnsupportedError: DistributedDataParallel around a paged model would not average",
+    "replicate": "UnsupportedError: DistributedDataParallel around a paged model would not average",
+    "fully_shard": "UnsupportedError: 0.weight is paged and cannot be sharded",
+    "FullyShardedDataParallel": "UnsupportedError: 0.weight is paged and cannot be sharded",
+    "other parameters": "UsageError: the ranks' optimizer.step() differ: 0.weight is updated on rank 0 alone",
+    "another optimizer": "UsageError: the ranks' optimizer.step() differ: 0.bias is updated with other numbers on rank",
+}
+
+
+def test_what_is_refused() -> None:
+    first, second = values_of(give_all, 2)
+    for name, text in REFUSED.items():
+        assert first[name].startswith(text), (name, first[name])
+        assert text.partition(": ")[2] in second[name], (name, second[name])
+
+
+def test_the_sum_of_two_ranks_is_that_of_torch() -> None:
+    """It has one order only."""
+    for ours, theirs, differing in values_of(train_next_to_torch, 2):
+        assert ours == theirs
+        assert not differing
