@@ -82,8 +82,8 @@ def estimate_memory(
         run: None where only model states are asked for.
         process_bytes: what the process takes before there is a model (Python, torch, the program's libraries).
         has_device: activations and the weights in use are in a device's own memory, and the arena is page-locked.
-        together: how many micro-batches go through the model side by side: all of their forwards end before the first
-            backward begins.
+        together: how many micro-batches go through the model side by side. All of them come to the last unit before the
+            first backward begins.
         ranks: of how many this is one, where ``blocks`` is its share: a device holds the units in use whole.
     """
     placement = blocks.placement
@@ -142,12 +142,12 @@ def _activations(run: DryRun, has_device: bool, together: int) -> list[MemoryRow
     kept = f"kept for backward{of_all}" + (", the rest is recomputed" if run.recomputes else "")
     rows = [
         row("activations", together * saved, kept),
-        row("logits and loss", together * run.head_bytes, "what the head and the loss keep" + of_all),
+        row("logits and loss", run.head_bytes, "what the head and the loss keep"),
         row("work in progress", run.peak_bytes - run.saved_bytes, "at the peak, gradients before they land among it"),
     ]
     if not has_device:
         chunks = HOLES_CHUNKS_RECOMPUTING if run.recomputes else HOLES_CHUNKS
-        most_bytes = run.peak_bytes + (together - 1) * run.saved_bytes
+        most_bytes = run.peak_bytes + (together - 1) * saved
         holes = RUNTIME_BYTES + int(most_bytes * HOLES_SHARE) + chunks * run.largest_chunk_bytes
         rows.append(MemoryRow("held by malloc", pageable=holes, note="freed activations that are not given back"))
     return rows
