@@ -168,6 +168,7 @@ class _Costs:
         self._bandwidths = machine.bandwidths()
         k = workload.accumulation_steps
         self._again = (k - 1) / k  # landings that add to what is there
+        self._together = workload.together
         self._switch_s = SWITCH_S if workload.together > 1 else 0.0
         self._plan_s = machine.plan_overhead_s if blocks.placement.paged else 0.0
         self._trained = blocks.trained_by_unit
@@ -193,12 +194,12 @@ class _Costs:
         seconds = sum(count * self._op_s(op) for visit in visits for op, count in visit.ops.items()) + self._switch_s
         if use.phase is Phase.FORWARD:
             seconds += machine.visit_overhead_s
-        seconds = use.micro_batches * seconds + self._plan_s
+        seconds = self._together * seconds + self._plan_s
         if machine.has_device:
             moved = sum(self._content[self._units[unit].weights] for unit in use.units)
             seconds = max(seconds, moved / machine.link_bytes_per_s)
         landed = [item for visit in visits for item in visit.landed.items()]
-        return seconds + use.micro_batches * sum(self._landing_s(unit, count) for unit, count in landed)
+        return seconds + self._together * sum(self._landing_s(unit, count) for unit, count in landed)
 
     def _op_s(self, op: Op) -> float:
         machine = self._machine

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from deepoffload.schedule.cost_model import AccumulationOrder, BlockKind, StepOverlap, Workload
+from deepoffload.schedule.cost_model import BlockKind, StepOverlap, Workload
 from deepoffload.schedule.placement import BlockSpec
 from deepoffload.schedule.speculation import FIRST_SHARE, choose_evenly
 from deepoffload.schedule.trace import Event, Phase
@@ -31,14 +31,13 @@ class Use:
 @dataclass(frozen=True)
 class StepUse:
     """A use and its place in the step: which units, which of their pieces, and the numbers of the visits (none for an
-    update) that it stands for, each of which so many micro-batches make in it."""
+    update) that it stands for. In vertical order all micro-batches make these visits in it."""
 
     use: Use
     phase: Phase
     units: tuple[int, ...]
     piece: int = 0
     visits: tuple[int, ...] = ()
-    micro_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def _uses(
     if not workload.training:
         yield from (_visit(number, visit, units) for number, visit in enumerate(visits) if not visit.backward)
         return
-    overlap = workload.step_overlap
+    overlap, last_pass = workload.step_overlap, workload.passes - 1
     pending = {number: tuple(range(len(unit.state))) for number, unit in units.items() if unit.gradients is not None}
     deferred = overlap in (StepOverlap.DEFERRED, StepOverlap.SPECULATIVE)
     if first and deferred:
@@ -149,46 +148,18 @@ def _uses(
         for unit in which:
             yield from _update(unit, units[unit], pending.pop(unit, ()), drops=overlap is not StepOverlap.NONE)
 
-    for number, count, is_last in _in_order(visits, workload):
-        visit = visits[number]
-        if deferred and not visit.backward:
-            yield from updates(visit.units)
-        yield replace(_visit(number, visit, units), micro_batches=count)
-        if overlap is StepOverlap.IN_BACKWARD and is_last:
-            yield from updates(unit for unit in visit.landed if last_landing[unit] == number)
-        if is_last:
-            for unit in visit.landed:
-                if last_landing[unit] == number:
-                    yield from _update(unit, units[unit], guessed.get(unit, ()), drops=False)
+    for number_of_pass in range(workload.passes):
+        for number, visit in enumerate(visits):
+            if deferred and not visit.backward:
+                yield from updates(visit.units)
+            yield _visit(number, visit, units)
+            if overlap is StepOverlap.IN_BACKWARD and number_of_pass == last_pass:
+                yield from updates(unit for unit in visit.landed if last_landing[unit] == number)
+            if number_of_pass == last_pass:
+                for unit in visit.landed:
+                    if last_landing[unit] == number:
+                        yield from _update(unit, units[unit], guessed.get(unit, ()), drops=False)
     yield from updates(sorted(pending))
-
-
-def _in_order(visits: Sequence[UnitVisit], workload: Workload) -> Iterator[tuple[int, int, bool]]:
-    """Numbers of visits in the order of a step, how many micro-batches make each of them together, and whether the last
-    one is among these.
-
-    In vertical order, micro-batches do not stop between their last unit and its backward: one after the other makes
-    these visits.
-    """
-    k, numbers = workload.accumulation_steps, range(len(visits))
-    if workload.order is AccumulationOrder.HORIZONTAL:
-        yield from ((number, 1, micro == k - 1) for micro in range(k) for number in numbers)
-        return
-    begin, end = _turning_point(visits)
-    yield from ((number, k, True) for number in numbers[:begin])
-    yield from ((number, 1, micro == k - 1) for micro in range(k) for number in numbers[begin:end])
-    yield from ((number, k, True) for number in numbers[end:])
-
-
-def _turning_point(visits: Sequence[UnitVisit]) -> tuple[int, int]:
-    """The visits from the last one of a forward that has units to the last one in a row of the backward of these."""
-    used = [number for number, visit in enumerate(visits) if not visit.backward and visit.units]
-    begin = used[-1] if used else 0
-    last = set(visits[begin].units) if used else set()
-    end = next(
-        (n for n, visit in enumerate(visits) if visit.backward and not last.issuperset(visit.units)), len(visits)
-    )
-    return begin, end
 
 
 def _visit(number: int, visit: UnitVisit, units: Mapping[int, UnitBlocks]) -> StepUse:
@@ -256,7 +227,7 @@ def _folded(uses: Iterable[StepUse]) -> list[StepUse]:
             folded.append(use)
         else:
             visited = len(folded)
-            folded.append(replace(use, visits=waiting + use.visits))
+            folded.append(StepUse(use.use, use.phase, use.units, use.piece, waiting + use.visits))
             waiting = ()
     return folded
 
@@ -265,4 +236,4 @@ def _joined(one: StepUse, other: StepUse) -> StepUse:
     writes = tuple(dict.fromkeys(one.use.writes + other.use.writes))
     named = tuple(block for block in one.use.named if block not in writes)
     use = Use(one.use.event, writes, one.use.drops + other.use.drops, named)
-    return replace(one, use=use, visits=one.visits + other.visits)
+    return StepUse(use, one.phase, one.units, one.piece, one.visits + other.visits)
