@@ -90,8 +90,9 @@ class Expansion:
         for span in run.spans:
             spans.setdefault(span.visit, []).append(span)
         passes: list[_Pass] = []
+        where = self._where(run.visits)
         for number, visit in enumerate(run.visits):
-            stack, layer = self._places.place(visit.units) or (-1, -1)
+            stack, layer = where[number] or (-1, -1)
             after_forward = spans[number][0].after_forward
             if not passes or (passes[-1].stack, passes[-1].after_forward) != (stack, after_forward):
                 passes.append(_Pass(stack, after_forward, [], []))
@@ -100,6 +101,33 @@ class Expansion:
                 passes[-1].visits.append([])
             passes[-1].visits[-1].append((visit, spans[number]))
         return passes
+
+    def _where(self, visits: Sequence[Visit]) -> list[tuple[int, int] | None]:
+        """The stack and the layer of each visit. One of units that layers share is in the layer of the visits next to
+        it, if that uses them; or else in the one that uses them between these layers."""
+        where = [self._places.place(visit.units) for visit in visits]
+        for number, visit in enumerate(visits):
+            shared = self._places.sharing(visit.units)
+            if where[number] is None and shared is not None:
+                behind = (at for at in range(number + 1, len(visits)) if not self._places.sharing(visits[at].units))
+                around = where[number - 1], where[next(behind, number)]
+                near = [place[1] for place in around if place is not None and place[0] == shared[0]]
+                where[number] = shared[0], self._sharing_layer(*shared, near)
+        return where
+
+    def _sharing_layer(self, stack: int, users: Sequence[int], near: Sequence[int]) -> int:
+        position = self._shown_position[stack]
+        for layer in near:
+            if layer in users:
+                return layer
+        between = [
+            layer
+            for layer in users
+            if layer in position and all(abs(position[layer] - position[other]) == 1 for other in near)
+        ]
+        if not near or len(between) != 1:
+            raise NotRegular
+        return between[0]
 
     def _without_shared(self, passes: Sequence[_Pass]) -> list[tuple[int, int, _Key, int]]:
         """Take out of the spans what the last layer of a sort frees that was made in no layer: all layers of the sort
@@ -186,10 +214,16 @@ class Expansion:
 
     def at_distance(self, stack: int, layer: int, distance: int) -> int:
         """The wanted layer so many layers away."""
-        position = self._position[stack][layer] + distance
-        if not 0 <= position < len(self._wanted[stack]):
-            raise NotRegular
-        return self._wanted[stack][position]
+        return _at(self._wanted[stack], self._position[stack][layer] + distance)
+
+    def sharing(self, stack: int, ran: int, made_in: int, wanted: int) -> int | None:
+        """The wanted layer that is as many layers away from ``wanted`` as ``made_in`` from ``ran``, of those alone
+        that share a unit with these. None where they share none."""
+        users = self._places.users_of(stack, ran, made_in)
+        if not users:
+            return None
+        ran_users, wanted_users = ([n for n in of[stack] if n in users] for of in (self._shown, self._wanted))
+        return _at(wanted_users, wanted_users.index(wanted) + ran_users.index(made_in) - ran_users.index(ran))
 
     def is_unique(self, stack: int, layer: int) -> bool:
         """Whether no other layer has such neighbours."""
@@ -201,7 +235,8 @@ class _Frees:
 
     What a layer frees of layers around it, all that it stands for free of those around them. What others free (a cache
     of keys, when the forward ends), they free of all layers that a layer stands for. A layer that is the only one
-    between such neighbours does the first with its neighbours, and the second with those behind them.
+    between such neighbours does the first with its neighbours, and the second with those behind them. What layers that
+    share a unit free of each other (the sum of its gradients so far), they free of the next one that shares it.
     """
 
     def __init__(
@@ -231,9 +266,20 @@ class _Frees:
             return [made_in]
         if self._passes[ran[0]].stack == stack:
             distance = expansion.distance(stack, ran[1], layer)
-            if abs(distance) <= expansion.radius or not expansion.is_unique(stack, ran[1]):
+            if abs(distance) <= expansion.radius:
+                return [(at, expansion.at_distance(stack, wanted[1], distance), number)]
+            sharing = expansion.sharing(stack, ran[1], layer, wanted[1])
+            if sharing is not None:
+                return [(at, sharing, number)]
+            if not expansion.is_unique(stack, ran[1]):
                 return [(at, expansion.at_distance(stack, wanted[1], distance), number)]
         return [(at, copy, number) for copy in expansion.copies(stack, layer)]
+
+
+def _at(layers: Sequence[int], position: int) -> int:
+    if not 0 <= position < len(layers):
+        raise NotRegular
+    return layers[position]
 
 
 def _alike(one: Sequence[_Visited], other: Sequence[_Visited]) -> bool:

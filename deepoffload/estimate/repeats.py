@@ -60,7 +60,7 @@ def dry_run_quickly(
             raise
         except UsageError:
             break  # perhaps because of the layers that were missing: the whole model tells
-    whole = FewLayers((), Places({}, ()), 0, record_it)
+    whole = FewLayers((), Places({}, {}, ()), 0, record_it)
     return record_quickly(whole, loss_of, by_length, progress).summary()
 
 
@@ -68,7 +68,7 @@ RADII = (1, 2)
 """How many neighbours on each side may make a difference to what a layer does; the second is tried behind the first."""
 
 
-LEAST_SHARE = 0.6
+LEAST_SHARE = 0.8
 """Runs with each layer once are worth their trouble where they have fewer layers than this share of the others."""
 
 

@@ -47,18 +47,26 @@ class Fakes:
     def __init__(self, model: nn.Module, types: ComputeTypes) -> None:
         self.by_name: dict[str, Tensor] = {}
         self.params: list[tuple[nn.Parameter, Tensor]] = []
-        for name, param in model.named_parameters():
-            fake = torch.empty(param.shape, dtype=types.of(param), requires_grad=param.requires_grad)
-            self.by_name[name] = fake
-            self.params.append((param, fake))
-        converted = {id(buffer): dtype for buffer, dtype in types.buffers}
-        for name, buffer in model.named_buffers():
-            self.by_name[name] = torch.empty(buffer.shape, dtype=converted.get(id(buffer), buffer.dtype))
+        buffer_types = {id(buffer): dtype for buffer, dtype in types.buffers}
+        made: dict[int, Tensor] = {}
+        for prefix, module in model.named_modules():
+            for key, param in module.named_parameters(prefix, recurse=False):
+                if id(param) not in made:
+                    made[id(param)] = torch.empty(param.shape, dtype=types.of(param), requires_grad=param.requires_grad)
+                    self.params.append((param, made[id(param)]))
+                self.by_name[key] = made[id(param)]
+            for key, buffer in module.named_buffers(prefix, recurse=False):
+                if id(buffer) not in made:
+                    dtype = buffer_types.get(id(buffer), buffer.dtype)
+                    made[id(buffer)] = torch.empty(buffer.shape, dtype=dtype)
+                self.by_name[key] = made[id(buffer)]
 
     def run(self, model: nn.Module, run: Callable[[], None]) -> None:
         """Call ``run`` while ``model`` has these in place of its parameters."""
         state = {f"model.{name}": fake for name, fake in self.by_name.items()}
-        torch.func.functional_call(_Whole(model), state, (run,))
+        # All names are said, each module's once: torch, which ties weights by name, changes a module that has two names
+        # twice, and then gives it these back as its own.
+        torch.func.functional_call(_Whole(model), state, (run,), tie_weights=False)
 
 
 class Tracker(DirectDispatchMode):

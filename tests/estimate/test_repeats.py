@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from deepoffload.config import Config, Precision
 from deepoffload.estimate import Batch, MachineSpec, Subject, estimate, from_config, from_counts
@@ -55,11 +56,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "FalconForCausalLM": {"model_type": "falcon", "hidden_size": 32, "num_hidden_layers": 6,
                           "num_attention_heads": 4, "vocab_size": 64},
     "PhiForCausalLM": {"model_type": "phi", **SIZES, "num_key_value_heads": 4, "hidden_act": "gelu_new"},
+    "ZambaForCausalLM": {"model_type": "zamba", **SIZES, "num_key_value_heads": 4, "num_hidden_layers": 19,
+                         "attn_layer_period": 3, "attn_layer_offset": 2, "mamba_d_state": 4, "mamba_d_conv": 2},
 }  # fmt: skip
 
 
 SPLIT = ("LlamaForCausalLM", "T5ForConditionalGeneration")
 """Families whose layers are cut into units, too, and recomputed."""
+
+TOKENS = {"ZambaForCausalLM": 2}
+"""Of a model that loops over them; 16 of others."""
+
+
+def contents_of(model: nn.Module) -> list[object]:
+    """Which modules and parameters there are, and where."""
+    return [
+        *model.named_modules(remove_duplicate=False),
+        *((name, id(param)) for name, param in model.named_parameters(remove_duplicate=False)),
+    ]
 
 
 def differences(subject: Subject, *, split: bool) -> list[str]:
@@ -68,12 +82,13 @@ def differences(subject: Subject, *, split: bool) -> list[str]:
     if split:
         capacity = planner.smallest_capacity(nvme_bytes=UNBOUNDED_BYTES, bandwidths=RATES)
     blocks = planner.plan(capacity_bytes=capacity, nvme_bytes=UNBOUNDED_BYTES, bandwidths=RATES)
-    layers = {id(module): len(list(module.children())) for module in subject.module.modules()}
+    contents = contents_of(subject.module)
     assert subject.loss_of is not None
     said = {"windows": blocks.modules, "unit_of": blocks.unit_of, "types": planner.types}
     fast = dry_run_quickly(subject.module, subject.loss_of, **said)
-    assert layers == {id(module): len(list(module.children())) for module in subject.module.modules()}
+    assert contents_of(subject.module) == contents
     whole = dry_run(subject.module, subject.loss_of, **said)
+    assert contents_of(subject.module) == contents
     names = [field.name for field in fields(DryRun) if field.name != "calls"]
     found = [name for name in names if getattr(fast, name) != getattr(whole, name)]
     return found + (["calls"] if set(fast.calls) != set(whole.calls) else [])
@@ -87,7 +102,7 @@ def test_a_run_of_few_layers_tells_what_the_whole_model_does(tmp_path: Path, che
             continue
         file = tmp_path / "config.json"
         file.write_text(json.dumps({**settings, "architectures": [kind]}))
-        subject = from_config(file, Batch(1, 16), checkpointing=checkpointing)
+        subject = from_config(file, Batch(1, TOKENS.get(kind, 16)), checkpointing=checkpointing)
         assert find_stacks(subject.module), kind
         for split in (False, True) if kind in SPLIT else (False,):
             wrong += [f"{kind}, split {split}: {name}" for name in differences(subject, split=split)]
@@ -165,6 +180,62 @@ def test_layers_that_take_turns(sorts: str, few: int, fewest: int) -> None:
     subject = Subject(model, "", "", Batch(1, 4), lambda call: call(torch.zeros(4, 8)))
     assert not differences(subject, split=False)
     assert model.ran == [few, len(sorts)]
+
+
+class Sharing(nn.Module):
+    """Layers that share parameters: those with the same capital letter have one block, and small ones have none.
+    ``own``: layers that share have something of their own, too. All of them see the first layer's input again."""
+
+    def __init__(self, sorts: str, own: bool) -> None:
+        super().__init__()
+        blocks = {sort: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for sort in sorts if sort.isupper()}
+        self.table = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(
+            nn.ModuleList([blocks[sort], *([nn.Linear(8, 8)] if own else [])]) if sort in blocks else nn.Linear(8, 8)
+            for sort in sorts
+        )
+        self.ran: list[int] = []
+        self.recompute = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.ran.append(len(self.layers))
+        x = first = self.table(x)
+
+        def run(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            if not isinstance(layer, nn.ModuleList):
+                return x + layer(x).sin()
+            y = torch.stack([x, first]).mean(0)
+            for part in layer:
+                y = part(y).sin()
+            return x + y
+
+        for layer in self.layers:
+            x = checkpoint(run, layer, x, use_reentrant=False) if self.recompute else run(layer, x)
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("sorts", "own", "few"),
+    [
+        ("aaA" * 7 + "a", True, 16),
+        ("A" * 9, True, 7),
+        ("aAaB" * 9 + "a", True, 25),
+        ("A" * 9, False, None),
+    ],
+)
+def test_layers_that_share_parameters(sorts: str, own: bool, few: int | None) -> None:
+    """``few``: so many of them are run; None: all, since nothing says which of the layers runs."""
+    with torch.device("meta"):
+        model = Sharing(sorts, own)
+    subject = Subject(model, "", "", Batch(1, 4), lambda call: call(torch.zeros(4, 8)))
+    for model.recompute in (False, True):
+        for split in (False, True):
+            model.ran.clear()
+            assert not differences(subject, split=split)
+            if few is None:
+                assert model.ran[-2:] == [len(sorts)] * 2
+            else:
+                assert model.ran == [few, len(sorts)]
 
 
 def test_larger_pieces_of_state_take_about_as_long() -> None:
