@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +42,16 @@ def test_errors_are_there_after_a_bare_import():
     program = "import deepoffload; assert 'errors' in dir(deepoffload); print(deepoffload.errors.ConfigError.__name__)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout.strip() == "ConfigError"
+
+
+def test_a_script_next_to_the_clone_finds_the_package_that_is_installed(tmp_path: Path):
+    """`git clone` makes a folder of the package's name, which has no `__init__.py`."""
+    (tmp_path / "deepoffload" / "docs").mkdir(parents=True)
+    result = subprocess.run(
+        [sys.executable, "-c", "import deepoffload; print(deepoffload.errors.ConfigError.__name__)"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )
+    assert result.stdout.strip() == "ConfigError", result.stderr
