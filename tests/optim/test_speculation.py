@@ -15,6 +15,7 @@ from deepoffload.errors import PlacementError
 from deepoffload.runtime.context import engine_of
 from tests.optim.deferred import sorted_state, units_guessed
 from tests.optim.speculation_campaign import compare
+from tests.optim.speculation_matrix import FROZEN, LORA, UNUSED, Cell
 from tests.support.inspect import pager_of, units_of
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import TinyGPT, batch, mlp, next_token_loss, rows
@@ -75,6 +76,21 @@ def test_same_bits_and_guesses_are_made(paging: Paging, precision: str, kind: st
         if setting is EVICTING:
             assert (stats["speculated"] > 0) == (kind != "always"), stats
             assert (stats["rolled_back"] > 0) == (kind != "never"), stats
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("Mixtral", EVICTING, "keep", reentrant=True),
+        Cell("T5", TIGHT, "fp16", accumulate=3, part=UNUSED),
+        Cell("Llama", ROOMY, part=LORA),
+        Cell("BERT", EVICTING, reentrant=False, part=FROZEN),
+    ],
+    ids=str,
+)
+def test_models_of_many_kinds(paging: Paging, cell: Cell) -> None:
+    stats = cell.compare(paging)
+    assert stats["speculated"] > 0 and stats["rolled_back"] > 0, stats
 
 
 def train_steps(model: nn.Module, optimizer: Any, steps: int = 3) -> None:

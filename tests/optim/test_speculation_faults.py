@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import deepoffload
@@ -17,8 +18,9 @@ from deepoffload.errors import IoFailure, PlacementError
 from deepoffload.io.engine import IoEngine
 from deepoffload.memory.kept_bytes import KeptBytes
 from deepoffload.runtime import disk as disk_module
-from tests.optim.deferred import sorted_state, units_guessed
+from tests.optim.deferred import backward, sorted_state, units_guessed
 from tests.optim.test_deferred import chunks_of
+from tests.support.inspect import tiers_of
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, Paging
@@ -99,6 +101,36 @@ def test_without_disk_space_for_what_is_kept_units_are_deferred(paging: Paging) 
     assert_same_bits(expected, [weights_of(small), sorted_state(optimizer)])
     train(small, optimizer, NOT_CLIPPING, CLIPPING, first=3)
     assert deepoffload.stats(small)["speculation_left"] > 0
+
+
+def test_guesses_leave_disk_space_for_blocks_that_come_later(paging: Paging) -> None:
+    """Nobody knew of what is unfrozen when the model was placed: guesses give way to it."""
+
+    def half_frozen() -> nn.Module:
+        model = mlp(depth=4)
+        for layer in model[:3]:
+            layer.requires_grad_(False)
+        return model
+
+    def spare_bytes(nvme_budget: int) -> list[float]:
+        model = paging.build(half_frozen, SETTING, key="half frozen", nvme_budget=nvme_budget)
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+        tiers, left = tiers_of(model), []
+        for seed in range(6):
+            backward(model, seed)
+            if seed == 3:
+                assert units_guessed(model) > 0
+                model.requires_grad_(True)
+                model(rows(seed=seed).to(torch.bfloat16))
+                assert units_guessed(model) == 0
+            left.append(tiers.transfers.spare_disk_bytes())
+            optimizer.step()
+            optimizer.zero_grad()
+        return left
+
+    ample_bytes = 4 << 20
+    needed_bytes = ample_bytes - int(spare_bytes(ample_bytes)[3])
+    assert min(spare_bytes(needed_bytes + (40 << 10))) >= 0
 
 
 @pytest.mark.parametrize("place", ["while it is made", "while it is undone"])
