@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as registry
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from deepoffload.config import Config
@@ -112,6 +114,11 @@ _COPIED = (
     "memory that host_budget does not count. Copy inside an offload_context to page the copy, too"
 )
 
+_NOT_PAGED = (
+    "%s of the parameters are not paged (of type %s), and stay in memory that host_budget does not count: only dense "
+    "real tensors of type Parameter can be paged"
+)
+
 
 class OutsideWatch:
     """Sees models that a program, or a library on its own (a trainer's reference model), builds, loads or copies while
@@ -119,10 +126,14 @@ class OutsideWatch:
 
     Args:
         host_bytes: the host budget.
+        roots: the paged models. What of them is not paged, and large, is mentioned at once.
     """
 
-    def __init__(self, host_bytes: int) -> None:
+    def __init__(self, host_bytes: int, roots: Iterable[nn.Module]) -> None:
         self._limit_bytes = max(OUTSIDE_BYTES_MIN, host_bytes // OUTSIDE_PER_BUDGET)
+        sizes = _bytes_not_paged(roots)
+        if sizes.total() > self._limit_bytes:
+            log.warning(_NOT_PAGED, format_bytes(sizes.total()), ", ".join(sizes))
         self._seen_bytes = 0
         self._said = False
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -202,6 +213,15 @@ class _Ask:
 def _remove(handles: Iterable[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def _bytes_not_paged(roots: Iterable[nn.Module]) -> Counter[str]:
+    """By type, what parameters of paged models take of host memory outside of the budget."""
+    sizes: Counter[str] = Counter()
+    for param in {id(param): param for root in roots for param in root.parameters()}.values():
+        if "_slot" not in param.__dict__ and param.device.type == "cpu" and not is_lazy(param):
+            sizes[type(param).__name__] += param.numel() * param.itemsize
+    return sizes
 
 
 def _ordinary_bytes(param: Any) -> int:

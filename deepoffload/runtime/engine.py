@@ -255,7 +255,7 @@ class Engine:
         if self.ranks.rank == 0:
             ranks = self.ranks.world_size
             announce(summary(plan.placement, num_parameters, self.config.nvme_path, memory.device, every, ranks))
-        self._outside = OutsideWatch(self.budgets.host_bytes)
+        self._outside = OutsideWatch(self.budgets.host_bytes, roots)
 
     def _durability(self, placement: Placement) -> Durability | None:
         said, disk = self.config.durability, self._disk

@@ -161,6 +161,25 @@ def test_a_large_parameter_of_a_second_context_is_not_outside(
     del first, second
 
 
+class Packed(nn.Parameter):
+    """As libraries for quantised weights have them."""
+
+
+def test_large_parameters_that_cannot_be_paged_are_mentioned(
+    no_other_engine: None, paging: Paging, caplog: pytest.LogCaptureFixture
+) -> None:
+    for numel in (OUTSIDE_BYTES_MIN, OUTSIDE_BYTES_MIN + 1):
+        caplog.clear()
+        with small(paging) as context:
+            model = nn.Linear(64, 64)
+            model.packed = Packed(torch.empty(numel, dtype=torch.int8), requires_grad=False)
+        found = [record.getMessage() for record in caplog.records if "are not paged" in record.getMessage()]
+        assert len(found) == (numel > OUTSIDE_BYTES_MIN)
+        assert context.engine is not None
+        context.engine.close()
+    assert "64.00 MiB" in found[0] and "of type Packed" in found[0]
+
+
 @pytest.mark.parametrize("how", ["offload_context", "initialize"])
 def test_a_process_that_a_launcher_started_as_one_of_several(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     def start(**said: str) -> None:
