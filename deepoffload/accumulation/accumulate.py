@@ -7,15 +7,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from deepoffload.accumulation.activations import Activations, activation_mode
 from deepoffload.accumulation.call_gradients import CallGradients
 from deepoffload.accumulation.caller_state import CallerState
 from deepoffload.accumulation.orders import is_vertical
 from deepoffload.accumulation.random_streams import RandomStreams
+from deepoffload.accumulation.recomputed import second_run_differed
 from deepoffload.accumulation.turns import Turns
+from deepoffload.config import ActivationMode
 from deepoffload.errors import UsageError
-from deepoffload.params.ports import GradientDoor
+from deepoffload.params.ports import ActivationRegion, GradientDoor
 from deepoffload.params.torch_private import in_backward
 from deepoffload.params.unit import ParamHandle
+from deepoffload.params.window import Window
 from deepoffload.runtime.context import engine_of
 from deepoffload.runtime.engine import Engine
 from deepoffload.runtime.loop import check_loss, mean_over
@@ -29,6 +33,7 @@ def accumulate(
     loss: LossFunction | None = None,
     order: str | None = None,
     scale: bool = True,
+    activations: str | None = None,
 ) -> list[Tensor]:
     """Run forward and backward of each micro-batch; the gradients add up. ``optimizer.step()`` is the caller's.
 
@@ -48,13 +53,16 @@ def accumulate(
             returns, or the ``loss`` of that.
         order: ``"vertical"``, ``"horizontal"`` or ``"auto"``; not said: the configuration's ``accumulation_order``.
         scale: divide each loss by the number of micro-batches for backward.
+        activations: ``"keep"``, ``"recompute"`` (a unit runs again before its backward, and what remains of its forward
+            is what it was called with) or ``"auto"``; not said: the configuration's ``activations``.
 
     Returns:
         The losses as ``loss`` has returned them, detached, in the order of the micro-batches.
 
     Raises:
         UsageError: there are no micro-batches, or more than ``gradient_accumulation_steps``; a loss is no scalar with a
-            graph; the loss function calls backward; or this is inside a forward, a backward or another ``accumulate``.
+            graph; the loss function calls backward or step; or this is inside a forward, a backward or another
+            ``accumulate``.
         UnsupportedError: the vertical order is not available here.
         Exception: what a micro-batch has raised, with its number as a note. The gradients of this call are dropped.
     """
@@ -69,33 +77,41 @@ def accumulate(
     def prepare(found: Tensor) -> Tensor:
         return mean_over(found, len(batches)) if scale else found
 
-    return run_micro_batches(model, batches, loss, order, prepare)
+    return run_micro_batches(model, batches, loss, prepare, order, activations)
 
 
 def run_micro_batches(
     model: nn.Module,
     batches: list[Any],
     loss: LossFunction | None,
-    order: str | None,
     prepare: Callable[[Tensor], Tensor],
+    order: str | None = None,
+    activations: str | None = None,
 ) -> list[Tensor]:
     """As :func:`accumulate`. ``prepare`` makes of a loss what is differentiated."""
     engine = _engine_of(model)
     _check(engine, batches)
     vertical = is_vertical(engine, model, order, len(batches))
+    mode = activation_mode(engine, activations)
     caller = CallerState(engine.pager.memory.device.type) if vertical and engine is not None else None
     work = _Work(model, engine, batches, loss or model_loss, prepare)
+    speculation = None if engine is None else engine.gradients.speculation
+    told = speculation is not None and speculation.is_told
     try:
         if caller is not None and engine is not None:
-            work.run_vertically(engine, caller)
+            work.run_vertically(engine, caller, mode)
         else:
-            work.run_horizontally()
+            work.run_horizontally(mode)
     except BaseException as error:
         _note(error, work.failed_at, work.gradients.drop())
+        if mode is not ActivationMode.KEEP and second_run_differed(error):
+            _add_note(error, 'a unit could not be run again with the same result: use activations="keep"')
         raise
     finally:
         if engine is not None and engine.gradients.early is not None:
             engine.gradients.early.paused = False
+        if speculation is not None and not told:
+            speculation.announce(None)  # loops that say nothing about their backwards go on as before
     return work.losses
 
 
@@ -156,13 +172,26 @@ def _check(engine: Engine | None, batches: list[Any]) -> None:
 
 
 class _OneByOne:
-    """Stands where :class:`Turns` stands while micro-batches run one after the other."""
+    """Stands where :class:`Turns` stands while micro-batches run one after the other.
+
+    Attributes:
+        running: the micro-batch that runs.
+    """
+
+    def __init__(self, activations: Activations | None) -> None:
+        self._activations = activations
+        self.running = 0
 
     def number(self) -> None:
         return None
 
     def enter(self, window: object) -> None:
         return None
+
+    def region(self, window: Window, module: nn.Module, args: Any, kwargs: Any) -> ActivationRegion | None:
+        if self._activations is None or in_backward():
+            return None
+        return self._activations.region(self.running, window, module, args, kwargs)
 
     def leave(self, window: object, output: object) -> None:
         return None
@@ -189,6 +218,7 @@ class _Work:
         self._model, self._engine, self._batches = model, engine, batches
         self._loss_of, self._prepare = loss_of, prepare
         self._found: dict[int, Tensor] = {}
+        self._changes_of_others: Callable[[int], int] = lambda number: 0
         self.gradients = CallGradients(model, engine)
         self.failed_at: int | None = None
 
@@ -196,30 +226,39 @@ class _Work:
     def losses(self) -> list[Tensor]:
         return [self._found[number] for number in range(len(self._batches))]
 
-    def run_vertically(self, engine: Engine, caller: CallerState) -> None:
+    def run_vertically(self, engine: Engine, caller: CallerState, mode: ActivationMode) -> None:
         turns = Turns(
             engine.pager.hooks,
             engine.pager.order.visits,
             RandomStreams(len(self._batches)),
             caller,
+            Activations(mode, len(self._batches), engine.pager),
             len(self._batches),
             forward=self._forward,
             backward=self._backward,
             resumed=self._resumed,
+            changes=lambda: engine.gradients.changes,
         )
+        self._changes_of_others = turns.changes_of_others
         try:
             turns.run()
         finally:
             self.failed_at = None if turns.failure is None else turns.failure[0]
 
-    def run_horizontally(self) -> None:
+    def run_horizontally(self, mode: ActivationMode) -> None:
+        """Autograd keeps the activations of one micro-batch, where they are not to be computed again: those that every
+        loop keeps."""
         streams = RandomStreams(len(self._batches))
-        hooks = None if self._engine is None else self._engine.pager.hooks
+        engine = self._engine
+        activations = None
+        if engine is not None and mode is ActivationMode.RECOMPUTE:
+            activations = Activations(mode, 1, engine.pager)
+        turns, hooks = _OneByOne(activations), None if engine is None else engine.pager.hooks
         if hooks is not None:
-            hooks.turns = _OneByOne()
+            hooks.turns = turns
         try:
             for number in range(len(self._batches)):
-                self.failed_at = number
+                self.failed_at = turns.running = number
                 with streams.of(number):
                     loss = self._forward(number)
                     self._resumed(number)
@@ -234,10 +273,9 @@ class _Work:
                 hooks.turns = None
 
     def _forward(self, number: int) -> Tensor:
-        gradients = None if self._engine is None else self._engine.gradients
-        changes = 0 if gradients is None else gradients.changes
+        changes = self._changes(number)
         loss = self._loss_of(self._model, self._batches[number])
-        if gradients is not None and gradients.changes != changes:  # no other backward runs before this forward ends
+        if self._changes(number) != changes:
             raise UsageError(
                 "the loss function changes gradients (backward, zero_grad): accumulate calls backward itself, and "
                 "optimizer.step() and zero_grad() come after it"
@@ -245,6 +283,10 @@ class _Work:
         check_loss(loss, f"accumulate (micro-batch {number})")
         self._found[number] = loss.detach()
         return self._prepare(loss)
+
+    def _changes(self, number: int) -> int:
+        """How often a micro-batch has changed gradients, from some moment on."""
+        return 0 if self._engine is None else self._engine.gradients.changes - self._changes_of_others(number)
 
     def _backward(self, number: int, loss: Tensor) -> None:
         loss.backward()
@@ -261,12 +303,16 @@ class _Work:
 
 
 def _note(error: BaseException, number: int | None, lost: bool) -> None:
-    """What people see below the traceback."""
+    """Where it was, and what became of the gradients."""
     notes = [] if number is None else [f"deepoffload.accumulate: in micro-batch {number}"]
     notes += ["its gradients are dropped"]
     if lost:
         notes.append("and with them what the same parameters had before the call")
-    text = ", ".join(notes)
+    _add_note(error, ", ".join(notes))
+
+
+def _add_note(error: BaseException, text: str) -> None:
+    """What people see below the traceback, and in an older Python behind the message."""
     if hasattr(error, "add_note"):
         error.add_note(text)
     elif isinstance(error, (RuntimeError, ValueError)):  # Python 3.10 has no notes

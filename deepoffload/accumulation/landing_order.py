@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deepoffload.accumulation.micro_batch import MicroBatch, TurnPhase, Visit
+from deepoffload.accumulation.micro_batch import MicroBatch, TurnPhase
 from deepoffload.params.torch_private import get_grad, set_grad
 from deepoffload.params.unit import ParamHandle
 
@@ -28,21 +28,18 @@ class WaitingGradient(NamedTuple):
 
 
 class LandingOrder:
-    """Args:
-    places: of the visits in the forward; they grow along every path.
-    """
+    """Of one call. It asks each micro-batch which way it has gone, as soon as its forward is over."""
 
-    def __init__(self, micro_batches: Sequence[MicroBatch], places: dict[Visit, int]) -> None:
+    def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
         self._all = micro_batches
-        self._last: list[dict[ParamHandle, int]] = []
-        for one in micro_batches:
-            last: dict[ParamHandle, int] = {}
-            for window, count in reversed(one.path):  # in backward the first visit comes last
-                place = places.get((window, count), 0)
-                last.update((handle, -place) for handle in window.handles())
-            self._last.append(last)
+        self._first: dict[int, dict[ParamHandle, int]] = {}
         self._landed: set[tuple[int, ParamHandle]] = set()
         self._held: list[WaitingGradient] = []
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether gradients wait, or may have to. To be asked when all forwards are over."""
+        return bool(self._held) or any(one.path != self._all[0].path for one in self._all)
 
     def holds_back(self, one: MicroBatch, param: Tensor, handle: ParamHandle) -> bool:
         """Whether a gradient that autograd has just completed has to wait. It is taken from the parameter then."""
@@ -72,9 +69,18 @@ class LandingOrder:
         """Whether an earlier micro-batch will land no gradient of this parameter any more."""
         if earlier.phase is TurnPhase.OVER:
             return True
-        last = self._last[earlier.number].get(handle)
-        if last is not None:
-            return earlier.place > last
-        if handle in self._last[number]:
+        if earlier.phase is TurnPhase.FORWARD:
+            return False
+        first = self._first_uses(earlier).get(handle)
+        if first is not None:
+            return earlier.reached < first
+        if handle in self._first_uses(self._all[number]):
             return True  # the weight belongs to modules, and the earlier one has called none of these
         return (earlier.number, handle) in self._landed
+
+    def _first_uses(self, one: MicroBatch) -> dict[ParamHandle, int]:
+        """Which visit of a micro-batch used a parameter first. Backward comes to this one last."""
+        if one.number not in self._first:
+            visits = reversed(list(enumerate(one.path)))
+            self._first[one.number] = {handle: at for at, (window, _) in visits for handle in window.handles()}
+        return self._first[one.number]

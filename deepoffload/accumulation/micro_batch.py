@@ -27,11 +27,13 @@ class MicroBatch:
     Attributes:
         turn: locked while the micro-batch is not to run.
         place: in its phase; the least one goes first.
-        path: its visits in the forward, in their order.
+        path: its visits in the forward, in their order. indices: where in it each of them is.
+        reached: the index of the visit that its backward has come to.
         latest: how often each window was visited before its latest visit.
         without_graph: its visits in the forward that autograd does not record.
-        entered: those visits that its backward has come to.
+        entered: those visits whose put out gradient its backward has come to.
         region: the reentrant checkpoint that its backward has come to last.
+        changes_of_others: how often gradients have changed while it was parked.
         at: what it came to last, for people.
     """
 
@@ -43,11 +45,25 @@ class MicroBatch:
         self.phase = TurnPhase.FORWARD
         self.place = -math.inf
         self.path: list[Visit] = []
+        self.indices: dict[Visit, int] = {}
+        self.reached = 0
         self.latest: dict[Window, int] = {}
         self.without_graph: set[Visit] = set()
         self.entered: set[Visit] = set()
         self.region: object = None
+        self.changes_of_others = 0
         self.at = "its beginning"
+
+    def begin_visit(self, visit: Visit) -> None:
+        """In the forward."""
+        self.indices[visit] = len(self.path)
+        self.path.append(visit)
+
+    def begin_backward(self) -> None:
+        """The forward is over."""
+        self.phase, self.place = TurnPhase.BACKWARD, -math.inf
+        self.reached = len(self.path)
+        self.at = "its loss"
 
     def may_land_twice(self) -> bool:
         """Whether one backward may make two gradients of a weight: a reentrant checkpoint, which records no graph in

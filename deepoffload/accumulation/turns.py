@@ -2,14 +2,16 @@
 
 [Note: turns] With three micro-batches and a model of an embedding, two layers and a head, the order of work is::
 
-    forward   embedding 0 1 2   layer A 0 1 2   layer B 0 1 2   head and loss 0 1 2
-    backward  head and loss 0 1 2   layer B 0 1 2   layer A 0 1 2   embedding 0 1 2
+    forward                embedding 0 1 2   layer A 0 1 2   layer B 0 1 2
+    forward and backward   head and loss 0 0 1 1 2 2
+    backward               layer B 0 1 2   layer A 0 1 2   embedding 0 1 2
 
 A thread *parks* where a unit begins. In the forward this is before the unit's window opens. In backward it is when the
-gradient of what the unit has put out is complete: a tensor hook, which autograd calls with no lock held. Each thread
-runs the ordinary ``loss.backward()`` of its own graph. So a gradient is summed and rounded exactly as in the ordinary
-loop, also of tied weights and of tensors that leave a unit by a side door, and the gradients of the micro-batches land
-in each parameter one after the other, in the order of their numbers.
+gradient of what the unit has put out is complete: a tensor hook, which autograd calls with no lock held. It does not
+park between its loss and the backward of its last unit: what these two need, such as logits, is that of one micro-batch
+at a time. Each thread runs the ordinary ``loss.backward()`` of its own graph. So a gradient is summed and rounded
+exactly as in the ordinary loop, also of tied weights and of tensors that leave a unit by a side door, and the gradients
+of the micro-batches land in each parameter one after the other, in the order of their numbers.
 
 Who goes next is decided from where all of them stand, by the one that parks: the least place in the order of visits
 (see ``schedule.visits``), then the least number. Nobody ever waits for a particular other one, so a micro-batch that
@@ -27,8 +29,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from deepoffload.accumulation.activations import Activations
 from deepoffload.accumulation.caller_state import CallerState
 from deepoffload.accumulation.landing_order import LandingOrder
 from deepoffload.accumulation.micro_batch import MicroBatch, TurnPhase, Visit
@@ -36,7 +39,7 @@ from deepoffload.accumulation.random_streams import RandomStreams
 from deepoffload.errors import UsageError
 from deepoffload.memory.lock import SHIELD
 from deepoffload.params.hook_stack import HookStack
-from deepoffload.params.ports import GradientDoor
+from deepoffload.params.ports import ActivationRegion, GradientDoor
 from deepoffload.params.torch_private import current_node, get_grad, in_backward, set_grad, tree_flatten
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.window import Window
@@ -59,6 +62,7 @@ class Turns:
         forward: of the micro-batch with a number; returns what is differentiated.
         backward: of what ``forward`` has returned.
         resumed: called with the number when a micro-batch continues its backward.
+        changes: how often gradients have changed so far.
     """
 
     def __init__(
@@ -67,22 +71,26 @@ class Turns:
         order: VisitOrder,
         streams: RandomStreams,
         caller: CallerState,
+        activations: Activations,
         count: int,
         *,
         forward: Callable[[int], Tensor],
         backward: Callable[[int, Tensor], None],
         resumed: Callable[[int], None],
+        changes: Callable[[], int],
     ) -> None:
         self._hooks = hooks
         self._order = order
         self._streams = streams
         self._caller = caller
+        self._activations = activations
         self._forward, self._backward, self._resumed = forward, backward, resumed
+        self._changes = changes
         self._all = [MicroBatch(number) for number in range(count)]
         self._by_thread: dict[int, MicroBatch] = {}
         self._running = self._all[0]
         self._places: dict[Visit, int] | None = None
-        self._landing_order: LandingOrder | None = None
+        self._landing_order: LandingOrder | None = LandingOrder(self._all)
         self._gradients: GradientDoor | None = None
         self._finished = threading.Event()
         self._stopping = False
@@ -148,8 +156,9 @@ class Turns:
             self._await(one)
             with self._caller.here():
                 loss = self._forward(one.number)
-                one.at = "its loss"
-                self._pass(one, TurnPhase.BACKWARD, -math.inf)
+                self._activations.forward_ended(one.number)
+                one.begin_backward()
+                self._go_on(one)
                 self._backward(one.number, loss)
                 del loss
                 one.phase = TurnPhase.OVER
@@ -177,14 +186,20 @@ class Turns:
 
     def _next(self) -> MicroBatch | None:
         left = [one for one in self._all if one.phase is not TurnPhase.OVER]
-        found = min(left, key=lambda one: (one.phase, one.place, one.number), default=None)
-        if found is not None and found.phase is TurnPhase.BACKWARD and self._places is None:
-            paths = [one.path for one in self._all]
-            one_by_one = any(one.may_land_twice() for one in self._all)  # else their gradients would land mixed
-            self._places = {} if one_by_one else places_of(paths) or {}  # empty: one whole backward after another
-            if any(path != paths[0] for path in paths):
-                self._landing_order = LandingOrder(self._all, self._places)
-        return found
+        if self._places is None and not any(one.phase is TurnPhase.FORWARD for one in self._all):
+            self._forwards_are_over()
+        return min(left, key=lambda one: (one.phase, one.place, one.number), default=None)
+
+    def _forwards_are_over(self) -> None:
+        """From now on it is known which way each micro-batch has gone."""
+        one_by_one = any(one.may_land_twice() for one in self._all)  # else their gradients would land mixed
+        places = {} if one_by_one else places_of([one.path for one in self._all]) or {}
+        self._places = places  # empty: one whole backward after another
+        for one in self._all:
+            visit = one.path[one.reached] if one.reached < len(one.path) else None
+            one.place = -places[visit] if places and visit is not None else -math.inf
+        if self._landing_order is not None and not self._landing_order.is_needed:
+            self._landing_order = None
 
     def _hand_over(self, following: MicroBatch) -> None:
         self._streams.switch(following.number)
@@ -192,18 +207,30 @@ class Turns:
         self._running = following
         following.turn.release()
 
-    def _pass(self, one: MicroBatch, phase: TurnPhase, place: float) -> None:
+    def _pass(self, one: MicroBatch, place: float) -> None:
         """Come to a place, let those go first that stand before it, and go on."""
-        one.phase, one.place = phase, place
+        one.place = place
         if self._stopping:
             raise Ended
         following = self._next()
         if following is not None and following is not one:
             self._hooks.stand_back()
+            before = self._changes()
             self._hand_over(following)
             self._await(one)
-        elif phase is TurnPhase.BACKWARD:
+            one.changes_of_others += self._changes() - before
+        elif one.phase is TurnPhase.BACKWARD:
             self._go_on(one)
+
+    def _come_to(self, one: MicroBatch, visit: Visit) -> None:
+        """In backward. The first one is the last unit of the forward, which is there."""
+        first = one.reached == len(one.path)
+        one.reached = one.indices[visit]
+        one.at = visit[0].name
+        if first and visit == one.path[-1] and self._places is None:
+            return
+        if self._places is None or self._places:
+            self._pass(one, -self._places[visit] if self._places else -math.inf)
 
     def _await(self, one: MicroBatch) -> None:
         if not one.turn.acquire(timeout=2 * WAIT_LIMIT_S * len(self._all)):
@@ -217,6 +244,10 @@ class Turns:
         """With its backward."""
         self._land_held(one)
         self._resumed(one.number)
+
+    def changes_of_others(self, number: int) -> int:
+        """How often gradients have changed while a micro-batch was parked."""
+        return self._all[number].changes_of_others
 
     # -- what windows tell -----------------------------------------------------------------------------------------
 
@@ -240,8 +271,15 @@ class Turns:
         one.at = window.name
         if not torch.is_grad_enabled():
             one.without_graph.add(visit)
-        self._pass(one, TurnPhase.FORWARD, self._order.place(visit, len(one.path)))
-        one.path.append(visit)
+        self._pass(one, self._order.place(visit, len(one.path)))
+        one.begin_visit(visit)
+
+    def region(self, window: Window, module: nn.Module, args: Any, kwargs: Any) -> ActivationRegion | None:
+        """The window opens in a forward with gradients."""
+        one = self._by_thread.get(threading.get_ident())
+        if one is None or one.phase is not TurnPhase.FORWARD or in_backward():
+            return None
+        return self._activations.region(one.number, window, module, args, kwargs)
 
     def leave(self, window: Window, output: Any) -> None:
         """The call of a module is over."""
@@ -262,9 +300,7 @@ class Turns:
         ):
             return
         one.entered.add(visit)
-        if self._places:
-            one.at = visit[0].name
-            self._pass(one, TurnPhase.BACKWARD, -self._places[visit])
+        self._come_to(one, visit)
 
     def land(self, param: Tensor, handle: ParamHandle, gradients: GradientDoor) -> None:
         """The gradient of a parameter is complete in the backward that runs."""
@@ -292,8 +328,7 @@ class Turns:
         node = current_node()
         region = node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
         visit = window, one.latest.get(window, -1)
-        if region is None or region is one.region or not self._places or visit not in self._places:
+        if one.phase is not TurnPhase.BACKWARD or region is None or region is one.region or visit not in one.indices:
             return
         one.region = region
-        one.at = window.name
-        self._pass(one, TurnPhase.BACKWARD, -self._places[visit])
+        self._come_to(one, visit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepoffload.config.as_written import as_written, key_of
 from deepoffload.config.parse import TRAINING_FIELDS, parse_config
 from deepoffload.config.schema import (
+    ActivationMode,
     AioBackend,
     AioConfig,
     Buffers,
@@ -22,6 +23,7 @@ from deepoffload.schedule.cost_model import AccumulationOrder, StepOverlap
 
 __all__ = [
     "AccumulationOrder",
+    "ActivationMode",
     "AioBackend",
     "AioConfig",
     "CheckpointConfig",

@@ -20,7 +20,7 @@ from deepoffload.config.keys import (
     paths,
     size,
 )
-from deepoffload.config.schema import AioBackend, Buffers, DurabilityConfig, GradientDtype, Precision
+from deepoffload.config.schema import ActivationMode, AioBackend, Buffers, DurabilityConfig, GradientDtype, Precision
 from deepoffload.device import Device, Tier
 from deepoffload.errors import ConfigError
 from deepoffload.native.aio import PAGE_BYTES, REQUEST_BYTES_MAX
@@ -118,6 +118,15 @@ OWN_KEYS = (
         "the other. `auto`: vertical where that saves time. The numbers are the same. See "
         "[accumulation](accumulation.md).",
         AccumulationOrder.AUTO,
+    ),
+    _own(
+        "activations",
+        choice({member.value: member for member in ActivationMode}),
+        "What `deepoffload.accumulate` and `engine.train_batch` keep of the forwards. `keep`: all activations. "
+        "`recompute`: the tensors between units; a unit runs again before its backward. `auto`: `keep` where memory "
+        "has room for those of all micro-batches, as measured in the first call. The numbers are the same. See "
+        "[accumulation](accumulation.md).",
+        ActivationMode.AUTO,
     ),
     _own("prefetch", boolean(), "Fetch units before they are used. `false` is the serial reference.", True),
     _own(

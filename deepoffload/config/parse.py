@@ -119,6 +119,7 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str, world_siz
         "offload_optimizer",
         "step_overlap",
         "accumulation_order",
+        "activations",
         "prefetch",
         "inference",
         "timeline",

@@ -44,6 +44,17 @@ class GradientDtype(enum.Enum):
     FP32 = "fp32"
 
 
+class ActivationMode(enum.Enum):
+    """What the forwards of micro-batches that go through a model together keep for their backwards."""
+
+    AUTO = "auto"
+    """``KEEP`` where the memory that the first call has measured allows it."""
+    KEEP = "keep"
+    """All activations, as the program's own forward leaves them."""
+    RECOMPUTE = "recompute"
+    """The tensors between units; each unit runs again before its backward."""
+
+
 class AioBackend(enum.Enum):
     """Which system interface moves bytes to and from disk."""
 
@@ -171,6 +182,7 @@ class Config:
     step_overlap: StepOverlap | None = None
     """``None``: ``DEFERRED``, and ``SPECULATIVE`` as soon as that pays."""
     accumulation_order: AccumulationOrder = AccumulationOrder.AUTO
+    activations: ActivationMode = ActivationMode.AUTO
     prefetch: bool = True
     inference: bool = False
     """Nothing is trained: every parameter is frozen, and weights are read where their checkpoint has them."""

@@ -54,7 +54,7 @@ class WholeSteps:
             return (loss or model_loss)(self, batch)
 
         try:
-            losses = run_micro_batches(self.module, batches, loss_of, None, self.loop.differentiated)
+            losses = run_micro_batches(self.module, batches, loss_of, self.loop.differentiated)
         finally:  # the forwards of micro-batches that wait for each other are no times to be added up
             self.tput_timer.seconds.update(before, forward=before["forward"] + time.perf_counter() - start)
         self.tput_timer.start(start)

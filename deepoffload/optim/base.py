@@ -174,6 +174,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; also ends what an interrupted forward left open, so that every gradient is seen."""
         for pager in self._pagers():
+            pager.hooks.refuse_between_turns("optimizer.zero_grad()")
             pager.hooks.close_leaked()
             early = early_of(pager)
             if early is not None:
@@ -229,6 +230,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """
         pagers = self._pagers()
         for pager in pagers:
+            pager.hooks.refuse_between_turns("optimizer.step()")
             pager.hooks.close_leaked()
             pager.catch_up_all(guesses=False)
         if self._goes_on():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepoffload.copies.shown import ShownMemory
+from deepoffload.errors import UsageError
 from deepoffload.memory.lock import BooksLock
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.ports import PagerPort, TurnPort
@@ -128,6 +129,11 @@ class HookStack:
             for entry in self._local.opened:
                 entry.window.show_doors(entry)
             self._opened_by.pop(threading.get_ident(), None)
+
+    def refuse_between_turns(self, call: str) -> None:
+        """Raise where ``accumulate`` has not made all its backwards: ``call`` belongs after it."""
+        if self.turns is not None:
+            raise UsageError(f"{call} inside accumulate, which calls backward itself: call it when accumulate is over")
 
     # -- what a call left behind -----------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class OuterWindow(Window):
     def _read(self, module: nn.Module) -> None:
         """Nothing to find out: the doors stay."""
 
-    def enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         pager = self.pager
         if pager.memory.all_stay() or not torch.is_grad_enabled():
             return  # what autograd keeps by reference is no harm, or it keeps nothing

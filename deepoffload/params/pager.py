@@ -334,6 +334,8 @@ class Pager:
     def _event(self, key: UseKey, blocks: tuple[int, ...], backward_of: Unit | None = None) -> None:
         if key == self.order.last_key:
             return
+        if self.hooks.turns is not None and key == self.order.key_before:
+            return  # micro-batches that take turns go into their last unit and out of it, one after the other
         with self.lock:
             if self.life.closed_because is not None:
                 return

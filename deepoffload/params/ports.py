@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepoffload.copies.shown import ShownMemory
 from deepoffload.memory.block import Block
@@ -124,14 +124,25 @@ class RankPort(PlanningPort, Protocol):
         """Wait until all ranks are about to change what their programs see of a tensor, or have done so."""
 
 
+class ActivationRegion(Protocol):
+    """What is done with the activations of one call of a module, from its begin on."""
+
+    def close(self) -> None:
+        """The call is over."""
+
+
 class TurnPort(Protocol):
-    """Micro-batches that take turns in threads (implemented by :class:`deepoffload.accumulation.turns.Turns`)."""
+    """Micro-batches of one call of ``accumulate``, which may take turns in threads (implemented by
+    :class:`deepoffload.accumulation.turns.Turns`)."""
 
     def number(self) -> int | None:
         """Which of them the calling thread runs; None where it runs none."""
 
     def enter(self, window: Window) -> None:
         """The window of a module is about to open: let others go first."""
+
+    def region(self, window: Window, module: nn.Module, args: Any, kwargs: Any) -> ActivationRegion | None:
+        """The window opens in a forward with gradients. None: autograd keeps the activations as ever."""
 
     def leave(self, window: Window, output: object) -> None:
         """The call of a window's module is over."""

@@ -193,6 +193,14 @@ def of_checkpoint(hooks: Hooks | None) -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
 
 
+def saved_for_checkpoint() -> bool:
+    """Whether what autograd saves in this thread now goes to an activation checkpoint: it is dropped, and made again in
+    backward; or this is where it is made again."""
+    top = top_saved_tensors_hooks(True) if saved_tensors_hooks_enabled() else None
+    mine = None if top is None else getattr(top[0], "__self__", None)
+    return mine.run_again if type(mine) is SavedTensorHooks else of_checkpoint(top)
+
+
 def _version_of_any(tensor: Tensor) -> int:
     return tensor._version if type(tensor) is Tensor else version_of(tensor)
 

@@ -20,7 +20,7 @@ from torch import Tensor, _ops, _utils, nn
 from torch._functorch import vmap as _vmap
 from torch.autograd.graph import increment_version
 from torch.nn.modules import module as _modules
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _python_dispatch, _pytree, checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from deepoffload.errors import UnsupportedError
@@ -66,7 +66,7 @@ graph_task: Callable[[], int] = _need(torch._C, "_current_graph_task_id")  # the
 call_at_end_of_backward: Any = _need(_need(torch.autograd.Variable, "_execution_engine"), "queue_callback")
 function_mode_at: Callable[[int], object] = _need(torch._C, "_get_function_stack_at")
 len_dispatch_stack, len_function_stack = (_need(torch._C, f"_len_torch_{n}_stack") for n in ("dispatch", "function"))
-
+checkpoint_around: Callable[..., Iterator[None]] = _need(checkpoint, "_checkpoint_without_reentrant_generator")
 int8_product: Callable[..., Tensor] = _need(torch.ops.aten, "_weight_int8pack_mm")
 int4_product: Callable[..., Tensor] = _need(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
 pack_int4: Callable[..., Tensor] = _need(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu")

@@ -14,6 +14,7 @@ from deepoffload.memory.block import Block
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.unit import Unit
+from deepoffload.schedule.activation_room import ActivationRoom
 from deepoffload.schedule.postponed import with_updates_postponed
 from deepoffload.schedule.trace import Event, Trace, UseKey
 from deepoffload.schedule.visits import VisitOrder
@@ -39,16 +40,19 @@ class UseOrder:
     Attributes:
         trace: the events of the steps, and when each block is used next.
         visits: the order in which micro-batches that take turns visit units.
+        activations: whether memory holds those of several micro-batches.
         predicted: ids of the blocks of the present event, when the trace expected it.
-        last_key: of the present event; None after the end of a step.
+        last_key: of the present event; None after the end of a step. key_before: of the event before it.
         backward_of: the unit of the present event, if it is one of backward.
     """
 
     def __init__(self, graphs: OpenGraphs, *, prefetch: bool = True) -> None:
         self.trace = Trace()
         self.visits = VisitOrder()
+        self.activations = ActivationRoom()
         self.predicted: frozenset[int] = frozenset()
         self.last_key: UseKey | None = None
+        self.key_before: UseKey | None = None
         self.backward_of: Unit | None = None
         self._together: Sequence[TensorSlot] = ()
         self._postponed: frozenset[int] = frozenset()
@@ -60,7 +64,7 @@ class UseOrder:
     def observe(self, key: UseKey, blocks: tuple[int, ...], backward_of: Unit | None = None) -> None:
         """An event of the program begins, in which it uses ``blocks``. The same one again is no other event: the caller
         compares ``last_key``."""
-        self.last_key = key
+        self.key_before, self.last_key = self.last_key, key
         self.backward_of = backward_of
         predicted = self.trace.observe(Event(key, blocks))
         self.predicted = frozenset(blocks) if predicted and self._prefetch else frozenset()
@@ -77,7 +81,7 @@ class UseOrder:
         if postponed:
             self.trace.expect_once(partial(with_updates_postponed, units=postponed))
         self._graphs.end_of_step()
-        self.last_key = None
+        self.last_key = self.key_before = None
         self.backward_of = None
 
     def stamp(self, block: Block) -> None:

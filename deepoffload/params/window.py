@@ -74,7 +74,7 @@ class Window:
         self._by_shape: dict[torch.Size, list[ParamHandle]] = {}
         self._scan(module)
         self._removable = (
-            module.register_forward_pre_hook(ModuleHook(self.enter), prepend=True),
+            module.register_forward_pre_hook(ModuleHook(self.enter), prepend=True, with_kwargs=True),
             module.register_forward_hook(ModuleHook(self.leave), always_call=True),
         )
         self._read(module)
@@ -175,7 +175,7 @@ class Window:
 
     # -- the two hooks ---------------------------------------------------------------------------------------------
 
-    def enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         pager = self.pager
         if module is not self._module() or pager.life.closed_because is not None:
             if module is self._module():
@@ -183,8 +183,9 @@ class Window:
             return
         refuse_tracing()
         refuse_wrappers()
-        if pager.hooks.turns is not None:
-            pager.hooks.turns.enter(self)
+        turns = pager.hooks.turns
+        if turns is not None:
+            turns.enter(self)
         with pager.lock:
             opened = pager.hooks.opened()
             if opened:
@@ -199,6 +200,8 @@ class Window:
                 self._read(module)
             if pager.casts.held_by is not None and pager.casts.held_by != id(self):
                 pager.casts.drop()
+            if turns is not None and torch.is_grad_enabled():
+                entry.region = turns.region(self, module, args, kwargs)
             if self._table is None or not reads_rows(self._table, args[0] if args else None):
                 self._open(entry, module, args)
             frame_end = FrameEnd()  # see [Note: the frame's end] in params.window_call
@@ -313,6 +316,8 @@ class Window:
                 pager.memory.release(block)
             for unit in entry.partial:
                 drop_experts(unit, [handle for handle in edited if handle.unit is unit])
+            if entry.region is not None:
+                entry.region.close()
         if pager.evict_always:
             pager.pump()
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from deepoffload.memory.block import Block
+from deepoffload.params.ports import ActivationRegion
 from deepoffload.params.unit import ParamHandle, Unit
 
 if TYPE_CHECKING:
@@ -44,9 +45,13 @@ class WindowCall:
         shown: the parameters of the call.
         plain: whether they are without their doors.
         partial: units of which only some bytes are there.
+        region: what is done with the activations of the call; its hooks are below those of the window.
     """
 
-    __slots__ = ("window", "shown", "plain", "blocks", "partial", "pushed", "frame_id", "frame_end", "thread", "over")
+    __slots__ = (
+        *("window", "shown", "plain", "blocks", "partial", "pushed", "region"),
+        *("frame_id", "frame_end", "thread", "over"),
+    )
 
     def __init__(self, window: Window, frame: FrameType) -> None:
         self.window = window
@@ -59,6 +64,7 @@ class WindowCall:
         self.blocks: list[Block] = []
         self.partial: list[Unit] = []
         self.pushed: bool | None = False
+        self.region: ActivationRegion | None = None
 
 
 class FrameEnd:

@@ -63,6 +63,7 @@ class TrainingLoop:
         self._counted_from = 0
         self._scale = loss_scale
         self._scaled = False
+        self._has_backward = False
         self._tell_scale()
 
     @property
@@ -93,7 +94,9 @@ class TrainingLoop:
         Raises:
             UsageError: ``loss`` is no scalar tensor, or has no graph.
         """
+        self.core.pager.hooks.refuse_between_turns("engine.backward()")
         check_loss(loss, "engine.backward")
+        self._has_backward = True
         if take_mean:
             loss = mean_over(loss, self.accumulation_steps)
         self._times_scale(loss).backward(retain_graph=retain_graph)
@@ -111,6 +114,11 @@ class TrainingLoop:
             raise UsageError(
                 "engine.train_batch() makes a whole update, and set_gradient_accumulation_boundary() says when the "
                 "next one is; give it None, or call backward() and step()"
+            )
+        if self._has_backward:
+            raise UsageError(
+                "engine.train_batch() after an engine.backward() without engine.step(): its gradients would be added "
+                "to those of a whole update; call step() or zero_grad()"
             )
         made = (self.micro_steps - self._counted_from) % self.accumulation_steps
         if made:
@@ -136,7 +144,9 @@ class TrainingLoop:
         """
         if self.optimizer is None:
             raise UsageError("engine.scale(): initialize() was given no optimizer, so the engine only infers")
+        self.core.pager.hooks.refuse_between_turns("engine.scale()")
         check_loss(loss, "engine.scale")
+        self._has_backward = True
         return self._times_scale(loss)
 
     def _times_scale(self, loss: Tensor) -> Tensor:
@@ -175,10 +185,11 @@ class TrainingLoop:
             LossScaleError: fp16 gradients overflow with the loss scale at its minimum. The step counts as skipped.
         """
         optimizer = self._ready_optimizer()
+        self.core.pager.hooks.refuse_between_turns("engine.step()")
         self._check_arguments(schedule_arguments)
         boundary = self.is_boundary
         self.micro_steps += 1
-        self.applied = False
+        self.applied = self._has_backward = False
         if not boundary:
             self._scaled = False
             return False
@@ -213,6 +224,7 @@ class TrainingLoop:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the optimizer's and the model's parameters."""
+        self._has_backward = False
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
         self.module.zero_grad(set_to_none)

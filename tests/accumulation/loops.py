@@ -1,4 +1,5 @@
-"""The same steps three ways: a plain loop of backwards, and ``accumulate`` in both orders."""
+"""The same steps several ways: a plain loop of backwards, and ``accumulate`` in both orders, with activations kept and
+computed again."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ import deepoffload
 from tests.support.loops import gradients_of, weights_of
 
 PLAIN, HORIZONTAL, VERTICAL = "plain", "horizontal", "vertical"
+HORIZONTAL_AGAIN, VERTICAL_AGAIN = "horizontal, recompute", "vertical, recompute"
+"""Without a second word activations are kept."""
 
 LossOf = Callable[[Any, Any], Tensor]
 BatchOf = Callable[[int], Any]
@@ -37,6 +40,12 @@ def plain_accumulation(model: Any, batches: list[Any], loss_of: LossOf) -> list[
         ((loss.float() if narrow else loss) / len(batches)).backward()
     torch.set_rng_state(program)
     return losses
+
+
+def accumulate(model: Any, batches: list[Any], loss_of: LossOf, how: str) -> list[Tensor]:
+    """``deepoffload.accumulate`` in one of the ways above."""
+    order, _, activations = how.partition(", ")
+    return deepoffload.accumulate(model, batches, loss_of, order=order, activations=activations or "keep")
 
 
 @dataclass
@@ -68,7 +77,7 @@ class Steps:
                 if how == PLAIN:
                     losses += plain_accumulation(model, batches, self.loss_of)
                 else:
-                    losses += deepoffload.accumulate(model, batches, self.loss_of, order=how)
+                    losses += accumulate(model, batches, self.loss_of, how)
             gradients = gradients_of(model)
             optimizer.step()
             optimizer.zero_grad()

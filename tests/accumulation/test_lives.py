@@ -155,6 +155,27 @@ def backward_itself(model: nn.Module, tokens: Tensor) -> Tensor:
     return next_token_loss(model, tokens)
 
 
+def step_itself(model: nn.Module, tokens: Tensor) -> Tensor:
+    deepoffload.CPUAdamW(model.parameters()).step()
+    return next_token_loss(model, tokens)
+
+
+def test_loops_that_come_afterwards_get_guesses(paging: Paging) -> None:
+    """They do not say which backward is the last one before a step; ``accumulate`` does."""
+    model = paging.build(TinyGPT, replace(TIGHT, step_overlap="speculative"))
+    optimizer = deepoffload.CPUAdamW(model.parameters())
+    guessed = []
+    for step in range(5):
+        if step == 0:
+            deepoffload.accumulate(model, batches(step), next_token_loss)
+        else:
+            next_token_loss(model, batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guessed.append(deepoffload.stats(model)["speculated"])
+    assert guessed[-1] > guessed[1]
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
@@ -162,6 +183,7 @@ def backward_itself(model: nn.Module, tokens: Tensor) -> Tensor:
         (lambda model, tokens: next_token_loss(model, tokens).detach(), "no graph"),
         (lambda model, tokens: deepoffload.accumulate(model, [tokens]), "inside accumulate"),
         (backward_itself, "calls backward itself"),
+        (step_itself, r"optimizer.step\(\) inside accumulate"),
     ],
 )
 def test_a_wrong_loss_function_is_refused(paging: Paging, loss: Any, message: str) -> None:

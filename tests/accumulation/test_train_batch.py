@@ -100,6 +100,24 @@ def test_its_own_loader_starts_again_and_an_iterator_may_not_end_early(paging: P
         engine.train_batch()
 
 
+def test_it_is_refused_where_gradients_of_another_call_would_be_added(paging: Paging) -> None:
+    engine = engine_of(paging, VERTICAL, {})
+    engine.backward(next_token_loss(engine, batch(0)))
+    batches = [batch(micro) for micro in range(COUNT)]
+    with pytest.raises(UsageError, match="without engine.step"):
+        engine.train_batch(iter(batches), next_token_loss)
+    engine.zero_grad()
+
+    def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        engine.step()
+        return next_token_loss(model, tokens)
+
+    with pytest.raises(UsageError, match=r"engine.step\(\) inside accumulate"):
+        engine.train_batch(iter(batches), loss)
+    engine.train_batch(iter(batches), next_token_loss)
+    assert (engine.micro_steps, engine.global_steps) == (COUNT, 1)
+
+
 def test_it_follows_another_number_of_micro_steps(paging: Paging) -> None:
     engine = engine_of(paging, VERTICAL, {})
     engine.set_train_batch_size(2 * (COUNT + 1))

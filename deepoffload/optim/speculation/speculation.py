@@ -102,8 +102,13 @@ class Speculation:
 
     # -- what tells whose gradients these are --------------------------------------------------------------------------
 
-    def announce(self, is_last: bool) -> None:
-        """The next backward is the last one before ``step()``, or is not."""
+    @property
+    def is_told(self) -> bool:
+        """Whether the program says which backward is the last one."""
+        return self._last.is_told
+
+    def announce(self, is_last: bool | None) -> None:
+        """The next backward is the last one before ``step()``, or is not; None: nobody says so any more."""
         self._last.announce(is_last)
 
     def _owner(self, handle: ParamHandle) -> Any:

@@ -1,0 +1,147 @@
+"""What the forwards of one call of ``accumulate`` keep for their backwards: all activations, or the tensors between
+units."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepoffload import machine
+from deepoffload.accumulation.recomputed import Caches, Recomputed
+from deepoffload.config import ActivationMode
+from deepoffload.config.units import format_bytes
+from deepoffload.errors import UsageError
+from deepoffload.params.ports import ActivationRegion, PagerPort
+from deepoffload.params.saved import SavedTensor, SavedTensorHooks, saved_for_checkpoint
+from deepoffload.params.torch_private import (
+    in_functorch,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks_enabled,
+    top_saved_tensors_hooks,
+    tree_flatten,
+)
+from deepoffload.params.window import Window
+from deepoffload.runtime.announce import announce
+from deepoffload.runtime.engine import Engine
+
+
+def activation_mode(engine: Engine | None, asked: str | None) -> ActivationMode:
+    """What a call asks for, or else the configuration.
+
+    Raises:
+        UsageError: there is no such mode.
+    """
+    if asked is None:
+        return ActivationMode.AUTO if engine is None else engine.config.activations
+    try:
+        return ActivationMode(asked)
+    except ValueError:
+        known = ", ".join(repr(member.value) for member in ActivationMode)
+        raise UsageError(f"accumulate(activations={asked!r}): there are {known}") from None
+
+
+def _fits(pager: PagerPort, count: int) -> bool | None:
+    """Whether memory has room for the activations of ``count`` micro-batches. Says it when that is found out; None
+    where none has been measured."""
+    room, arena = pager.order.activations, pager.tiers.arena
+    first = room.allowed_bytes is None
+    # holes of the arena may be memory that nobody has touched yet
+    fits = room.holds(count, lambda: machine.measure().memory_available_bytes - arena.free_bytes)
+    if first and room.micro_batch_bytes is not None and room.allowed_bytes is not None:
+        needed, allowed = format_bytes(count * room.micro_batch_bytes), format_bytes(room.allowed_bytes)
+        done = "they are kept" if fits else "units run again in backward"
+        announce(f"activations of {count} micro-batches take {needed}, and {allowed} may be used: {done}")
+    return fits
+
+
+class Activations:
+    """Of one call. Windows ask it when they open in a forward with gradients.
+
+    With ``AUTO`` the first micro-batch keeps its activations, and they are counted. In the first call the others
+    compute theirs again; afterwards ``room`` says what all of them do.
+
+    Args:
+        count: of the micro-batches whose activations would be kept at the same time.
+    """
+
+    def __init__(self, mode: ActivationMode, count: int, pager: PagerPort) -> None:
+        self._room = pager.order.activations
+        fits = _fits(pager, count) if mode is ActivationMode.AUTO else mode is ActivationMode.KEEP
+        self._recompute = not fits
+        self._counted = Counted(pager) if mode is ActivationMode.AUTO and fits is not False else None
+        self._caches: defaultdict[int, Caches] = defaultdict(Caches)
+        self._inputs: dict[Window, list[tuple[Tensor, int]]] = {}
+
+    def region(self, number: int, window: Window, module: nn.Module, args: Any, kwargs: Any) -> ActivationRegion | None:
+        """What is done with the activations of a call by micro-batch ``number``; None: autograd keeps them as ever."""
+        counted = self._counted if number == 0 else None
+        if not (counted or self._recompute) or in_functorch() or not saved_tensors_hooks_enabled():
+            return None
+        if saved_for_checkpoint():
+            return None  # the program's own, around this module or one that encloses it
+        leaves, structure = tree_flatten((args, kwargs))
+        if counted is not None:
+            self._inputs[window] = [
+                (leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()
+            ]
+            return counted if counted.open() else None
+        self._look_for_edits(window)
+        if window in self._room.edited:
+            return None
+        kept = self._caches[number].without(leaves)
+        return None if kept is None else Recomputed(module, kept, structure)
+
+    def forward_ended(self, number: int) -> None:
+        """The forward of a micro-batch is over."""
+        self._caches.pop(number, None)
+        if number == 0 and self._counted is not None:
+            self._room.measured(self._counted.nbytes)
+            for window in list(self._inputs):
+                self._look_for_edits(window)
+
+    def _look_for_edits(self, window: Window) -> None:
+        """Whether the first micro-batch has edited in place what this window's module had been called with: a second
+        run would get other arguments."""
+        if any(tensor._version != version for tensor, version in self._inputs.pop(window, ())):
+            self._room.edited.add(window)
+
+
+class Counted:
+    """Keeps what autograd saves in calls of windows, and counts the bytes.
+
+    Attributes:
+        nbytes: of all that was saved, but for weights.
+    """
+
+    def __init__(self, pager: PagerPort) -> None:
+        self.nbytes = 0
+        self._pager = pager
+        self._seen: set[int] = set()
+        self._hooks = (self._pack, SavedTensor.checked)
+
+    def open(self) -> bool:
+        """A call begins. False where hooks of the program decide what becomes of saved tensors."""
+        top = top_saved_tensors_hooks(True)
+        mine = None if top is None else getattr(top[0], "__self__", None)
+        if top is not None and not (type(mine) is SavedTensorHooks and mine.below is None):
+            return False
+        push_saved_tensors_hooks(*self._hooks)
+        return True
+
+    def close(self) -> None:
+        """A call is over."""
+        top = top_saved_tensors_hooks(True)
+        if top is not None and getattr(top[0], "__self__", None) is self:
+            pop_saved_tensors_hooks()
+
+    def _pack(self, tensor: Tensor) -> SavedTensor:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._seen and storage._cdata not in self._pager.storages:
+                self._seen.add(storage._cdata)  # all of them live until backward
+                self.nbytes += storage.nbytes()
+        return SavedTensor(tensor)

@@ -1,0 +1,131 @@
+"""A call of a unit's module of which autograd keeps the arguments alone: backward runs the module again before it needs
+what the call has saved.
+
+The means is torch's own activation checkpoint without reentrant autograd, put around the call by the window. The graph
+is that of the forward, so a backward has the same nodes, the same sums and the same bits. Random numbers, autocast and
+the default device are as they were in the forward: torch sees to it. Two things are ours, because the program has not
+asked for a checkpoint and its modules need not be written for one:
+
+- Buffers that the call changes, such as running statistics, are lent to the second run as they were before the first
+  one, and nothing of what it does to them stays.
+- A cache of keys and values (transformers makes one in each forward, also in training) is not given to the second run,
+  where it was empty before the forward. One with a past cannot be taken back: such a call keeps its activations.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, noop_context_fn
+
+from deepoffload.errors import UnsupportedError
+from deepoffload.params.torch_private import checkpoint_around, outside_user_modes
+
+_COPIED_BYTES = 1 << 20
+"""Buffers up to this size are compared by value: native kernels change running statistics and move no version."""
+
+
+def second_run_differed(error: BaseException) -> bool:
+    """Whether an error of a backward says that a second run had other arguments than the first one, or went another
+    way."""
+    edited = isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)
+    return edited or isinstance(error, CheckpointError)
+
+
+class Caches:
+    """The caches of keys and values that the forward of one micro-batch has shown, and whether they were empty."""
+
+    def __init__(self) -> None:
+        self._were_empty: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    def without(self, leaves: list[Any]) -> list[Any] | None:
+        """The arguments of a call, with None in place of caches that were empty; None where one has a past."""
+        found = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) and hasattr(leaf, "get_seq_length") and hasattr(leaf, "update"):
+                if leaf not in self._were_empty:
+                    self._were_empty[leaf] = int(leaf.get_seq_length()) == 0
+                if not self._were_empty[leaf]:
+                    return None
+                leaf = None
+            found.append(leaf)
+        return found
+
+
+class Recomputed:
+    """From the begin of a call on. :meth:`close` is its end.
+
+    Args:
+        leaves, structure: the arguments of the call, flattened, as the second run is to get them.
+    """
+
+    def __init__(self, module: nn.Module, leaves: list[Any], structure: Any) -> None:
+        self._module = module
+        self._structure = structure
+        self._buffers = _Buffers(module)
+        self._around: Iterator[None] | None = checkpoint_around(  # what runs between two calls of next() runs again
+            self._run_again, True, noop_context_fn, "default", False, True, *leaves
+        )
+        next(self._around)
+
+    def close(self) -> None:
+        around, self._around = self._around, None
+        if around is not None:
+            next(around, None)
+            self._buffers.compare()
+
+    def _run_again(self, *leaves: Any) -> None:
+        args, kwargs = self._structure.unflatten(leaves)
+        with self._buffers.as_they_were(type(self._module).__name__):
+            self._module(*args, **kwargs)
+
+
+class _Buffers:
+    """The buffers of a module before a call that may change them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._small: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
+        self._large: list[tuple[dict[str, Tensor | None], str, Tensor, int]] = []
+        with outside_user_modes():
+            for part in module.modules():
+                for name, buffer in part._buffers.items():
+                    if type(buffer) is Tensor and buffer.nbytes <= _COPIED_BYTES:
+                        self._small.append((part._buffers, name, buffer, buffer.clone()))
+                    elif buffer is not None:
+                        self._large.append((part._buffers, name, buffer, buffer._version))
+
+    def compare(self) -> None:
+        """After the call: forget those that it has left alone."""
+        with outside_user_modes():
+            self._small = [
+                (owner, name, buffer, before)
+                for owner, name, buffer, before in self._small
+                if owner.get(name) is not buffer or not torch.equal(buffer, before)
+            ]
+        self._large = [
+            (owner, name, buffer, version)
+            for owner, name, buffer, version in self._large
+            if owner.get(name) is not buffer or buffer._version != version
+        ]
+
+    @contextmanager
+    def as_they_were(self, module_name: str) -> Iterator[None]:
+        """The module has copies of what its buffers held before the call."""
+        if self._large:
+            raise UnsupportedError(
+                f"{module_name}: its forward changes the buffer {self._large[0][1]}, which is too large to be kept for "
+                'a second run of it; use activations="keep"'
+            )
+        now = [(owner, name, owner.get(name)) for owner, name, _, _ in self._small]
+        try:
+            for owner, name, _, before in self._small:
+                owner[name] = before.clone()
+            yield
+        finally:
+            for owner, name, value in now:
+                owner[name] = value

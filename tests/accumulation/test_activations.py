@@ -1,0 +1,183 @@
+"""What the forwards keep for their backwards, and that nothing else depends on it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+import deepoffload
+from deepoffload.errors import UsageError
+from tests.accumulation.loops import HORIZONTAL_AGAIN, PLAIN, VERTICAL, VERTICAL_AGAIN, Steps, accumulate
+from tests.support.inspect import pager_of
+from tests.support.loops import assert_same_bits
+from tests.support.models import batch, llama
+from tests.support.paging import TIGHT, Paging
+
+COUNT = 3
+
+
+class Probe(nn.Module):
+    """A layer that writes down its activations.
+
+    Attributes:
+        made: by all layers. in_backward: how many of these were alive when a backward was in the middle of one.
+    """
+
+    def __init__(self, made: list[weakref.ref[torch.UntypedStorage]], in_backward: list[int]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.made, self.in_backward = made, in_backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = (x * self.weight).sigmoid()  # saved twice
+        self.made.append(weakref.ref(found.untyped_storage()))
+        found.register_hook(lambda _: self.in_backward.append(alive(self.made)))
+        return found.sin()
+
+
+def alive(made: list[weakref.ref[torch.UntypedStorage]]) -> int:
+    return sum(reference() is not None for reference in made)
+
+
+class Probed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.UntypedStorage]] = []
+        self.in_backward: list[int] = []
+        self.embedding = nn.Embedding(64, 32)
+        probes = [Probe(self.made, self.in_backward) for _ in range(3)]
+        self.layers = nn.ModuleList(nn.Sequential(probe, nn.Linear(32, 32)) for probe in probes)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).logsumexp(-1).mean()
+
+
+def batches() -> list[Tensor]:
+    return [batch(micro) for micro in range(COUNT)]
+
+
+@pytest.mark.parametrize(("how", "kept"), [(VERTICAL, 9), (VERTICAL_AGAIN, 0), (HORIZONTAL_AGAIN, 0)])
+def test_what_remains_of_a_forward(paging: Paging, how: str, kept: int) -> None:
+    """Activations of all units, or none; in backward those of one unit."""
+    model = paging.build(Probed, TIGHT, key="Probed")
+    seen = []
+
+    def loss(model: Any, tokens: Tensor) -> Tensor:
+        found: Tensor = model(tokens)
+        seen.append(alive(model.made))
+        return found
+
+    accumulate(model, batches(), loss, how)
+    assert max(seen) == kept
+    assert len(model.made) == (9 if kept else 18)
+    assert max(model.in_backward) == (kept or 1)
+    assert alive(model.made) == 0
+
+
+def runs_of(model: Any, **arguments: Any) -> int:
+    before = len(model.made)
+    deepoffload.accumulate(model, batches(), lambda model, tokens: model(tokens), order=VERTICAL, **arguments)
+    return len(model.made) - before
+
+
+def test_auto_measures_one_micro_batch_and_then_keeps_what_memory_holds(paging: Paging) -> None:
+    """The rest of the first call is computed again, and so is all of a call that memory has no room for."""
+    model = paging.build(Probed, TIGHT, key="Probed")
+    assert runs_of(model) == 9 + 6
+    assert runs_of(model) == 9
+    pager_of(model).order.activations.measured(1 << 60)
+    assert runs_of(model) == 18
+    assert runs_of(model, activations="keep") == 9
+    with pytest.raises(UsageError, match="'recompute'"):
+        runs_of(model, activations="some")
+
+
+def edit(argument: Tensor) -> None:
+    with torch.no_grad():
+        argument.zero_()
+
+
+class Edited(nn.Module):
+    """A program that uses the memory of a layer's argument for something else, which autograd allows where the layer
+    has not saved it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(32, 32)) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            argument = x * 2
+            x = layer(argument)
+            edit(argument)
+        return x.square().mean()
+
+
+def test_arguments_that_are_edited_afterwards(paging: Paging) -> None:
+    """Such layers cannot run again. ``auto`` finds them, and ``recompute`` says so."""
+    ends = []
+    for activations in ("keep", "auto", "recompute"):
+        if activations != "recompute":  # what is known of a model is known to the next call
+            model = paging.build(Edited, TIGHT)
+        model.zero_grad()
+        losses = deepoffload.accumulate(model, batches(), order=VERTICAL, activations=activations)
+        ends.append((losses, [param.grad.clone() for param in model.parameters()]))
+    assert_same_bits(ends[0], ends[1])
+    assert_same_bits(ends[0], ends[2])
+    model = paging.build(Edited, TIGHT)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        deepoffload.accumulate(model, batches(), order=VERTICAL, activations="recompute")
+    assert 'use activations="keep"' in "".join(caught.value.__notes__)
+
+
+class WithState(nn.Module):
+    """Layers that change their buffers in each forward; those of the first one decide what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(
+            [spectral_norm(nn.Linear(32, 32)), nn.Sequential(nn.InstanceNorm1d(16, track_running_stats=True))]
+        )
+        self.layers.append(nn.Sequential(nn.BatchNorm1d(16), nn.Linear(32, 32)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def past_loss(model: Any, seed: int) -> Tensor:
+    """The second half of a text, of which the keys and values of the first half are there."""
+    tokens = batch(seed)
+    with torch.no_grad():
+        past = model(tokens[:, :8], use_cache=True).past_key_values
+    loss: Tensor = model(tokens[:, 8:], past_key_values=past, labels=tokens[:, 8:]).loss
+    return loss
+
+
+CASES: dict[str, tuple[Callable[[], Any], Steps]] = {
+    "buffers": (WithState, Steps(lambda model, seed: model(batch(seed)), int, 3, 3)),
+    "a cache with a past": (partial(llama, num_hidden_layers=2), Steps(past_loss, int, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_modules_with_a_state_run_once_for_all_that_can_be_seen(paging: Paging, case: str) -> None:
+    build, steps = CASES[case]
+    expected, *others = (steps.run(paging.build(build, TIGHT, key=case), how) for how in (PLAIN, VERTICAL_AGAIN))
+    assert_same_bits(expected, others[0])
