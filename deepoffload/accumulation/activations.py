@@ -4,6 +4,7 @@ units."""
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,8 +62,8 @@ def _fits(pager: PagerPort, count: int) -> bool | None:
 class Activations:
     """Of one call. Windows ask it when they open in a forward with gradients.
 
-    With ``AUTO`` the first micro-batch keeps its activations, and they are counted. In the first call the others
-    compute theirs again; afterwards ``room`` says what all of them do.
+    With ``AUTO`` the first micro-batch of the first call keeps its activations, and they are counted. Then it is known
+    whether memory has room for those of all.
 
     Args:
         count: of the micro-batches whose activations would be kept at the same time.
@@ -70,7 +71,8 @@ class Activations:
 
     def __init__(self, mode: ActivationMode, count: int, pager: PagerPort) -> None:
         self._room = pager.order.activations
-        fits = _fits(pager, count) if mode is ActivationMode.AUTO else mode is ActivationMode.KEEP
+        self._fits = partial(_fits, pager, count)
+        fits = self._fits() if mode is ActivationMode.AUTO else mode is ActivationMode.KEEP
         self._recompute = not fits
         self._counted = Counted(pager) if mode is ActivationMode.AUTO and fits is not False else None
         self._caches: defaultdict[int, Caches] = defaultdict(Caches)
@@ -102,6 +104,7 @@ class Activations:
             self._room.measured(self._counted.nbytes)
             for window in list(self._inputs):
                 self._look_for_edits(window)
+            self._recompute = not self._fits()
 
     def _look_for_edits(self, window: Window) -> None:
         """Whether the first micro-batch has edited in place what this window's module had been called with: a second

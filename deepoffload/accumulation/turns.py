@@ -15,7 +15,8 @@ of the micro-batches land in each parameter one after the other, in the order of
 
 Who goes next is decided from where all of them stand, by the one that parks: the least place in the order of visits
 (see ``schedule.visits``), then the least number. Nobody ever waits for a particular other one, so a micro-batch that
-skips a layer, or ends early, only changes who is next.
+skips a layer, or ends early, only changes who is next. While no order is known, the first micro-batch goes ahead to the
+end of its forward. It shows the order, which weights are used twice, and how large its activations are.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Turns:
         self._forward, self._backward, self._resumed = forward, backward, resumed
         self._changes = changes
         self._all = [MicroBatch(number) for number in range(count)]
+        self._leader = None if order.is_learned else self._all[0]
         self._by_thread: dict[int, MicroBatch] = {}
         self._running = self._all[0]
         self._places: dict[Visit, int] | None = None
@@ -158,6 +160,9 @@ class Turns:
                 loss = self._forward(one.number)
                 self._activations.forward_ended(one.number)
                 one.begin_backward()
+                if one is self._leader:
+                    self._leader = None
+                    self._order.learn([one.path])
                 self._go_on(one)
                 self._backward(one.number, loss)
                 del loss
@@ -185,6 +190,8 @@ class Turns:
             self._hand_over(following)
 
     def _next(self) -> MicroBatch | None:
+        if self._leader is not None:
+            return self._leader
         left = [one for one in self._all if one.phase is not TurnPhase.OVER]
         if self._places is None and not any(one.phase is TurnPhase.FORWARD for one in self._all):
             self._forwards_are_over()
@@ -252,9 +259,9 @@ class Turns:
     # -- what windows tell -----------------------------------------------------------------------------------------
 
     def number(self) -> int | None:
-        """Which micro-batch the calling thread runs."""
+        """Which micro-batch the calling thread runs beside others."""
         one = self._by_thread.get(threading.get_ident())
-        return None if one is None else one.number
+        return None if one is None or one is self._leader else one.number
 
     def enter(self, window: Window) -> None:
         """A module is called whose window is about to open."""

@@ -27,7 +27,7 @@ from deepoffload.params.torch_private import NOT_CAPTURED, active_ddp_module, le
 class NoWindow:
     """What a pickled window becomes: hooks that do nothing."""
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         return None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:

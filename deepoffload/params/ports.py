@@ -136,7 +136,7 @@ class TurnPort(Protocol):
     :class:`deepoffload.accumulation.turns.Turns`)."""
 
     def number(self) -> int | None:
-        """Which of them the calling thread runs; None where it runs none."""
+        """Which of them the calling thread runs while others are in the middle of their forwards; None else."""
 
     def enter(self, window: Window) -> None:
         """The window of a module is about to open: let others go first."""

@@ -280,10 +280,11 @@ class Window:
                 return  # enter() raised, or this is a copy of the module
             self.close(opened.pop())
             turns = self.pager.hooks.turns
-            if turns is None:
+            number = None if turns is None else turns.number()
+            if number is None:
                 self._note_call()
             if torch.is_autocast_enabled(self.pager.memory.device.type) and torch.is_autocast_cache_enabled():
-                self.pager.casts.leave(id(self), None if turns is None else turns.number())
+                self.pager.casts.leave(id(self), number)
         if turns is not None:
             turns.leave(self, output)
 

@@ -40,9 +40,14 @@ def places_of(paths: Iterable[Sequence[V]]) -> dict[V, int] | None:
 
 
 class VisitOrder:
-    """The places of visits in the forwards of a model, learned from its steps."""
+    """The places of visits in the forwards of a model, learned from its steps.
+
+    Attributes:
+        is_learned: from a forward at least; else it is a guess.
+    """
 
     def __init__(self) -> None:
+        self.is_learned = False
         self._places: dict[Hashable, int] = {}
 
     def guess(self, visits: Iterable[Hashable]) -> None:
@@ -56,6 +61,7 @@ class VisitOrder:
     def learn(self, paths: Sequence[Path]) -> None:
         """Take over the order of a step. A visit that this step did not make keeps its place among the others, if that
         agrees with the step."""
+        self.is_learned = True
         known = sorted(self._places, key=self._places.__getitem__)
         seen = {visit for path in paths for visit in path}
         if self._places and seen.issubset(self._places) and all(map(self._grows, paths)):

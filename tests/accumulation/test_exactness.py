@@ -103,6 +103,24 @@ class SparseTable(nn.Module):
         return (x + self.second(tokens)).square().mean()
 
 
+class CalledTwice(nn.Module):
+    """One layer is called without gradients and then twice with them: autocast casts its weights once for both, so
+    their gradients add up in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        with torch.no_grad():
+            reference = self.layers[0](x)
+        for layer in (*self.layers, *self.layers):
+            x = x + layer(x)
+        return (x - reference).square().mean()
+
+
 def router_loss(model: Any, seed: int) -> Tensor:
     """Router logits of all layers leave them by a side door, and meet in the loss."""
     tokens = batch(seed)
@@ -131,6 +149,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any, Steps]] = {
     "GPT, speculative": (TinyGPT, replace(TIGHT, step_overlap="speculative"), Steps(of_seed, int, 3, 4)),
     "GPT, reentrant checkpoints": (partial(TinyGPT, checkpointing=True), EVICTING, Steps(of_seed, int)),
     "Llama, autocast": (llama, TIGHT, Steps(of_seed, int, around=AUTOCAST)),
+    "called twice, autocast": (CalledTwice, TIGHT, Steps(other_ways, int, around=AUTOCAST)),
     "Mixtral, router loss": (mixtral, EVICTING, Steps(router_loss, int)),
     "T5, fp16": (small_t5, replace(TIGHT, precision="fp16"), Steps(t5_loss, int)),
     "shared, reentrant checkpoints": (SharedBehindCheckpoints, EVICTING, Steps(other_ways, int, 4)),
