@@ -95,8 +95,6 @@ def run_micro_batches(
     mode = activation_mode(engine, activations)
     caller = CallerState(engine.pager.memory.device.type) if vertical and engine is not None else None
     work = _Work(model, engine, batches, loss or model_loss, prepare)
-    speculation = None if engine is None else engine.gradients.speculation
-    told = speculation is not None and speculation.is_told
     try:
         if caller is not None and engine is not None:
             work.run_vertically(engine, caller, mode)
@@ -110,8 +108,8 @@ def run_micro_batches(
     finally:
         if engine is not None and engine.gradients.early is not None:
             engine.gradients.early.paused = False
-        if speculation is not None and not told:
-            speculation.announce(None)  # loops that say nothing about their backwards go on as before
+        if engine is not None and engine.gradients.speculation is not None:
+            engine.gradients.speculation.announce(None)  # backwards that come now may be those of any loop
     return work.losses
 
 

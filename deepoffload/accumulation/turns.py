@@ -57,6 +57,8 @@ class Ended(BaseException):
 class Turns:
     """Runs the micro-batches of one step in vertical order. See [Note: turns] at the top of this file.
 
+    It has more attributes than other classes, because everything that one call knows is one: it is made for each.
+
     Args:
         hooks: what runs now in each thread; the windows ask it who takes turns.
         order: of visits in a forward, as far as it is known.
@@ -259,7 +261,7 @@ class Turns:
     # -- what windows tell -----------------------------------------------------------------------------------------
 
     def number(self) -> int | None:
-        """Which micro-batch the calling thread runs beside others."""
+        """Which micro-batch the calling thread runs while others are on their way, too."""
         one = self._by_thread.get(threading.get_ident())
         return None if one is None or one is self._leader else one.number
 

@@ -25,11 +25,6 @@ class LastGradients:
         self._before: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
         self._is_last: bool | None = None
 
-    @property
-    def is_told(self) -> bool:
-        """Whether the program says which backward is the last one."""
-        return self._is_last is not None
-
     def announce(self, is_last: bool | None) -> None:
         """The next backward is the last one of its step, or is not; None: nobody says so any more."""
         if is_last and not self._is_last:

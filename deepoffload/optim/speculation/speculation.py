@@ -102,11 +102,6 @@ class Speculation:
 
     # -- what tells whose gradients these are --------------------------------------------------------------------------
 
-    @property
-    def is_told(self) -> bool:
-        """Whether the program says which backward is the last one."""
-        return self._last.is_told
-
     def announce(self, is_last: bool | None) -> None:
         """The next backward is the last one before ``step()``, or is not; None: nobody says so any more."""
         self._last.announce(is_last)
