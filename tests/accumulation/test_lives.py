@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import signal
 import threading
@@ -22,6 +21,7 @@ from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.runtime.context import engine_of
 from deepoffload.schedule.cost_model import Bandwidths
 from tests.accumulation.loops import HORIZONTAL, VERTICAL, Steps
+from tests.accumulation.trouble import Trouble
 from tests.support.inspect import pager_of
 from tests.support.loops import assert_same_bits
 from tests.support.models import TinyGPT, batch, next_token_loss
@@ -36,32 +36,6 @@ def batches(step: int) -> list[Tensor]:
 
 def our_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("deepoffload micro-batch")]
-
-
-class Trouble:
-    """Raises at the n-th of all the moments at which the program's own code runs: in forwards, losses and backwards."""
-
-    def __init__(self, model: Any) -> None:
-        self.left: int | None = None
-        self.raised: type[BaseException] = ArithmeticError
-        for module in (model.blocks[1], model.norm):
-            module.register_forward_pre_hook(lambda *_: self.moment())
-            module.register_full_backward_hook(lambda *_: self.moment())
-
-    def moment(self) -> None:
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                self.left = None
-                if self.raised is KeyboardInterrupt:
-                    os.kill(os.getpid(), signal.SIGINT)
-                else:
-                    raise self.raised("trouble")
-
-    def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        found = next_token_loss(model, tokens)
-        self.moment()
-        return found
 
 
 MOMENTS = COUNT * 5
