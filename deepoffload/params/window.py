@@ -200,15 +200,13 @@ class Window:
                 self._read(module)
             if pager.casts.held_by is not None and pager.casts.held_by != id(self):
                 pager.casts.drop()
-            if turns is not None and torch.is_grad_enabled():
-                entry.region = turns.region(self, module, args, kwargs)
             if self._table is None or not reads_rows(self._table, args[0] if args else None):
-                self._open(entry, module, args)
+                self._open(entry, module, args, kwargs)
             frame_end = FrameEnd()  # see [Note: the frame's end] in params.window_call
             entry.frame_end = weakref.ref(frame_end, partial(frame_ended, entry))
             frame.f_locals["_deepoffload_window"] = frame_end
 
-    def _open(self, entry: WindowCall, module: nn.Module, args: Any) -> None:
+    def _open(self, entry: WindowCall, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Bring the bytes, and end the time of doors."""
         pager = self.pager
         shared = pager.hooks.shared_by_threads()
@@ -219,6 +217,8 @@ class Window:
             pager.use_forward(self._units)
         try:
             self._take(entry, module, experts)
+            if torch.is_grad_enabled():
+                self._push_hooks(entry, module, args, kwargs)
         except BaseException:
             for block in entry.blocks:
                 pager.memory.release(block)
@@ -235,7 +235,7 @@ class Window:
                     param.__class__ = nn.Parameter
 
     def _take(self, entry: WindowCall, module: nn.Module, experts: list[int] | None) -> None:
-        """Bring and lease the bytes, or those of ``experts`` alone, and put our saved-tensor hooks on."""
+        """Bring and lease the bytes, or those of ``experts`` alone."""
         pager = self.pager
         for unit in self._units:
             if experts is None:
@@ -249,11 +249,17 @@ class Window:
                 unit.owner.install()
         if in_functorch():
             self._hold_wrapped(module)
-        pushed = pager.hooks.push(always=self._casts) if torch.is_grad_enabled() else False
-        if pushed is None:
+
+    def _push_hooks(self, entry: WindowCall, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Put our saved-tensor hooks on, above those of an activation region. The disk is not waited for in between,
+        where a Ctrl-C would find the one and not the other."""
+        hooks = self.pager.hooks
+        if hooks.turns is not None:
+            entry.region = hooks.turns.region(self, module, args, kwargs)
+        entry.pushed = hooks.push(always=self._casts)
+        if entry.pushed is None:
             for handle, _ in self._shown:
-                pager.hold_until_step(handle)
-        entry.pushed = pushed
+                self.pager.hold_until_step(handle)
 
     def show_doors(self, entry: WindowCall) -> None:
         """Give the parameters their doors back in the middle of a call (another thread uses them, too)."""

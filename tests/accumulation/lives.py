@@ -24,6 +24,7 @@ import torch
 import deepoffload
 from tests.accumulation.loops import HORIZONTAL, VERTICAL
 from tests.accumulation.trouble import Trouble
+from tests.runtime.lifecycle_program import has_saved_tensor_hooks
 from tests.support.ctrl_c import CtrlC
 from tests.support.inspect import leases_of, pager_of
 from tests.support.loops import assert_same_bits, weights_of
@@ -83,6 +84,7 @@ class Run:
         hooks = pager_of(self.model).hooks
         assert not threads and not hooks.opened() and hooks.turns is None, (threads, ended_by)
         assert not leases_of(self.model), ended_by
+        assert not has_saved_tensor_hooks(), (ended_by, how)
         return ended_by
 
 
