@@ -131,8 +131,8 @@ class _Release:
         """Nothing arrives here."""
 
 
-Reducer = Callable[[int, tuple[int, ...]], "PayloadFlight | None"]
-"""Starts the reduction of a unit (its index) to which these ranks contribute."""
+Reducer = Callable[[int, tuple[int, ...], bool], "PayloadFlight | None"]
+"""Starts the reduction of a unit (its index) to which these ranks contribute; True: others may do so later."""
 
 
 class RankLink:
@@ -215,7 +215,7 @@ class RankLink:
         if payload.kind is WantKind.REDUCE:
             if self.on_reduce is None:
                 raise RuntimeError(f"nothing reduces {self._name_of(payload.unit)} here")
-            return self.on_reduce(payload.unit // 2, payload.ranks)
+            return self.on_reduce(payload.unit // 2, payload.ranks, payload.is_partial)
         if payload.unit >= FIRST_STATE_NUMBER and self.state is not None:
             return self.state.serve(payload.unit, payload.ranks)
         known = self._shown.get(payload.unit)

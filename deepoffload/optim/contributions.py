@@ -87,17 +87,15 @@ class _Plan:
 
 
 class _Reducing:
-    """A reduction that has been launched, as rounds know it.
-
-    Attributes:
-        given: this rank's part in it, if it has one.
-    """
+    """A reduction that has been launched, as rounds know it. ``given`` is this rank's part in it, if it has one; where
+    it ``is_partial``, other ranks may give theirs later."""
 
     def __init__(
         self, owner: Contributions, plan: _Plan, flight: PartsFlight, given: _Contribution | None, scratch: Tensor
     ) -> None:
         self._owner = owner
         self.plan, self.flight, self.given, self.scratch = plan, flight, given, scratch
+        self.is_partial = False
         self.ready = flight.ready
         self.ready_within = flight.ready_within
 
@@ -207,8 +205,9 @@ class Contributions:
 
     # -- from autograd ---------------------------------------------------------------------------------------------
 
-    def take(self, handle: ParamHandle, grad: Tensor) -> None:
-        """Copy a gradient, of the parameter's type, into its unit's contribution; announce that when it is complete."""
+    def take(self, handle: ParamHandle, grad: Tensor) -> bool:
+        """Copy a gradient, of the parameter's type, into its unit's contribution. Returns whether that is complete, and
+        so announced."""
         plan = self._plan_of[handle]
         number = plan.numbers[handle]
         if self._announced or self._reducing:
@@ -230,6 +229,7 @@ class Contributions:
         if task >= 0 and task not in self._graph_tasks:
             self._graph_tasks.add(task)
             call_at_end_of_backward(lambda: self._backward_ends(task))
+        return contribution.missing == 0
 
     def _backward_ends(self, task: int) -> None:
         """[Note: which gradients are expected] The others need not wait for parts in units that this rank has not used.
@@ -298,8 +298,7 @@ class Contributions:
     def _announce(self, contribution: _Contribution, *, is_over: bool = False) -> None:
         plan, present = contribution.plan, contribution.present
         plan.open = None
-        adds_up = self._gradients.adds_up
-        coming = {number for number in plan.numbers.values() if adds_up or not (is_over or number in present)}
+        coming = {n for n in plan.numbers.values() if self._gradients.adds_up or not (is_over or n in present)}
         self._slots.seal(contribution.offset, plan.layout, [h.dtype for h in plan.numbers], present, coming)
         plan.posted.append(contribution)
         self._announced.append(contribution)
@@ -308,7 +307,7 @@ class Contributions:
 
     # -- from the other ranks --------------------------------------------------------------------------------------
 
-    def launch(self, unit_index: int, contributors: tuple[int, ...]) -> _Reducing:
+    def launch(self, unit_index: int, contributors: tuple[int, ...], is_partial: bool = False) -> _Reducing:
         """All ranks start the reduction of a unit now. Called by the link, in the same order on all ranks."""
         self._release_what_is_read()  # who waits for one unit may launch all others meanwhile
         plan = self._plans.get(unit_index)
@@ -326,10 +325,10 @@ class Contributions:
         while not self._slots.free_scratch:
             self._land_first()
         scratch, reduction = self._slots.free_scratch.pop(), reduction_of(plan.layout.part_nbytes, contributors)
-        memory = None if given is None else given.memory
-        flight = self._link.exchange.send_parts(memory, reduction, scratch, f"gradients of {plan.unit.name}")
-        reducing = _Reducing(self, plan, flight, given, scratch)
-        self._reducing.append(reducing)
+        what, memory = f"gradients of {plan.unit.name}", None if given is None else given.memory
+        flight = self._link.exchange.send_parts(memory, reduction, scratch, what)
+        self._reducing.append(reducing := _Reducing(self, plan, flight, given, scratch))
+        reducing.is_partial = is_partial
         return reducing
 
     def land_through(self, last: _Reducing) -> None:
@@ -428,7 +427,7 @@ class Contributions:
             return  # it has landed meanwhile
         self._is_landing = True
         try:
-            self._gradients.land_parts(first.plan.block, first.plan.layout, first.flight)
+            self._gradients.land_parts(first.plan.block, first.plan.layout, first.flight, is_partial=first.is_partial)
         finally:
             self._is_landing = False
         self._reducing.popleft()

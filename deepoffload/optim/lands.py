@@ -21,8 +21,8 @@ class Lands(Protocol):
     def before_landing(self, unit: Unit, block: Block) -> None:
         """Parts of a unit are about to land in its block ``block``."""
 
-    def land_parts(self, block: Block, layout: ContributionLayout, parts: PartsFlight) -> None:
-        """Take all parts of this rank's shard."""
+    def land_parts(self, block: Block, layout: ContributionLayout, parts: PartsFlight, *, is_partial: bool) -> None:
+        """Take all parts of this rank's shard. ``is_partial``: other ranks may give theirs later."""
 
     def after_landing(self, block: Block) -> None:
         """They have landed."""

@@ -179,9 +179,11 @@ class RankGradients(Gradients):
             pager.catch_up(unit)
         with pager.lock:
             pager.use_backward(unit)
-            self.contributions.take(handle, grad)
+            is_complete = self.contributions.take(handle, grad)
             set_grad(param, None)
             if self.early is not None:
+                if is_complete:
+                    self.early.given(unit)
                 self._make_decided(self.early)
             elif self.speculation is not None:
                 self.speculation.landed(handle)
@@ -223,7 +225,7 @@ class RankGradients(Gradients):
             self.drop_stepped(trained_of(block))
         self.pager.memory.settle(block)
 
-    def land_parts(self, block: Block, layout: ContributionLayout, parts: PartsFlight) -> None:
+    def land_parts(self, block: Block, layout: ContributionLayout, parts: PartsFlight, *, is_partial: bool) -> None:
         """Add the parts of this rank's shard up in rank order, and note whose gradients were in them."""
         owner = owner_of(block)
         sums = [_Sum() for _ in owner.records]
@@ -249,7 +251,7 @@ class RankGradients(Gradients):
         for record, found, bits in zip(owner.records, sums, there, strict=True):
             if bits & PRESENT:
                 self._note(record, found)
-        if self.early is not None:
+        if self.early is not None and not is_partial:
             self.early.sums_landed([r.handle for r, bits in zip(owner.records, there, strict=True) if bits == PRESENT])
 
     def _land_chunk(

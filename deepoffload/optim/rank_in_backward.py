@@ -5,7 +5,11 @@ gets a *decided* update as its ``pending``. It is made when autograd comes to th
 somebody looks at the unit. A gather is a look, on every rank: it is launched after the same reductions everywhere, so
 it shows the unit before its update on all ranks, or after it on all.
 
-Whether more gradients come is said in the contributions, since one rank's program may be further than another's.
+Whether more gradients come is said in the contributions, since one rank's program may be further than another's. Where
+a sum lacks a rank that waits for it, that rank's part comes later.
+
+A unit that has given all its gradients here is not gathered in advance before the step: when its update is made depends
+on the other ranks, and ranks that differ in what they want agree in more rounds.
 """
 
 from __future__ import annotations
@@ -19,6 +23,23 @@ from deepoffload.params.unit import ParamHandle, Unit
 
 class RankEarlyUpdates(EarlyUpdates):
     """Which parameters are updated in this backward already. Attributes as above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given: list[Unit] = []
+
+    def given(self, unit: Unit) -> None:
+        """This rank has announced all its gradients of a unit."""
+        if not self.paused:
+            unit.awaits_step = True
+            self._given.append(unit)
+
+    def end_of_step(self, optimizer: EarlyOptimizer) -> int:
+        """As above."""
+        for unit in self._given:
+            unit.awaits_step = False
+        self._given.clear()
+        return super().end_of_step(optimizer)
 
     def sums_landed(self, handles: Iterable[ParamHandle]) -> None:
         """The last gradients of these before the step have landed, of all ranks. A unit that has all of its gradients

@@ -74,12 +74,13 @@ class Payload(NamedTuple):
     """A collective that all ranks launch now.
 
     ``ranks``: of a gather, those that asked for it in this round, and take it; of a reduction, those that have a part
-    in it.
+    in it. ``is_partial``: of a reduction, another rank may have a part that comes later.
     """
 
     kind: WantKind
     unit: int
     ranks: tuple[int, ...]
+    is_partial: bool = False
 
 
 NOTHING = Want(WantKind.NOTHING)
@@ -127,21 +128,23 @@ class HeldReductions:
         """``rank`` has a part in one more reduction, or has none."""
         self._parts.setdefault(unit, [deque() for _ in range(self._world_size)])[rank].append(has_part)
 
-    def release(self, unit: int, over: frozenset[int]) -> Iterator[Payload]:
-        """The reductions of ``unit`` that may start when the ranks ``over`` announce no more parts."""
+    def release(self, unit: int, over: frozenset[int], waiting: frozenset[int] = frozenset()) -> Iterator[Payload]:
+        """The reductions of ``unit`` that may start when the ranks ``over`` announce no more parts, and the ``waiting``
+        ones no more before something is reduced."""
         parts = self._parts.get(unit)
-        while parts is not None and all(said or rank in over for rank, said in enumerate(parts)):
+        while parts is not None and all(said or rank in over | waiting for rank, said in enumerate(parts)):
+            is_partial = not all(said or rank in over for rank, said in enumerate(parts))
             ranks = tuple(rank for rank, said in enumerate(parts) if said and said.popleft())
             if not any(parts):
                 del self._parts[unit]
                 parts = None
             if ranks:
-                yield Payload(WantKind.REDUCE, unit, ranks)
+                yield Payload(WantKind.REDUCE, unit, ranks, is_partial)
 
-    def release_all(self, over: frozenset[int]) -> Iterator[Payload]:
+    def release_all(self, over: frozenset[int], waiting: frozenset[int] = frozenset()) -> Iterator[Payload]:
         """The same of all units."""
         for unit in tuple(self._parts):
-            yield from self.release(unit, over)
+            yield from self.release(unit, over, waiting)
 
 
 @dataclass
@@ -268,7 +271,7 @@ class Rounds:
                 return  # who waited may announce more
         if self._held and all(want.kind in STEPPING or want.kind is WantKind.WAIT for want in wants):
             # Nobody can announce a part before something is reduced: the parts that are there are added.
-            yield from self._held.release_all(frozenset(range(self.world_size)))
+            yield from self._held.release_all(over, frozenset(range(self.world_size)))
 
     def _meet(self, kinds: set[WantKind], different: int) -> WantKind | None:
         if kinds == {WantKind.EDIT}:

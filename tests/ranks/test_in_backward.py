@@ -24,6 +24,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
         early("half", transport="group", precision="bf16", micro_batches=3),
         early("evicted", uneven="layer drop", micro_batches=2),
         early("memory", model="gpt-reentrant"),
+        early("nvme", uneven="other order"),
     ]
     disk, *_ = check_all(jobs, tmp_path)
     assert all(found.stats["disk_bytes_written"] > 0 for found in disk)

@@ -192,7 +192,8 @@ def test_parts_that_all_wait_for_each_other_are_added_as_they_are():
     rounds.rest(Want(WantKind.WAIT))
     assert rounds.take([WAIT, NOTHING, WAIT]) == RoundOutcome()
     rounds.rest(Want(WantKind.WAIT))
-    assert rounds.take([WAIT, WAIT, STEP]) == RoundOutcome((Payload(REDUCE, 1, (0, 2)), Payload(REDUCE, 2, (1,))))
+    partial = (Payload(REDUCE, 1, (0, 2), is_partial=True), Payload(REDUCE, 2, (1,), is_partial=True))
+    assert rounds.take([WAIT, WAIT, STEP]) == RoundOutcome(partial)
 
 
 def test_who_has_not_asked_yet_takes_nothing():

@@ -95,27 +95,31 @@ def loss_of(model: nn.Module, name: str, seed: int) -> Tensor:
     return model(**inputs).loss
 
 
-class Without(nn.Module):
-    """A GPT without one of its blocks."""
+class Ordered(nn.Module):
+    """A GPT whose blocks come in another order, perhaps not all of them."""
 
-    def __init__(self, model: nn.Module, left_out: int) -> None:
+    def __init__(self, model: nn.Module, order: Sequence[int]) -> None:
         super().__init__()
-        self.model, self.left_out = [model], left_out  # in a list: it is no child
+        self.model, self.order = [model], order  # in a list: it is no child
 
     def forward(self, tokens: Tensor) -> Tensor:
         model: Any = self.model[0]
         x = model.embedding(tokens) + model.position[: tokens.shape[1]]
-        for number, block in enumerate(model.blocks):
-            if number != self.left_out:
-                x = block(x)
+        for number in self.order:
+            x = model.blocks[number](x)
         return model.head(model.norm(x))
 
 
 def leave_a_layer_out(model: nn.Module, step: int, reader: int) -> nn.Module:
     """Rank 1 leaves a block out in every second step, all ranks leave one out in the third."""
     if step == 2:
-        return Without(model, 1)
-    return Without(model, 2) if reader == 1 and step % 2 else model
+        return Ordered(model, (0, 2, 3))
+    return Ordered(model, (0, 1, 3)) if reader == 1 and step % 2 else model
+
+
+def turn_round(model: nn.Module, step: int, reader: int) -> nn.Module:
+    """Every second rank has its layers in the other order."""
+    return Ordered(model, (3, 2, 1, 0)) if reader % 2 else model
 
 
 def begin_late(model: nn.Module, step: int, reader: int) -> nn.Module:
@@ -127,7 +131,11 @@ def begin_late(model: nn.Module, step: int, reader: int) -> nn.Module:
     return model
 
 
-UNEVEN: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {"layer drop": leave_a_layer_out, "turns": begin_late}
+UNEVEN: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {
+    "layer drop": leave_a_layer_out,
+    "other order": turn_round,
+    "turns": begin_late,
+}
 
 
 def evaluate_on_rank_0(model: nn.Module, job: Job, step: int) -> list[float]:
