@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 from transformers import Trainer  # noqa: E402
 
 from deepoffload.integrations.transformers import fill_auto, optimizers_of  # noqa: E402
+from tests.support.deepspeed_configs import OF_TRAINER  # noqa: E402
 
 AUTO = "auto"
 CONFIG: dict[str, Any] = {
@@ -63,6 +64,8 @@ def test_every_auto_of_the_trainers_is_filled_in(tmp_path):
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     }
     assert not parse_config(filled).warnings and CONFIG["train_batch_size"] == AUTO
+    for theirs in OF_TRAINER.values():
+        assert not parse_config(fill_auto(theirs, arguments(tmp_path, bf16=True))).warnings
     assert fill_auto(filled, arguments(tmp_path, bf16=True)) == filled
 
 
@@ -117,11 +120,15 @@ class Rows(torch.utils.data.Dataset[Any]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def test_the_trainer_trains_as_with_a_model_in_memory(nvme_path, tmp_path):
+@pytest.mark.parametrize("file", ["zero3.json", "ours"])
+def test_the_trainer_trains_as_with_a_model_in_memory(file, nvme_path, tmp_path):
+    """With a file of transformers as it is, and with one of which nothing stays in memory."""
+    said = CONFIG | {"zero_optimization": {"stage": 3}, "host_budget": "1MiB", "nvme_path": str(nvme_path)}
+    (tmp_path / "ds.json").write_text(json.dumps(OF_TRAINER.get(file, said)))
+
     def run(paged: bool) -> Any:
         args = arguments(tmp_path)
-        config = fill_auto(CONFIG, args) | {"host_budget": "1MiB", "nvme_path": str(nvme_path)}
-        config["zero_optimization"] = {"stage": 3}
+        config = fill_auto(tmp_path / "ds.json", args)
         torch.manual_seed(0)
         if paged:
             with deepoffload.offload_context(config):
