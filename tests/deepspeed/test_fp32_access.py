@@ -237,6 +237,9 @@ def test_a_frozen_parameter_has_no_fp32_value_and_no_state(shared_paging):
         utils.safe_set_full_grad(frozen, torch.zeros(frozen.shape))
     with pytest.raises(UsageError, match="it is frozen, or its optimizer is not one of deepoffload"):
         utils.safe_set_full_optimizer_state(frozen, torch.zeros(frozen.shape), "exp_avg")
+    given_to_one = deepoffload.CPUAdamW([frozen])  # as scripts do with model.parameters()
+    assert utils.safe_get_full_optimizer_state(frozen, "exp_avg") is None
+    del given_to_one
 
 
 def test_an_ordinary_parameter_gives_none():

@@ -78,7 +78,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """An array of optimizer state in fp32, such as ``"exp_avg"``; before the first step what it starts with."""
     handle = _handle(param)
-    return None if handle is None else read_array(handle, param, optim_state_key)
+    return None if handle is None or not param.requires_grad else read_array(handle, param, optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
