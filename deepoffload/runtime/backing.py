@@ -74,9 +74,9 @@ def _nbytes_in_runs(nbytes: int, count: int) -> int:
     return round_up(nbytes) + (2 * count - 1) * PAGE_BYTES
 
 
-def nbytes_for_later(nbytes: int) -> int:
-    """What a block takes whose tensors of ``nbytes`` a checkpoint may come to have later."""
-    return _nbytes_in_runs(nbytes, RUNS_LATER)
+def nbytes_for_later(nbytes: int, count: int) -> int:
+    """What a block takes whose ``count`` tensors of ``nbytes`` a checkpoint may come to have later."""
+    return _nbytes_in_runs(nbytes, min(count, RUNS_LATER))
 
 
 def back_unit(unit: Unit, ranges: Mapping[ParamHandle, SourceRange]) -> bool:

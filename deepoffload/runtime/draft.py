@@ -69,7 +69,7 @@ class UnitDraft:
         if ranks is None:
             self._offsets, self.nbytes = byte_offsets([handle.numel * dtype.itemsize for handle, dtype in pairs])
             if may_lie_elsewhere:
-                self.nbytes = nbytes_for_later(self.nbytes)
+                self.nbytes = nbytes_for_later(self.nbytes, len(pairs))
             return
         trained = {handle for handle, _ in self.trained}
         tensors = [FlatTensor(h.numel, dtype.itemsize, (dtype, h in trained)) for h, dtype in pairs]
