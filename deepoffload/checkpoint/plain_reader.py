@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from deepoffload.checkpoint.plain_files import FileTensor
+from deepoffload.checkpoint.plain_files import FileTensor, PlainFile
 from deepoffload.errors import IoFailure
 from deepoffload.io.engine import IoEngine, IoFile
+from deepoffload.io.source_files import SourceFiles
 from deepoffload.io.ticket import Ticket
 from deepoffload.native.aio import PAGE_BYTES
 
@@ -24,16 +26,19 @@ REQUEST_BYTES = 256 << 20
 
 class PlainReader:
     """Args:
+    files: as they were when their headers were read. Those that are others by now, or have changed, are not read.
     progress: told the bytes that have come.
 
     Attributes:
         read_bytes: of values, so far.
     """
 
-    def __init__(self, progress: Callable[[int], None]) -> None:
+    def __init__(self, files: Iterable[PlainFile], progress: Callable[[int], None]) -> None:
         self.read_bytes = 0
+        self._statuses = {file.path: file.status for file in files}
         self._progress = progress
         self._io = IoEngine(block_bytes=WINDOW_BYTES)
+        self._sources = SourceFiles(self._io, says_buffered=False)
         self._files: dict[str, IoFile] = {}
         memory = torch.empty(NUM_WINDOWS * WINDOW_BYTES + PAGE_BYTES, dtype=torch.uint8, device="cpu")
         aligned = -memory.data_ptr() % PAGE_BYTES
@@ -83,13 +88,22 @@ class PlainReader:
         """Elements that one window holds."""
         return WINDOW_BYTES // tensor.dtype.itemsize
 
+    def check(self) -> None:
+        """Raise ``IoFailure`` where a file was written to while it was read: nobody knows what has come."""
+        self._sources.check_all()
+
     def close(self) -> None:
         """End, and close the files."""
+        self._sources.close()
         self._io.close()
 
     def _opened(self, path: str) -> IoFile:
         if path not in self._files:
-            self._files[path] = self._io.open_file(path, readonly=True)
+            number = self._sources.number_as(path, self._statuses[path])
+            if number is None:
+                remedy = "The file was replaced, removed or written to since its header was read: load it again"
+                raise IoFailure("open", errno.ESTALE, path, 0, self._statuses[path].st_size, remedy)
+            self._files[path] = self._sources.file(number)
         return self._files[path]
 
     def _await(self, ticket: Ticket, tensor: FileTensor) -> None:

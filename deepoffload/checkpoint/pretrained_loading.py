@@ -91,7 +91,7 @@ def load_pretrained(model: nn.Module | HasModule, path: str | os.PathLike[str], 
         with outside_user_modes():
             _leave_in_files(loading, files)
             discard_replaced(loading.written())
-            SHIELD.let_through(_load, (loading, os.fspath(path), parts, task))
+            SHIELD.let_through(_load, (loading, files, os.fspath(path), parts, task))
     return loading.keys
 
 
@@ -196,7 +196,9 @@ def _is_whole(part: Part, handle: ParamHandle) -> bool:
     return every and part.offset_numel == 0 and part.view.is_contiguous()
 
 
-def _load(loading: _Loading, path: str, parts: PartsToLoad | None, task: JointTask | None) -> None:
+def _load(
+    loading: _Loading, files: Sequence[PlainFile], path: str, parts: PartsToLoad | None, task: JointTask | None
+) -> None:
     if not loading.stored:
         return
 
@@ -214,7 +216,7 @@ def _load(loading: _Loading, path: str, parts: PartsToLoad | None, task: JointTa
         for part, target in loading.parts(name)
     )
     progress = Progress(total_bytes, f"loading {path}", f"loaded {format_bytes(total_bytes)} of {path}")
-    reader = PlainReader(advance)
+    reader = PlainReader(files, advance)
     try:
         for name, tensor in sorted(loading.stored.items(), key=lambda item: (item[1].path, item[1].begin)):
             done = 0
@@ -225,6 +227,7 @@ def _load(loading: _Loading, path: str, parts: PartsToLoad | None, task: JointTa
                 else:
                     _fill(reader, tensor, part, done)
                 done += part.stop - part.start
+        reader.check()
     finally:
         reader.close()
     progress.done()

@@ -78,10 +78,8 @@ class MappedOrigins:
     def range_in(self, path: str, status: os.stat_result, offset: int, nbytes: int) -> SourceRange | None:
         """``nbytes`` from ``offset`` on of the file at ``path``, which was a safetensors file when it had ``status``;
         None where it is another one by now, or has changed."""
-        number = self._files.number_of(path, status.st_dev, status.st_ino)
-        if number is None or self._files.content_of(number) != (status.st_size, status.st_mtime_ns):
-            return None
-        return SourceRange(number, offset, nbytes)
+        number = self._files.number_as(path, status)
+        return None if number is None else SourceRange(number, offset, nbytes)
 
     def _is_one(self, number: int) -> bool:
         """Whether a file begins as a safetensors file does: the length of its header, and JSON."""

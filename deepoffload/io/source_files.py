@@ -46,10 +46,12 @@ class SourceFiles:
 
     Args:
         engine: does the transfers; it must outlive them.
+        says_buffered: warn of files that are read through the page cache.
     """
 
-    def __init__(self, engine: IoEngine) -> None:
+    def __init__(self, engine: IoEngine, *, says_buffered: bool = True) -> None:
         self._engine = engine
+        self._says_buffered = says_buffered
         self._files: list[SourceFile] = []
         self._numbers: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
@@ -66,6 +68,12 @@ class SourceFiles:
         with self._lock:
             known = self._numbers.get((device, inode))
             return self._open(path, device, inode) if known is None else known
+
+    def number_as(self, path: str, status: os.stat_result) -> int | None:
+        """The same of a file that had ``status``; None, too, where it was written to since."""
+        number = self.number_of(path, status.st_dev, status.st_ino)
+        same = number is not None and self._files[number].content == (status.st_size, status.st_mtime_ns)
+        return number if same else None
 
     def _open(self, path: str, device: int, inode: int) -> int | None:
         try:
@@ -85,7 +93,7 @@ class SourceFiles:
         except BaseException:
             os.close(fd)
             raise
-        if not file.direct:
+        if not file.direct and self._says_buffered:
             name = errno.errorcode.get(file.direct_errno, str(file.direct_errno))
             warnings.warn(
                 f"{path}: O_DIRECT does not work there ({name}); weights are read through the page cache, which costs "
@@ -97,10 +105,6 @@ class SourceFiles:
         self._files.append(SourceFile(path, fd, file, _content(fd)))
         number = self._numbers[(device, inode)] = len(self._files) - 1
         return number
-
-    def content_of(self, number: int) -> Content:
-        """What tells the content of a file from another one, when it was opened."""
-        return self._files[number].content
 
     def size_of(self, number: int) -> int:
         """Bytes of a file, when it was opened."""

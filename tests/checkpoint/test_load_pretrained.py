@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import deepoffload
-from deepoffload.errors import UsageError
+from deepoffload.checkpoint.plain_files import open_files
+from deepoffload.checkpoint.plain_reader import PlainReader
+from deepoffload.errors import IoFailure, UsageError
 from tests.support.models import TinyGPT
 
 Paged = Callable[..., Any]
@@ -196,3 +200,29 @@ def test_an_index_that_is_wrong(index: Any, said: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UsageError, match=said):
         deepoffload.load_pretrained(nn.Linear(3, 2, bias=False), tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["replaced", "removed", "overwritten", "overwritten while it is read"])
+def test_a_file_that_changes_after_its_header_was_read(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "one.safetensors"
+    written(path, record())
+    files = open_files(path)
+    tensor = files[0].tensors["weight"]
+    memory = torch.empty(2, 3)
+    reader = PlainReader(files, lambda nbytes: None)
+    if damage == "overwritten while it is read":
+        reader.read_into(memory.data_ptr(), tensor, 0, 6)
+        reader.check()
+    if damage == "replaced":
+        written(tmp_path / "two.safetensors", record(), bytes(range(24)))
+        os.replace(tmp_path / "two.safetensors", path)
+    elif damage == "removed":
+        path.unlink()
+    else:
+        with open(path, "ab") as file:
+            file.write(b"x")
+    with pytest.raises(IoFailure, match="written to") as error:
+        reader.read_into(memory.data_ptr(), tensor, 0, 6)
+        reader.check()
+    assert error.value.filename == str(path) and error.value.errno == errno.ESTALE
+    reader.close()
