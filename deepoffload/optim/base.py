@@ -317,9 +317,11 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         self._in_backward.used(self.param_groups, work.paged)
         pagers = [handles[0].pager] if isinstance(handles[0].pager, Pager) else []
         for update in self._enter_step(work, pagers, 1.0, whole=False):
-            update.run(defer=wait)
-            for handle in update.jobs:
-                update.gradients.assign(handle, None)
+            try:
+                update.run(defer=wait)
+            finally:  # what a transfer leaves of it is made later, with gradients that make no second one
+                for handle in update.jobs:
+                    update.gradients.assign(handle, None)
 
     def guess_step(self, handles: Sequence[ParamHandle]) -> GuessedStep:
         """What the next :meth:`step` will be for some parameters, if nothing clips, overflows or changes until then."""

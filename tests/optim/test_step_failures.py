@@ -87,6 +87,36 @@ def test_again_after_a_disk_error(paging: Paging, monkeypatch: pytest.MonkeyPatc
     )
 
 
+def test_an_update_inside_backward_that_fails_is_made_once(paging: Paging, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train_twice() -> tuple[list[int], bool]:
+        """The chunks moved before and after the second backward, and whether that has failed."""
+        model = paging.build(mlp, replace(SERIAL, step_overlap="in_backward"), key="mlp")
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+        model(rows()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss, failed = model(rows(seed=1)).square().mean(), False
+        chunks = [chunks_of(model)]
+        try:
+            loss.backward()
+        except IoFailure:
+            failed = True  # what has a gradient is updated; the others have none
+        chunks.append(chunks_of(model))
+        optimizer.step()
+        steps = [int(state["step"]) for state in optimizer.state_dict()["state"].values()]
+        assert set(steps) <= {1, 2}, steps
+        assert failed or set(steps) == {2}
+        return chunks, failed
+
+    (first, last), _ = train_twice()
+    raised = 0
+    for chunk in range(first + 1, last, 9):
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_module, "IoEngine", partial(IoEngine, fault_script=f"nth={chunk} errno={errno.EIO}"))
+            raised += train_twice()[1]
+    assert raised, "hardly anything has failed: this tested nothing"
+
+
 @pytest.mark.parametrize("overlap", ["none", "deferred"])
 @pytest.mark.parametrize(
     "wrong",
