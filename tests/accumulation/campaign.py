@@ -1,8 +1,10 @@
-"""Every model of the matrix under every setting: ``python -m tests.accumulation.campaign [NVME_PATH] [FAMILY ...]``.
+"""Every model of the matrix under every setting: ``python -m tests.accumulation.campaign NVME_PATH [--quick]
+[FAMILY ...]``.
 
-Compares both orders of ``accumulate`` with a plain loop, bit for bit, in three precisions, for 1, 2, 3 and 8
-micro-batches, with and without the two kinds of activation checkpoints. It takes about half an hour. Of the
-parametrizations, spectral norm behind checkpoints differs: it counts each forward, also those inside backward.
+Compares the vertical order with a plain loop, bit for bit, with activations kept and computed again: in three
+precisions and under autocast, for 1, 2, 3 and 8 micro-batches, with and without the two kinds of activation
+checkpoints. It takes more than an hour; ``--quick`` runs six cells of each family. Of the parametrizations, spectral norm
+behind the model's own checkpoints differs: it counts each forward, also those inside backward.
 """
 
 from __future__ import annotations
@@ -11,32 +13,69 @@ import itertools
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tests.accumulation.loops import HORIZONTAL, PLAIN, VERTICAL, Steps
+from tests.accumulation.loops import PLAIN, VERTICAL, VERTICAL_AGAIN, Steps
 from tests.models.programs import checkpoints
 from tests.models.zoo import FAMILIES, Family
 from tests.support.loops import assert_same_bits
 from tests.support.paging import EVICTING, TIGHT, Paging, Setting
 
 
-def wrong(
-    paging: Paging, family: Family, setting: Setting, micro_batches: int, reentrant: bool | None, steps: int = 2
-) -> str | None:
-    """How the orders differ from the plain loop; None where they do not."""
+class Cell(NamedTuple):
+    """One way to train a model.
+
+    Attributes:
+        precision: of the weights, or ``"autocast"``.
+        reentrant: the kind of its activation checkpoints; None: it has none.
+    """
+
+    setting: Setting
+    precision: str
+    micro_batches: int
+    reentrant: bool | None
+
+    def __str__(self) -> str:
+        return f"{self.setting} {self.precision} {self.micro_batches} {self.reentrant}"
+
+
+PRECISIONS = ("keep", "bf16", "fp16", "autocast")
+EVERY = [
+    Cell(setting, precision, count, reentrant)
+    for setting, precision, reentrant in itertools.product((EVICTING, TIGHT), PRECISIONS, (None, False, True))
+    for count in ((1, 2, 3, 8) if reentrant is None else (3,))
+]
+QUICK = [
+    Cell(EVICTING, "bf16", 3, None),
+    Cell(TIGHT, "keep", 8, None),
+    Cell(TIGHT, "fp16", 2, None),
+    Cell(TIGHT, "autocast", 3, None),
+    Cell(EVICTING, "keep", 3, False),
+    Cell(TIGHT, "bf16", 3, True),
+]
+AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+
+
+def wrong(paging: Paging, family: Family, cell: Cell, steps: int = 2) -> str | None:
+    """How the vertical order differs from the plain loop; None where it does not."""
+    under_autocast = cell.precision == "autocast"
+    setting = replace(cell.setting, precision="keep" if under_autocast else cell.precision)
+    ways = (PLAIN, VERTICAL, VERTICAL_AGAIN)
     runs: list[dict[str, Any]] = []
-    for how in (PLAIN, HORIZONTAL, VERTICAL):
+    for how in ways:
         model = paging.build(family.build, setting, key=family.name)
-        with checkpoints(model, reentrant):
-            made = Steps(family.loss, lambda seed: seed, micro_batches, steps).run(model, how)
-        if reentrant is not None:
-            del made["buffers"]  # a checkpoint counts batches twice, in the order in which it runs them again
+        asked = Steps(family.loss, lambda seed: seed, cell.micro_batches, steps)
+        with checkpoints(model, cell.reentrant):
+            made = (replace(asked, around=AUTOCAST) if under_autocast else asked).run(model, how)
+        if cell.reentrant is not None:
+            del made["buffers"]  # the model's checkpoints count batches twice, in the order in which they run again
         runs.append(made)
         del model
-    for how, run in zip((HORIZONTAL, VERTICAL), runs[1:], strict=True):
+    for how, run in zip(ways[1:], runs[1:], strict=True):
         try:
             assert_same_bits(runs[0], run, how, nan_is_wrong=setting.precision != "fp16")
         except AssertionError as difference:
@@ -46,20 +85,15 @@ def wrong(
 
 def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
-    names = arguments[1:] or list(FAMILIES)
+    cells = QUICK if "--quick" in arguments else EVERY
+    folder, *names = [argument for argument in arguments if argument != "--quick"]
     faults = 0
-    with tempfile.TemporaryDirectory(dir=arguments[0] if arguments else None) as folder:
-        paging = Paging(Path(folder))
-        for name in names:
-            family = FAMILIES[name]
-            for setting, precision, reentrant in itertools.product(
-                (EVICTING, TIGHT), ("keep", "bf16", "fp16"), (None, False, True)
-            ):
-                for micro_batches in (1, 2, 3, 8) if reentrant is None else (3,):
-                    asked = replace(setting, precision=precision)
-                    found = wrong(paging, family, asked, micro_batches, reentrant)
-                    faults += found is not None
-                    print(name, setting, precision, micro_batches, reentrant, found or "same", flush=True)
+    with tempfile.TemporaryDirectory(dir=folder) as inside:
+        paging = Paging(Path(inside))
+        for name, cell in itertools.product(names or FAMILIES, cells):
+            found = wrong(paging, FAMILIES[name], cell)
+            faults += found is not None
+            print(name, cell, found or "same", flush=True)
     return min(faults, 1)
 
 
