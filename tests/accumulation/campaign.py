@@ -3,8 +3,8 @@
 
 Compares the vertical order with a plain loop, bit for bit, with activations kept and computed again: in three
 precisions and under autocast, for 1, 2, 3 and 8 micro-batches, with and without the two kinds of activation
-checkpoints. It takes more than an hour; ``--quick`` runs six cells of each family. Of the parametrizations, spectral norm
-behind the model's own checkpoints differs: it counts each forward, also those inside backward.
+checkpoints. It takes more than an hour; ``--quick`` runs six cells of each family. Of the parametrizations, spectral
+norm behind the model's own checkpoints differs: it counts each forward, also those inside backward.
 """
 
 from __future__ import annotations
