@@ -22,6 +22,9 @@ INSTALLED := $(VENV)/.installed
 CHECKED := tests/unit tests/house tests/memory tests/native tests/params/test_traps.py tests/optim/test_ordinary.py
 NATIVE := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp)
 
+# Tests start many processes. Without compiled files each would compile all that it imports; empty means not set.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check test-integrations test-versions lint simulated-gpu format sanitize clean
 

@@ -13,7 +13,7 @@ from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.program import generate
 from tests.support.paging import Paging
 
-PROGRAMS = 240
+PROGRAMS = 160
 PART = 40
 
 

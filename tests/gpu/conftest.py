@@ -1,6 +1,6 @@
 """Tests of a device with memory of its own: on CUDA where there is one, and on the simulated GPU everywhere.
 
-Each device and module has a process of its own.
+Each device has a process that does nothing else.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Tests that use the simulated GPU run in a process of their own, one for each test module, and are reported as others.
+"""Tests that use the simulated GPU run in a process that does nothing else, and are reported as others.
 
 A ``conftest.py`` takes the hooks of this module and the fixture ``simulated_gpu``. Tests that ask for the fixture, or
 have a parameter ``device`` that names the simulated GPU or CUDA, are then handed to a child, which is an ordinary
-pytest over the same module: fixtures, parameters and failures look as always. What kills the child fails the test with
-all that the child had said.
+pytest over all modules with such tests: fixtures, parameters and failures look as always. There is one child at a time,
+of one device. What kills it fails the test with all that it had said, and the next test gets another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,10 +34,9 @@ SERVED = pytest.StashKey["Child | None"]()
 
 
 class Child:
-    """A pytest over one module that waits for tests of one device to run."""
+    """A pytest over some modules that waits for tests of one device to run."""
 
-    def __init__(self, module: Path, device: str, config: pytest.Config) -> None:
-        self.module = module
+    def __init__(self, modules: Iterable[Path], device: str, config: pytest.Config) -> None:
         self.device = device
         # Torch knows one kind of accelerator in a process.
         environment = cuda.visible(os.environ) if device == "cuda" else {**os.environ, cuda.VISIBLE: ""}
@@ -44,7 +44,7 @@ class Child:
         to_child, requests = os.pipe()
         reports, from_child = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(module)],
+            [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", *map(str, modules)],
             cwd=config.rootpath,
             env=environment | {CHILD: f"{to_child},{from_child}"},
             pass_fds=(to_child, from_child),
@@ -97,10 +97,12 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if CHILD in os.environ or device is None or item.get_closest_marker("skip") is not None:
         return None
     child = item.session.stash.get(SERVED, None)
-    if child is None or (child.module, child.device) != (item.path, device):
+    if child is None or child.device != device:
         close(item.session)
-        child = item.session.stash[SERVED] = Child(item.path, device, item.config)
-    same_child = nextitem is not None and nextitem.path == item.path and device_of(nextitem) == device
+        modules = dict.fromkeys(each.path for each in item.session.items if device_of(each) == device)
+        child = item.session.stash[SERVED] = Child(modules, device, item.config)
+        item.config.add_cleanup(partial(close, item.session))
+    same_child = nextitem is not None and device_of(nextitem) == device
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     answer = child.run(item, nextitem if same_child else None)
     if isinstance(answer, str):
@@ -112,8 +114,6 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    if not same_child:
-        close(item.session)
     # Collectors that earlier tests had set up here and that later ones do not have.
     item.session._setupstate.teardown_exact(nextitem)
     return True
