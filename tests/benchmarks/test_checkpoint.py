@@ -21,7 +21,7 @@ def test_one_round_of_a_tiny_model(nvme_path: Path, tmp_path: Path) -> None:
         "--rounds",
         "1",
         "--file-mib",
-        "32",
+        "128",
         "--json",
         str(result),
     ]

@@ -22,7 +22,7 @@ def test_one_round_of_a_tiny_model(nvme_path: Path, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     command = [sys.executable, "-m", "benchmarks.end_to_end", "--path", str(nvme_path), "--size", "tiny", "--seq", "32"]
     command += ["--rounds", "1", "--steps", str(STEPS), "--steps-max", str(STEPS), "--warmup", "1", "--threads", "1"]
-    command += ["--rows", *CASES, "--file-mib", "32", "--json", str(result)]
+    command += ["--rows", *CASES, "--file-mib", "128", "--json", str(result)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
