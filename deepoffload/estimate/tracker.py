@@ -50,12 +50,12 @@ class Fakes:
         buffer_types = {id(buffer): dtype for buffer, dtype in types.buffers}
         made: dict[int, Tensor] = {}
         for prefix, module in model.named_modules():
-            for key, param in module.named_parameters(prefix, recurse=False):
+            for key, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
                 if id(param) not in made:
                     made[id(param)] = torch.empty(param.shape, dtype=types.of(param), requires_grad=param.requires_grad)
                     self.params.append((param, made[id(param)]))
                 self.by_name[key] = made[id(param)]
-            for key, buffer in module.named_buffers(prefix, recurse=False):
+            for key, buffer in module.named_buffers(prefix, recurse=False, remove_duplicate=False):
                 if id(buffer) not in made:
                     dtype = buffer_types.get(id(buffer), buffer.dtype)
                     made[id(buffer)] = torch.empty(buffer.shape, dtype=dtype)
@@ -64,8 +64,8 @@ class Fakes:
     def run(self, model: nn.Module, run: Callable[[], None]) -> None:
         """Call ``run`` while ``model`` has these in place of its parameters."""
         state = {f"model.{name}": fake for name, fake in self.by_name.items()}
-        # All names are said, each module's once: torch, which ties weights by name, changes a module that has two names
-        # twice, and then gives it these back as its own.
+        # Every name that a parameter has in a module is said, with one name of the module. torch, which ties weights by
+        # name, changes a module that has two names twice, and then gives it these back as its own.
         torch.func.functional_call(_Whole(model), state, (run,), tie_weights=False)
 
 

@@ -69,10 +69,10 @@ TOKENS = {"ZambaForCausalLM": 2}
 
 
 def contents_of(model: nn.Module) -> list[object]:
-    """Which modules and parameters there are, and where."""
+    """Which modules and parameters there are, and where, and which have gradients."""
     return [
         *model.named_modules(remove_duplicate=False),
-        *((name, id(param)) for name, param in model.named_parameters(remove_duplicate=False)),
+        *((name, id(param), param.grad) for name, param in model.named_parameters(remove_duplicate=False)),
     ]
 
 
@@ -190,6 +190,7 @@ class Sharing(nn.Module):
         super().__init__()
         blocks = {sort: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for sort in sorts if sort.isupper()}
         self.table = nn.Linear(8, 8)
+        self.also = self.again = nn.Parameter(torch.ones(8))
         self.layers = nn.ModuleList(
             nn.ModuleList([blocks[sort], *([nn.Linear(8, 8)] if own else [])]) if sort in blocks else nn.Linear(8, 8)
             for sort in sorts
@@ -199,7 +200,7 @@ class Sharing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.ran.append(len(self.layers))
-        x = first = self.table(x)
+        x = first = self.table(x) * self.also + self.again
 
         def run(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
             if not isinstance(layer, nn.ModuleList):
