@@ -7,6 +7,7 @@ from typing import Any
 
 from deepoffload.copies.rank_device import Coming
 from deepoffload.memory.block import Block
+from deepoffload.schedule.placement import BlockKind
 
 
 @dataclass(eq=False)
@@ -43,9 +44,10 @@ class BlockCopy:
         return self.block.owner is None or self.block.owner.can_release()
 
     def is_dirty(self) -> bool:
-        """``dirty``, after a look at what the program has written where no door saw it: also where a door has seen
-        something else, for the owner notes which of its tensors have changed."""
+        """``dirty``, after a look at what the program has written where no door saw it. Weights are looked at also
+        where a door has seen something else, for their owner notes which of them have changed."""
         owner = self.block.owner
-        if owner is not None and not self.rewriting and owner.changed():
+        asks = not self.dirty or self.block.kind is BlockKind.WEIGHT
+        if owner is not None and asks and not self.rewriting and owner.changed():
             self.dirty = True
         return self.dirty

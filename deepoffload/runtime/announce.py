@@ -137,15 +137,16 @@ class OutsideWatch:
         self._seen_bytes = 0
         self._said = False
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        handles = (
-            registry.register_module_parameter_registration_hook(_Ask(self, "_on_parameter")),
+        _remove_dead()
+        self._ask = _Ask(self, "_on_parameter")
+        self._ask.handles = (
+            registry.register_module_parameter_registration_hook(self._ask),
             registry.register_module_module_registration_hook(_Ask(self, "_on_module")),
         )
-        self._end = weakref.finalize(self, _remove, handles)  # also of an engine that nobody closes
-        self._end.atexit = False
 
     def remove(self) -> None:
-        self._end()
+        _remove_dead()
+        self._ask.remove()
         self._modules.clear()
 
     def _on_module(self, module: nn.Module, name: str, child: Any) -> None:
@@ -184,19 +185,32 @@ class OutsideWatch:
             log.warning(
                 _COPIED if copied is not None else _BUILT, format_bytes(self._seen_bytes), type(largest).__name__
             )
-            for hook in parameter_registration_hooks.values():  # those of other engines, too
-                watch = hook.watch() if isinstance(hook, _Ask) else None
+            for hook in _asks():  # those of other engines, too
+                watch = hook.watch()
                 if watch is not None:
                     watch._said = True
                     watch._modules.clear()
 
 
 class _Ask:
-    """A hook of a watch that does not keep the watch alive: torch's registry of hooks is global."""
+    """A hook of a watch that does not keep the watch alive: torch's registry of hooks is global.
+
+    The watch of an engine that nobody closes dies in any collection of garbage, also while torch goes through the
+    registry. So its hooks stay, and do nothing, until a watch begins or ends.
+
+    Attributes:
+        handles: of both hooks of the watch; the one that is asked of parameters has them.
+    """
+
+    handles: tuple[RemovableHandle, ...] = ()
 
     def __init__(self, watch: OutsideWatch, method: str) -> None:
         self.watch = weakref.ref(watch)
         self._method = method
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
 
     def __call__(self, *args: Any) -> None:
         watch = self.watch()
@@ -210,9 +224,14 @@ class _Ask:
             watch.take_copy(param, name, modules)
 
 
-def _remove(handles: Iterable[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+def _asks() -> list[_Ask]:
+    return [hook for hook in list(parameter_registration_hooks.values()) if isinstance(hook, _Ask)]
+
+
+def _remove_dead() -> None:
+    for ask in _asks():
+        if ask.watch() is None:
+            ask.remove()
 
 
 def _bytes_not_paged(roots: Iterable[nn.Module]) -> Counter[str]:

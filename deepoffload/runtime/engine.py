@@ -389,6 +389,7 @@ class Engine:
         """The last parameter is gone: the engine of models that were built ends with them. Not with several ranks: this
         runs when Python finds out, and an end with other ranks is waited for."""
         if self.pager.gradients is not None and self.link is None:
+            self._outside = None  # torch may be going through its global hooks just now
             self.close("its model was deleted")
 
     def close(self, because: str = "engine.close() was called") -> None:

@@ -277,7 +277,7 @@ def _without_traceback(error: ShortageError) -> ShortageError:
 
 def context_is_open() -> bool:
     """Whether what is registered or copied now is paged."""
-    hooks = parameter_registration_hooks.values()
+    hooks = list(parameter_registration_hooks.values())  # a context may end in another thread, or in a collection
     return any(isinstance(getattr(hook, "__self__", None), ConstructionHooks) for hook in hooks)
 
 

@@ -244,11 +244,38 @@ def test_the_context_says_the_ranks_of_its_model():
     context.engine.close()
 
 
-def test_an_engine_that_nobody_closes_leaves_no_hooks(no_other_engine: None, paging: Paging) -> None:
+def test_an_engine_that_nobody_closes_leaves_no_hooks_to_the_next_one(no_other_engine: None, paging: Paging) -> None:
     before = len(torch.nn.modules.module._global_parameter_registration_hooks)
     with small(paging) as context:
         model = nn.Linear(64, 64)
     assert len(torch.nn.modules.module._global_parameter_registration_hooks) == before + 1
     del context, model
-    gc.collect()
+    gc.collect()  # torch may be going through its hooks then: they stay
+    assert len(torch.nn.modules.module._global_parameter_registration_hooks) == before + 1
+    with small(paging) as context:
+        model = nn.Linear(64, 64)
+    assert len(torch.nn.modules.module._global_parameter_registration_hooks) == before + 1
+    assert context.engine is not None
+    context.engine.close()
+    del model
     assert len(torch.nn.modules.module._global_parameter_registration_hooks) == before
+
+
+def test_a_model_is_built_while_engines_that_nobody_closed_are_collected(no_other_engine: None, paging: Paging) -> None:
+    lost: list[nn.Module] = []
+    going: list[bool] = []
+
+    def collect(module: nn.Module, name: str, param: object) -> None:
+        if going:
+            lost.clear()
+            gc.collect()
+
+    handle = torch.nn.modules.module.register_module_parameter_registration_hook(collect)
+    try:
+        for _ in range(3):
+            with small(paging):
+                lost.append(nn.Linear(64, 64))
+        going.append(True)
+        nn.Linear(64, 64)  # torch would say "OrderedDict mutated during iteration"
+    finally:
+        handle.remove()
