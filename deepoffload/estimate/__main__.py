@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from deepoffload.config import AccumulationOrder, Config, OptimizerConfig, Precision, RanksConfig, StepOverlap
+from deepoffload.config import (
+    AccumulationOrder,
+    ActivationMode,
+    Config,
+    OptimizerConfig,
+    Precision,
+    RanksConfig,
+    StepOverlap,
+)
 from deepoffload.config.units import format_bytes
 from deepoffload.errors import DeepOffloadError, PlacementError, UsageError
 from deepoffload.estimate import inference, measure, on_ranks, plots, report, zero_infinity
@@ -178,6 +186,7 @@ def _config(options: argparse.Namespace) -> Config:
         step_overlap=None if options.step_overlap is None else StepOverlap(options.step_overlap),
         gradient_accumulation_steps=options.accumulation,
         accumulation_order=AccumulationOrder(options.order or "auto"),
+        activations=ActivationMode(options.activations),
         optimizer=OptimizerConfig(options.optimizer, {"state_dtype": options.state_dtype, "momentum": 0.9}),
         ranks=RanksConfig(transport=options.transport),
     )

@@ -36,6 +36,8 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     orders = ("vertical", "horizontal")
     text = "of these; not said: the estimate is of a program that calls backward itself, with a line on the other order"
     work.add_argument("--order", choices=orders, help=text)
+    modes = ("auto", "keep", "recompute")
+    work.add_argument("--activations", choices=modes, default="auto", help="in vertical order, as in the configuration")
     work.add_argument("--checkpointing", action="store_true", help="recompute activations")
     work.add_argument("--precision", choices=("bf16", "fp32", "fp16"), default="bf16")
     overlaps = ("deferred", "speculative", "in_backward", "none")

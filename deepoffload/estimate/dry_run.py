@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from deepoffload.errors import UsageError
 from deepoffload.estimate.kernels import Kernels
+from deepoffload.estimate.recomputed import recomputed
 from deepoffload.estimate.recording import DryRun, Recording
 from deepoffload.estimate.tracker import Fakes, LoopSeen, Tracker
 from deepoffload.params.torch_private import (
@@ -49,6 +50,7 @@ def record(
     windows: Sequence[nn.Module] = (),
     unit_of: Mapping[int, int] | None = None,
     types: ComputeTypes = KEEP_TYPES,
+    recompute: bool = False,
     calls_max: int | None = None,
 ) -> Recording:
     """One forward and backward of ``model``, which may be on any device; it keeps its parameters and state.
@@ -58,6 +60,7 @@ def record(
         windows: modules whose calls begin a use of units.
         unit_of: ``id(parameter)`` to the number of its unit.
         types: what parameters and buffers compute in; not said: in what they have.
+        recompute: ``windows`` run again in backward, and keep nothing else but what they are called with.
         calls_max: how often one visit of the forward may call one kernel with tensors of the same shapes.
 
     Raises:
@@ -68,7 +71,7 @@ def record(
     with fake_tensors() as maker:
         fakes = Fakes(model, types)
         tracker = Tracker(fakes, Kernels(maker), unit_of or {}, calls_max)
-        with tracker.hooked(windows), tracker:
+        with tracker.hooked(windows), recomputed(windows if recompute else ()), tracker:
             try:
                 fakes.run(model, lambda: _step(model, loss_of, tracker))
                 tracker.end()
@@ -82,7 +85,7 @@ def record(
         made_bytes=tracker.made_bytes,
         head_bytes=tracker.head_bytes,
         largest_chunk_bytes=tracker.largest_chunk_bytes,
-        recomputes=tracker.recomputes,
+        recomputes=tracker.recomputes or recompute,
         calls=tracker.calls,
     )
 

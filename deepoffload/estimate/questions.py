@@ -14,17 +14,15 @@ from deepoffload.errors import ConfigError, PlacementError
 from deepoffload.estimate.blocks import UNBOUNDED_BYTES, BlockPlan, Planner
 from deepoffload.estimate.checks import positive_integer
 from deepoffload.estimate.decoder import DecoderShape
-from deepoffload.estimate.lengths import ByLength
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.memory import ON_THEIR_WAY, WHOLE_COPIES, MemoryEstimate, estimate_memory
 from deepoffload.estimate.progress import Report, silent
 from deepoffload.estimate.rank_share import planned_link
 from deepoffload.estimate.recording import DryRun
-from deepoffload.estimate.repeats import dry_run_quickly
+from deepoffload.estimate.runs import Runs, together_in
 from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_usual_step
 from deepoffload.estimate.subject import Batch, Subject, from_shape
-from deepoffload.runtime.compute_types import ComputeTypes
-from deepoffload.schedule.cost_model import AccumulationOrder, Bandwidths, Workload
+from deepoffload.schedule.cost_model import AccumulationOrder, Bandwidths
 
 HEADS_OF = 128
 """Width of a head in the models that are tried for the largest one."""
@@ -143,8 +141,9 @@ def estimate(
         problem = str(error)
     # The units of a run in a budget without end serve as well where there is no plan: its activations are the same.
     known = blocks or planner.plan(capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=bandwidths)
-    run = _run(subject, known, planner.types, progress)
-    room = _room(known, run, machine, _together(config, order))
+    runs = Runs(subject, known, planner.types, config, machine, progress)
+    run = runs.of(order)
+    room = _room(known, run, machine, together_in(config, order))
     smallest = _smallest(planner, nvme_planned, bandwidths)
     whole = sum(block.nbytes for block in known.placement.blocks)
     found = Estimate(
@@ -170,14 +169,16 @@ def estimate(
     if parts > 1:
         blocks = _part(blocks, parts)
     on: dict[str, Any] = {"process_bytes": process, "has_device": machine.has_device, "ranks": parts}
-    memory = estimate_memory(blocks, run, together=_together(config, order), **on)
+    memory = estimate_memory(blocks, run, together=together_in(config, order), **on)
     problem = _too_much(memory, machine, room)
     found = replace(found, blocks=blocks, memory=memory, problem=problem)
     if run is None:
         return found
     op_times = time_ops(run) if time_ops is not None and not problem else None
     usual = _in_order(order, found, blocks, run, op_times, on)
-    others = None if other is None or problem else _in_order(other, found, blocks, run, op_times, on)
+    others = None
+    if other is not None and not problem and (in_other := runs.of(other)) is not None:
+        others = _in_order(other, found, blocks, in_other, op_times, on)
     return replace(found, memory=usual.memory, step=usual.step, other_order=others)
 
 
@@ -192,7 +193,7 @@ def _in_order(
     """``on``: what else :func:`estimate_memory` is told."""
     config, tokens = found.config, found.subject.batch.tokens
     step = estimate_usual_step(blocks, run, found.machine, config, order, tokens=tokens, op_times=op_times)
-    together = _together(config, order)
+    together = together_in(config, order)
     memory = estimate_memory(blocks, run, together=together, written=step.ever_written, overlap=step.step_overlap, **on)
     return InOrder(order, step, memory)
 
@@ -209,10 +210,6 @@ def _orders(machine: MachineSpec, config: Config) -> tuple[AccumulationOrder, Ac
     order = vertical if said is vertical else horizontal
     other = horizontal if said is vertical else vertical
     return order, other if config.gradient_accumulation_steps > 1 else None
-
-
-def _together(config: Config, order: AccumulationOrder) -> int:
-    return Workload(config.gradient_accumulation_steps, order=order).together
 
 
 NO_ROOM = (
@@ -264,16 +261,6 @@ def _room(blocks: BlockPlan, run: DryRun | None, machine: MachineSpec, together:
     others = estimate_memory(empty, run, process_bytes=process_bytes, has_device=has_device, together=together)
     near = sum(row.pageable for row in others.rows if row.name not in _MODEL_ROWS)
     return max(0, machine.host_memory_bytes // machine.devices_per_node - near - blocks.largest_bytes)
-
-
-def _run(subject: Subject, blocks: BlockPlan, types: ComputeTypes, progress: Report) -> DryRun | None:
-    if subject.loss_of is None:
-        return None
-    # nobody else uses a model that has no bytes, so it may lack layers for a while
-    bare = all(param.is_meta for param in subject.module.parameters())
-    said: dict[str, Any] = {"windows": blocks.modules, "unit_of": blocks.unit_of, "types": types, "progress": progress}
-    by_length = None if subject.loss_at is None else ByLength(subject.batch.length, subject.loss_at)
-    return dry_run_quickly(subject.module, subject.loss_of, may_shorten=bare, by_length=by_length, **said)
 
 
 _MODEL_ROWS = (

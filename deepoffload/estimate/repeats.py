@@ -31,6 +31,7 @@ def dry_run_quickly(
     windows: Sequence[nn.Module],
     unit_of: Mapping[int, int],
     types: ComputeTypes = KEEP_TYPES,
+    recompute: bool = False,
     may_shorten: bool = True,
     by_length: ByLength | None = None,
     progress: Report = silent,
@@ -38,6 +39,7 @@ def dry_run_quickly(
     """As :func:`deepoffload.estimate.dry_run.dry_run`, without running what is known.
 
     Args:
+        recompute: as of :func:`deepoffload.estimate.dry_run.record`.
         may_shorten: ``model`` may have fewer layers while this runs.
         by_length: how to run it on shorter sequences, where that is enough.
         progress: is told of what takes long.
@@ -45,7 +47,7 @@ def dry_run_quickly(
     Raises:
         UsageError: the model cannot run without data, or gives no loss.
     """
-    record_it = partial(record, model, windows=windows, unit_of=unit_of, types=types)
+    record_it = partial(record, model, windows=windows, unit_of=unit_of, types=types, recompute=recompute)
     stacks = find_stacks(model) if may_shorten else []
     places = Places.of(stacks, unit_of, model) if stacks else None
     for radius in RADII:

@@ -17,7 +17,7 @@ from deepoffload.schedule.placement import Placement
 from deepoffload.schedule.table import human_bytes
 
 SWITCH_S = 30e-6
-"""One micro-batch parks, and another one goes on: what benchmarks/accumulation measures at most."""
+"""So long it may take until one micro-batch has parked and another one goes on."""
 
 
 class OrderChoice(NamedTuple):

@@ -138,6 +138,12 @@ def test_both_orders_of_accumulation_are_shown(machine_file, capsys):
     text = capsys.readouterr().out
     assert f"step in vertical order: {other['seconds']:.3g} s" in text
     assert f"in horizontal order: {step['seconds']:.3g} s" in text
+    peaks = []
+    for mode in ("keep", "recompute"):  # units are whole layers with this budget
+        more = ["--host-budget", "200MiB", "--order", "vertical", "--activations", mode, "--json"]
+        assert main([*command, *more]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["memory"]["host_peak_bytes"])
+    assert peaks[1] < peaks[0] - 4 * (4 << 20)
     assert main([*SMALL, "--machine", machine_file, "--order", "vertical"]) == 2
     assert "say --accumulation N" in capsys.readouterr().err
     assert main([*command, "--ranks", "2", "--link-rate", "4GB", "--order", "vertical"]) == 2
