@@ -145,6 +145,9 @@ def _activations(run: DryRun, has_device: bool, together: int) -> list[MemoryRow
         row("logits and loss", run.head_bytes, "what the head and the loss keep"),
         row("work in progress", run.peak_bytes - run.saved_bytes, "at the peak, gradients before they land among it"),
     ]
+    if together > 1:
+        nbytes = (together - 1) * (RUNTIME_BYTES + run.largest_chunk_bytes)
+        rows.append(row("threads of micro-batches", nbytes, "scratch memory of libraries, what malloc holds for each"))
     if not has_device:
         chunks = HOLES_CHUNKS_RECOMPUTING if run.recomputes else HOLES_CHUNKS
         most_bytes = run.peak_bytes + (together - 1) * saved
