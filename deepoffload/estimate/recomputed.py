@@ -27,10 +27,10 @@ def recomputed(modules: Sequence[nn.Module]) -> Iterator[None]:
 @contextmanager
 def _recomputed(module: nn.Module) -> Iterator[None]:
     own = module.__dict__.get("forward")
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     try:
         yield
     finally:
         del module.forward
         if own is not None:
-            module.forward = own  # type: ignore[method-assign]
+            module.forward = own
