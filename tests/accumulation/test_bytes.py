@@ -42,7 +42,7 @@ def test_bytes_per_parameter_do_not_grow_with_the_micro_batches(
     assert 20 < per_step <= BYTES_PER_PARAM
     assert faults[-1] == faults[2]
     if checkpointing is None:
-        assert predicted(micro_batches) == pytest.approx(per_step, rel=0.05)
+        assert predicted(micro_batches) == pytest.approx(per_step, rel=0.1)
 
 
 def predicted(micro_batches: int) -> float:
