@@ -19,7 +19,7 @@ from deepoffload.estimate.memory import ON_THEIR_WAY, WHOLE_COPIES, MemoryEstima
 from deepoffload.estimate.progress import Report, silent
 from deepoffload.estimate.rank_share import planned_link
 from deepoffload.estimate.recording import DryRun
-from deepoffload.estimate.runs import Runs, together_in
+from deepoffload.estimate.runs import RunsByOrder, together_in
 from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_usual_step
 from deepoffload.estimate.subject import Batch, Subject, from_shape
 from deepoffload.schedule.cost_model import AccumulationOrder, Bandwidths
@@ -141,7 +141,7 @@ def estimate(
         problem = str(error)
     # The units of a run in a budget without end serve as well where there is no plan: its activations are the same.
     known = blocks or planner.plan(capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=bandwidths)
-    runs = Runs(subject, known, planner.types, config, machine, progress)
+    runs = RunsByOrder(subject, known, planner.types, config, machine, progress)
     run = runs.of(order)
     room = _room(known, run, machine, together_in(config, order))
     smallest = _smallest(planner, nvme_planned, bandwidths)

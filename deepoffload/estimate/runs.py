@@ -23,7 +23,7 @@ def together_in(config: Config, order: AccumulationOrder) -> int:
     return Workload(config.gradient_accumulation_steps, order=order).together
 
 
-class Runs:
+class RunsByOrder:
     """Forward and backward of a micro-batch, on shapes, in each order: in vertical order units may run again in
     backward. None where only model states are asked for."""
 
