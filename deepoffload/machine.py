@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -32,6 +33,12 @@ def return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def resident_bytes() -> int:
+    """Memory of this process, in bytes: /proc/self/statm, https://man7.org/linux/man-pages/man5/proc_pid_statm.5.html."""
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from deepoffload.accumulation.activations import Activations
 from deepoffload.accumulation.caller_state import CallerState
+from deepoffload.accumulation.freed_memory import FreedMemory
 from deepoffload.accumulation.landing_order import LandingOrder
 from deepoffload.accumulation.micro_batch import MicroBatch, TurnPhase, Visit
 from deepoffload.accumulation.random_streams import RandomStreams
@@ -96,6 +97,7 @@ class Turns:
         self._places: dict[Visit, int] | None = None
         self._landing_order: LandingOrder | None = LandingOrder(self._all)
         self._gradients: GradientDoor | None = None
+        self._freed = FreedMemory()
         self._finished = threading.Event()
         self._stopping = False
         self._switches = 0
@@ -170,6 +172,7 @@ class Turns:
                 del loss
                 one.phase = TurnPhase.OVER
                 self._land_held(one)
+                self._freed.look()
         except Ended:
             one.at = "its end"
         except BaseException as error:  # raised again in the caller's thread
@@ -224,6 +227,7 @@ class Turns:
         following = self._next()
         if following is not None and following is not one:
             self._hooks.stand_back()
+            self._freed.look()
             before = self._changes()
             self._hand_over(following)
             self._await(one)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepoffload.deepspeed.names import AbsentNameError
 from deepoffload.errors import UsageError
-from deepoffload.machine import measure
+from deepoffload.machine import measure, resident_bytes
 
 _NOT_HERE = {
     **dict.fromkeys(
@@ -272,8 +272,7 @@ def _of_process(name: str, device_index: int | None = None) -> Any:
     """The memory calls where the CPU computes: bytes that the process has resident, and the most that it had."""
     if name in ("empty_cache", "reset_peak_memory_stats", *_OLD_MEMORY):
         return None if not name.endswith("cached") or name.startswith("reset") else _of_process(_OLD_MEMORY[name])
-    with open("/proc/self/statm", encoding="ascii") as file:
-        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    resident = resident_bytes()
     peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # the kernel counts it now and then
     if name == "memory_stats":
         return {"allocated_bytes.all.current": resident, "allocated_bytes.all.peak": peak}
