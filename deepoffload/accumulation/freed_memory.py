@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from deepoffload import machine
 
-GROWTH_BYTES_MAX = 64 << 20
-"""The process may grow by this much before freed memory goes back. With small models that never happens. With large
-ones giving back takes little time, compared with filling so much memory before."""
-
 
 class FreedMemory:
     """Gives freed memory back during one call in vertical order.
@@ -16,7 +12,7 @@ class FreedMemory:
     micro-batch runs at a time, but the working memory of all of them would stay.
 
     What counts is how much the process has grown, since it costs little to ask for. Tensors that stay make it grow,
-    too: they cause one attempt for each ``GROWTH_BYTES_MAX``.
+    too: they cause one attempt for each ``FREED_BYTES_MAX``.
     """
 
     def __init__(self) -> None:
@@ -25,7 +21,7 @@ class FreedMemory:
     def look(self) -> None:
         """A micro-batch stops: give back what it pays to give back."""
         now_bytes = machine.resident_bytes()
-        if now_bytes > self._settled_bytes + GROWTH_BYTES_MAX:
+        if now_bytes > self._settled_bytes + machine.FREED_BYTES_MAX:
             machine.return_free_memory()
             self._settled_bytes = machine.resident_bytes()
         else:

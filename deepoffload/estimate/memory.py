@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from deepoffload.estimate.blocks import BlockPlan
 from deepoffload.estimate.recording import DryRun
+from deepoffload.machine import FREED_BYTES_MAX
 from deepoffload.schedule.cost_model import BlockKind, StepOverlap
 from deepoffload.schedule.guess_room import GUESSES, kept_bytes
 
@@ -146,7 +147,8 @@ def _activations(run: DryRun, has_device: bool, together: int) -> list[MemoryRow
         row("work in progress", run.peak_bytes - run.saved_bytes, "at the peak, gradients before they land among it"),
     ]
     if together > 1:
-        nbytes = (together - 1) * (RUNTIME_BYTES + run.largest_chunk_bytes)
+        freed = min((together - 1) * run.largest_chunk_bytes, FREED_BYTES_MAX)
+        nbytes = (together - 1) * RUNTIME_BYTES + freed
         rows.append(row("threads of micro-batches", nbytes, "scratch memory of libraries, what malloc holds for each"))
     if not has_device:
         chunks = HOLES_CHUNKS_RECOMPUTING if run.recomputes else HOLES_CHUNKS
