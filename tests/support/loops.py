@@ -142,13 +142,16 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def assert_same_bits(expected: Any, got: Any, where: str = "", *, nan_is_wrong: bool = True) -> None:
     """Nested lists, tuples and dicts of tensors and plain values are equal, tensors bit for bit and free of NaN
-    (without ``nan_is_wrong``: where the expected ones are)."""
+    (without ``nan_is_wrong``: NaN where the expected ones are)."""
     if isinstance(expected, Tensor):
         assert isinstance(got, Tensor), f"{where}: {got!r} instead of a tensor"
         assert got.shape == expected.shape and got.dtype is expected.dtype, f"{where}: {got.shape} {got.dtype}"
         assert not (nan_is_wrong and got.is_floating_point() and bool(got.isnan().any())), f"{where}: NaN"
-        if not torch.equal(_bits(expected), _bits(got)):
-            wrong = int((_bits(expected) != _bits(got)).sum())
+        same = _bits(expected) == _bits(got)
+        if expected.is_floating_point():
+            same |= expected.isnan() & got.isnan()  # a NaN has no bits that kernels agree on
+        if not bool(same.all()):
+            wrong = int((~same).sum())
             largest = (expected.double() - got.double()).abs().max().item()
             raise AssertionError(f"{where}: {wrong} of {expected.numel()} differ, by up to {largest:.3g}")
     elif isinstance(expected, dict):
