@@ -189,8 +189,15 @@ class CopyMemory:
             if block.copying:
                 self.transfers.end_changes(block)
 
+    def is_awaited(self, block: Block) -> bool:
+        """Whether another rank may still ask for the bytes that this one stores, as this one has asked."""
+        with self.tiers.lock:
+            return self._gathered is not None and self._gathered.is_awaited(block)
+
     def refresh(self, block: Block) -> None:
         with self.tiers.lock:
+            if self._gathered is not None:
+                self._gathered.changed(block)
             copy = self._residency.of(block)
             if copy is None:
                 return

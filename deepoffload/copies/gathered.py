@@ -49,6 +49,7 @@ class _Shown:
 
     Attributes:
         asked: copies that this rank has asked for, and whose gather has not been launched.
+        taken: how often each rank has taken the bytes that are stored now.
     """
 
     def __init__(self, gathered: Gathered, block: Block, number: int, sections: Sequence[SectionPlace]) -> None:
@@ -56,6 +57,7 @@ class _Shown:
         self.number = number
         self.sections = sections
         self.asked: deque[Coming] = deque()
+        self.taken = [0] * gathered.world_size
         self._gathered = gathered
 
     def serve(self, takers: tuple[int, ...]) -> GatherFlight:
@@ -71,6 +73,10 @@ class Gathered:
         self._link = link
         self._tiers = host.tiers
         self._shown: dict[int, _Shown] = {}
+
+    @property
+    def world_size(self) -> int:
+        return self._link.ranks.world_size
 
     # -- what ranks may ask for ------------------------------------------------------------------------------------
 
@@ -101,6 +107,18 @@ class Gathered:
         shown.asked.append(coming)
         return coming
 
+    def is_awaited(self, block: Block) -> bool:
+        """Whether a rank may still want the bytes that are stored now, because it has taken them less often than
+        another one: with the same program on all ranks it is only slower. Also where this rank has asked for them."""
+        shown = self._shown.get(block.id)
+        return shown is not None and (bool(shown.asked) or min(shown.taken) < max(shown.taken))
+
+    def changed(self, block: Block) -> None:
+        """All ranks store other bytes from now on."""
+        shown = self._shown.get(block.id)
+        if shown is not None:
+            shown.taken = [0] * self.world_size
+
     def may_serve(self) -> bool:
         """Whether one may wait here for what has still to be launched."""
         return not self._link.is_held
@@ -118,6 +136,8 @@ class Gathered:
         if block.owner is not None:
             block.owner.before_gather()
         coming = shown.asked.popleft() if self._link.ranks.rank in takers else None
+        for rank in takers:
+            shown.taken[rank] += 1
         tiers.acquire(block)
         try:
             flights = [self._start(shown, section, coming, takers) for section in shown.sections]
@@ -138,7 +158,7 @@ class Gathered:
         shard = arena[start : start + section.range_nbytes]
         whole = None
         if coming is not None:
-            nbytes = section.range_nbytes * self._link.ranks.world_size
+            nbytes = section.range_nbytes * self.world_size
             whole = coming.whole[section.whole_offset : section.whole_offset + nbytes]
         return self._link.exchange.gather(shard, whole, shown.block.name, takers)
 

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from deepoffload.errors import UsageError
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import count_change, outside_user_modes, version_of
 from deepoffload.params.unit import BlockView, ParamHandle, Unit
+from deepoffload.schedule.block_state import BlockState
 
 if TYPE_CHECKING:
     import torch
@@ -196,12 +198,21 @@ class GradientOwner(BlockView):
 
     def before_gather(self) -> None:
         """All ranks are about to gather the block: what has been reduced lands, and what the program wrote to a copy
-        goes back to the shard."""
+        goes back to the shard.
+
+        Raises:
+            UsageError: the program of this rank has dropped the gradients. [Note: dropped gradients]
+        """
         if self.lands is not None:
             self.lands()
         for slot in self.slots[:1]:
             if slot.block is not None:
                 self.pager.memory.settle(slot.block)
+                if slot.block.state is BlockState.EMPTY:
+                    raise UsageError(
+                        f"{slot.name} is read on another rank, and the program of this one has dropped it already "
+                        "(zero_grad): read it on all ranks, or before the optimizer's step() on one"
+                    )
 
     def add(self, slot: GradientSlot) -> None:
         """The block holds this gradient, too."""

@@ -83,6 +83,7 @@ class RankGradients(Gradients):
         self.has_joined = False
         self.met_before: ExitStack | None = None
         self.shared_state = RankState(pager, link)
+        self._dropped: dict[int, Block] = {}  # gradients that slower ranks may still look at, by the block's id
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -312,6 +313,19 @@ class RankGradients(Gradients):
             self._settle(handle)
         super().assign(handle, value)
 
+    def _empty(self, record: GradientRecord) -> None:
+        """As above. `[Note: dropped gradients]` A rank that is slower may look at them later, as this one did, and has
+        to find this rank's part. So that stays until others land in its place, or all ranks are at a step."""
+        memory, block = self.pager.memory, record.slot.block if record.slot is not None else None
+        if block is None or not isinstance(memory, CopyMemory) or not memory.is_awaited(block):
+            super()._empty(record)
+            return
+        record.dropped()
+        if not owner_of(block).holds_any():
+            memory.settle(block)
+            memory.forget(block)
+            self._dropped[block.id] = block
+
     def await_sums(self, handles: Iterable[ParamHandle]) -> None:
         """Return when all that is on its way of these gradients has landed, and has been used where it is used inside
         backward."""
@@ -330,6 +344,10 @@ class RankGradients(Gradients):
         for them."""
         self.contributions.land_launched()
         self.contributions.end_of_step()
+        dropped, self._dropped = self._dropped, {}
+        for block in dropped.values():
+            if not owner_of(block).holds_any():
+                self.tiers.transfers.discard_soon(block)
         self.make_decided()
 
     def _settle(self, handle: ParamHandle) -> None:
