@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deepoffload.accumulation.activations import Activations, activation_mode
 from deepoffload.accumulation.call_gradients import CallGradients
 from deepoffload.accumulation.caller_state import CallerState
-from deepoffload.accumulation.orders import is_vertical
+from deepoffload.accumulation.orders import AttributeWatch, vertical_order
 from deepoffload.accumulation.random_streams import RandomStreams
 from deepoffload.accumulation.recomputed import second_run_differed
 from deepoffload.accumulation.turns import Turns
@@ -91,13 +91,13 @@ def run_micro_batches(
     """As :func:`accumulate`. ``prepare`` makes of a loss what is differentiated."""
     engine = _engine_of(model)
     _check(engine, batches)
-    vertical = is_vertical(engine, model, order, len(batches))
+    vertical = vertical_order(engine, model, order, len(batches))
     mode = activation_mode(engine, activations)
-    caller = CallerState(engine.pager.memory.device.type) if vertical and engine is not None else None
+    caller = CallerState(engine.pager.memory.device.type) if vertical is not None and engine is not None else None
     work = _Work(model, engine, batches, loss or model_loss, prepare)
     try:
-        if caller is not None and engine is not None:
-            work.run_vertically(engine, caller, mode)
+        if caller is not None and engine is not None and vertical is not None:
+            work.run_vertically(engine, caller, mode, asked=vertical.asked)
         else:
             work.run_horizontally(mode)
     except BaseException as error:
@@ -224,7 +224,9 @@ class _Work:
     def losses(self) -> list[Tensor]:
         return [self._found[number] for number in range(len(self._batches))]
 
-    def run_vertically(self, engine: Engine, caller: CallerState, mode: ActivationMode) -> None:
+    def run_vertically(self, engine: Engine, caller: CallerState, mode: ActivationMode, *, asked: bool) -> None:
+        """``asked``: the program has said that it wants this order."""
+        watch = AttributeWatch(engine, self._model, asked=asked) if engine.pager.order.attribute_set is None else None
         turns = Turns(
             engine.pager.hooks,
             engine.pager.order.visits,
@@ -235,7 +237,8 @@ class _Work:
             forward=self._forward,
             backward=self._backward,
             resumed=self._resumed,
-            changes=lambda: engine.gradients.changes,
+            changes=lambda: _changes(engine),
+            first_alone=None if watch is None else watch.first_has_ended,
         )
         self._changes_of_others = turns.changes_of_others
         try:
@@ -284,7 +287,7 @@ class _Work:
 
     def _changes(self, number: int) -> int:
         """How often a micro-batch has changed gradients, from some moment on."""
-        return 0 if self._engine is None else self._engine.gradients.changes - self._changes_of_others(number)
+        return 0 if self._engine is None else _changes(self._engine) - self._changes_of_others(number)
 
     def _backward(self, number: int, loss: Tensor) -> None:
         loss.backward()
@@ -298,6 +301,11 @@ class _Work:
             self._engine.gradients.early.paused = not is_last
         if self._engine.gradients.speculation is not None:
             self._engine.gradients.speculation.announce(is_last)
+
+
+def _changes(engine: Engine) -> int:
+    """How often this process's program has changed gradients. Sums of several ranks land at any time."""
+    return engine.gradients.changes - engine.gradients.sums_landed
 
 
 def _note(error: BaseException, number: int | None, lost: bool) -> None:

@@ -47,7 +47,9 @@ def activation_mode(engine: Engine | None, asked: str | None) -> ActivationMode:
 
 def _fits(pager: PagerPort, count: int) -> bool | None:
     """Whether memory has room for the activations of ``count`` micro-batches. Says it when that is found out; None
-    where none has been measured."""
+    where none has been measured. A unit that leaves an attribute another one is not run twice: they have to fit."""
+    if pager.order.attribute_set:
+        return True
     room, arena = pager.order.activations, pager.tiers.arena
     first = room.allowed_bytes is None
     # holes of the arena may be memory that nobody has touched yet

@@ -67,6 +67,8 @@ class Turns:
         backward: of what ``forward`` has returned.
         resumed: called with the number when a micro-batch continues its backward.
         changes: how often gradients have changed so far.
+        first_alone: whether the first micro-batch goes to the end of its forward before the others begin. It is called
+            then, and says whether they only begin when those before them are over.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Turns:
         backward: Callable[[int, Tensor], None],
         resumed: Callable[[int], None],
         changes: Callable[[], int],
+        first_alone: Callable[[], bool] | None,
     ) -> None:
         self._hooks = hooks
         self._order = order
@@ -91,7 +94,9 @@ class Turns:
         self._forward, self._backward, self._resumed = forward, backward, resumed
         self._changes = changes
         self._all = [MicroBatch(number) for number in range(count)]
-        self._leader = None if order.is_learned else self._all[0]
+        self._first_alone = first_alone
+        self._leader = None if order.is_learned and first_alone is None else self._all[0]
+        self._one_by_one = False
         self._by_thread: dict[int, MicroBatch] = {}
         self._running = self._all[0]
         self._places: dict[Visit, int] | None = None
@@ -162,11 +167,12 @@ class Turns:
             self._await(one)
             with self._caller.here():
                 loss = self._forward(one.number)
-                self._activations.forward_ended(one.number)
-                one.begin_backward()
                 if one is self._leader:
                     self._leader = None
                     self._order.learn([one.path])
+                    self._one_by_one = self._first_alone is not None and self._first_alone()
+                self._activations.forward_ended(one.number)
+                one.begin_backward()
                 self._go_on(one)
                 self._backward(one.number, loss)
                 del loss
@@ -198,6 +204,8 @@ class Turns:
         if self._leader is not None:
             return self._leader
         left = [one for one in self._all if one.phase is not TurnPhase.OVER]
+        if self._one_by_one:
+            return next(iter(left), None)
         if self._places is None and not any(one.phase is TurnPhase.FORWARD for one in self._all):
             self._forwards_are_over()
         return min(left, key=lambda one: (one.phase, one.place, one.number), default=None)

@@ -73,6 +73,7 @@ class Gradients:
         self.tiers = pager.tiers
         self.piece_bytes = PIECE_BYTES
         self.changes = 0
+        self.sums_landed = 0
         self.in_fp32 = False
         self.early = early
         self.speculation: SpeculationPort | None = None

@@ -249,6 +249,7 @@ class RankGradients(Gradients):
         if self.tiers.timeline is not None:
             self.tiers.timeline.add(Lane.LANDING, block.name, begin_s, time.perf_counter(), block.nbytes)
         self.changes += 1
+        self.sums_landed += 1
         for record, found, bits in zip(owner.records, sums, there, strict=True):
             if bits & PRESENT:
                 self._note(record, found)

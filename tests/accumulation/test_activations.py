@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,22 +24,31 @@ from tests.support.paging import TIGHT, Paging
 COUNT = 3
 
 
-class Probe(nn.Module):
-    """A layer that writes down its activations.
+@dataclass
+class Notes:
+    """What a model's layers write down; no list of a module's own, which would count as what a forward leaves there.
 
     Attributes:
-        made: by all layers. in_backward: how many of these were alive when a backward was in the middle of one.
+        made: activations. in_backward: how many of these were alive when a backward was in the middle of a layer.
     """
 
-    def __init__(self, made: list[weakref.ref[torch.UntypedStorage]], in_backward: list[int]) -> None:
+    made: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
+    in_backward: list[int] = field(default_factory=list)
+
+
+class Probe(nn.Module):
+    """A layer that writes down its activations."""
+
+    def __init__(self, notes: Notes) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(32))
-        self.made, self.in_backward = made, in_backward
+        self.notes = notes
 
     def forward(self, x: Tensor) -> Tensor:
         found = (x * self.weight).sigmoid()  # saved twice
-        self.made.append(weakref.ref(found.untyped_storage()))
-        found.register_hook(lambda _: self.in_backward.append(alive(self.made)))
+        made = self.notes.made
+        made.append(weakref.ref(found.untyped_storage()))
+        found.register_hook(lambda _: self.notes.in_backward.append(alive(made)))
         return found.sin()
 
 
@@ -49,10 +59,9 @@ def alive(made: list[weakref.ref[torch.UntypedStorage]]) -> int:
 class Probed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[weakref.ref[torch.UntypedStorage]] = []
-        self.in_backward: list[int] = []
+        self.notes = Notes()
         self.embedding = nn.Embedding(64, 32)
-        probes = [Probe(self.made, self.in_backward) for _ in range(3)]
+        probes = [Probe(self.notes) for _ in range(3)]
         self.layers = nn.ModuleList(nn.Sequential(probe, nn.Linear(32, 32)) for probe in probes)
         self.head = nn.Linear(32, 64)
 
@@ -75,20 +84,20 @@ def test_what_remains_of_a_forward(paging: Paging, how: str, kept: int) -> None:
 
     def loss(model: Any, tokens: Tensor) -> Tensor:
         found: Tensor = model(tokens)
-        seen.append(alive(model.made))
+        seen.append(alive(model.notes.made))
         return found
 
     accumulate(model, batches(), loss, how)
     assert max(seen) == kept
-    assert len(model.made) == (9 if kept else 18)
-    assert max(model.in_backward) == (kept or 1)
-    assert alive(model.made) == 0
+    assert len(model.notes.made) == (9 if kept else 18)
+    assert max(model.notes.in_backward) == (kept or 1)
+    assert alive(model.notes.made) == 0
 
 
 def runs_of(model: Any, **arguments: Any) -> int:
-    before = len(model.made)
+    before = len(model.notes.made)
     deepoffload.accumulate(model, batches(), lambda model, tokens: model(tokens), order=VERTICAL, **arguments)
-    return len(model.made) - before
+    return len(model.notes.made) - before
 
 
 def test_auto_measures_one_micro_batch_and_then_keeps_what_memory_holds(paging: Paging) -> None:

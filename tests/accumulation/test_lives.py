@@ -209,3 +209,41 @@ def test_the_order_follows_from_what_stays_in_memory_and_from_the_disk(paging: P
 
         deepoffload.accumulate(model, batches(0), loss)
     assert seen == [True] * COUNT + [False] * COUNT + [True] * COUNT
+
+
+class Centred(nn.Module):
+    """Its last lines read what its first ones have left on another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Module()
+        self.place.mean = torch.zeros(())
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.place.mean = inputs.mean()
+        for layer in self.layers:
+            inputs = inputs + torch.tanh(layer(inputs - self.place.mean))
+        return (inputs * self.place.mean).square().mean()
+
+
+def test_what_one_unit_leaves_on_a_module_for_another_is_seen_by_auto(paging: Paging) -> None:
+    micro_batches = [torch.randn(3, 16, generator=torch.Generator().manual_seed(i)) + i for i in range(COUNT)]
+    loss = partial(lambda model, inputs: model(inputs))
+    found = []
+    for order in ("horizontal", "auto"):
+        model = paging.build(Centred, TIGHT, key="centred")
+        engine = engine_of(model)
+        assert engine is not None and engine.placement is not None
+        engine.placement = replace(engine.placement, bandwidths=Bandwidths(1.0, 1.0, 1.0, 1.0))
+        threads = []
+
+        def on_thread(model: nn.Module, inputs: Tensor, threads: list[bool] = threads) -> Any:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return loss(model, inputs)
+
+        torch.manual_seed(2)
+        losses = [deepoffload.accumulate(model, micro_batches, on_thread, order=order) for _ in range(2)]
+        found.append((losses, [param.grad.clone() for param in model.parameters() if param.grad is not None]))
+    assert threads == [False] * COUNT + [True] * COUNT  # in its first call the first forward has shown it
+    assert_same_bits(*found)

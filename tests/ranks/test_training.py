@@ -23,7 +23,7 @@ def test_a_gpt_on_two_ranks(tmp_path: Path) -> None:
         cell("gpt", "fp16", "memory", "memory", "deferred", stage=3),
         Job(torch_clips=True, config=ALL_IN_MEMORY),
         Job(config=ON_DISK, micro_batches=2),
-        Job(config={**ON_DISK, "step_overlap": "none"}, micro_batches=2),
+        Job(config={**ON_DISK, "step_overlap": "none"}, micro_batches=2, accumulates=True),
         Job(config=ALWAYS_EVICTED, micro_batches=2),
     ]
     found = check_all(jobs, tmp_path)

@@ -48,6 +48,7 @@ class Job:
         overflows: steps that nobody makes: the last gradient of the last rank is not finite.
         limits: of the norm, for each step, where ``clipped`` is given. The one process finds them.
         state: the optimizer's state is looked at, too.
+        accumulates: with ``deepoffload.accumulate``. The one process has an ordinary loop.
     """
 
     model: str = "gpt"
@@ -64,6 +65,7 @@ class Job:
     limits: tuple[float, ...] = ()
     overflows: tuple[int, ...] = ()
     state: bool = False
+    accumulates: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -277,7 +279,11 @@ def train(job: Job, path: str | None = None) -> Trained:
     optimizer.skip_non_finite = bool(job.overflows)
     found = Trained()
     for step in range(job.steps):
-        for micro in range(job.micro_batches):
+        if job.accumulates and world_size > 1:
+            seeds = [10_000 * step + 100 * micro + rank for micro in range(job.micro_batches)]
+            losses = deepoffload.accumulate(model, seeds, lambda model, seed: loss_of(model, job.model, seed))
+            found.losses += [float(loss) for loss in losses]
+        for micro in range(0 if job.accumulates and world_size > 1 else job.micro_batches):
             if early is not None:
                 early.paused = micro < job.micro_batches - 1  # as DeepSpeed's engine says it
             for reader in ranks:
