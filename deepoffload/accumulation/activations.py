@@ -80,6 +80,11 @@ class Activations:
         self._caches: defaultdict[int, Caches] = defaultdict(Caches)
         self._inputs: dict[Window, list[tuple[Tensor, int]]] = {}
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether units keep their activations until backward."""
+        return not self._recompute
+
     def region(self, number: int, window: Window, module: nn.Module, args: Any, kwargs: Any) -> ActivationRegion | None:
         """What is done with the activations of a call by micro-batch ``number``; None: autograd keeps them as ever."""
         counted = self._counted if number == 0 else None

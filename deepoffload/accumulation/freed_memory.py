@@ -12,16 +12,24 @@ class FreedMemory:
     micro-batch runs at a time, but the working memory of all of them would stay.
 
     What counts is how much the process has grown, since it costs little to ask for. Tensors that stay make it grow,
-    too: they cause one attempt for each ``FREED_BYTES_MAX``.
+    too: they cause one attempt for each ``FREED_BYTES_MAX``. Where forwards keep their activations nearly all growth is
+    theirs. Then nothing is given back before backward: what is given back is soon used again, and the system has to
+    clear it first.
     """
 
     def __init__(self) -> None:
-        self._settled_bytes = machine.resident_bytes()
+        self._settled_bytes: int | None = machine.resident_bytes()
+
+    def expect_growth(self) -> None:
+        """A micro-batch stops in a forward that keeps its activations."""
+        self._settled_bytes = None
 
     def look(self) -> None:
         """A micro-batch stops: give back what it pays to give back."""
         now_bytes = machine.resident_bytes()
-        if now_bytes > self._settled_bytes + machine.FREED_BYTES_MAX:
+        if self._settled_bytes is None:
+            self._settled_bytes = now_bytes
+        elif now_bytes > self._settled_bytes + machine.FREED_BYTES_MAX:
             machine.return_free_memory()
             self._settled_bytes = machine.resident_bytes()
         else:

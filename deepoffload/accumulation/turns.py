@@ -235,7 +235,10 @@ class Turns:
         following = self._next()
         if following is not None and following is not one:
             self._hooks.stand_back()
-            self._freed.look()
+            if one.phase is TurnPhase.FORWARD and self._activations.are_kept:
+                self._freed.expect_growth()
+            else:
+                self._freed.look()
             before = self._changes()
             self._hand_over(following)
             self._await(one)
