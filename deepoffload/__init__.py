@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from deepoffload.optim.adagrad import CPUAdagrad as CPUAdagrad
     from deepoffload.optim.adam import CPUAdam as CPUAdam
     from deepoffload.optim.adam import CPUAdamW as CPUAdamW
+    from deepoffload.optim.foreign.muon import Muon as Muon
+    from deepoffload.optim.foreign.paged_optimizer import paged as paged
     from deepoffload.optim.lion import CPULion as CPULion
     from deepoffload.optim.sgd import CPUSGD as CPUSGD
     from deepoffload.params.code_scan import careful as careful
@@ -39,6 +41,7 @@ _HOMES = {
     "CPUAdamW": "deepoffload.optim.adam",
     "CPULion": "deepoffload.optim.lion",
     "CPUSGD": "deepoffload.optim.sgd",
+    "Muon": "deepoffload.optim.foreign.muon",
     "accumulate": "deepoffload.accumulation.accumulate",
     "careful": "deepoffload.params.code_scan",
     "TrainingState": "deepoffload.checkpoint.training_state",
@@ -47,6 +50,7 @@ _HOMES = {
     "stats": "deepoffload.runtime.context",
     "join": "deepoffload.runtime.joining",
     "add_config_arguments": "deepoffload.deepspeed.initialization",
+    "paged": "deepoffload.optim.foreign.paged_optimizer",
     "quantize_weights": "deepoffload.runtime.quantize",
     "initialize": "deepoffload.deepspeed.initialization",
     "load_pretrained": "deepoffload.checkpoint.pretrained_loading",
@@ -60,6 +64,7 @@ __all__ = [
     "CPULion",
     "CPUSGD",
     "Config",
+    "Muon",
     "TrainingState",
     "accumulate",
     "add_config_arguments",
@@ -69,6 +74,7 @@ __all__ = [
     "last_micro_batch",
     "load_pretrained",
     "offload_context",
+    "paged",
     "quantize_weights",
     "save_pretrained",
     "stats",

@@ -158,6 +158,10 @@ class Loading:
                 stored = self.stored.get(id(param))
                 if stored is not None and not (ours and handle_of(param) is not None):
                     state.update(_ordinary_state(param, stored, ours=ours))
+                elif stored is not None and isinstance(optimizer, HostOptimizer) and optimizer.rule.foreign:
+                    if name not in self.state.kept:
+                        arrays = optimizer._arrays_of(param, group)
+                        state.update({k: stored.arrays[k].whole() for k in stored.keys if k not in arrays})
                 if state:
                     found[param] = state
         return found
@@ -227,7 +231,7 @@ def match(
     params = dict(module.named_parameters())
     gather = partial(gathered, module, stored=source.weights, hub_names=hub_names, left_out=left_out)
     needs_all = wanted.remedies.not_strict if wanted.with_optimizer and wanted.strict else ""
-    theirs = optimizer is not None and not isinstance(optimizer, HostOptimizer)
+    theirs = optimizer is not None and (not isinstance(optimizer, HostOptimizer) or optimizer.rule.foreign)
     by_param = _by_param(source, saved, keys, params, gather, needs_all, theirs)
     state = MatchedOptimizer()
     if wanted.with_optimizer:

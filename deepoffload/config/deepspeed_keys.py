@@ -108,7 +108,7 @@ _LOGGING = (
 )
 
 _THEIR_OPTIMIZERS = (
-    *("Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "MuAdam", "MuAdamW", "MuSGD"),
+    *("Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"),
     *("SparseAdam", "LBFGS"),
 )
 """Types that DeepSpeed builds, or built once, and we do not."""
@@ -133,8 +133,8 @@ _OPTIMIZER = (
     honoured(
         "optimizer.type",
         _optimizer_type(),
-        "The optimizer, in any case of letters; each takes the parameters below that its class has. Those after `sgd` "
-        "are torch's own, whose state stays in memory.",
+        "The optimizer, in any case of letters; each takes the parameters below that its class has. Those after `muon` "
+        "are torch's own, by `deepoffload.paged`.",
     ),
     honoured("optimizer.params.lr", number(0), "Learning rate; 1e-2 for Adagrad.", 1e-3),
     honoured("optimizer.params.betas", list_of(number(0, below=1), 2), "Decay of the two moments.", (0.9, 0.999)),
@@ -161,7 +161,7 @@ _OPTIMIZER = (
         "What Adam's moments (Lion's: not 8bit) are stored in; see optimizers.md.",
         "fp32",
     ),
-    honoured("optimizer.params.momentum", number(0), "Of SGD and RMSprop.", 0.0),
+    honoured("optimizer.params.momentum", number(0), "Of SGD, RMSprop and Muon (0.95).", 0.0),
     honoured("optimizer.params.dampening", number(), "Of SGD's momentum.", 0.0),
     honoured("optimizer.params.nesterov", boolean(), "Nesterov's momentum in SGD.", False),
     honoured("optimizer.params.lr_decay", number(0), "Of Adagrad.", 0.0),

@@ -155,7 +155,12 @@ _ZERO = (
     refused(
         "zero_optimization.zenflow", present_group(), "ZenFlow delays updates; step_overlap hides them exactly", "off"
     ),
-    inapplicable("zero_optimization.save_muon_momentum_buffer_in_memory", boolean(), "there is no Muon", False),
+    inapplicable(
+        "zero_optimization.save_muon_momentum_buffer_in_memory",
+        boolean(),
+        "Muon's momentum is optimizer state, which budgets place",
+        False,
+    ),
     Key(
         "zero_optimization.cpu_offload",
         boolean(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from deepoffload.config.keys import ValueKind, boolean, list_of, number
+from deepoffload.config.keys import ValueKind, boolean, choice_of, list_of, number
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ OPTIMIZERS: Mapping[str, KnownOptimizer] = {
         {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}, ("lr_decay", "initial_accumulator_value", "maximize")
     ),
     "sgd": KnownOptimizer({"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}, ("dampening", "nesterov", "maximize")),
+    # DeepSpeed's defaults, which are the class's but for ns_method.
+    "muon": KnownOptimizer(
+        {}, ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "ns_method", "momentum_dtype")
+    ),
     # torch's own, with torch's defaults.
     "adadelta": KnownOptimizer({}, ("lr", "rho", "eps", "weight_decay", "maximize")),
     "adafactor": KnownOptimizer({}, ("lr", "beta2_decay", "d", "weight_decay", "maximize")),
@@ -63,5 +67,9 @@ TORCH_PARAMETERS: tuple[tuple[str, ValueKind, str], ...] = (
     ("centered", boolean(), "RMSprop"),
     ("etas", _PAIR, "Rprop"),
     ("step_sizes", _PAIR, "Rprop"),
+    ("muon_lr", number(0), "Muon, for its matrices"),
+    ("adam_lr", number(0), "Muon, for what AdamW updates"),
+    ("ns_method", choice_of("gram", "standard"), "Muon; `gram` where it is not said"),
+    ("momentum_dtype", choice_of("fp32", "bf16"), "Muon"),
 )
-"""Parameters that only torch's optimizers have: name, value, and whose they are."""
+"""Parameters that only torch's optimizers and Muon have: name, value, and whose they are."""

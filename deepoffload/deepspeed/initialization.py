@@ -14,18 +14,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from deepoffload.config import TRAINING_FIELDS, Config, OptimizerConfig, Precision, StepOverlap, key_of, parse_config
+from deepoffload.config import TRAINING_FIELDS, Config, Precision, StepOverlap, key_of, parse_config
 from deepoffload.deepspeed.data import make_loader, split_over_ranks
 from deepoffload.deepspeed.engine import TrainingEngine
+from deepoffload.deepspeed.optimizer_section import make_optimizer
 from deepoffload.deepspeed.schedulers import make_schedule
-from deepoffload.errors import BudgetError, ConfigError, DeepOffloadError, UnsupportedError, UsageError
-from deepoffload.optim.adagrad import CPUAdagrad
-from deepoffload.optim.adam import CPUAdam
+from deepoffload.errors import BudgetError, ConfigError, UnsupportedError, UsageError
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.handles import handle_of
-from deepoffload.optim.lion import CPULion
 from deepoffload.optim.loss_scale import configured_loss_scale
-from deepoffload.optim.sgd import CPUSGD
 from deepoffload.params.parameter import OffloadedParameter
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.announce import warn_of_settings
@@ -38,22 +35,6 @@ log = logging.getLogger("deepoffload")
 
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """DeepSpeed's default; a plain loop does not clip unless it is asked to."""
-
-_CLASSES: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "adam": CPUAdam,
-    "adamw": CPUAdam,
-    "lion": CPULion,
-    "adagrad": CPUAdagrad,
-    "sgd": CPUSGD,
-    "adadelta": torch.optim.Adadelta,
-    "adafactor": torch.optim.Adafactor,
-    "adamax": torch.optim.Adamax,
-    "asgd": torch.optim.ASGD,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "rmsprop": torch.optim.RMSprop,
-    "rprop": torch.optim.Rprop,
-}
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 
@@ -351,20 +332,6 @@ def _check_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def make_optimizer(said: OptimizerConfig, params: Any) -> torch.optim.Optimizer:
-    """The optimizer that a configuration's ``optimizer`` section names, over parameters or groups.
-
-    Raises:
-        ConfigError: a parameter is out of range.
-    """
-    try:
-        return _CLASSES[said.type](params, **dict(said.params))
-    except DeepOffloadError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"optimizer.params: {error}") from error
-
-
 # -- the parts -------------------------------------------------------------------------------------------------------
 
 
@@ -386,7 +353,7 @@ def _optimizer(
             raise UsageError(f"the function passed as optimizer gave {type(built).__name__}, not a torch optimizer")
         _check_fp16(config, built)
     else:
-        built = make_optimizer(config.optimizer, params)  # type: ignore[arg-type]  # one of both is there
+        built = make_optimizer(config.optimizer, params, model)  # type: ignore[arg-type]  # one of both is there
         _check_fp16(config, built)
     _check_parameters(built, model)
     if isinstance(built, HostOptimizer):

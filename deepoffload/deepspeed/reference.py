@@ -58,7 +58,7 @@ is false.
   trained, they are warnings.
 - **Files that DeepSpeed reads are read**, Hjson and base64 among them. We compare both on the keys of 80 public files
   and programs. Refused are only those that ask for other numbers: the keys at the end of this page, and the optimizers
-  Lamb, Muon, MuAdam, MuSGD and the 1-bit ones. A run starts with the first rate of its schedule:
+  Lamb, MuAdam, MuSGD and the 1-bit ones. A run starts with the first rate of its schedule:
   `last_batch_iteration` may only be -1.
 - **Scripts.** DeepSpeedExamples' cifar10, gan and HelloDeepSpeed were run in full with changed imports, on data of ours
   and on a CPU. (gan asks for a GPU; the lines that do were changed.) In fp32, cifar10 prints the losses and predictions

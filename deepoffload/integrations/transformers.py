@@ -30,7 +30,7 @@ from deepoffload.accumulation.accumulate import accumulate
 from deepoffload.config import Config, parse_config
 from deepoffload.config.keys import AUTO
 from deepoffload.config.source import read_source
-from deepoffload.deepspeed.initialization import make_optimizer
+from deepoffload.deepspeed.optimizer_section import make_optimizer
 from deepoffload.deepspeed.schedulers import make_schedule
 from deepoffload.errors import ConfigError, UnsupportedError, UsageError
 from deepoffload.integrations.accelerate import RankAccelerator
@@ -95,7 +95,7 @@ def optimizers_of(
     trained = [param for param in model.parameters() if param.requires_grad]
     if not trained:
         raise UsageError(f"all parameters of {type(model).__name__} are frozen: nothing can be trained")
-    optimizer = make_optimizer(settings.optimizer, trained)
+    optimizer = make_optimizer(settings.optimizer, trained, model)
     schedule = None if settings.scheduler is None else make_schedule(optimizer, settings.scheduler)
     return optimizer, schedule
 

@@ -6,12 +6,11 @@ the engine placed it; ordinary ones keep it in ``optimizer.state`` as torch's ow
 
 from __future__ import annotations
 
-import abc
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +26,13 @@ from deepoffload.optim.in_backward import InBackward
 from deepoffload.optim.norm import squares_of
 from deepoffload.optim.ordinary import OrdinaryUpdate, check_has_bytes
 from deepoffload.optim.rank_step import RankStep, await_sums, rank_step_of, refuse_ordinary
-from deepoffload.optim.rule import Hyper, Rule, step_count
+from deepoffload.optim.rule import step_count
 from deepoffload.optim.speculation.guess import GuessedStep
 from deepoffload.optim.speculation.steps import confirm, end_of_step, settle
 from deepoffload.optim.state_dict import load_into, pack
 from deepoffload.optim.step_work import StepWork, find_work
 from deepoffload.optim.update import HostUpdate
+from deepoffload.optim.variation import Variation
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import leave_to_python
 from deepoffload.params.unit import ParamHandle
@@ -40,7 +40,7 @@ from deepoffload.params.unit import ParamHandle
 _NOTHING = nullcontext()
 
 
-class HostOptimizer(torch.optim.Optimizer, abc.ABC):
+class HostOptimizer(torch.optim.Optimizer, Variation):
     """Base of :class:`CPUAdam`, :class:`CPULion`, :class:`CPUAdagrad` and :class:`CPUSGD`.
 
     One optimizer at a time holds the state of a paged parameter. When another one updates that parameter it starts with
@@ -62,7 +62,6 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         grad_norm: global L2 norm of the gradients at the last step, unclipped; None when nothing needed it.
     """
 
-    rule: ClassVar[Rule]
     grad_scale: Tensor | float
     """What the gradients are too large by. There only for the time of a call of :meth:`step`, by which it is set."""
 
@@ -99,31 +98,9 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """
         return any(param.dtype is torch.float16 for param, _ in self._each())
 
-    # -- what tells the optimizers apart ---------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def _check_settings(self, group: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` for a setting out of range."""
-
-    @abc.abstractmethod
-    def _arrays(self, group: Mapping[str, Any]) -> Mapping[str, str]:
-        """Arrays of state that a parameter of this group has: see :class:`~deepoffload.optim.rule.UpdateJob`."""
-
-    @abc.abstractmethod
-    def _hyper(self, group: Mapping[str, Any], step: int, first: bool) -> Hyper:
-        """The kernel's settings for the ``step``-th update of a parameter."""
-
-    def _initial(self, group: Mapping[str, Any]) -> Mapping[str, float]:
-        """What new arrays are filled with, where it is not zero."""
-        return {}
-
-    def _import_group(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A loaded group with every setting that ours have; missing ones get the default."""
-        return {**self.defaults, **saved}
-
-    def _export_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group as ``state_dict`` shows it."""
-        return group
+    def _defaults(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.defaults
+        return found
 
     # -- groups ----------------------------------------------------------------------------------------------------
 
@@ -282,7 +259,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
                 pager.commits.before_step()
         for pager in pagers:
             mine = {handle: job for handle, (_, job) in work.paged.items() if handle.pager is pager}
-            updates.append(HostUpdate(pager, gradients_of(pager), self.rule, mine, grad_factor))
+            updates.append(self._update(pager, gradients_of(pager), mine, grad_factor))
             updates[-1].take_edits()
         self._held.warn_of_lost_masters()
         with ExitStack() as locks:
@@ -413,7 +390,7 @@ class HostOptimizer(torch.optim.Optimizer, abc.ABC):
         """
         for pager in self._pagers():
             gradients_of(pager)
-        load_into(self, state_dict, self._import_group, self._check_group, self._arrays)
+        load_into(self, state_dict, self._import_group, self._check_group, self._import_entry)
 
     def __getstate__(self) -> dict[str, Any]:
         # As torch's, so that hooks and schedulers' wrappers stay behind. Paged parameters are pickled and copied as

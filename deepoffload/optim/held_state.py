@@ -36,8 +36,8 @@ class StatefulOptimizer(Protocol):
     def _pagers(self) -> list[Pager]:
         """The pagers of its paged parameters."""
 
-    def _arrays(self, group: Mapping[str, Any]) -> Mapping[str, str]:
-        """Arrays of state that a parameter of this group has: see :class:`~deepoffload.optim.rule.UpdateJob`."""
+    def _arrays_of(self, param: Tensor, group: Mapping[str, Any]) -> Mapping[str, str]:
+        """Arrays of state that a parameter has: see :class:`~deepoffload.optim.rule.UpdateJob`."""
 
     def _initial(self, group: Mapping[str, Any]) -> Mapping[str, float]:
         """What new arrays are filled with, where it is not zero."""
@@ -90,7 +90,7 @@ class HeldState:
             params[handle] = param
             if handle in self._held:
                 self.refuse_lost(handle)
-                held[handle] = optimizer._arrays(group)
+                held[handle] = optimizer._arrays_of(param, group)
         for pager in optimizer._pagers():
             mine = {handle: param for handle, param in params.items() if handle.pager is pager}
             for handle, found in paged_values(pager, mine, held, partial(_initial, optimizer)).items():
@@ -119,10 +119,11 @@ class HeldState:
                 continue
             if len(state) > 1:
                 optimizer.state[param] = state = plain_state(state)
-            names = [*optimizer._arrays(group), *MASTER_PART_KEYS.values()]
+            wanted = optimizer._arrays_of(param, group)
+            names = [*wanted, *MASTER_PART_KEYS.values()]
             found = {key: state.pop(key) for key in names if isinstance(state.get(key), Tensor)}
             if found:
-                arrays[handle] = {key: field for key, field in optimizer._arrays(group).items() if key in found}
+                arrays[handle] = {key: field for key, field in wanted.items() if key in found}
                 ready = {
                     key: ready_value(value, handle, key, arrays[handle].get(key, "")) for key, value in found.items()
                 }
@@ -145,7 +146,7 @@ class HeldState:
         handle, state = handle_of(param), optimizer.state.get(param)
         if handle is None or not state or handle.pager.gradients is None:
             return False
-        return any(key in state for key in (*optimizer._arrays(group), *MASTER_PART_KEYS.values()))
+        return any(key in state for key in (*optimizer._arrays_of(param, group), *MASTER_PART_KEYS.values()))
 
     def warn_of_lost_masters(self) -> None:
         """Say so, at the first step, when weights were written after their masters were loaded."""
@@ -169,4 +170,4 @@ def _initial(optimizer: StatefulOptimizer, param: Tensor) -> dict[str, float]:
         return {}
     group = next(group for known, group in optimizer._each() if known is param)
     initial = optimizer._initial(group)
-    return {key: initial.get(key, 0.0) for key in optimizer._arrays(group)}
+    return {key: initial.get(key, 0.0) for key in optimizer._arrays_of(param, group)}

@@ -89,7 +89,7 @@ def read_array(handle: ParamHandle, param: Tensor, key: str) -> Tensor | None:
     if found is None:
         return None
     optimizer, group = found
-    pager, field = _ready(handle), _field(optimizer, group, handle, key)
+    pager, field = _ready(handle), _field(optimizer, group, handle, param, key)
     with outside_user_modes():
         target = torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32, device="cpu")
         if handle in optimizer._held:
@@ -112,11 +112,11 @@ def write_array(handle: ParamHandle, param: Tensor, key: str, value: Tensor) -> 
             "then optimizer.state[param] has it"
         )
     optimizer, group = found
-    pager, field = _ready(handle), _field(optimizer, group, handle, key)
+    pager, field = _ready(handle), _field(optimizer, group, handle, param, key)
     values = {key: _values(value, handle, key)}
     fields = {key: field}
     if handle not in optimizer._held:
-        for other, its_field in optimizer._arrays(group).items():
+        for other, its_field in optimizer._arrays_of(param, group).items():
             fields[other] = its_field
             start = optimizer._initial(group).get(other, 0.0)
             values.setdefault(other, torch.full(handle.shape, start, dtype=torch.float32, device="cpu"))
@@ -247,8 +247,10 @@ def _owner(handle: ParamHandle, param: Tensor) -> tuple[HostOptimizer, Mapping[s
     return found[0] if found else None
 
 
-def _field(optimizer: HostOptimizer, group: Mapping[str, Any], handle: ParamHandle, key: str) -> str:
-    arrays = optimizer._arrays(group)
+def _field(optimizer: HostOptimizer, group: Mapping[str, Any], handle: ParamHandle, param: Tensor, key: str) -> str:
+    arrays = optimizer._arrays_of(param, group)
+    if optimizer.rule.foreign and handle not in optimizer._held:
+        raise UsageError(f"{handle.name} has no optimizer state {key!r} yet: its class makes it in the first step")
     if key not in arrays:
         known = ", ".join(repr(name) for name in arrays) or "none"
         raise UsageError(f"{handle.name} has no optimizer state {key!r}; {type(optimizer).__name__} keeps {known}")

@@ -12,17 +12,10 @@ from torch import Tensor
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.optim.base import HostOptimizer
-from deepoffload.optim.checks import STATE_DTYPES
+from deepoffload.optim.kinds import kind_of_class
 from deepoffload.optim.state_dict import Group, match_groups
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle, StateFormat
-
-_TORCH_KINDS: Mapping[type, str] = {
-    torch.optim.Adam: "adam",
-    torch.optim.AdamW: "adam",
-    torch.optim.Adagrad: "adagrad",
-    torch.optim.SGD: "sgd",
-}
 
 
 @dataclass(frozen=True)
@@ -46,9 +39,8 @@ class OptimizerParts:
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """What has the same kind keeps the same arrays under the same names."""
     if isinstance(optimizer, HostOptimizer):
-        return optimizer.rule.kernel.__name__.removesuffix("_step")
-    made = type(optimizer)
-    return _TORCH_KINDS.get(made, f"{made.__module__}.{made.__qualname__}")
+        return optimizer.kind
+    return kind_of_class(type(optimizer))
 
 
 def take_apart(optimizer: torch.optim.Optimizer) -> OptimizerParts:
@@ -62,6 +54,9 @@ def take_apart(optimizer: torch.optim.Optimizer) -> OptimizerParts:
     if isinstance(optimizer, HostOptimizer):
         optimizer._held.move_into_pieces(optimizer)
         _follow_weights(optimizer)
+        if optimizer.rule.foreign:  # its updates change what is in memory, too
+            for pager in optimizer._pagers():
+                pager.catch_up_all()
     parts = OptimizerParts(kind_of(optimizer), own_settings(optimizer), params)
     known = {id(param) for group in params for param in group}
     for key, state in optimizer.state.items():
@@ -89,7 +84,7 @@ def _arrays_in_pieces(optimizer: HostOptimizer) -> Iterator[tuple[ParamHandle, M
         handle = param.__dict__.get("_slot")
         if isinstance(handle, ParamHandle) and handle in optimizer._held:
             optimizer._held.refuse_lost(handle)
-            yield handle, optimizer._arrays(group)
+            yield handle, optimizer._arrays_of(param, group)
 
 
 def now_in_pieces(optimizer: HostOptimizer, handle: ParamHandle) -> None:
@@ -119,12 +114,10 @@ def needs_of_pieces(optimizer: HostOptimizer, groups: Sequence[Group]) -> dict[P
     """For every paged parameter of ``groups``, whether or not a step was taken."""
     needs = {}
     for group in groups:
-        arrays = optimizer._arrays(group)
-        state_format = StateFormat(tuple(arrays.values()), STATE_DTYPES[group.get("state_dtype", "fp32")])
         for param in group["params"]:
             handle = param.__dict__.get("_slot")
             if isinstance(handle, ParamHandle):
-                needs[handle] = PieceNeeds(arrays, state_format)
+                needs[handle] = PieceNeeds(optimizer._arrays_of(param, group), optimizer._format_of(param, group))
     return needs
 
 

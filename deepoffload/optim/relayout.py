@@ -31,7 +31,7 @@ def fit_pieces(tiers: TierManager, unit: Unit, jobs: Mapping[ParamHandle, Update
     for handle in unit.handles:
         job = jobs.get(handle)
         if job is not None and (job.arrays or LAYOUTS[handle.dtype] is not StateLayout.FP32):
-            wanted[handle] = StateFormat(job.fields, job.state_dtype)
+            wanted[handle] = StateFormat(job.fields, job.state_dtype, job.whole)
     lay_out(tiers, unit, wanted, {handle for handle, job in jobs.items() if job.first})
 
 
@@ -41,7 +41,7 @@ def add_fields(tiers: TierManager, unit: Unit, fields: Mapping[ParamHandle, tupl
     for handle, present in _formats(unit).items():
         more = tuple(field for field in fields.get(handle, ()) if field not in present.fields)
         if more:
-            wanted[handle] = StateFormat((*present.fields, *more), present.dtype)
+            wanted[handle] = StateFormat((*present.fields, *more), present.dtype, present.whole)
     lay_out(tiers, unit, wanted)
 
 
@@ -116,7 +116,7 @@ def _drop_arrays(tiers: TierManager, piece: StatePiece) -> None:
     """Keep what completes the weights, which comes first in a piece, and give back the memory behind it."""
     left_bytes = piece.layout.numel * lead_bytes(piece.kind)
     if piece.block.resident and left_bytes:
-        piece.format = StateFormat((), piece.format.dtype)
+        piece.format = StateFormat((), piece.format.dtype, piece.format.whole)
         tiers.shrink(piece.block, left_bytes)
 
 

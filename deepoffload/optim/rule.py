@@ -32,11 +32,14 @@ class Rule:
         name: of the optimizer, for messages.
         kernel: one of the ``*_step`` functions of :mod:`deepoffload.native.cpu_adam`.
         counts_steps: whether ``state["step"]`` is part of the optimizer's state.
+        foreign: a class of another package makes the update, of whole parameters, and all of the state. There is no
+            kernel then.
     """
 
     name: str
     kernel: Callable[..., None]
     counts_steps: bool = True
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class UpdateJob:
         initial: what arrays that do not exist yet are filled with, by key.
         first: the arrays do not exist yet.
         master_weights: bf16 weights have an fp32 master.
+        whole: the update needs all elements of the parameter at once.
     """
 
     step: int
@@ -57,6 +61,7 @@ class UpdateJob:
     initial: Mapping[str, float]
     first: bool
     master_weights: bool = True
+    whole: bool = False
 
     @cached_property
     def state_dtype(self) -> StateDType:

@@ -21,7 +21,7 @@ from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType, StateLayout
 from deepoffload.optim.eight_bit import SIGNED_FIELDS, num_blocks, torch_dtype
 from deepoffload.optim.rule import SCALE_SUFFIX
 from deepoffload.optim.threads import num_threads
-from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceLayout, PieceSegment, cut_pieces
+from deepoffload.params.layout import ALIGNMENT_NUMEL, PieceLayout, PieceSegment, cut_pieces, cut_whole
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat, StatePiece, Unit
 from deepoffload.schedule.placement import BlockKind
@@ -162,7 +162,8 @@ def make_pieces(
         weight_bytes = unit.weights.nbytes if typical_bytes is None else typical_bytes
         numel = piece_numel(weight_bytes, layout, limit_bytes, state_format, alignment_numel)
         least_numel = 0 if range_numels is None else range_numels.get(dtype, 0)
-        for piece in cut_pieces(unit.own_runs(group), numel, alignment_numel, least_numel):
+        cut = cut_whole if state_format.whole else cut_pieces
+        for piece in cut(unit.own_runs(group), numel, alignment_numel, least_numel):
             name = block_name(unit.name, BlockKind.STATE, present + len(pieces))
             block = tiers.create(name, BlockKind.STATE, _piece_bytes(piece.numel, layout, state_format))
             pieces.append(StatePiece(block, piece, layout, group, state_format))
@@ -215,7 +216,7 @@ class PieceView:
         address = self.array(field, segment)
         if value:
             with outside_user_modes():
-                _values_at(address, segment.numel, torch.float32).fill_(value)
+                values_at(address, segment.numel, torch.float32).fill_(value)
         elif field.endswith(SCALE_SUFFIX):
             ctypes.memset(address, 0, num_blocks(segment.numel) * 4)
         else:
@@ -225,17 +226,17 @@ class PieceView:
         """A segment of an array as it is stored, under ``key``, with its scales when it is 8-bit: flat views."""
         dtype = torch_dtype(self._dtype, field)
         with outside_user_modes():
-            arrays = {key: _values_at(self.array(field, segment), segment.numel, dtype)}
+            arrays = {key: values_at(self.array(field, segment), segment.numel, dtype)}
             if self._dtype is StateDType.EIGHT_BIT:
                 scales = self.array(field + SCALE_SUFFIX, segment)
-                arrays[key + SCALE_SUFFIX] = _values_at(scales, num_blocks(segment.numel), torch.float32)
+                arrays[key + SCALE_SUFFIX] = values_at(scales, num_blocks(segment.numel), torch.float32)
         return arrays
 
     def stored_lead(self, segment: PieceSegment) -> Tensor:
         """The remainder (int16) or master (fp32) of a segment: a flat view."""
         dtype = torch.int16 if self._piece.kind is StateLayout.SPLIT_BF16 else torch.float32
         with outside_user_modes():
-            return _values_at(self.lead(segment), segment.numel, dtype)
+            return values_at(self.lead(segment), segment.numel, dtype)
 
     def load_fp32(self, field: str, segment: PieceSegment, target: int) -> None:
         """Copy a segment of an array to ``target`` in fp32."""
@@ -252,8 +253,8 @@ class PieceView:
             cpu_adam.quantize(source, address, scales, segment.numel, signed=signed, num_threads=threads)
         else:
             with outside_user_modes():
-                values = _values_at(source, segment.numel, torch.float32)
-                _values_at(address, segment.numel, torch.bfloat16).copy_(values)
+                values = values_at(source, segment.numel, torch.float32)
+                values_at(address, segment.numel, torch.bfloat16).copy_(values)
 
 
 def to_fp32(stored: Tensor, scales: Tensor | None, target: int) -> None:
@@ -267,10 +268,11 @@ def to_fp32(stored: Tensor, scales: Tensor | None, target: int) -> None:
         cpu_adam.copy(target, stored.data_ptr(), stored.nbytes, num_threads())
     else:
         with outside_user_modes():
-            _values_at(target, stored.numel(), torch.float32).copy_(stored)
+            values_at(target, stored.numel(), torch.float32).copy_(stored)
 
 
-def _values_at(address: int, numel: int, dtype: torch.dtype) -> Tensor:
+def values_at(address: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """A flat view of memory."""
     return torch.frombuffer((ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address), dtype=dtype)
 
 

@@ -51,7 +51,7 @@ def load_into(
     state_dict: Mapping[str, Any],
     import_group: Callable[[Group], Group],
     check_group: Callable[[Group], None],
-    arrays_of: Callable[[Group], Mapping[str, str]],
+    import_entry_of: Callable[[Mapping[str, Any], Tensor, Group], dict[str, Any]],
 ) -> None:
     """Check all of ``state_dict``, then hand it to ``optimizer.__setstate__``."""
     loaded = dict(state_dict)
@@ -73,7 +73,10 @@ def load_into(
             state[number] = entry  # torch keeps what belongs to no parameter, too
             continue
         param, group = params[number]
-        state[param] = _entry(number, entry, param, arrays_of(group))
+        try:
+            state[param] = import_entry_of(entry, param, group)
+        except ValueError as error:
+            raise ValueError(f"state[{number}]: {error}") from None
     optimizer.__setstate__({"state": state, "param_groups": groups})
     for hook in optimizer_hooks(optimizer, "load_state_dict_post"):
         hook(optimizer)
@@ -99,20 +102,32 @@ def match_groups(own: list[Group], saved: list[Group], import_group: Callable[[G
     return groups
 
 
-def _entry(number: Any, entry: Mapping[str, Any], param: Tensor, arrays: Mapping[str, str]) -> dict[str, Any]:
-    handle = param.__dict__.get("_slot")
-    paged = handle if isinstance(handle, ParamHandle) else None
-    try:
-        dtype = param.dtype if param.is_complex() else torch.float32
-        state = import_state(entry, param.shape, arrays, copy=paged is None, dtype=dtype)
-    except ValueError as error:
-        raise ValueError(f"state[{number}]: {error}") from None
-    if paged is not None:
-        for key, value in state.items():
-            check_value(value, paged, key, arrays.get(key, ""))
+def import_entry(entry: Mapping[str, Any], param: Tensor, arrays: Mapping[str, str]) -> dict[str, Any]:
+    """A parameter's part of a loaded state, checked.
+
+    Raises:
+        ValueError: it does not fit the parameter, or lacks an array.
+    """
+    paged = slot_of(param)
+    dtype = param.dtype if param.is_complex() else torch.float32
+    state = import_state(entry, param.shape, arrays, copy=paged is None, dtype=dtype)
+    check_values(state, paged, arrays)
     missing = [key for key in arrays if not isinstance(state.get(key), Tensor)]
     if "step" in state and missing:
-        raise ValueError(f"state[{number}] has no {missing[0]}: it is the state of another kind of optimizer")
+        raise ValueError(f"the entry has no {missing[0]}: it is the state of another kind of optimizer")
     if not param.is_floating_point() or param.dtype is torch.float32:
         state.pop("remainder", None)
     return state
+
+
+def slot_of(param: Tensor) -> ParamHandle | None:
+    """The handle of a paged parameter."""
+    handle = param.__dict__.get("_slot")
+    return handle if isinstance(handle, ParamHandle) else None
+
+
+def check_values(state: Mapping[str, Any], paged: ParamHandle | None, arrays: Mapping[str, str]) -> None:
+    """Have what is going to be loaded into pieces ready, before anything changes."""
+    if paged is not None:
+        for key, value in state.items():
+            check_value(value, paged, key, arrays.get(key, ""))

@@ -28,7 +28,7 @@ class WorkingOptimizer(Protocol):
 
     def _check_settings(self, group: Mapping[str, Any]) -> None: ...
 
-    def _arrays(self, group: Mapping[str, Any]) -> Mapping[str, str]: ...
+    def _arrays_of(self, param: Tensor, group: Mapping[str, Any]) -> Mapping[str, str]: ...
 
     def _hyper(self, group: Mapping[str, Any], step: int, first: bool) -> Hyper: ...
 
@@ -54,8 +54,7 @@ def find_work(optimizer: WorkingOptimizer, held: HeldState, only: Set[ParamHandl
     """
     work = StepWork({}, [])
     for group in optimizer.param_groups:
-        jobs: dict[tuple[int, bool], UpdateJob] = {}
-        arrays = optimizer._arrays(group)
+        jobs: dict[_JobKey, UpdateJob] = {}
         for param in group["params"]:
             handle = handle_of(param)
             if only is not None and handle not in only:
@@ -64,26 +63,40 @@ def find_work(optimizer: WorkingOptimizer, held: HeldState, only: Set[ParamHandl
                 if gradients_of(handle.pager, handle.name).present(handle):
                     check_paged(handle, optimizer.rule.name)
                     held.refuse_lost(handle)
-                    work.paged[handle] = (param, _job(optimizer, param, group, handle not in held, jobs))
+                    job = _job(optimizer, param, group, jobs, held=handle in held)
+                    work.paged[handle] = (param, job)
             elif param.grad is not None:
                 check_ordinary(param, optimizer.rule.name, group.get("state_dtype", "fp32"))
-                state = optimizer.state.get(param)
-                first = not state or not any(key in state for key in arrays)
-                work.ordinary.append((param, _job(optimizer, param, group, first, jobs)))
+                work.ordinary.append((param, _job(optimizer, param, group, jobs, held=None)))
     return work
 
 
+_JobKey = tuple[int, bool, tuple[str, ...]]
+"""What tells the updates of one group's parameters apart: the step's number, whether it is the first, arrays."""
+
+
 def _job(
-    optimizer: WorkingOptimizer, param: Tensor, group: Group, first: bool, jobs: dict[tuple[int, bool], UpdateJob]
+    optimizer: WorkingOptimizer, param: Tensor, group: Group, jobs: dict[_JobKey, UpdateJob], held: bool | None
 ) -> UpdateJob:
-    """The update of one parameter; ``jobs``: those of the group so far."""
-    state = optimizer.state.get(param)
-    step = int(state.get("step", 0)) + 1 if state else 1
-    job = jobs.get((step, first))
+    """The update of one parameter.
+
+    Args:
+        jobs: those of the group so far.
+        held: whether pieces hold its state; None for an ordinary parameter.
+    """
+    state, rule = optimizer.state.get(param), optimizer.rule
+    arrays = optimizer._arrays_of(param, group)
+    if held is not None:
+        first = not held and not (rule.foreign and state)
+    else:
+        first = not state or not (rule.foreign or any(key in state for key in arrays))
+    step = int(state.get("step", 0)) + 1 if state and not rule.foreign else 1
+    key = step, first, tuple(arrays)
+    job = jobs.get(key)
     if job is None:
         optimizer._check_settings(group)
         hyper, masters = optimizer._hyper(group, step, first), bool(group.get("master_weights", True))
         checks.finite(hyper)
-        job = UpdateJob(step, hyper, optimizer._arrays(group), optimizer._initial(group), first, masters)
-        jobs[step, first] = job
+        job = UpdateJob(step, hyper, arrays, optimizer._initial(group), first, masters, rule.foreign)
+        jobs[key] = job
     return job

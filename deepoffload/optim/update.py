@@ -45,6 +45,7 @@ class HostUpdate:
     """
 
     is_guess = False
+    uses_gradients = True
 
     def __init__(
         self,
@@ -139,7 +140,11 @@ class HostUpdate:
             jobs = self._jobs_of(piece)
             if not jobs or not self._is_stateful(piece) or (left is not None and number not in left):
                 continue
-            wanted = {StateFormat(job.fields, job.state_dtype) for job in jobs if job.arrays or piece.kind is not _BARE}
+            wanted = {
+                StateFormat(job.fields, job.state_dtype, job.whole)
+                for job in jobs
+                if job.arrays or piece.kind is not _BARE
+            }
             if wanted - {piece.format} or not self.tiers.has_bytes(piece.block):
                 return None
             blocks.append(piece.block)
@@ -168,11 +173,16 @@ class HostUpdate:
             self._apply_where_shown(unit, left)
         else:
             self._apply_on_host(unit, left, self.tiers.will_change)
+        self._finished(unit)
+
+    def _finished(self, unit: Unit) -> None:
+        """All of a unit is updated."""
         unit.pending = None
         for handle in unit.handles:
             if handle in self.jobs:
                 handle.updated()
-                self.gradients.used(handle)
+                if self.uses_gradients:
+                    self.gradients.used(handle)
         if self.tiers.guards:
             self.memory.settle(unit.weights)
             self.tiers.guards.updated(unit.weights)

@@ -92,3 +92,25 @@ def cut_pieces(
         pieces.append(PieceLayout(max(filled, min(missing, piece_numel)), tuple(segments)))
         segments, filled, missing = [], 0, missing - piece_numel
     return pieces
+
+
+def cut_whole(
+    runs: Sequence[TensorRun], piece_numel: int, alignment_numel: int = ALIGNMENT_NUMEL, least_numel: int = 0
+) -> list[PieceLayout]:
+    """As :func:`cut_pieces`, where a run spans pieces only if it is larger than one: then it has pieces of its own."""
+    pieces: list[PieceLayout] = []
+    together: list[TensorRun] = []
+    filled = 0
+    for run in runs:
+        padded = round_up(run.numel, alignment_numel)
+        if filled + padded > piece_numel:
+            pieces += cut_pieces(together, piece_numel, alignment_numel)
+            together, filled = [], 0
+        if padded > piece_numel:
+            pieces += cut_pieces([run], piece_numel, alignment_numel)
+        else:
+            together.append(run)
+            filled += padded
+    pieces += cut_pieces(together, piece_numel, alignment_numel)
+    missing = least_numel - sum(piece.numel for piece in pieces)
+    return pieces + (cut_pieces([], piece_numel, alignment_numel, missing) if missing > 0 else [])

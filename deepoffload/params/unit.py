@@ -199,10 +199,15 @@ class ParamHandle(TensorSlot):
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """Which arrays of optimizer state a piece holds (fields of the kernels' ``Segment``), and in which type."""
+    """Which arrays of optimizer state a piece holds (fields of the kernels' ``Segment``), and in which type.
+
+    ``whole``: one parameter in a piece is there with all its elements, except one that is larger than a piece: that has
+    pieces of its own. The arrays may have any names then.
+    """
 
     fields: tuple[str, ...]
     dtype: StateDType
+    whole: bool = False
 
 
 PLAIN_FORMAT = StateFormat(("exp_avg", "exp_avg_sq"), StateDType.FP32)

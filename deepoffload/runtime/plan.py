@@ -42,6 +42,8 @@ STATE_FIELDS = {
     "lion": ("exp_avg",),
     "adagrad": ("exp_avg_sq",),
     "sgd": ("exp_avg",),
+    "muon": ("momentum_buffer",),
+    "rmsprop": ("square_avg",),
 }
 """Arrays of each optimizer's state, by what the pieces call them."""
 

@@ -179,7 +179,7 @@ def _bad_lr(state: dict[str, Any]) -> None:
     ("spoil", "message"),
     [
         (_wrong_shape, r"state\[1\]: exp_avg has shape \(5,\), the parameter \(29,\)"),
-        (_other_kind, r"state\[0\] has no exp_avg_sq"),
+        (_other_kind, r"state\[0\]: the entry has no exp_avg_sq"),
         (_fewer_groups, "0 groups, the optimizer 1"),
         (_fewer_parameters, "2 parameters, the optimizer 3"),
         (_bad_lr, "lr must not be negative"),

@@ -318,8 +318,8 @@ MISTAKES = [
     ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer is nvme, but there is no"),
     ({"nvme_budget": "1GB"}, "nvme_budget without nvme_path"),
     (
-        {"optimizer": {"type": "Muon"}},
-        'optimizer.type = \'Muon\': expected one of "adam", "adamw", "lion", "adagrad", "sgd"',
+        {"optimizer": {"type": "MuSGD"}},
+        'optimizer.type = \'MuSGD\': expected one of "adam", "adamw", "lion", "adagrad", "sgd"',
     ),
     (
         {"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.99]}}},

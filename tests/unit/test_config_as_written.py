@@ -175,7 +175,7 @@ NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "Lamb": ({"optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "max_coeff": 0.3}}}, r"initialize\(optimizer=...\)"),
     "1-bit Adam": ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, r"initialize\(optimizer=...\)"),
-    "Muon": ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, r"initialize\(optimizer=...\)"),
+    "MuSGD": ({"optimizer": {"type": "MuSGD", "params": {"lr": 1e-3}}}, r"initialize\(optimizer=...\)"),
     "quantised weights": ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "never quantised"),
     "delayed updates": ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "ZenFlow delays updates"),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch.autocast"),

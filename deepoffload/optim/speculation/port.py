@@ -29,6 +29,10 @@ class SpeculationPort(Protocol):
     """The guesses of one pager (implemented by :class:`~deepoffload.optim.speculation.speculation.Speculation`). All of
     it is called under the pager's lock."""
 
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether the user asks for guesses."""
+
     def announce(self, is_last: bool | None) -> None:
         """The next backward is the last one before ``step()``, or is not; None: nobody says so any more."""
 

@@ -83,6 +83,7 @@ class Speculation:
     """
 
     def __init__(self, pager: Pager, gradients: Gradients, disk_bytes_per_s: float, *, asked_for: bool = True) -> None:
+        self.is_asked_for = asked_for
         self.choice = UnitChoice(pager.tiers.counters, asked_for=asked_for)
         self.guessed = self.confirmed = self.undone = self.left = 0
         self.saved_s = 0.0

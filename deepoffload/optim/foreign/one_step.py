@@ -1,0 +1,122 @@
+"""One step of a class of optimizer over one parameter, whose bytes its caller has brought."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deepoffload.errors import UnsupportedError
+from deepoffload.native.cpu_adam import StateDType
+from deepoffload.optim.foreign.maker import Maker
+from deepoffload.optim.foreign.state_form import StateForm, form_after, plain_surroundings, same_setting
+
+
+class ForeignHyper(NamedTuple):
+    """What one step is made with.
+
+    Attributes:
+        settings: of the group, as they were when the step was decided on.
+        after: settings that the step changes, with the values that they get. Filled when the step is decided on.
+        state_dtype: what the pieces hold arrays in.
+        method: of the class.
+    """
+
+    settings: Mapping[str, Any]
+    after: dict[str, Any]
+    state_dtype: StateDType
+    method: str = "step"
+
+
+@dataclass
+class Operands:
+    """One parameter's tensors, in fp32 on the host. All have its shape.
+
+    Attributes:
+        weight: the fp32 value, changed in place.
+        grad: None where the method needs none.
+        arrays: state, by key, changed in place.
+        entry: the rest of its state: what ``optimizer.state`` has of it.
+    """
+
+    weight: Tensor
+    grad: Tensor | None
+    arrays: Mapping[str, Tensor]
+    entry: dict[str, Any] = field(default_factory=dict)
+
+
+class OneStep:
+    """The step of one parameter.
+
+    Args:
+        name: of the parameter.
+        device: where the class computes.
+    """
+
+    def __init__(self, maker: Maker, hyper: ForeignHyper, form: StateForm, name: str, device: torch.device) -> None:
+        self._maker = maker
+        self._hyper = hyper
+        self._form = form
+        self._name = name
+        self._device = device
+
+    def make(self, operands: Operands, *, first: bool) -> None:
+        """Call the class.
+
+        Raises:
+            UnsupportedError: it has changed its state's shapes, or settings in another way for this parameter than for
+                others. Also what the class itself raises. The parameter may have changed.
+        """
+        with plain_surroundings(self._device.type):
+            param = nn.Parameter(operands.weight.to(self._device))
+            if operands.grad is not None:
+                param.grad = operands.grad.to(self._device)
+            moved = {key: array.to(self._device) for key, array in operands.arrays.items()}
+            settings = {key: _own(value) for key, value in self._hyper.settings.items()}
+            if first and self._hyper.method == "step":
+                optimizer = self._maker.fresh(param, settings)
+            else:
+                optimizer = self._maker.going_on(param, settings, {} if first else {**operands.entry, **moved})
+            getattr(optimizer, self._hyper.method)()
+            self._check_settings(optimizer.param_groups[0])
+            self._take(optimizer, param, operands)
+
+    def _take(self, optimizer: torch.optim.Optimizer, param: nn.Parameter, operands: Operands) -> None:
+        """Bring what the class has made to where it is kept."""
+        state = optimizer.state.get(param, {})
+        if not state and self._hyper.method != "step":
+            return
+        where = f"{self._maker.name} over {self._name}"
+        found = form_after(state, param.shape, where)
+        if set(found[0]) != set(self._form.arrays) or set(found[1]) != set(self._form.others):
+            raise UnsupportedError(
+                f"{where}: after this step its state is {sorted((*found[0], *found[1]))}, in other shapes or under "
+                f"other names than after its first steps ({sorted((*self._form.arrays, *self._form.others))}); state "
+                "that is paged stays as the first step makes it"
+            )
+        for key in self._form.arrays:
+            _bring(state[key], operands.arrays[key])
+        operands.entry.clear()
+        operands.entry.update({key: state[key] for key in self._form.others})
+        _bring(param.detach(), operands.weight)
+
+    def _check_settings(self, now: Mapping[str, Any]) -> None:
+        expected = {**self._hyper.settings, **self._hyper.after}
+        for key, value in now.items():
+            if key != "params" and not (key in expected and same_setting(expected[key], value)):
+                raise UnsupportedError(
+                    f"{self._maker.name} over {self._name}: this step sets the group's {key!r} to {value!r}, and that "
+                    f"of others to {expected.get(key)!r}: it uses what it sees of one parameter for all of them"
+                )
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _bring(value: Tensor, target: Tensor) -> None:
+    if value.data_ptr() != target.data_ptr() or value.device != target.device:
+        target.copy_(value)
