@@ -97,7 +97,7 @@ def cut_pieces(
 def cut_whole(
     runs: Sequence[TensorRun], piece_numel: int, alignment_numel: int = ALIGNMENT_NUMEL, least_numel: int = 0
 ) -> list[PieceLayout]:
-    """As :func:`cut_pieces`, where a run spans pieces only if it is larger than one: then it has pieces of its own."""
+    """As :func:`cut_pieces`, where a run spans pieces only if it is larger than one: then it has separate pieces."""
     pieces: list[PieceLayout] = []
     together: list[TensorRun] = []
     filled = 0

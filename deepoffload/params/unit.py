@@ -202,7 +202,7 @@ class StateFormat:
     """Which arrays of optimizer state a piece holds (fields of the kernels' ``Segment``), and in which type.
 
     ``whole``: one parameter in a piece is there with all its elements, except one that is larger than a piece: that has
-    pieces of its own. The arrays may have any names then.
+    separate pieces. The arrays may have any names then.
     """
 
     fields: tuple[str, ...]

@@ -113,11 +113,13 @@ def test_the_same_bits_whenever_it_runs(simulated_gpu: str, tmp_path: Path, over
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["CPULion", "CPUSGD", "8bit", "amsgrad"])
+@pytest.mark.parametrize("kind", ["CPULion", "CPUSGD", "8bit", "amsgrad", "paged"])
 def test_what_the_device_has_no_kernel_for_goes_to_the_host(simulated_gpu: str, tmp_path: Path, kind: str) -> None:
     def make(params: Any) -> Any:
         if kind in ("8bit", "amsgrad"):
             return deepoffload.CPUAdamW(params, lr=1e-2, **({"state_dtype": kind} if kind == "8bit" else {kind: True}))
+        if kind == "paged":
+            return deepoffload.paged(torch.optim.RMSprop, params, lr=1e-3)
         return getattr(deepoffload, kind)(params, lr=1e-3)
 
     found = []

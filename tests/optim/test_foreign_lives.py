@@ -19,7 +19,7 @@ from deepoffload.io.engine import IoEngine
 from deepoffload.runtime import disk as disk_module
 from tests.optim.foreign_kinds import CountingAdam, PlainLoop
 from tests.optim.test_foreign import backward, shown, small, train
-from tests.support.inspect import io_of, units_of
+from tests.support.inspect import io_of, is_paged, units_of
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import TinyGPT, batch, mlp, next_token_loss, rows
 from tests.support.paging import EVICTING, RESIDENT, SERIAL, TIGHT, Paging, plain
@@ -203,7 +203,7 @@ def test_parameters_beside_paged_ones(paging: Paging) -> None:
         model = make()
         torch.manual_seed(4)
         outside = nn.Linear(64, 8)
-        paged = hasattr(next(model.parameters()), "_slot")
+        paged = is_paged(model)
         kind = NADAM if paged else partial(torch.optim.NAdam, lr=0.01)
         optimizer = kind([{"params": list(model[0].parameters()), "lr": 0.02}])
         optimizer.add_param_group({"params": [*model[2].parameters(), *outside.parameters()], "weight_decay": 0.1})

@@ -339,8 +339,13 @@ def test_optimizers_and_schedules_of_torch_are_made_by_their_names():
     engine.close()
     with pytest.raises(ConfigError, match="torch's StepLR refuses them.*step_size"):
         deepoffload.initialize(model=nn.Linear(2, 2), config={**config, "scheduler": {"type": "StepLR"}})
+    model, config = nn.Linear(2, 2), {**config, "fp16": {"enabled": True}}
+    engine, *_ = deepoffload.initialize(model=model, config=config)
+    engine.close()
+    without = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
     with pytest.raises(UsageError, match="keeps no fp32 masters"):
-        deepoffload.initialize(model=nn.Linear(2, 2), config={**config, "fp16": {"enabled": True}})
+        model = nn.Linear(2, 2)
+        deepoffload.initialize(model=model, optimizer=torch.optim.RMSprop(model.parameters()), config=without)
 
 
 def test_what_some_of_them_mean():

@@ -35,8 +35,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any) -> None:
-        self._muon = torch.optim.Muon([nn.Parameter(torch.empty(1, 1, device="meta"))])
-        self._adamw = torch.optim.AdamW([nn.Parameter(torch.empty(1, device="meta"))])
+        self._muon = torch.optim.Muon([nn.Parameter(torch.empty(1, 1, dtype=torch.float32, device="meta"))])
+        self._adamw = torch.optim.AdamW([nn.Parameter(torch.empty(1, dtype=torch.float32, device="meta"))])
         super().__init__([self._filled(group) for group in params], {})
 
     def _filled(self, group: Any) -> dict[str, Any]:

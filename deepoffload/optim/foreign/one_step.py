@@ -80,9 +80,14 @@ class OneStep:
                 optimizer = self._maker.fresh(param, settings)
             else:
                 optimizer = self._maker.going_on(param, settings, {} if first else {**operands.entry, **moved})
-            getattr(optimizer, self._hyper.method)()
-            self._check_settings(optimizer.param_groups[0])
-            self._take(optimizer, param, operands)
+            try:
+                getattr(optimizer, self._hyper.method)()
+                self._check_settings(optimizer.param_groups[0])
+                self._take(optimizer, param, operands)
+            finally:  # an object of a class may be part of a cycle, and would keep what it has until it is collected
+                optimizer.state.clear()
+                optimizer.param_groups.clear()
+                param.grad = None
 
     def _take(self, optimizer: torch.optim.Optimizer, param: nn.Parameter, operands: Operands) -> None:
         """Bring what the class has made to where it is kept."""

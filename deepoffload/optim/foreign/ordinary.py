@@ -42,7 +42,9 @@ class ForeignOrdinary(OrdinaryUpdate):
                 arrays = {key: state.pop(key) for key in form.arrays}
             operands = Operands(weight, grad, arrays, state)
             name = f"a parameter of shape {tuple(param.shape)}"
-            OneStep(self._maker, job.hyper, form, name, weight.device).make(operands, first=job.first)
-            state.update(arrays)
+            try:
+                OneStep(self._maker, job.hyper, form, name, weight.device).make(operands, first=job.first)
+            finally:
+                state.update(arrays)
         if jobs:
             torch.autograd.graph.increment_version([param for param, _, _ in jobs])

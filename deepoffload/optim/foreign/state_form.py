@@ -82,21 +82,17 @@ def find_form(maker: Maker, shape: torch.Size, settings: Mapping[str, Any], name
     Raises:
         UnsupportedError: state that cannot be kept, or that is not the same after two steps as after one.
     """
-    where = f"{maker.name} over {name}"
-    try:
-        return _two_steps(maker, shape, {**settings, **_plain_kernels(settings)}, where, "meta")
-    except UnsupportedError:
-        raise
-    except Exception:  # a class of somebody else may raise anything for tensors without values
-        pass
-    try:
-        return _two_steps(maker, shape, settings, where, "cpu")
-    except UnsupportedError:
-        raise
-    except Exception as error:
-        raise UnsupportedError(
-            f"{where}: its step fails on a tensor of shape {tuple(shape)}: {type(error).__name__}: {error}"
-        ) from error
+    where, failed = f"{maker.name} over {name}", None
+    for device, changes in (("meta", _plain_kernels(settings)), ("cpu", {})):
+        try:
+            return _two_steps(maker, shape, {**settings, **changes}, where, device)
+        except UnsupportedError:
+            raise
+        except Exception as error:  # a class of somebody else may raise anything for tensors without values
+            failed = error
+    raise UnsupportedError(
+        f"{where}: its step fails on a tensor of shape {tuple(shape)}: {type(failed).__name__}: {failed}"
+    ) from failed
 
 
 def _plain_kernels(settings: Mapping[str, Any]) -> dict[str, Any]:
