@@ -51,8 +51,8 @@ def _all_disk_bytes() -> int:
     return total
 
 
-def memory_bytes(pid: int) -> int:
-    """RssAnon + RssShmem of a process; 0 when it has gone."""
+def memory_bytes(pid: int | str) -> int:
+    """RssAnon + RssShmem of a process, "self" for this one; 0 when it has gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -131,13 +131,14 @@ class Counted:
         self.nbytes = 0
         self._pager = pager
         self._seen: set[int] = set()
-        self._hooks = (self._pack, SavedTensor.checked)
+        below = pager.hooks.below
+        self._hooks = (self._pack, SavedTensor.checked) if below is None else (self._pack_below, below[1])
 
     def open(self) -> bool:
         """A call begins. False where hooks of the program decide what becomes of saved tensors."""
         top = top_saved_tensors_hooks(True)
         mine = None if top is None else getattr(top[0], "__self__", None)
-        if top is not None and not (type(mine) is SavedTensorHooks and mine.below is None):
+        if top is not None and not (type(mine) is SavedTensorHooks and mine.below is self._pager.hooks.below):
             return False
         push_saved_tensors_hooks(*self._hooks)
         return True
@@ -148,10 +149,20 @@ class Counted:
         if top is not None and getattr(top[0], "__self__", None) is self:
             pop_saved_tensors_hooks()
 
+    def _pack_below(self, tensor: Tensor) -> Any:
+        """Activations are offloaded: what leaves takes no memory."""
+        packed = self._pager.hooks.below[0](tensor) if self._pager.hooks.below is not None else None
+        if type(packed) is SavedTensor:
+            self._count(tensor)
+        return packed
+
     def _pack(self, tensor: Tensor) -> SavedTensor:
+        self._count(tensor)
+        return SavedTensor(tensor)
+
+    def _count(self, tensor: Tensor) -> None:
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._seen and storage._cdata not in self._pager.storages:
                 self._seen.add(storage._cdata)  # all of them live until backward
                 self.nbytes += storage.nbytes()
-        return SavedTensor(tensor)

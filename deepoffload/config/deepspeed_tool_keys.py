@@ -19,6 +19,7 @@ from deepoffload.config.keys import (
     switched_group,
     text,
 )
+from deepoffload.device import Tier
 
 _CHECKPOINTING = "it sets up deepspeed.checkpointing; use torch.utils.checkpoint or the model's own switch"
 _CHECKPOINT = "engine.save_checkpoint streams what it writes"
@@ -64,11 +65,20 @@ DEEPSPEED_TOOL_KEYS = (
         "activation_checkpointing",
         _CHECKPOINTING,
         partition_activations=_OFF,
-        cpu_checkpointing=_OFF,
         contiguous_memory_optimization=_OFF,
         number_checkpoints=(integer(), None),
         synchronize_checkpoint_boundary=_OFF,
         profile=_OFF,
+    ),
+    Key(
+        "activation_checkpointing.cpu_checkpointing",
+        boolean(),
+        Treatment.HONOURED,
+        'true is `offload_activations = "host"`: inputs of checkpointed blocks wait for backward in host memory, in a '
+        "part of `host_budget`. Where the CPU computes they are there already.",
+        False,
+        field="offload_activations",
+        convert=lambda value: Tier.HOST if value else None,
     ),
     honoured(
         "checkpoint.load_universal",

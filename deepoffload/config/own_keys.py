@@ -128,6 +128,26 @@ OWN_KEYS = (
         "[accumulation](accumulation.md).",
         ActivationMode.AUTO,
     ),
+    _own(
+        "offload_activations",
+        tier_limit(),
+        "The farthest tier that activations may go to, which wait for backward: inputs of blocks behind an activation "
+        "checkpoint, of either kind. `host`: a part of the host budget; `nvme`: beyond that part the disk. On a CPU "
+        "device `host` moves nothing, unless `activation_budget` bounds what may be kept. The numbers are the same: "
+        "[long sequences](long_sequences.md).",
+    ),
+    _own(
+        "activation_budget",
+        size(1),
+        "Of `host_budget`, the bytes for activations that leave by `offload_activations`, of all ranks of a host. "
+        "Not said: a quarter for `host`, an eighth for `nvme`.",
+    ),
+    _own(
+        "offload_activations_above",
+        size(1),
+        'Other saved tensors leave, too, if they take at least so many bytes, such as `"1MiB"`. Not said: only inputs '
+        "of checkpointed blocks leave.",
+    ),
     _own("prefetch", boolean(), "Fetch units before they are used. `false` is the serial reference.", True),
     _own(
         "inference",

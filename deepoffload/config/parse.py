@@ -120,6 +120,9 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str, world_siz
         "step_overlap",
         "accumulation_order",
         "activations",
+        "offload_activations",
+        "activation_budget",
+        "offload_activations_above",
         "prefetch",
         "inference",
         "timeline",
@@ -284,6 +287,7 @@ def _check_together(config: Config, fields: dict[str, Any], where: str) -> None:
         )
     if config.durability is not None and config.nvme_budget == 0:
         raise ConfigError(f"{where}durability with nvme_budget = 0: it needs disk space; leave nvme_budget out")
+    _check_activations(config, where)
     trains = [name for name in ("optimizer", "scheduler", "durability") if getattr(config, name) is not None]
     if config.inference and trains:
         raise ConfigError(f"{where}inference = true trains nothing: leave {' and '.join(trains)} out, or inference")
@@ -315,8 +319,23 @@ def _check_together(config: Config, fields: dict[str, Any], where: str) -> None:
                 f"{shown(config.precision)}; set precision (or bf16.enabled) to the same dtype, or leave this out"
                 f"{' (gradients accumulate in that or in fp32)' if others else ''}"
             )
-    for name in ("offload_param", "offload_optimizer"):
+    for name in ("offload_param", "offload_optimizer", "offload_activations"):
         if getattr(config, name) is Tier.NVME and not config.nvme_path:
             raise ConfigError(f"{where}{name} is nvme, but there is no nvme_path; say which directory to swap to")
     if config.nvme_budget and not config.nvme_path:
         raise ConfigError(f"{where}nvme_budget without nvme_path; say which directory to swap to")
+
+
+def _check_activations(config: Config, where: str) -> None:
+    """The keys of activation offload among each other."""
+    if not config.offloads_activations:
+        for name in ("activation_budget", "offload_activations_above"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f'{where}{name} without offload_activations; say offload_activations = "nvme" or "host"'
+                )
+        return
+    if config.inference:
+        raise ConfigError(f"{where}inference = true keeps nothing for backward: leave offload_activations out")
+    if config.offload_activations is Tier.NVME and config.nvme_budget == 0:
+        raise ConfigError(f"{where}offload_activations is nvme with nvme_budget = 0: it needs disk space")

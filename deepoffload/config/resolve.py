@@ -24,6 +24,44 @@ DISK_SHARE = 0.9
 """Of the free disk space, when no NVMe budget is given."""
 
 
+ACTIVATION_SHARES = {Tier.HOST: 0.25, Tier.NVME: 0.125}
+"""Of the host budget, where no activation budget is given: on NVMe a part of them is under way, or comes next."""
+
+
+def activation_part(config: Config, host_bytes: int, *, on_cpu: bool, host_ranks: int = 1) -> tuple[int, str]:
+    """What activations get of one rank's host budget, and why.
+
+    On a CPU device they are in host memory when they are made: with ``host`` a copy of them saves nothing, and is made
+    only where ``activation_budget`` says that it is to bound them.
+
+    Args:
+        on_cpu: what computes is the CPU.
+
+    Raises:
+        BudgetError: there would be nothing left for the model.
+    """
+    tier, said = config.offload_activations, config.activation_budget
+    if tier is None or tier is Tier.DEVICE:
+        return 0, ""
+    if on_cpu and tier is Tier.HOST and said is None:
+        return 0, (
+            'stay where they are made: a CPU device computes in host memory, so offload_activations = "host" saves '
+            'nothing there ("nvme" does, and activation_budget would bound them)'
+        )
+    part_bytes = int(host_bytes * ACTIVATION_SHARES[tier]) if said is None else said // host_ranks
+    if part_bytes >= host_bytes:
+        raise BudgetError(
+            f"activation_budget is {format_bytes(part_bytes)}, and all of the host budget, of which it is a part, "
+            f"{format_bytes(host_bytes)}: lower activation_budget or raise host_budget"
+        )
+    beyond = "and beyond that on NVMe" if tier is Tier.NVME else "and no more"
+    what = "inputs of checkpointed blocks"
+    if config.offload_activations_above is not None:
+        what += f" and saved tensors from {format_bytes(config.offload_activations_above)} on"
+    copied = ", where they were before, too" if on_cpu and tier is Tier.HOST else ""
+    return part_bytes, f"{what} in at most {format_bytes(part_bytes)} of host memory{copied}, {beyond}"
+
+
 def unsaid_host_bytes(available_bytes: int) -> int:
     """The host budget where the configuration says none; the estimators take the same."""
     return int(available_bytes * HOST_SHARE)
@@ -44,6 +82,7 @@ def may_use_nvme(config: Config) -> bool:
     return config.nvme_budget != 0 and Tier.NVME in (
         config.offload_param or Tier.NVME,
         config.offload_optimizer or Tier.NVME,
+        config.offload_activations,
     )
 
 
@@ -62,6 +101,23 @@ class Budgets:
     """One line per tier."""
     host_ranks: int = 1
     """Ranks of the host, which share its budgets."""
+    activation_bytes: int = 0
+    """Of ``host_bytes``, the part for activations."""
+    activation_share: float = 0.0
+    """The share of ``host_bytes`` that this is; 0 where the configuration says bytes."""
+    activations: str = ""
+    """Where these are, and why."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of ``host_bytes``, for weights, gradients and optimizer state."""
+        return self.host_bytes - self.activation_bytes
+
+    def host_bytes_for(self, block_bytes: int) -> int:
+        """The host budget that leaves so much for these."""
+        if self.activation_share:
+            return math.ceil(block_bytes / (1 - self.activation_share)) + 1
+        return block_bytes + self.activation_bytes
 
 
 def resolve_budgets(
@@ -91,7 +147,12 @@ def resolve_budgets(
         host_bytes, nvme_bytes = host_bytes // host_ranks, nvme_bytes // host_ranks
         host_reason += f"; {format_bytes(host_bytes)} for each of its {host_ranks} ranks"
         nvme_reason += f"; {format_bytes(nvme_bytes)} for each of its {host_ranks} ranks" if nvme_bytes else ""
-    return Budgets(device_bytes, host_bytes, nvme_bytes, (device_reason, host_reason, nvme_reason), host_ranks)
+    on_cpu = device.shares_host_memory and not config.debug.copies
+    part_bytes, where = activation_part(config, host_bytes, on_cpu=on_cpu, host_ranks=host_ranks)
+    reasons = (device_reason, host_reason, nvme_reason)
+    share = ACTIVATION_SHARES[config.offload_activations] if part_bytes and config.offload_activations else 0.0
+    share = share if config.activation_budget is None else 0.0
+    return Budgets(device_bytes, host_bytes, nvme_bytes, reasons, host_ranks, part_bytes, share, where)
 
 
 def _device(said: int | None, device: Device, free_bytes: int) -> tuple[int, str]:

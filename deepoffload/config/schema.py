@@ -183,6 +183,12 @@ class Config:
     """``None``: ``DEFERRED``, and ``SPECULATIVE`` as soon as that pays."""
     accumulation_order: AccumulationOrder = AccumulationOrder.AUTO
     activations: ActivationMode = ActivationMode.AUTO
+    offload_activations: Tier | None = None
+    """The farthest tier that activations may go to; ``None`` and ``DEVICE``: they stay where they are made."""
+    activation_budget: int | None = None
+    """Of the host budget, for activations; ``None``: a part of it (``config.resolve``)."""
+    offload_activations_above: int | None = None
+    """Bytes from which on all saved tensors leave; ``None``: inputs of checkpointed blocks alone."""
     prefetch: bool = True
     inference: bool = False
     """Nothing is trained: every parameter is frozen, and weights are read where their checkpoint has them."""
@@ -219,6 +225,11 @@ class Config:
     """One line per key that was mapped or does not apply, to be logged once."""
     warnings: tuple[str, ...] = ()
     """What is probably not meant so: unknown keys, and every ``"auto"`` with what it became."""
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether activations may leave where they are made."""
+        return self.offload_activations in (Tier.HOST, Tier.NVME)
 
     @property
     def path_key(self) -> str:

@@ -163,11 +163,16 @@ class Arena(Ranges):
 
     Args:
         lends: False where every page has to stay where it is (a device's driver knows it by its address).
+        budget_of: the budget that leaves an arena so many bytes, for errors; all of it is the arena's where that is not
+            said.
     """
 
-    def __init__(self, capacity_bytes: int, *, lends: bool = True) -> None:
+    def __init__(
+        self, capacity_bytes: int, *, lends: bool = True, budget_of: Callable[[int], int] | None = None
+    ) -> None:
         super().__init__(capacity_bytes, "host_budget")
         self.lends = lends
+        self.budget_of: Callable[[int], int] = int if budget_of is None else budget_of
         # On a page border of the largest kind: no such page may reach from the budget's memory into the spare.
         self._spare_start = round_up(self.capacity_bytes, _HUGE_BYTES)
         behind_bytes = self._spare_start - self.capacity_bytes

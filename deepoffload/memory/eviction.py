@@ -149,8 +149,9 @@ class RoomMaker:
             if not collected:
                 collected = self._collect()
                 continue
-            if self._disk_full is not None:
-                raise self._disk_full
+            full, self._disk_full = self._disk_full, None  # not kept: its traceback keeps the program's tensors
+            if full is not None:
+                raise full
             placement = self.placement
             raise no_room(
                 block,

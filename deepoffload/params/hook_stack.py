@@ -19,8 +19,9 @@ from deepoffload.errors import UsageError
 from deepoffload.memory.lock import BooksLock
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.ports import PagerPort, TurnPort
-from deepoffload.params.saved import SavedTensorHooks, of_checkpoint
+from deepoffload.params.saved import Hooks, SavedTensorHooks, of_checkpoint
 from deepoffload.params.torch_private import (
+    in_backward,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     saved_tensors_hooks_enabled,
@@ -35,7 +36,8 @@ class _ThreadState(threading.local):
     """What this thread has opened, innermost last."""
 
     def __init__(self) -> None:
-        self.pushed: list[SavedTensorHooks] = []
+        self.pushed: list[tuple[SavedTensorHooks, bool]] = []
+        """Pairs, and whether it was inside a backward: torch sets the stack back itself then, after each node."""
         self.opened: list[WindowCall] = []
 
 
@@ -46,6 +48,7 @@ class HookStack:
 
     Attributes:
         turns: micro-batches that take turns, each in a separate thread; None where none do.
+        below: the pair of hooks that gets what is no weight where the program has none; None where autograd keeps it.
     """
 
     def __init__(self, pager: PagerPort, memory: ShownMemory, lock: BooksLock, graphs: OpenGraphs) -> None:
@@ -57,7 +60,13 @@ class HookStack:
         self._opened_by: dict[int, list[WindowCall]] = {}
         self._shared = False
         self.turns: TurnPort | None = None
+        self.below: Hooks | None = None
         self._hooks_alone = SavedTensorHooks(pager, None)
+
+    def put_below(self, below: Hooks) -> None:
+        """From now on what is no weight goes to this pair of hooks where the program has none."""
+        self.below = below
+        self._hooks_alone = SavedTensorHooks(self._pager, below)
 
     # -- saved-tensor hooks ----------------------------------------------------------------------------------------
 
@@ -77,6 +86,7 @@ class HookStack:
         memory = self._memory
         enabled = saved_tensors_hooks_enabled()
         top = top_saved_tensors_hooks(True) if enabled else None
+        always = always or self.below is not None
         if not always and memory.all_stay() and not torch.is_autocast_enabled(memory.device.type):
             if not of_checkpoint(top):
                 self._graphs.note_unhooked()
@@ -90,7 +100,8 @@ class HookStack:
             if type(mine) is SavedTensorHooks and mine.pager is self._pager:
                 return False
             hooks = SavedTensorHooks(self._pager, top)
-        self._local.pushed.append(hooks)  # in this order: what an interrupt leaves is found and undone
+        # in this order: what an interrupt leaves is found and undone
+        self._local.pushed.append((hooks, in_backward()))
         push_saved_tensors_hooks(hooks.pack, hooks.unpack)
         return True
 
@@ -143,12 +154,12 @@ class HookStack:
         To be called where no forward of these models is running on this thread.
         """
         with self._lock:
-            self._forget_foreign_hooks()
             while self._local.opened:
-                entry = self._local.opened.pop()
-                entry.window.close(entry)
+                self._close(self._local.opened.pop())
             while self._local.pushed:
-                self.pop()
+                hooks, _ = self._local.pushed.pop()
+                if self._is_on_top(hooks):
+                    pop_saved_tensors_hooks()
 
     def close_stale(self) -> None:
         """The same where a forward may be running: close the calls whose frames are no longer on this thread's
@@ -161,15 +172,25 @@ class HookStack:
         with self._lock:
             opened = self._local.opened
             while opened and (opened[-1].over or opened[-1].frame_id not in running):
-                self._forget_foreign_hooks()
-                entry = opened.pop()
-                entry.window.close(entry)
+                self._close(opened.pop())
 
-    def _forget_foreign_hooks(self) -> None:
-        if self._local.pushed and saved_tensors_hooks_enabled():
-            top = top_saved_tensors_hooks(True)
-            if top is None or getattr(top[0], "__self__", None) is not self._local.pushed[-1]:
-                # Somebody else has tidied the stack already, or has pushed over ours: leave torch's stack alone.
-                for entry in self._local.opened:
-                    entry.pushed = False
-                self._local.pushed.clear()
+    def _close(self, entry: WindowCall) -> None:
+        """End a call for which torch has run no post hook.
+
+        Contexts that the interrupt has left (an activation checkpoint around the call) have popped the pair on top, in
+        the belief that it was theirs: ours went first, and one of theirs is there for it. So one is popped for
+        each of ours, unless torch has set the stack back already.
+        """
+        if entry.pushed:
+            entry.pushed = False
+            hooks, inside_backward = self._local.pushed.pop()
+            if self._is_on_top(hooks) or (not inside_backward and self._is_any_on_top()):
+                pop_saved_tensors_hooks()
+        entry.window.close(entry)
+
+    def _is_any_on_top(self) -> bool:
+        return saved_tensors_hooks_enabled() and top_saved_tensors_hooks(True) is not None
+
+    def _is_on_top(self, hooks: SavedTensorHooks) -> bool:
+        top = top_saved_tensors_hooks(True) if saved_tensors_hooks_enabled() else None
+        return top is not None and getattr(top[0], "__self__", None) is hooks

@@ -31,8 +31,8 @@ class OuterWindow(Window):
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         pager = self.pager
-        if pager.memory.all_stay() or not torch.is_grad_enabled():
-            return  # what autograd keeps by reference is no harm, or it keeps nothing
+        if not torch.is_grad_enabled() or (pager.memory.all_stay() and pager.hooks.below is None):
+            return  # autograd keeps nothing, or what it keeps by reference is no harm
         if module is not self.module() or pager.life.closed_because is not None:
             return
         with pager.lock:

@@ -81,9 +81,9 @@ class SavedCast(SavedWeight):
         self.dtype = tensor.dtype
         self.base_stride = base.stride()
         self.base = weakref.ref(base)
-        self.counter = _counter_of(base)
+        self.counter = counter_of(base)
         self.base_version = base._version
-        self.made_by = _maker(tensor)
+        self.made_by = maker_of(tensor)
 
     def kept(self) -> Tensor | None:
         """The cast itself while somebody has it, who may have edited it; None else, and behind a checkpoint.
@@ -94,7 +94,7 @@ class SavedCast(SavedWeight):
         if self.version is None:
             return None
         if self.counter._version != self.base_version:
-            raise RuntimeError(_was_changed(self.counter, self.size, self.base_version, self.made_by))
+            raise RuntimeError(was_changed(self.counter, self.size, self.base_version, self.made_by))
         base = self.base()
         if base is None:
             return None
@@ -115,7 +115,7 @@ class SavedTensor:
     def __init__(self, tensor: Tensor) -> None:
         self.made_by: tuple[str, int] | None = None
         if tensor.requires_grad:
-            self.made_by = _maker(tensor)
+            self.made_by = maker_of(tensor)
             tensor = _without_graph(tensor)
         self.tensor = tensor
         self.version = _version_of_any(tensor)
@@ -129,7 +129,7 @@ class SavedTensor:
         tensor = self.tensor
         version = _version_of_any(tensor)
         if version != self.version:
-            raise RuntimeError(_was_changed(tensor, tensor.shape, self.version, self.made_by))
+            raise RuntimeError(was_changed(tensor, tensor.shape, self.version, self.made_by))
         return tensor
 
 
@@ -205,7 +205,7 @@ def _version_of_any(tensor: Tensor) -> int:
     return tensor._version if type(tensor) is Tensor else version_of(tensor)
 
 
-def _counter_of(tensor: Tensor) -> Tensor:
+def counter_of(tensor: Tensor) -> Tensor:
     """A tensor without elements that has the version counter of another one, and not its memory."""
     with outside_user_modes():
         counter = tensor.detach()
@@ -213,13 +213,13 @@ def _counter_of(tensor: Tensor) -> Tensor:
         return counter
 
 
-def _maker(tensor: Tensor) -> tuple[str, int] | None:
+def maker_of(tensor: Tensor) -> tuple[str, int] | None:
     """The name of the node that made a tensor and which of its outputs it is; None for a leaf."""
     node = tensor.grad_fn
     return None if node is None else (node.name(), tensor.output_nr)
 
 
-def _was_changed(tensor: Tensor, shape: torch.Size, expected: int, made_by: tuple[str, int] | None) -> str:
+def was_changed(tensor: Tensor, shape: torch.Size, expected: int, made_by: tuple[str, int] | None) -> str:
     """torch's message about a tensor that was changed in place after it was saved. ``shape``: of what was saved, which
     may be a view of ``tensor``."""
     origin = ""

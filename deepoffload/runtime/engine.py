@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepoffload import machine
+from deepoffload.activations.offload import open_activations
 from deepoffload.config import Config, StepOverlap
 from deepoffload.copies.accelerator import ComputeDevice
 from deepoffload.copies.copy_memory import CopyMemory
@@ -45,12 +46,7 @@ from deepoffload.runtime.choice import Room
 from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adoptable, pin_residents
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
-from deepoffload.runtime.device import (
-    find_accelerator,
-    open_memory,
-    open_rank_memory,
-    take_device_memory,
-)
+from deepoffload.runtime.device import find_accelerator, open_memory, open_rank_memory, take_device_memory
 from deepoffload.runtime.disk import EngineDisk
 from deepoffload.runtime.durability import Durability
 from deepoffload.runtime.host_share import find_budgets
@@ -84,7 +80,10 @@ class Engine:
     Args:
         group: the ranks that train together, which this closes in the end; None with one rank.
 
+    It has more attributes than other classes, because each of its parts is one.
+
     Attributes:
+        activations: those that have left for backward; None where they stay.
         agreement: with the other ranks, on what is set up.
         ranks: who this process is among its ranks.
         training_states: those that save and load its models, each model by one.
@@ -132,9 +131,9 @@ class Engine:
         paths = check_paths(config.nvme_path, config.path_key) if config.nvme_path else []
         accelerator = find_accelerator(config)
         self.budgets = find_budgets(self.agreement, config, paths, accelerator)
-        self._grain_bytes = self.budgets.host_bytes
+        self._grain_bytes = self.budgets.block_bytes
         self._disk.open(config, paths, self.budgets.nvme_bytes, self.agreement)
-        arena = Arena(self.budgets.host_bytes, lends=accelerator is None)
+        arena = Arena(self.budgets.block_bytes, lends=accelerator is None, budget_of=self.budgets.host_bytes_for)
         graphs = OpenGraphs()
         order = UseOrder(graphs, prefetch=config.prefetch)
         tiers, memory = self._open_memory(arena, order, accelerator)
@@ -151,6 +150,7 @@ class Engine:
             inference=config.inference,
         )
         read_in_place(self.pager)
+        self.activations = open_activations(self.pager, config, self.budgets, self._disk.space, accelerator)
         in_backward = config.step_overlap is StepOverlap.IN_BACKWARD
         if self.link is not None:
             self.gradients = RankGradients(self.pager, self.link, in_backward=in_backward)
@@ -290,6 +290,7 @@ class Engine:
             nvme_bytes=self._nvme_bytes(),
             bandwidths=self._disk.bandwidths,
             device_bytes=0 if self.link is not None else memory.capacity_bytes,
+            activations=self.budgets.activations,
         )
 
     def _reserve(self, placement: Placement, roots: Sequence[nn.Module]) -> None:
@@ -358,7 +359,7 @@ class Engine:
         """Numbers of the run so far, of this rank: bytes per tier and their peaks, disk bytes, faults, waits; with
         several ranks rounds, bytes from other ranks, and waits for them. All flat, all numeric."""
         return {
-            **run_stats(self.pager, self._disk.space, self.budgets),
+            **run_stats(self.pager, self._disk.space, self.budgets, self.activations),
             "rank": self.ranks.rank,
             "world_size": self.ranks.world_size,
             **(self._watches[0].stats() if self._watches else {}),
@@ -440,6 +441,8 @@ class Engine:
                 last.callback(self._exit.detach)
                 last.callback(self._disk.close)
                 last.callback(self.pager.tiers.close)
+                if self.activations is not None:
+                    last.callback(self.activations.close)
                 self.pager.memory.close()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Engine:

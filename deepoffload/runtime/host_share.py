@@ -18,6 +18,9 @@ from deepoffload.io.probe import Bandwidth
 from deepoffload.runtime.agreement import Agreement
 from deepoffload.schedule.cost_model import Bandwidths
 
+_LEAST = ("host_bytes", "nvme_bytes", "activation_bytes")
+"""Of these all ranks take what the one with the least has."""
+
 
 def host_ranks(agreement: Agreement) -> int:
     """How many ranks this host has."""
@@ -62,7 +65,7 @@ def agree_on_budgets(agreement: Agreement, budgets: Budgets) -> Budgets:
     if agreement.group is None:
         return budgets
     everybody: list[Budgets] = agreement.gather(budgets, "comparing budgets")
-    least = {name: min(getattr(each, name) for each in everybody) for name in ("host_bytes", "nvme_bytes")}
+    least = {name: min(getattr(each, name) for each in everybody) for name in _LEAST}
     if least == {name: getattr(budgets, name) for name in least}:
         return budgets
     said = (

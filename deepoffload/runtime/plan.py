@@ -6,7 +6,7 @@ The engine plans with this before it moves anything, and the estimators predict 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import Tensor, nn
@@ -111,6 +111,7 @@ def plan_model(
     nvme_bytes: int | None,
     bandwidths: Bandwidths,
     device_bytes: int = 0,
+    activations: str = "",
 ) -> ModelPlan:
     """Cut ``roots`` into units and place them in ``capacity_bytes`` of memory and ``nvme_bytes`` of NVMe (None: no
     path). Declares the blocks with the pager's tier manager.
@@ -122,6 +123,8 @@ def plan_model(
     ``device_bytes``: of a device's memory, 0 where the CPU computes. It must hold the weights of one call; finer cuts
     are tried where it does not. What all weights leave of it is for optimizer state, where the configuration keeps that
     on the device.
+
+    ``activations``: where these are, for the table; ``capacity_bytes`` is without their part.
 
     With several ranks ``capacity_bytes`` is also for whole copies, and for gradients on their way.
 
@@ -135,6 +138,7 @@ def plan_model(
     exchange = None if pager.link is None else pager.link.exchange
     why = why_no_guesses(config, on_device=bool(device_bytes), several_ranks=exchange is not None)
     choice = choose(cutter, config, Room(capacity_bytes, nvme_bytes, bandwidths, device_bytes, exchange, why))
+    choice = replace(choice, placement=replace(choice.placement, activations=activations))
     assembly = cutter.declare(choice.cut)
     blocks = [block for draft in choice.cut.division.drafts for block in draft.unit.blocks()]
     placement = choice.with_ids([block.id for block in blocks])

@@ -118,10 +118,12 @@ class Refusals:
 
     def _of_blocks(self, capacity_bytes: int) -> tuple[int, str]:
         """The budget of one rank that leaves so much for blocks, and what else it is for."""
-        memory = self._pager.memory
+        memory, budget_of = self._pager.memory, self._pager.tiers.arena.budget_of
         if memory.on_host or self._pager.link is not None:  # with several ranks the plan counts all that is in memory
-            return capacity_bytes, ""
-        return with_ring(capacity_bytes), f", in which gradients on their way from {memory.device} have theirs"
+            whole_bytes = budget_of(capacity_bytes)
+            return whole_bytes, ", in which activations have theirs" if whole_bytes > capacity_bytes else ""
+        named = f", in which gradients on their way from {memory.device} have theirs"
+        return budget_of(with_ring(capacity_bytes)), named
 
 
 def _renamed(text: str, nbytes: int, other_bytes: int, words: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deepoffload.activations.store import ActivationStore
 from deepoffload.config.resolve import Budgets
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.params.pager import Pager
@@ -9,8 +10,11 @@ from deepoffload.params.ports import RankPort
 from deepoffload.schedule.cost_model import BlockKind
 
 
-def run_stats(pager: Pager, space: SwapSpace | None, budgets: Budgets) -> dict[str, float]:
+def run_stats(
+    pager: Pager, space: SwapSpace | None, budgets: Budgets, activations: ActivationStore | None
+) -> dict[str, float]:
     """Those of the memory and the disk of one rank, so far."""
+    of_activations = {} if activations is None else activations.stats()  # gives back what nobody needs: it is first
     tiers, counters = pager.tiers, pager.tiers.counters
     trace = pager.order.trace.stats()
     return {
@@ -36,6 +40,7 @@ def run_stats(pager: Pager, space: SwapSpace | None, budgets: Budgets) -> dict[s
         "order_mismatches": trace.mismatches,
         "units": len(pager.units),
         "parameters": sum(h.numel for unit in pager.units for h in unit.handles),
+        **of_activations,
     }
 
 

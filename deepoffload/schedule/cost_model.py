@@ -16,6 +16,8 @@ class BlockKind(Enum):
     WEIGHT = "weights"
     GRADIENT = "gradients"
     STATE = "optimizer state"
+    ACTIVATION = "activations"
+    """In a separate part of the memory, which no plan knows."""
 
 
 class StepOverlap(Enum):

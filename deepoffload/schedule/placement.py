@@ -100,8 +100,8 @@ class Placement:
     ``traffic``, ``disk_seconds``: expected per optimizer step, or per forward pass where nothing is trained
     (``training``).
     ``bandwidths``: of the disk that it was made for.
-    ``step_overlap``, ``updates``: when updates run, and a line for people on that. ``accumulation``: the same of the
-    order of micro-batches; empty where a step has one.
+    ``step_overlap``, ``updates``: when updates run, and a line for people on that. ``accumulation``, ``activations``:
+    such lines on the order of micro-batches (empty where a step has one), and on where activations are.
     """
 
     blocks: tuple[BlockSpec, ...]
@@ -125,11 +125,12 @@ class Placement:
     step_overlap: StepOverlap = StepOverlap.DEFERRED
     updates: str = ""
     accumulation: str = ""
+    activations: str = ""
 
     def table(self, host_ranks: int = 1) -> str:
         """What went where and why, as aligned text: with ``host_ranks`` ranks on a host, of each of them and of all."""
         budgets = (self.capacity_bytes, self.nvme_capacity_bytes, self.minimum_bytes)
-        notes = {"updates": self.updates, "accumulation": self.accumulation}
+        notes = {"updates": self.updates, "accumulation": self.accumulation, "activations": self.activations}
         totals = Totals(*budgets, self.disk_seconds, self.num_parameters, host_ranks, self.training, notes)
         return render(self.rows, totals)
 
