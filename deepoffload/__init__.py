@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepoffload import errors as errors
+    from deepoffload import schedules as schedules
     from deepoffload.accumulation.accumulate import accumulate as accumulate
     from deepoffload.checkpoint.pretrained import save_pretrained as save_pretrained
     from deepoffload.checkpoint.pretrained_loading import load_pretrained as load_pretrained
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
     from deepoffload.runtime.context import stats as stats
     from deepoffload.runtime.joining import join as join
     from deepoffload.runtime.quantize import quantize_weights as quantize_weights
+    from deepoffload.watching.monitor import Monitor as Monitor
 
 __version__ = "0.1.0"
+
+_MODULES = ("errors", "schedules")
 
 _HOMES = {
     "Config": "deepoffload.config",
@@ -42,6 +46,7 @@ _HOMES = {
     "CPULion": "deepoffload.optim.lion",
     "CPUSGD": "deepoffload.optim.sgd",
     "Muon": "deepoffload.optim.foreign.muon",
+    "Monitor": "deepoffload.watching.monitor",
     "accumulate": "deepoffload.accumulation.accumulate",
     "careful": "deepoffload.params.code_scan",
     "TrainingState": "deepoffload.checkpoint.training_state",
@@ -65,6 +70,7 @@ __all__ = [
     "CPUSGD",
     "Config",
     "Muon",
+    "Monitor",
     "TrainingState",
     "accumulate",
     "add_config_arguments",
@@ -82,8 +88,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module("deepoffload.errors")  # which sets the attribute
+    if name in _MODULES:
+        return importlib.import_module(f"deepoffload.{name}")  # which sets the attribute
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'deepoffload' has no attribute {name!r}")
@@ -93,4 +99,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, "errors"})
+    return sorted({*globals(), *_HOMES, *_MODULES})

@@ -159,6 +159,16 @@ class Timeline:
         """A copy of what is kept, in the order of recording."""
         return list(self._spans)
 
+    def seconds_since(self, begin_s: float) -> dict[Lane, float]:
+        """Seconds by lane of the spans that have ended after ``begin_s`` (of ``time.perf_counter``)."""
+        seconds = dict.fromkeys(Lane, 0.0)
+        for span in reversed(self.spans()):
+            if span.end_s > begin_s:
+                seconds[span.lane] += span.end_s - max(span.begin_s, begin_s)
+            elif span.lane is Lane.PROGRAM:  # these are recorded when they end
+                break
+        return seconds
+
     def summary(self, last_steps: int = 10) -> Summary:
         """Of the last whole steps, at most ``last_steps``; each lasts from the end of one to the end of the next. Steps
         of which spans have been dropped do not count."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepoffload.config.as_written import as_written, key_of
-from deepoffload.config.parse import TRAINING_FIELDS, parse_config
+from deepoffload.config.parse import TOOL_SECTIONS, TRAINING_FIELDS, parse_config
 from deepoffload.config.schema import (
     ActivationMode,
     AioBackend,
@@ -37,6 +37,7 @@ __all__ = [
     "RanksConfig",
     "SchedulerConfig",
     "StepOverlap",
+    "TOOL_SECTIONS",
     "TRAINING_FIELDS",
     "as_written",
     "key_of",

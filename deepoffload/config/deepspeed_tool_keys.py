@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deepoffload.config.deepspeed_watching_keys import MONITOR_KEYS, PROFILER_KEYS, SCHEDULE_KEYS
 from deepoffload.config.keys import (
     Key,
     Treatment,
@@ -25,7 +26,7 @@ _CHECKPOINTING = "it sets up deepspeed.checkpointing; use torch.utils.checkpoint
 _CHECKPOINT = "engine.save_checkpoint streams what it writes"
 _FORMAT = "the format is safetensors and JSON (docs/checkpoints.md); nothing is pickled"
 _WRITER = "blocks of 1 MiB go directly to the disk, through the engine that swaps"
-_MONITOR = "engine.stats() gives a flat dict of numbers for your own logger"
+_MONITOR = "tensorboard, csv_monitor, wandb and comet are honoured; deepoffload.Monitor feeds any other logger"
 _PROFILER = "use torch.profiler; stats() has the bytes moved"
 _DATA_PARALLEL = "all ranks are data-parallel; with several ranks it is an error to ask for another kind"
 _COMPILE = "torch.compile works on the layers as usual"
@@ -120,41 +121,9 @@ DEEPSPEED_TOOL_KEYS = (
         data_parallel=(choice_of("replica", "socket", "machine"), None),
     ),
     Key("checkpoint_serialization", boolean(), Treatment.INAPPLICABLE, _FORMAT, True),
-    *_group("tensorboard", _MONITOR, enabled=_OFF, output_path=(text(), ""), job_name=(text(), "DeepSpeedJobName")),
-    *_group("csv_monitor", _MONITOR, enabled=_OFF, output_path=(text(), ""), job_name=(text(), "DeepSpeedJobName")),
-    *_group(
-        "wandb",
-        _MONITOR,
-        enabled=_OFF,
-        group=_TEXT_OR_NOTHING,
-        team=_TEXT_OR_NOTHING,
-        project=(text(), "deepspeed"),
-    ),
-    *_group(
-        "comet",
-        _MONITOR,
-        enabled=_OFF,
-        samples_log_interval=(integer(1), 100),
-        project=_TEXT_OR_NOTHING,
-        workspace=_TEXT_OR_NOTHING,
-        api_key=_TEXT_OR_NOTHING,
-        experiment_name=_TEXT_OR_NOTHING,
-        experiment_key=_TEXT_OR_NOTHING,
-        online=(boolean(), None),
-        mode=_TEXT_OR_NOTHING,
-    ),
+    *MONITOR_KEYS,
     *_group("trackio", _MONITOR, enabled=_OFF, project=(text(), "deepspeed")),
-    *_group(
-        "flops_profiler",
-        _PROFILER,
-        enabled=_OFF,
-        recompute_fwd_factor=(number(0), 0.0),
-        profile_step=(integer(), 1),
-        module_depth=(integer(-1), -1),
-        top_modules=(integer(), 1),
-        detailed=_ON,
-        output_file=_TEXT_OR_NOTHING,
-    ),
+    *PROFILER_KEYS,
     *_group(
         "comms_logger",
         "engine.stats() counts the bytes and the waits between ranks",
@@ -187,10 +156,9 @@ DEEPSPEED_TOOL_KEYS = (
         keep_all_input_tensors=_OFF,
         passes=(list_of(text()), None),
     ),
+    *SCHEDULE_KEYS,
     # Whole groups: what is inside them is not looked at.
-    _changes_numbers("curriculum_learning", "the data schedule is your loader's"),
     _changes_numbers("data_efficiency", "the data schedule and token dropping are your loader's and model's"),
-    _changes_numbers("progressive_layer_drop", "layers are dropped by the model, not by the engine"),
     _changes_numbers("sparse_attention", "attention is the model's", present_group()),
     _changes_numbers("quantize_training", "weights are never quantised", present_group()),
     _changes_numbers("compression_training", "the model is never compressed", group_of_parts(*_COMPRESSION_PARTS)),

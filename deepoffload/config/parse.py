@@ -26,8 +26,17 @@ from deepoffload.config.schema import (
 )
 from deepoffload.config.several_ranks import check_several_ranks
 from deepoffload.config.source import read_source
+from deepoffload.config.tools import (
+    CometConfig,
+    CurriculumConfig,
+    FileMonitorConfig,
+    FlopsProfilerConfig,
+    LayerDropConfig,
+    WandbConfig,
+    curriculum_length,
+)
 from deepoffload.device import Tier
-from deepoffload.errors import ConfigError
+from deepoffload.errors import ConfigError, UsageError
 from deepoffload.schedule.cost_model import StepOverlap
 
 TRAINING_FIELDS = (
@@ -40,6 +49,17 @@ TRAINING_FIELDS = (
     "decoupled_saves",
     "tag_validation",
 )
+TOOL_SECTIONS: Mapping[str, type] = {
+    "tensorboard": FileMonitorConfig,
+    "csv_monitor": FileMonitorConfig,
+    "wandb": WandbConfig,
+    "comet": CometConfig,
+    "flops_profiler": FlopsProfilerConfig,
+    "progressive_layer_drop": LayerDropConfig,
+    "curriculum_learning": CurriculumConfig,
+}
+"""Sections about the training loop alone: watching it, and its schedules of layers and data."""
+
 """What of a configuration, next to its sections, concerns the training loop alone."""
 
 _GRADIENT_DTYPES = ("gradient_dtype", "data_types.grad_accum_dtype")
@@ -144,6 +164,7 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str, world_siz
         optimizer=_optimizer(fields, where),
         scheduler=_scheduler(fields, where),
         fp16=fp16,
+        **_tools(fields),
         aio=AioConfig(**_below("aio", fields)),
         checkpoint=CheckpointConfig(**_below("checkpoint", fields)),
         ranks=RanksConfig(**_below("ranks", fields)),
@@ -200,6 +221,23 @@ def _batch_triple(fields: dict[str, Any], where: str, world_size: int) -> dict[s
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps or 1,
     }
+
+
+def _tools(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: section(**_below(name, fields)) for name, section in TOOL_SECTIONS.items()}
+
+
+def _check_curriculum(config: Config, where: str) -> None:
+    said = config.curriculum_learning
+    if not said.enabled:
+        return
+    for name in ("min_difficulty", "max_difficulty", "schedule_type"):
+        if getattr(said, name) is None:
+            raise ConfigError(f"{where}curriculum_learning.{name} has to be said where it is enabled")
+    try:
+        curriculum_length(said, 0)
+    except UsageError as error:
+        raise ConfigError(f"{where}curriculum_learning: {error}") from None
 
 
 def _quotient(where: str, train: int, part: int, world_size: int, name: str) -> int:
@@ -302,6 +340,7 @@ def _check_together(config: Config, fields: dict[str, Any], where: str) -> None:
             'which extents are certain; use step_overlap = "deferred"'
         )
     scales = config.precision is Precision.FP16 and not config.fp16.loss_scale
+    _check_curriculum(config, where)
     for name in ("loss_scale_window", "min_loss_scale"):
         if scales and getattr(config.fp16, name) < 1:  # else nothing asks for it, and DeepSpeed does not look, either
             raise ConfigError(f"{where}fp16.{name} = 0: expected a whole number of at least 1: the scale is dynamic")

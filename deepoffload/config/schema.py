@@ -10,6 +10,14 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from deepoffload.config.tools import (
+    CometConfig,
+    CurriculumConfig,
+    FileMonitorConfig,
+    FlopsProfilerConfig,
+    LayerDropConfig,
+    WandbConfig,
+)
 from deepoffload.device import Tier
 from deepoffload.schedule.cost_model import AccumulationOrder, StepOverlap
 
@@ -217,6 +225,13 @@ class Config:
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = field(default_factory=Fp16Config)
+    tensorboard: FileMonitorConfig = field(default_factory=FileMonitorConfig)
+    csv_monitor: FileMonitorConfig = field(default_factory=FileMonitorConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    comet: CometConfig = field(default_factory=CometConfig)
+    flops_profiler: FlopsProfilerConfig = field(default_factory=FlopsProfilerConfig)
+    progressive_layer_drop: LayerDropConfig = field(default_factory=LayerDropConfig)
+    curriculum_learning: CurriculumConfig = field(default_factory=CurriculumConfig)
     aio: AioConfig = field(default_factory=AioConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)

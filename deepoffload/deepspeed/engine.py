@@ -19,6 +19,7 @@ from deepoffload.deepspeed.checkpoints import EngineCheckpoints, save_weights
 from deepoffload.deepspeed.data import to_half
 from deepoffload.deepspeed.engine_names import EngineNames
 from deepoffload.deepspeed.engine_table import refuse_absent
+from deepoffload.deepspeed.tools import EngineTools
 from deepoffload.deepspeed.train_batch import WholeSteps
 from deepoffload.deepspeed.utils.timer import ThroughputTimer
 from deepoffload.errors import ClosedError, UnsupportedError
@@ -40,6 +41,7 @@ class TrainingEngine(EngineNames, WholeSteps):
         module: the model. optimizer, lr_scheduler: as in the tuple of ``initialize``; either may be None.
         core: the :class:`~deepoffload.runtime.engine.Engine` that moves the bytes.
         loop: the :class:`~deepoffload.runtime.loop.TrainingLoop` that the calls here end in.
+        tools: monitors, the profile of a step, schedules of layers and data.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class TrainingEngine(EngineNames, WholeSteps):
         self._saved_by: EngineCheckpoints | None = None
         self.tput_timer = ThroughputTimer(config.train_batch_size)
         self._is_closed = False
+        self.tools = EngineTools(module, core, config, self.loop, self.tput_timer)
         core.pager.life.users.add(self)
 
     @property
@@ -99,12 +102,14 @@ class TrainingEngine(EngineNames, WholeSteps):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward. With ``fp16.auto_cast``, floating-point tensors in ``args`` become fp16 first."""
+        """The model's forward. With ``fp16.auto_cast``, floating-point tensors in ``args`` become fp16 first; the
+        schedules of layers and data change the arguments of training forwards (docs/watching.md)."""
         if self._config.precision is Precision.FP16 and self._config.fp16.auto_cast:
             args = to_half(args)
         if self.module.training:
             self.tput_timer.start()
-        with self._timed("forward"):
+            args, kwargs = self.tools.schedules.applied(args, kwargs)
+        with self._timed("forward"), self.tools.forward(self.module.training):
             return self.module(*args, **kwargs)
 
     forward = __call__
@@ -125,7 +130,7 @@ class TrainingEngine(EngineNames, WholeSteps):
         Raises:
             UsageError: ``loss`` is no scalar tensor, or has no graph.
         """
-        with self._timed("backward"):
+        with self._timed("backward"), self.tools.backward(loss):
             return self.loop.backward(loss, retain_graph=retain_graph, take_mean=scale_wrt_gas)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -413,6 +418,7 @@ class TrainingEngine(EngineNames, WholeSteps):
         Models that were built in one context share these: the last of their engines that is closed gives them back.
         """
         self._is_closed = True
+        self.tools.close()
         self.core.pager.life.users.discard(self)
         if not self.core.pager.life.users:
             self.core.close("the training engine was closed")
@@ -440,4 +446,5 @@ class TrainingEngine(EngineNames, WholeSteps):
         if self._config.wall_clock_breakdown:
             shown = ", ".join(f"{what} {seconds:.3f} s" for what, seconds in self.tput_timer.seconds.items())
             announce(f"step={self.global_steps}: {shown}", progress_log)
+        self.tools.after_update()
         self.tput_timer.seconds = dict.fromkeys(self.tput_timer.seconds, 0.0)

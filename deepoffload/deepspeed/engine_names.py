@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.config import Config, GradientDtype, Precision
+from deepoffload.deepspeed.tools import EngineTools
 from deepoffload.deepspeed.utils.timer import ThroughputTimer
 from deepoffload.device import Tier
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.runtime.loop import TrainingLoop
+from deepoffload.watching.monitor import Monitor
 
 if TYPE_CHECKING:
     from deepoffload.runtime.engine import Engine
@@ -32,6 +34,7 @@ class EngineNames:
     core: Engine
     loop: TrainingLoop
     tput_timer: ThroughputTimer
+    tools: EngineTools
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
     _config: Config
@@ -205,6 +208,45 @@ class EngineNames:
         if micro is None:
             raise UsageError(f"{asking}: the configuration says no train_micro_batch_size_per_gpu")
         return micro
+
+    # -- watching, and schedules of layers and data ----------------------------------------------------------------
+
+    @property
+    def monitor(self) -> Monitor:
+        """Writes the numbers of each update; its ``write_events`` takes events of your own."""
+        return self.tools.monitor
+
+    def get_pld_theta(self) -> float | None:
+        """With which probability the last layer runs in the next forward; None without ``progressive_layer_drop``."""
+        return self.tools.schedules.theta
+
+    def curriculum_seqlen(self) -> int | None:
+        """To how many tokens the next training forward is cut; None without ``curriculum_learning``."""
+        return self.tools.schedules.length
+
+    def curriculum_enabled_legacy(self) -> bool:
+        return self._config.curriculum_learning.enabled
+
+    def flops_profiler_enabled(self) -> bool:
+        return self._config.flops_profiler.enabled
+
+    def flops_profiler_profile_step(self) -> int:
+        return self._config.flops_profiler.profile_step
+
+    def flops_profiler_module_depth(self) -> int:
+        return self._config.flops_profiler.module_depth
+
+    def flops_profiler_top_modules(self) -> int:
+        return self._config.flops_profiler.top_modules
+
+    def flops_profiler_detailed(self) -> bool:
+        return self._config.flops_profiler.detailed
+
+    def flops_profiler_output_file(self) -> str | None:
+        return self._config.flops_profiler.output_file
+
+    def flops_profiler_recompute_fwd_factor(self) -> float:
+        return self._config.flops_profiler.recompute_fwd_factor
 
     # -- the step --------------------------------------------------------------------------------------------------
 

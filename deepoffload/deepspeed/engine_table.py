@@ -152,13 +152,13 @@ ENGINE_NAMES: Mapping[str, PeerName] = {
     ),
     **all_of(
         "flops_profiler_detailed flops_profiler_enabled flops_profiler_module_depth flops_profiler_output_file "
-        "flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules "
-        "print_forward_breakdown",
-        absent(_PROFILER),
+        "flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules",
+        HERE,
     ),
+    "print_forward_breakdown": absent(_PROFILER),
     # -- attributes of its objects --
     "config": otherwise("the model's own config, where it has one; DeepSpeed's is the configuration"),
-    "monitor": absent("engine.stats() gives a flat dict of numbers for your own logger"),
+    "monitor": otherwise("has enabled and write_events, and events of its own (docs/watching.md)"),
     "tput_timer": otherwise("counts epochs, updates and samples per second; steps_per_print reports none of it"),
     "timers": absent("engine.summary() has the times of the last steps"),
     **all_of("training_dataloader training_data collate_fn", absent("initialize() gives the loader")),

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from deepoffload.config import TRAINING_FIELDS, Config, Precision, StepOverlap, key_of, parse_config
+from deepoffload.config import TOOL_SECTIONS, TRAINING_FIELDS, Config, Precision, StepOverlap, key_of, parse_config
 from deepoffload.deepspeed.data import make_loader, split_over_ranks
 from deepoffload.deepspeed.engine import TrainingEngine
 from deepoffload.deepspeed.optimizer_section import make_optimizer
 from deepoffload.deepspeed.schedulers import make_schedule
+from deepoffload.deepspeed.tools import check_tools
 from deepoffload.errors import BudgetError, ConfigError, UnsupportedError, UsageError
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.handles import handle_of
@@ -40,7 +41,7 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
-_TRAINING_KEYS = (*TRAINING_FIELDS, "optimizer", "scheduler", "fp16")
+_TRAINING_KEYS = (*TRAINING_FIELDS, *TOOL_SECTIONS, "optimizer", "scheduler", "fp16")
 """What may be said when the model has been built already."""
 
 
@@ -299,6 +300,7 @@ def _check_before(
     if has_optimizer and not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None:
         if not any(param.requires_grad for param in model.parameters()):
             raise UsageError(f"initialize: all parameters of {type(model).__name__} are frozen: nothing can be trained")
+    check_tools(config, model)
     if training_data is not None and config.train_micro_batch_size_per_gpu is None:
         raise ConfigError("initialize(training_data=...) needs train_micro_batch_size_per_gpu (or train_batch_size)")
 

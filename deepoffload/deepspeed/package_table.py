@@ -63,7 +63,7 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
     **all_of("MUON_OPTIMIZER set_optimizer_flags resolve_per_head_muon_after_sharding", absent(_MUON)),
     **all_of("autotuning", absent("the settings follow from the budgets and measured bandwidths")),
     **all_of("linear", absent("use peft for LoRA; frozen weights have no optimizer state and are written once")),
-    **all_of("monitor", absent("engine.stats() gives a flat dict of numbers for your own logger")),
+    **all_of("monitor", absent("the keys of monitors are honoured; deepoffload.Monitor is for a plain loop")),
     **all_of("profiling", absent(_TOOL)),
     **all_of("compile", absent("there is no DeepCompile; docs/compile.md says how layers are compiled")),
     **all_of("datastates io", absent("engine.save_checkpoint streams what it writes (docs/checkpoints.md)")),

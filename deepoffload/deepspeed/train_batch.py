@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from deepoffload.accumulation.accumulate import LossFunction, check_loss_function, model_loss, run_micro_batches
+from deepoffload.deepspeed.tools import EngineTools
 from deepoffload.deepspeed.utils import RepeatingLoader
 from deepoffload.deepspeed.utils.timer import ThroughputTimer
 from deepoffload.errors import UsageError
@@ -24,6 +25,7 @@ class WholeSteps:
     loop: TrainingLoop
     step: Callable[[], None]
     tput_timer: ThroughputTimer
+    tools: EngineTools
     _loader: DataLoader[Any] | None
     _batches: RepeatingLoader | None
 
@@ -54,10 +56,13 @@ class WholeSteps:
             return (loss or model_loss)(self, batch)
 
         try:
-            losses = run_micro_batches(self.module, batches, loss_of, self.loop.differentiated)
+            order = "horizontal" if self.tools.profiles_now() else None
+            losses = run_micro_batches(self.module, batches, loss_of, self.loop.differentiated, order)
         finally:  # the forwards of micro-batches that wait for each other are no times to be added up
             self.tput_timer.seconds.update(before, forward=before["forward"] + time.perf_counter() - start)
         self.tput_timer.start(start)
+        for found in losses:
+            self.tools.note_loss(found)
         self.loop.end_whole_step()
         self.step()
         return torch.stack([found.float() for found in losses]).mean()

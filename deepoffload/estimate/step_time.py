@@ -21,8 +21,8 @@ from deepoffload.schedule.cost_model import (
     Workload,
     update_seconds,
 )
+from deepoffload.schedule.events import Phase
 from deepoffload.schedule.speculation import would_pay
-from deepoffload.schedule.trace import Phase
 from deepoffload.schedule.uses import StepUse, UnitBlocks, seen_until_zero_grad, step_uses, unit_blocks
 
 OpTimes = Mapping[Op, float]

@@ -47,9 +47,9 @@ from deepoffload.params.prefetcher import Prefetcher
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.unit import BlockView, ParamHandle, Unit
 from deepoffload.params.use_order import UseOrder, phase_name
+from deepoffload.schedule.events import Event, Phase, UseKey
 from deepoffload.schedule.placement import Placement
 from deepoffload.schedule.small import is_small
-from deepoffload.schedule.trace import Event, Phase, UseKey
 
 
 class Pager:

@@ -15,8 +15,9 @@ from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.unit import Unit
 from deepoffload.schedule.activation_room import ActivationRoom
+from deepoffload.schedule.events import Event, UseKey
 from deepoffload.schedule.postponed import with_updates_postponed
-from deepoffload.schedule.trace import Event, Trace, UseKey
+from deepoffload.schedule.trace import Trace
 from deepoffload.schedule.visits import VisitOrder
 
 _UNKNOWN = 1e12

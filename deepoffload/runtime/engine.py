@@ -74,6 +74,10 @@ from deepoffload.timeline import Summary, Timeline
 log = logging.getLogger("deepoffload")
 
 
+PROFILED_SPANS_MAX = 1 << 16
+"""Spans that are kept where only one step is profiled."""
+
+
 class Engine:
     """Everything deepoffload holds for the models of one context. Made by :class:`offload_context` or ``initialize``.
 
@@ -107,6 +111,8 @@ class Engine:
         self.link: RankLink | None = None
         self.gradients: Gradients
         self.timeline = Timeline() if config.timeline else None
+        if self.timeline is None and config.flops_profiler.enabled:
+            self.timeline = Timeline(PROFILED_SPANS_MAX)
         try:
             with self.agreement.together("the start of its engine"):
                 self._open()

@@ -17,7 +17,12 @@ from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.agreement import Agreement
 from deepoffload.runtime.building import BuildingMemory
 
-_OF_A_RANK = frozenset(("nvme_path", "timeline", "steps_per_print", "wall_clock_breakdown", "aio", "checkpoint.share"))
+_OF_A_RANK = frozenset(
+    (
+        *("nvme_path", "timeline", "steps_per_print", "wall_clock_breakdown", "aio", "checkpoint.share"),
+        *("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler"),
+    )
+)
 """What a configuration may say otherwise on one rank than on the others: no number depends on it. (Whether it has
 ``nvme_path`` has to be the same.)"""
 

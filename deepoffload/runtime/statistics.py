@@ -38,6 +38,7 @@ def run_stats(
         "compactions": counters.compactions,
         "partial_reads": counters.partial_reads,
         "order_mismatches": trace.mismatches,
+        "left_out": trace.left_out,
         "units": len(pager.units),
         "parameters": sum(h.numel for unit in pager.units for h in unit.handles),
         **of_activations,

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from deepoffload.errors import BudgetError
 from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.cost_model import Bandwidths
+from deepoffload.schedule.events import Phase
 from deepoffload.schedule.planner import MoveKind, plan_prefetch, plan_write_back
 from deepoffload.schedule.simulated_disk import Disk
-from deepoffload.schedule.trace import Phase, Trace
+from deepoffload.schedule.trace import Trace
 from deepoffload.schedule.uses import Use
 from deepoffload.schedule.victims import choose_victim
 from deepoffload.schedule.whole_copies import WholeCopies

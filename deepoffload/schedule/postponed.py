@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from typing import cast
 
-from deepoffload.schedule.trace import Event, Phase, UseKey
+from deepoffload.schedule.events import Event, Phase, UseKey
 
 
 def with_updates_postponed(step: Iterable[Event], units: Container[int]) -> tuple[Event, ...]:

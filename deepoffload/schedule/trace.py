@@ -8,99 +8,25 @@ forgets nothing, and nothing here can fail. Memory is bounded for every sequence
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
-from itertools import islice
+from functools import partial
 
-
-class Phase(Enum):
-    """What the program does in an event."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    UPDATE = "update"
-
-    __hash__ = object.__hash__  # members are one of a kind; Enum's own would be called for every event
-
-
-UseKey = tuple[Phase, tuple[int, ...]]
-"""What an event is: its phase, and the indices of its units; of an update the unit's, and the number of the piece."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """One use of a few blocks at once.
-
-    ``key`` names the phase and the unit (forward of unit 3, see ``UseKey``); equal keys mean the same place in the
-    program.
-    ``blocks`` are the ids of the blocks that must be in memory together.
-    """
-
-    key: Hashable
-    blocks: tuple[int, ...]
+from deepoffload.schedule.events import Cycle, Event, Phase
+from deepoffload.schedule.left_out import LONGEST, LeftOut, following, merged, phase_of
 
 
 @dataclass(frozen=True)
 class TraceStats:
-    """Counts since the trace was made. ``mismatches`` are events that a known order did not predict."""
+    """Counts since the trace was made. ``mismatches`` are events that a known order did not predict, ``left_out`` the
+    forwards of units that steps have left out of it."""
 
     observed: int
     predicted: int
     mismatches: int
     cycles_learned: int
     cycle_events: int
-
-
-class _Cycle:
-    """A repeating order of events, indexed by block and by key. Immutable."""
-
-    __slots__ = ("_first", "_flat", "_places", "_uses", "events", "length")
-
-    def __init__(self, events: tuple[Event, ...]) -> None:
-        self.events = events
-        self.length = len(events)
-        self._uses: dict[int, list[int]] = {}
-        self._places: dict[Hashable, list[int]] = {}
-        self._flat: list[tuple[int, int]] = []  # (event, block), without those that the event before it uses, too
-        self._first: list[int] = []  # where an event's blocks begin in it
-        for index, event in enumerate(events):
-            self._first.append(len(self._flat))
-            before = events[index - 1].blocks
-            self._flat += [(index, block) for block in dict.fromkeys(event.blocks) if block not in before]
-            self._places.setdefault(event.key, []).append(index)
-            for block in dict.fromkeys(event.blocks):
-                self._uses.setdefault(block, []).append(index)
-
-    def uses_from(self, position: int) -> Iterator[tuple[int, int]]:
-        """(steps, block) of every use, from the event at ``position`` (1 step), once round; what consecutive events use
-        only once."""
-        flat = self._flat
-        before, after = 1 - position, 1 - position + self.length
-        for block in dict.fromkeys(self.events[position].blocks):
-            yield 1, block
-        if position + 1 < self.length:
-            for index, block in islice(flat, self._first[position + 1], None):
-                yield index + before, block
-        for index, block in islice(flat, self._first[position]):
-            yield index + after, block
-
-    def distance(self, block: int, position: int) -> float:
-        """Events from ``position`` to the next use of ``block``: 1 is the event at ``position`` itself."""
-        uses = self._uses.get(block)
-        return math.inf if uses is None else _ahead(uses, position, self.length)
-
-    def find(self, key: Hashable, position: int) -> int | None:
-        """Index of the nearest event with ``key`` at or after ``position``, going round the end."""
-        places = self._places.get(key)
-        return None if places is None else (position + _ahead(places, position, self.length) - 1) % self.length
-
-
-def _ahead(indices: list[int], position: int, length: int) -> int:
-    """1 + steps from ``position`` to the next of the sorted ``indices`` on a circle of ``length``."""
-    at = bisect_left(indices, position)
-    return indices[at] - position + 1 if at < len(indices) else indices[0] + length - position + 1
+    left_out: int
 
 
 class Trace:
@@ -108,6 +34,9 @@ class Trace:
 
     Three things may be known, and the first that applies predicts: a *loop* (the program left the cycle and repeats
     something short, such as the forward pass in generation), the *cycle* (the last complete step), nothing yet.
+
+    A step that leaves units out, in another way than the one before, is not learned: the cycle is the step with all of
+    them. What is left of the step, and the next one, are then foreseen as ``schedule.left_out`` says.
 
     ``max_events`` bounds the memory: a step, or a loop, of more events than that is not learned.
     """
@@ -122,12 +51,17 @@ class Trace:
         self._last_seen: dict[Hashable, int] = {}  # key -> number of its last event
         self._lag = 0  # the last _run events equal those _lag before them
         self._run = 0
-        self._cycle: _Cycle | None = None
+        self._cycle: Cycle | None = None
         self._position = 0  # index in the cycle of the event expected next
-        self._loop: _Cycle | None = None
+        self._loop: Cycle | None = None
         self._loop_position = 0
         self._exception: tuple[Event, ...] | None = None
-        self._usual: _Cycle | None = None  # what comes back after the one step for which the cycle is another
+        self._usual: Cycle | None = None  # what comes back after the one step for which the cycle is another
+        self._left: LeftOut | None = None  # what this step has left out, which the cycle then shows
+        self._longer: Cycle | None = None  # the cycle before the last steps, if these have left something out of it
+        self._strange = False  # this step has events that nothing explains
+        self._come_back = False  # it has units that the last ones have left out
+        self._left_out = 0
         self._predicted = 0
         self._mismatches = 0
         self._learned = 0
@@ -145,6 +79,7 @@ class Trace:
         if expected is not None and expected.key == event.key:
             self._advance()
             predicted = expected.blocks == event.blocks
+            self._strange = self._strange or not predicted
         else:
             self._heal(event)
             predicted = False
@@ -170,36 +105,35 @@ class Trace:
         self._step_begin = self._observed
         self._loop = None
         self._position = 0
+        left, self._left = self._left, None
+        if left is not None:
+            self._left_out += left.count
         expected, usual, self._usual = self._cycle, self._usual, None
         if usual is not None:
             self._cycle = usual
-        if expected is not None and (spoiled or (usual is not None and step == expected.events)):
+        as_expected = usual is not None and left is None and expected is not None and step == expected.events
+        if (expected is not None and spoiled) or as_expected or not complete:
             self._exception = None
-            return
-        if not complete or (self._cycle is not None and step == self._cycle.events):
-            self._exception = None
-            return
-        if self._cycle is not None and _is_exception(step, self._cycle.events) and step != self._exception:
-            self._exception = step
-            return
-        self._exception = None
-        self._cycle = _Cycle(step)
-        self._learned += 1
+        else:
+            self._learn(step, left)
+        if (left is not None or self._come_back or self._strange) and not spoiled and complete:
+            self.expect_once(partial(following, step, () if expected is None else expected.events))
+        self._strange = self._come_back = False
 
     def guess(self, events: Iterable[Event]) -> None:
         """Take an order for the cycle that no step has shown yet, such as that in which modules are registered. What is
         seen corrects it as it corrects a cycle."""
         order = tuple(events)
         if self._cycle is None and 0 < len(order) <= self._limit:
-            self._cycle = _Cycle(order)
+            self._cycle = Cycle(order)
 
     def expect_once(self, change: Callable[[tuple[Event, ...]], tuple[Event, ...]]) -> None:
         """The next step, and no other, has another order than the usual one: ``change`` of that. To be called between
         two steps. Nothing happens while no order is known."""
-        usual = self._cycle if self._usual is None else self._usual
-        order = () if usual is None else change(usual.events)
-        if usual is not None and order != usual.events and 0 < len(order) <= self._limit:
-            self._usual, self._cycle = usual, _Cycle(order)
+        expected = self._cycle
+        order = () if expected is None else change(expected.events)
+        if expected is not None and order != expected.events and 0 < len(order) <= self._limit:
+            self._usual, self._cycle = self._usual or expected, Cycle(order)
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -236,7 +170,8 @@ class Trace:
 
     def stats(self) -> TraceStats:
         length = 0 if self._cycle is None else self._cycle.length
-        return TraceStats(self._observed, self._predicted, self._mismatches, self._learned, length)
+        left_out = self._left_out + (0 if self._left is None else self._left.count)
+        return TraceStats(self._observed, self._predicted, self._mismatches, self._learned, length, left_out)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -282,12 +217,74 @@ class Trace:
         self._loop = None
         if self._run > self._lag > 0:
             # A whole period has repeated, and once more its first event came instead of what the cycle says.
-            self._loop = _Cycle(self._tail(self._lag))
+            self._loop = Cycle(self._tail(self._lag))
             self._loop_position = 0
-        if self._cycle is not None:
-            found = self._cycle.find(event.key, self._position)
-            if found is not None:
-                self._position = (found + 1) % self._cycle.length
+        if self._cycle is None:
+            return
+        left = self._left
+        if left is not None:
+            left.reached(self._position)
+        order, place = (self._cycle, self._position) if left is None else (left.order, left.place)
+        found = order.find(event.key, place)
+        if found is None and self._longer is not None:
+            found = self._longer.find(event.key, place)
+            if found is not None:  # a unit that the last steps have left out is back, and so is their order
+                order = self._cycle = self._longer
+                self._left_out += 0 if left is None else left.count
+                self._left = self._longer = self._usual = None
+                self._come_back = True
+                self._position = (found + 1) % order.length
+                return
+        if found is None:
+            self._strange = True
+            return
+        if found >= place and order.length <= LONGEST:
+            left = left or LeftOut(order, place, self._number_in_step)
+            if left.jump(found):
+                self._go_on(left)
+                return
+        if left is not None and found < place and left.is_late(event):
+            self._go_on(left)
+            return
+        if phase_of(event)[0] is Phase.UPDATE:  # made elsewhere than usual: what was expected now still is
+            self._strange = True
+            return
+        if left is not None:
+            self._left_out += left.count
+        self._strange, self._left = True, None
+        self._cycle, self._position = order, (found + 1) % order.length
+
+    def _go_on(self, left: LeftOut) -> None:
+        """Predict the rest of a step that leaves out what ``left`` says, and the next one."""
+        usual = self._usual or left.order
+        self._left, self._usual = left, usual
+        self._cycle, self._position = left.ahead(usual), 0
+
+    def _number_in_step(self, key: Hashable) -> int:
+        number = self._last_seen.get(key, -1)
+        return number if number >= self._step_begin else -1
+
+    def _learn(self, step: tuple[Event, ...], left: LeftOut | None) -> None:
+        """A whole step has ended, which was not as expected for once. ``left``: what it has left out, if that is known
+        to the end."""
+        cycle = self._cycle
+        exception, self._exception = self._exception, None
+        if cycle is not None and step == cycle.events:
+            return
+        if cycle is not None and not self._strange and (left is not None or self._come_back):
+            if step != exception:
+                self._exception = step
+                return
+            self._longer = self._longer or cycle
+        elif cycle is not None and _is_exception(step, cycle.events) and step != exception:
+            self._exception = step
+            return
+        else:
+            self._longer = None
+            if cycle is not None and left is not None and any(cycle.find(event.key, 0) is None for event in step):
+                step = merged(cycle.events, step)
+        self._cycle = Cycle(step)
+        self._learned += 1
 
 
 def _is_exception(step: tuple[Event, ...], cycle: tuple[Event, ...]) -> bool:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from deepoffload.schedule.cost_model import BlockKind, StepOverlap, Workload
+from deepoffload.schedule.events import Event, Phase
 from deepoffload.schedule.placement import BlockSpec
 from deepoffload.schedule.speculation import FIRST_SHARE, choose_evenly
-from deepoffload.schedule.trace import Event, Phase
 
 
 @dataclass(frozen=True)

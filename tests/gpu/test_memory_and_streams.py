@@ -14,7 +14,7 @@ import deepoffload
 from deepoffload import stats
 from deepoffload.errors import BudgetError, ConfigError, PlacementError
 from deepoffload.runtime.device import TRIMMED_BYTES_MIN
-from deepoffload.schedule.trace import Event
+from deepoffload.schedule.events import Event
 from tests.support.gpu import Gpu, memory_of, on_cpu
 from tests.support.inspect import handle_of, pager_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of

@@ -16,7 +16,7 @@ from deepoffload.runtime.compute_types import compute_types
 from deepoffload.runtime.context import engine_of
 from deepoffload.runtime.plan import NO_DISK
 from deepoffload.schedule.cost_model import AccumulationOrder, StepOverlap, Workload
-from deepoffload.schedule.trace import Event
+from deepoffload.schedule.events import Event
 from deepoffload.schedule.uses import step_uses, unit_blocks
 from tests.support.inspect import pager_of, tiers_of
 from tests.support.models import TinyGPT, batch, gpt2, llama, next_token_loss

@@ -195,10 +195,8 @@ BOTH_REFUSE: dict[str, tuple[dict[str, Any], str]] = {
         {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
         "never compressed",
     ),
-    "curriculum": ({"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}}, "your loader's"),
     "sparse attention": ({"sparse_attention": {"mode": "fixed", "block": 16}}, "attention is the model's"),
     "quantised training": ({"quantize_training": {"enabled": True}}, "never quantised"),
-    "layer drop": ({"progressive_layer_drop": {"enabled": True, "theta": 0.5}}, "dropped by the model"),
 }
 
 

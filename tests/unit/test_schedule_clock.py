@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from deepoffload.errors import BudgetError
 from deepoffload.schedule.clock import StepTimes, TimedRun, TimedUse, steady_step
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Traffic, Workload
+from deepoffload.schedule.events import Phase
 from deepoffload.schedule.placement import BlockSpec
 from deepoffload.schedule.simulated_disk import Disk
-from deepoffload.schedule.trace import Phase
 from deepoffload.schedule.uses import seen_until_zero_grad, unit_blocks
 from tests.support.placing import plan_placement
 from tests.support.played import Simulation, chain_uses

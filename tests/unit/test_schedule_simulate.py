@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from deepoffload.errors import BudgetError
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Workload
+from deepoffload.schedule.events import Event, Phase
 from deepoffload.schedule.placement import BlockSpec
-from deepoffload.schedule.trace import Event, Phase
 from deepoffload.schedule.uses import Use, seen_until_zero_grad, step_uses, unit_blocks
 from tests.support.placing import plan_placement
 from tests.support.played import ChainVisit, Simulation, chain_uses

@@ -7,8 +7,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepoffload.schedule.events import Event, Phase, UseKey
 from deepoffload.schedule.postponed import with_updates_postponed
-from deepoffload.schedule.trace import Event, Phase, Trace, UseKey
+from deepoffload.schedule.trace import Trace
 
 
 def program(*keys: int) -> list[Event]:

@@ -1,0 +1,107 @@
+"""What an engine does beside training: its monitors, the profile of one step, the schedules of layers and data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from deepoffload.config import Config, Precision
+from deepoffload.deepspeed.curriculum import ArgumentSchedules, check_schedules
+from deepoffload.deepspeed.utils.timer import ThroughputTimer
+from deepoffload.runtime.engine import Engine
+from deepoffload.runtime.loop import TrainingLoop
+from deepoffload.watching.flops import FlopsProfiler
+from deepoffload.watching.flops_table import check_output, show, table
+from deepoffload.watching.monitor import TRAIN, Monitor
+from deepoffload.watching.writers import check_packages
+
+
+def check_tools(config: Config, model: nn.Module) -> None:
+    """Raise ConfigError for what cannot work, before anything is changed."""
+    check_packages(config)
+    check_output(config.flops_profiler)
+    check_schedules(config, model)
+
+
+class EngineTools:
+    """Args:
+        loop: counts the updates. timer: of the engine's calls.
+
+    Attributes:
+        monitor: writes nothing where the configuration enables none.
+        schedules: change the arguments of training forwards.
+        profiler: of one step; None where it is off, and on all ranks but the first.
+    """
+
+    def __init__(
+        self, module: nn.Module, core: Engine, config: Config, loop: TrainingLoop, timer: ThroughputTimer
+    ) -> None:
+        self.monitor = Monitor.of_engine(core, config)
+        self.schedules = ArgumentSchedules(config, module, lambda: loop.updates)
+        self._config = config
+        self._loop = loop
+        self._timer = timer
+        self._losses: list[Tensor] = []
+        said = config.flops_profiler
+        self.profiler = FlopsProfiler(module, core) if said.enabled and core.ranks.rank == 0 else None
+        self._is_profiling = False
+
+    def profiles_now(self) -> bool:
+        """Whether the update that comes next is the one that is profiled."""
+        return self.profiler is not None and self._loop.updates == self._config.flops_profiler.profile_step
+
+    @contextmanager
+    def forward(self, training: bool) -> Iterator[None]:
+        """Around a forward of the model."""
+        if self.profiler is None or not training or not self.profiles_now():
+            yield
+            return
+        if not self._is_profiling:
+            self._is_profiling = True
+            self.profiler.start()
+        with self.profiler.forward():
+            yield
+
+    @contextmanager
+    def backward(self, loss: object) -> Iterator[None]:
+        """Around a backward."""
+        self.note_loss(loss)
+        if self.profiler is None or not self._is_profiling:
+            yield
+            return
+        with self.profiler.backward():
+            yield
+
+    def note_loss(self, loss: object) -> None:
+        """A micro-batch's loss."""
+        if self.monitor.enabled and isinstance(loss, Tensor):
+            self._losses.append(loss.detach())
+
+    def after_update(self) -> None:
+        """An update was made, or skipped."""
+        losses, self._losses = self._losses, []
+        if self.profiler is not None and self._is_profiling:
+            self._is_profiling = False
+            profile = self.profiler.finish(self._timer.seconds["step"])
+            if profile is not None:
+                said = self._config.flops_profiler
+                show(table(profile, said, self._config.train_micro_batch_size_per_gpu), said)
+        if not self.monitor.enabled:
+            return
+        values = {f"{TRAIN}elapsed_time_ms_{what}": 1e3 * s for what, s in self._timer.seconds.items()}
+        if self._config.precision is Precision.FP16:
+            values[f"{TRAIN}loss_scale"] = self._loop.loss_scale
+        if self._loop.grad_norm is not None:
+            values[f"{TRAIN}grad_norm"] = self._loop.grad_norm
+        self.monitor.write(
+            loss=torch.stack([loss.float() for loss in losses]).mean() if losses else None,
+            optimizer=self._loop.optimizer,
+            samples=self._loop.updates * self._timer.batch_size,
+            **values,
+        )
+
+    def close(self) -> None:
+        self.monitor.close()

@@ -1,0 +1,230 @@
+"""Layers that a step leaves out, as progressive layer drop does: what of the known order then does not come, and what
+comes later than it says.
+
+With three units, updates right before a unit's forward, and a step that leaves out unit 1::
+
+    expected     update 0, forward 0, update 1, forward 1, update 2, forward 2, backward 2, backward 1, backward 0
+    this step    update 0, forward 0,                      update 2, forward 2, backward 2, backward 0, update 1
+    the next     update 0, forward 0,           forward 1, update 2, forward 2, backward 2, backward 1, backward 0
+
+A unit that has no forward has no backward. Its update of the step before is made where the step ends (or where another
+micro-batch runs the unit). It gets no gradient, so the next step has no update of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Hashable, Iterable
+from difflib import SequenceMatcher
+from typing import cast
+
+from deepoffload.schedule.events import Cycle, Event, Phase, UseKey
+
+LONGEST = 1 << 12
+"""Orders of more events are not looked at: it would cost milliseconds for each layer that is left out."""
+
+
+_Copied = tuple[int, int, set[int], dict[int, set[int]], dict[Hashable, Event]]
+"""Place, count, units, absent indices and overdue updates of a :class:`LeftOut`."""
+
+
+def phase_of(event: Event) -> tuple[Phase | None, tuple[int, ...]]:
+    """The parts of a ``UseKey``; nothing where the key is no such."""
+    key = event.key
+    return cast(UseKey, key) if isinstance(key, tuple) and key and isinstance(key[0], Phase) else (None, ())
+
+
+class LeftOut:
+    """What the present step has left out.
+
+    Args:
+        order: in which the step was expected to go. place: the index in it of the event expected next.
+        seen: the number of the last event with a key; -1 where this step had none.
+
+    Attributes:
+        place: as given, kept up by :meth:`jump` and :meth:`reached`.
+        units: those that were left out.
+        count: how many forwards of units.
+    """
+
+    def __init__(self, order: Cycle, place: int, seen: Callable[[Hashable], int]) -> None:
+        self.order = order
+        self.place = place
+        self.units: set[int] = set()
+        self.count = 0
+        self._seen = seen
+        self._absent: dict[int, set[int]] = {}
+        self._overdue: dict[Hashable, Event] = {}
+        self._rest: list[tuple[int, Event]] = []
+        self._before: _Copied | None = None
+        self._forwards: dict[int, list[int]] = {}
+        self._updates: dict[int, list[int]] = {}
+        for index, event in enumerate(order.events):
+            phase, numbers = phase_of(event)
+            if phase is Phase.FORWARD:
+                for unit in numbers:
+                    self._forwards.setdefault(unit, []).append(index)
+            elif phase is Phase.UPDATE:
+                self._updates.setdefault(numbers[0], []).append(index)
+
+    def jump(self, to: int) -> bool:
+        """The event at ``to`` comes, without those before it. Returns whether units were left out so far; where that is
+        no explanation, nothing is changed."""
+        skipped = [(index, *phase_of(self.order.events[index])) for index in range(self.place, to)]
+        forwards = {unit for _, phase, numbers in skipped if phase is Phase.FORWARD for unit in numbers}
+        left = {unit for unit in forwards if not self._is_open(unit)}
+        comes, numbers = phase_of(self.order.events[to])
+        if comes is Phase.UPDATE and numbers[0] in left:
+            return False  # the update has come earlier, and the forward is still to come
+        self._before = self._copied() if comes is Phase.UPDATE else None
+        for index, phase, numbers in skipped:
+            if phase is Phase.FORWARD:
+                for unit in left.intersection(numbers):
+                    if index not in self._absent.get(unit, ()):
+                        self._leave_out(unit, index)
+                        self.count += 1
+            elif phase is Phase.UPDATE and numbers[0] in left and index not in self._absent.get(numbers[0], ()):
+                event = self.order.events[index]
+                if self._seen(event.key) < 0:
+                    self._overdue[event.key] = event
+        self.units |= left
+        self.place = to + 1
+        return bool(self.units)
+
+    def reached(self, position: int) -> None:
+        """So many of the events that :meth:`ahead` gave have come."""
+        for _, event in self._rest[:position]:
+            self._overdue.pop(event.key, None)
+        self.place = next((index for index, _ in self._rest[position:] if index >= 0), self.order.length)
+
+    def is_late(self, event: Event) -> bool:
+        """Whether an event that has just come is an update that was to come at the end, or the forward of units that
+        seemed to be left out. Then they are not; and if it was expected before a jump to an update, that came early."""
+        if self._before is not None and self.order.events[self._before[0]].key == event.key:
+            place, self.count, self.units, self._absent, self._overdue = self._before
+            self.place, self._before = place + 1, None
+            return True
+        if self._overdue.pop(event.key, None) is not None:
+            return True
+        phase, numbers = phase_of(event)
+        late = phase is Phase.FORWARD and not self.units.isdisjoint(numbers)
+        if late:
+            self.units.difference_update(numbers)
+            for unit in numbers:
+                self._absent.pop(unit, None)
+        return late
+
+    def _copied(self) -> _Copied:
+        absent = {unit: set(indices) for unit, indices in self._absent.items()}
+        return self.place, self.count, set(self.units), absent, dict(self._overdue)
+
+    def ahead(self, usual: Cycle) -> Cycle:
+        """What comes now: the rest of this step, and the next one, which is as ``usual``."""
+        absent = set().union(*self._absent.values())
+        overdue: dict[int, list[tuple[int, Event]]] = {}
+        for update in self._overdue.values():
+            overdue.setdefault(phase_of(update)[1][0], []).append((-1, update))
+        self._rest = []
+        for index in range(self.place, self.order.length):
+            if index in absent:
+                continue
+            event = self.order.events[index]
+            phase, numbers = phase_of(event)
+            if phase is Phase.FORWARD and overdue:  # of a later micro-batch
+                self._rest += [each for unit in numbers for each in overdue.pop(unit, ())]
+            self._rest.append((index, event))
+        self._rest += [each for updates in overdue.values() for each in updates]
+        idle = {unit for unit in self.units if not self._has_run(unit)}
+        return Cycle((*(event for _, event in self._rest), *without_updates(usual.events, idle)))
+
+    def _leave_out(self, unit: int, index: int) -> None:
+        """A forward of ``unit`` does not come: nor do those of the same pass (it may run again for its backward), its
+        backward and, where nothing else gives the unit a gradient, its update."""
+        order, forwards = self.order, self._forwards[unit]
+        backward = order.find((Phase.BACKWARD, (unit,)), index)
+        end = index if backward is None or backward < index else backward
+        absent = self._absent.setdefault(unit, set())
+        absent.update(at for at in forwards if index <= at <= end)
+        if end != index:
+            absent.add(end)
+        if not self._has_run(unit) and forwards[-1] <= end:
+            absent.update(at for at in self._updates.get(unit, ()) if at > index)
+
+    def _last_forward(self, unit: int) -> int:
+        return max((self._seen(self.order.events[index].key) for index in self._forwards.get(unit, ())), default=-1)
+
+    def _has_run(self, unit: int) -> bool:
+        return self._last_forward(unit) >= 0
+
+    def _is_open(self, unit: int) -> bool:
+        """Whether a unit has run, and its backward is still to come."""
+        return self._last_forward(unit) > self._seen((Phase.BACKWARD, (unit,)))
+
+
+def without_updates(step: Iterable[Event], units: Container[int]) -> tuple[Event, ...]:
+    """A step without the updates of ``units`` that are left from the step before."""
+    order: list[Event] = []
+    after_backward: set[int] = set()
+    for event in step:
+        phase, numbers = phase_of(event)
+        if phase is Phase.BACKWARD:
+            after_backward.update(numbers)
+        if phase is not Phase.UPDATE or numbers[0] not in units or numbers[0] in after_backward:
+            order.append(event)
+    return tuple(order)
+
+
+def following(step: Iterable[Event], known: Iterable[Event], order: tuple[Event, ...]) -> tuple[Event, ...]:
+    """``order`` as it will be after ``step``: a piece is updated before the unit's forward exactly if this step had a
+    backward of the unit and has not updated the piece after it. ``known``: has updates that ``order`` may lack."""
+    step = tuple(step)
+    backward, updated = units_with(Phase.BACKWARD, step), _updates_after_backward(step)
+    trained, later = units_with(Phase.BACKWARD, order), _updates_after_backward(order)
+    pending: dict[int, dict[Hashable, Event]] = {}
+    for event in (*known, *order):
+        phase, numbers = phase_of(event)
+        if phase is Phase.UPDATE and numbers[0] in backward and event.key not in updated:
+            pending.setdefault(numbers[0], {})[event.key] = event
+    made: list[Event] = []
+    seen: set[int] = set()
+    for event in order:
+        phase, numbers = phase_of(event)
+        if phase is Phase.BACKWARD:
+            seen.update(numbers)
+        if phase is Phase.UPDATE and numbers[0] in trained and not (numbers[0] in seen and event.key in later):
+            continue  # those before the forward come with it
+        if phase is Phase.FORWARD:
+            for unit in numbers:
+                made += sorted(pending.pop(unit, {}).values(), key=lambda update: phase_of(update)[1])
+        made.append(event)
+    return tuple(made)
+
+
+def _updates_after_backward(step: Iterable[Event]) -> set[Hashable]:
+    backward: set[int] = set()
+    found: set[Hashable] = set()
+    for event in step:
+        phase, numbers = phase_of(event)
+        if phase is Phase.BACKWARD:
+            backward.update(numbers)
+        elif phase is Phase.UPDATE and numbers[0] in backward:
+            found.add(event.key)
+    return found
+
+
+def units_with(phase: Phase, step: Iterable[Event]) -> set[int]:
+    """Units that ``step`` has events of ``phase`` of."""
+    found = (phase_of(event) for event in step)
+    return {unit for of, numbers in found if of is phase for unit in (numbers[:1] if of is Phase.UPDATE else numbers)}
+
+
+def merged(usual: tuple[Event, ...], step: tuple[Event, ...]) -> tuple[Event, ...]:
+    """An order that has the events of both, each in its order, where each of them leaves out what the other one has."""
+    run = units_with(Phase.FORWARD, step)
+    step = tuple(event for event in step if units_with(Phase.UPDATE, (event,)) <= run)
+    matcher = SequenceMatcher(None, [event.key for event in usual], [event.key for event in step], autojunk=False)
+    order: list[Event] = []
+    for what, usual_begin, usual_end, step_begin, step_end in matcher.get_opcodes():
+        if what != "equal":
+            order += usual[usual_begin:usual_end]
+        order += step[step_begin:step_end]
+    return tuple(order)

@@ -1,0 +1,1 @@
+"""Watching a run: monitors, and the profile of one step."""

@@ -1,0 +1,106 @@
+"""A layer that is left out costs nothing: equal numbers, a fault at most, and no bytes for what does not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepoffload
+from deepoffload.schedules import layer_drop
+from tests.schedules.models import DroppingGPT
+from tests.support.loops import PlainAdamW, assert_same_bits, train
+from tests.support.models import batch, next_token_loss
+from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging, Setting, plain
+
+THETA = 0.5
+
+
+class Dropped(nn.Module):
+    """What :func:`next_token_loss` calls: the model with the arguments of a schedule."""
+
+    def __init__(self, model: nn.Module, theta: float) -> None:
+        super().__init__()
+        self.model = model
+        self.theta = theta
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens, progressive_layer_drop=True, pld_theta=self.theta)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return next_token_loss(Dropped(model, THETA), tokens)
+
+
+@pytest.mark.parametrize("checkpointing", [None, False])
+@pytest.mark.parametrize(
+    "setting", [RESIDENT, TIGHT, EVICTING, Setting("guessing", 2.5, step_overlap="speculative")], ids=str
+)
+def test_losses_gradients_and_weights_are_those_of_the_plain_model(
+    paging: Paging, setting: Setting, checkpointing: bool | None
+) -> None:
+    build = partial(DroppingGPT, checkpointing=checkpointing, depth=4)
+    run: Callable[..., Any] = partial(train, steps=5, accumulate=2, clip=0.5, loss_of=loss_of)
+    model = plain(build)
+    expected = run(model, PlainAdamW(model, lr=1e-3))
+    paged = paging.build(build, setting, key=("dropping", checkpointing))
+    got = run(paged, deepoffload.CPUAdamW(paged.parameters(), lr=1e-3))
+    assert model.left_out == paged.left_out > 5
+    assert_same_bits(expected.losses[:2], got.losses[:2])
+    assert_same_bits(expected.first_gradients, got.first_gradients)
+    for one, other in zip(expected.losses, got.losses, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+class Counted:
+    """What steps of a paged model have cost."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-3)
+        self.seed = 0
+
+    def steps(self, count: int, theta: float) -> dict[str, float]:
+        before, left_out = deepoffload.stats(self.model), self.model.left_out  # type: ignore[attr-defined]
+        for _ in range(count):
+            self.seed += 1
+            next_token_loss(Dropped(self.model, theta), batch(self.seed)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        after = deepoffload.stats(self.model)
+        found = {name: after[name] - before[name] for name in ("faults", "order_mismatches", "disk_bytes_read")}
+        return {**found, "left_out": self.model.left_out - left_out}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("overlap", ["deferred", "none"])
+def test_a_layer_that_is_left_out_costs_a_fault_at_most_and_its_bytes_are_not_read(
+    paging: Paging, overlap: str
+) -> None:
+    build = partial(DroppingGPT, width=48)
+    model = paging.build(build, Setting("some", 3.0, step_overlap=overlap), key="dropping 48")
+    counted = Counted(model)
+    torch.manual_seed(3)
+    counted.steps(3, 1.0)
+    whole = counted.steps(2, 1.0)
+    assert whole["faults"] == whole["order_mismatches"] == 0
+    some = counted.steps(16, THETA)
+    assert some["left_out"] > 24
+    assert some["order_mismatches"] <= some["left_out"]
+    assert some["faults"] <= some["left_out"]
+    share = 1 - some["left_out"] / (16 * 8)
+    assert some["disk_bytes_read"] / 16 <= (share + 0.1) * whole["disk_bytes_read"] / 2
+
+
+def test_the_formula_of_theta() -> None:
+    assert [layer_drop(step, theta=0.5, gamma=0.001) for step in (0, 1)] == [1.0, 1.0]
+    assert layer_drop(1001, theta=0.5, gamma=0.001) == pytest.approx(0.5 * 2.718281828459045**-1 + 0.5)
+    assert layer_drop(10**9, theta=0.25) == 0.25
+    for wrong in ({"theta": 1.5}, {"gamma": -1.0}):
+        with pytest.raises(deepoffload.errors.UsageError, match="expected a step"):
+            layer_drop(0, **wrong)
+    with pytest.raises(deepoffload.errors.UsageError, match="expected a step"):
+        layer_drop(-1)
