@@ -93,11 +93,11 @@ def test_the_other_names_of_the_engine_are_there(engine):
 
 def test_the_engine_has_its_models_attributes_before_the_refusal():
     model = nn.Linear(2, 2)
-    model.monitor = "mine"  # type: ignore[assignment]
+    model.timers = "mine"  # type: ignore[assignment]
     model.config = {"hidden": 2}  # type: ignore[assignment]
     config = {"host_budget": "1MiB"}
     made = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
-    assert made.monitor == "mine" and made.config == {"hidden": 2}
+    assert made.timers == "mine" and made.config == {"hidden": 2}
     made.close()
 
 
