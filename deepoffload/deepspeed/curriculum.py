@@ -18,7 +18,7 @@ LENGTH_ARGUMENT = "curriculum_seqlen"
 
 
 def check_schedules(config: Config, model: nn.Module) -> None:
-    """Raise ConfigError where layers are to be dropped by a model whose forward does not take the arguments for it."""
+    """Raise ConfigError where a model has to drop layers, and its forward does not take the arguments for it."""
     if config.progressive_layer_drop.enabled:
         lacking = [name for name in LAYER_DROP_ARGUMENTS if not _takes(model, name, any_name=True)]
         if lacking:

@@ -65,17 +65,13 @@ from deepoffload.runtime.rank_facts import (
 from deepoffload.runtime.rank_units import join_units
 from deepoffload.runtime.refusals import Refusals
 from deepoffload.runtime.registration import ConstructionHooks, ShortageError, refuse_meta, take
-from deepoffload.runtime.statistics import run_stats
+from deepoffload.runtime.statistics import run_stats, timeline_of
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.durable import every_of, written_for_durability
 from deepoffload.schedule.placement import Placement
 from deepoffload.timeline import Summary, Timeline
 
 log = logging.getLogger("deepoffload")
-
-
-PROFILED_SPANS_MAX = 1 << 16
-"""Spans that are kept where only one step is profiled."""
 
 
 class Engine:
@@ -110,9 +106,7 @@ class Engine:
         self.durability: Durability | None = None
         self.link: RankLink | None = None
         self.gradients: Gradients
-        self.timeline = Timeline() if config.timeline else None
-        if self.timeline is None and config.flops_profiler.enabled:
-            self.timeline = Timeline(PROFILED_SPANS_MAX)
+        self.timeline = timeline_of(config)
         try:
             with self.agreement.together("the start of its engine"):
                 self._open()

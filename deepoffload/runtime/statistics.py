@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from deepoffload.activations.store import ActivationStore
+from deepoffload.config import Config
 from deepoffload.config.resolve import Budgets
 from deepoffload.io.swap_space import SwapSpace
 from deepoffload.params.pager import Pager
 from deepoffload.params.ports import RankPort
 from deepoffload.schedule.cost_model import BlockKind
+from deepoffload.timeline import Timeline
+
+PROFILED_SPANS_MAX = 1 << 16
+"""Spans that are kept where only one step is profiled."""
+
+
+def timeline_of(config: Config) -> Timeline | None:
+    """Where what happens is recorded; None where nobody looks."""
+    if config.timeline:
+        return Timeline()
+    return Timeline(PROFILED_SPANS_MAX) if config.flops_profiler.enabled else None
 
 
 def run_stats(

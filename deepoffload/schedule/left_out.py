@@ -137,8 +137,8 @@ class LeftOut:
         return Cycle((*(event for _, event in self._rest), *without_updates(usual.events, idle)))
 
     def _leave_out(self, unit: int, index: int) -> None:
-        """A forward of ``unit`` does not come: nor do those of the same pass (it may run again for its backward), its
-        backward and, where nothing else gives the unit a gradient, its update."""
+        """A forward of ``unit`` does not come. Neither come those of the same pass (it may run again for its backward),
+        its backward and, where nothing else gives the unit a gradient, its update."""
         order, forwards = self.order, self._forwards[unit]
         backward = order.find((Phase.BACKWARD, (unit,)), index)
         end = index if backward is None or backward < index else backward

@@ -38,6 +38,8 @@ class Trace:
     A step that leaves units out, in another way than the one before, is not learned: the cycle is the step with all of
     them. What is left of the step, and the next one, are then foreseen as ``schedule.left_out`` says.
 
+    It has many attributes, because everything is counted by the event: each costs an operation or two.
+
     ``max_events`` bounds the memory: a step, or a loop, of more events than that is not learned.
     """
 

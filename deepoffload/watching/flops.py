@@ -83,7 +83,7 @@ class FlopsProfiler:
         self._begin_s = 0.0
 
     def start(self) -> None:
-        """A step begins that is to be profiled."""
+        """The step that begins is profiled."""
         params = {name: sum(p.numel() for p in module.parameters()) for name, module in self._module.named_modules()}
         self._profile = Profile(
             {name: ModuleCost(type(m).__name__, params[name]) for name, m in self._module.named_modules()}

@@ -1,4 +1,4 @@
-"""The table of a profile, laid out as DeepSpeed's flops profiler does, with waits and bytes beside."""
+"""The table of a profile, laid out as DeepSpeed's flops profiler does, with waits and bytes in addition."""
 
 from __future__ import annotations
 
