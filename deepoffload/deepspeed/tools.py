@@ -1,4 +1,4 @@
-"""What an engine does in addition to training: its monitors, the profile of one step, the schedules of layers and data."""
+"""What an engine does in addition to training: monitors, the profile of one step, schedules of layers and data."""
 
 from __future__ import annotations
 
