@@ -115,7 +115,7 @@ def settings(nvme_path: Path, **more: Any) -> dict[str, Any]:
     return {**said, "debug": {"poison": True}, **more}
 
 
-def test_both_schedules_at_once_train_as_a_plain_loop(nvme_path: Path) -> None:
+def test_both_schedules_at_once_train_as_a_plain_loop(nvme_path: Path, tmp_path: Path) -> None:
     """And a run that is continued goes on where it stood."""
     drop = {"enabled": True, "theta": 0.4, "gamma": 0.5}
     said = settings(
@@ -151,10 +151,10 @@ def test_both_schedules_at_once_train_as_a_plain_loop(nvme_path: Path) -> None:
     engine.eval()
     engine(batch(0), labels=batch(0))
     assert paged.lengths[-1] == CONTEXT, "an evaluation is not cut"
-    engine.save_checkpoint(nvme_path / "saved")
+    engine.save_checkpoint(tmp_path / "saved")
     other, *_ = deepoffload.initialize(model=plain(LossInside), config=said)
     assert other.curriculum_seqlen() == 4
-    other.load_checkpoint(nvme_path / "saved")
+    other.load_checkpoint(tmp_path / "saved")
     assert (other.curriculum_seqlen(), other.get_pld_theta()) == (CONTEXT, engine.get_pld_theta())
     assert_same_bits(weights_of(paged), weights_of(other.module))
     engine.close()
