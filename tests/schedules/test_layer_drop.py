@@ -92,7 +92,8 @@ def test_a_layer_that_is_left_out_costs_a_fault_at_most_and_its_bytes_are_not_re
     assert some["order_mismatches"] <= some["left_out"]
     assert some["faults"] <= some["left_out"]
     share = 1 - some["left_out"] / (16 * 8)
-    assert some["disk_bytes_read"] / 16 <= (share + 0.1) * whole["disk_bytes_read"] / 2
+    ahead = 0.15  # what was read ahead of a layer, and had to leave again before its next use
+    assert some["disk_bytes_read"] / 16 <= (share + ahead) * whole["disk_bytes_read"] / 2
 
 
 def test_the_formula_of_theta() -> None:
