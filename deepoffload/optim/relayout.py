@@ -65,10 +65,14 @@ def lay_out(
     moved = list(dict.fromkeys(handle for piece in old for handle in piece.handles if handle in present))
     target = {handle: changed.get(handle, present[handle]) for handle in moved}
     limit_bytes = max(piece.block.nbytes for piece in old)
+    stays = _everything_stays(tiers, old)
     new: list[StatePiece] = []
     for state_format in dict.fromkeys(target.values()):
         trained = [(handle, handle.dtype) for handle in moved if target[handle] == state_format]
-        new += make_pieces(tiers, unit, trained, limit_bytes, state_format, alignment_numel=STATE_BLOCK)
+        least_numel = max(handle.numel for handle, _ in trained) if stays and state_format.whole else 0
+        new += make_pieces(
+            tiers, unit, trained, limit_bytes, state_format, alignment_numel=STATE_BLOCK, least_piece_numel=least_numel
+        )
     stay_bytes = _staying_bytes(tiers, old, new)
     try:
         if tiers.space is None:  # old and new ones are in memory at once
@@ -89,6 +93,11 @@ def lay_out(
 
 def _formats(unit: Unit) -> dict[ParamHandle, StateFormat]:
     return {piece.handles[part.tensor]: piece.format for piece in unit.pieces for part in piece.layout.segments}
+
+
+def _everything_stays(tiers: TierManager, old: list[StatePiece]) -> bool:
+    """Whether nothing ever leaves memory: then pieces need not be small enough to take turns there."""
+    return all(block.id in tiers.static for block in (*tiers.blocks(), *(piece.block for piece in old)))
 
 
 def _staying_bytes(tiers: TierManager, old: list[StatePiece], new: list[StatePiece]) -> int:

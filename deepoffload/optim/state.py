@@ -146,6 +146,7 @@ def make_pieces(
     alignment_numel: int = ALIGNMENT_NUMEL,
     typical_bytes: int | None = None,
     range_numels: Mapping[torch.dtype, int] | None = None,
+    least_piece_numel: int = 0,
 ) -> list[StatePiece]:
     """Blocks for the state of trainable parameters, given with their compute dtypes; they take memory when first
     used. With several ranks they hold what this one owns.
@@ -154,6 +155,7 @@ def make_pieces(
         typical_bytes: of the weights of a unit of the same model, whose pieces these ought to be like; the unit's own
             when not given.
         range_numels: by type, so many elements there are at least. What all ranks have as much of lets them plan alike.
+        least_piece_numel: so many elements a piece may have at least.
     """
     pieces: list[StatePiece] = []
     present = len(unit.pieces)
@@ -161,6 +163,7 @@ def make_pieces(
         group = [handle for handle, compute_dtype in trained if compute_dtype is dtype]
         weight_bytes = unit.weights.nbytes if typical_bytes is None else typical_bytes
         numel = piece_numel(weight_bytes, layout, limit_bytes, state_format, alignment_numel)
+        numel = max(numel, round_up(least_piece_numel, alignment_numel))
         least_numel = 0 if range_numels is None else range_numels.get(dtype, 0)
         cut = cut_whole if state_format.whole else cut_pieces
         for piece in cut(unit.own_runs(group), numel, alignment_numel, least_numel):
