@@ -23,7 +23,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -58,20 +58,54 @@ class _Source:
     def __init__(self, config: ConfigSource | None, keys: Mapping[str, Any]) -> None:
         self._config, self._keys = config, dict(keys)
 
+    def check(self) -> None:
+        """Raise ConfigError for what is wrong with any number of ranks; Lightning may start them later."""
+        if RankChoice().world_size > 1:
+            self.settings()
+        else:
+            parse_config(self._config, **{**self._keys, "train_batch_size": None})
+
     def settings(self, plugin: Any = None) -> Config:
         """The configuration, with the type that Lightning converts the model to."""
         config = parse_config(self._config, world_size=RankChoice().world_size, **self._keys)
         return _with_precision(config, plugin)
 
 
+class _OneDevice:
+    """A strategy for one rank. Lightning asks those that have these two attributes for their devices and nodes, and
+    tells them those of the ``Trainer`` or ``Fabric`` when that is made. It would train on one of several otherwise."""
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        return None
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is not None and len(devices) > 1:
+            _refuse_several(type(self).__name__, f"Lightning is told devices={len(devices)}", "devices=1")
+
+    @property
+    def num_nodes(self) -> int:
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        if number > 1:
+            _refuse_several(type(self).__name__, f"Lightning is told num_nodes={number}", "num_nodes=1")
+
+
 def _refuse_ranks(kind: str) -> None:
     """Raise UnsupportedError where a launcher has started several processes."""
     ranks = RankChoice().world_size
     if ranks > 1:
-        raise UnsupportedError(
-            f"{kind} trains with one rank, and a launcher has started {ranks}: take "
-            f"{kind.replace('DeepOffload', 'DeepOffloadRank')}, with the same arguments"
-        )
+        _refuse_several(kind, f"a launcher has started {ranks}")
+
+
+def _refuse_several(kind: str, found: str, one: str | None = None) -> NoReturn:
+    raise UnsupportedError(
+        f"{kind} trains with one rank, and {found}: take {kind.replace('DeepOffload', 'DeepOffloadRank')}, with the "
+        f"same arguments{'' if one is None else f', or {one}'}"
+    )
 
 
 def _with_precision(config: Config, plugin: Any) -> Config:
@@ -189,7 +223,7 @@ class _PagedTrainer:
         self.checkpoint_io.teardown()
 
 
-class DeepOffloadStrategy(_PagedTrainer, SingleDeviceStrategy):
+class DeepOffloadStrategy(_OneDevice, _PagedTrainer, SingleDeviceStrategy):
     """A strategy for ``Trainer``.
 
     Args:
@@ -197,7 +231,8 @@ class DeepOffloadStrategy(_PagedTrainer, SingleDeviceStrategy):
         keys: its keys as keywords, which win over ``config``.
 
     Raises:
-        ConfigError: the configuration is wrong. UnsupportedError: a launcher has started several processes.
+        ConfigError: the configuration is wrong. UnsupportedError: a launcher has started several processes; or, when
+            the ``Trainer`` is made, it has several devices or nodes.
     """
 
     strategy_name = "deepoffload"
@@ -213,7 +248,8 @@ class DeepOffloadStrategy(_PagedTrainer, SingleDeviceStrategy):
 
 class DeepOffloadRankStrategy(_PagedTrainer, DDPStrategy):
     """A strategy for ``Trainer`` on several ranks, which compute on the CPU: ``Trainer(accelerator="cpu", devices=2,
-    strategy=...)``. Arguments are those of :class:`DeepOffloadStrategy`; they are read when the ranks have started.
+    strategy=...)``. Arguments are those of :class:`DeepOffloadStrategy`. Keys are checked at once, what concerns the
+    number of ranks when they have started.
 
     As with DDP, a model that each rank has built for itself gets the values of rank 0.
     """
@@ -222,6 +258,7 @@ class DeepOffloadRankStrategy(_PagedTrainer, DDPStrategy):
 
     def __init__(self, config: ConfigSource | None = None, **keys: Any) -> None:
         self._source = _Source(config, keys)
+        self._source.check()
         super().__init__(checkpoint_io=StreamedCheckpointIO())
 
     def _context(self, config: Config) -> contextlib.AbstractContextManager[Any]:
@@ -230,6 +267,7 @@ class DeepOffloadRankStrategy(_PagedTrainer, DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         _say_rank(self.global_rank)
+        self._source.settings(self.precision_plugin)  # an error before the model is built
 
     def _set_up(self, trainer: Any) -> None:
         if self._layer_sync is not None:
@@ -270,7 +308,7 @@ class _PagedFabric:
         return module
 
 
-class DeepOffloadFabricStrategy(_PagedFabric, SingleDeviceFabric):
+class DeepOffloadFabricStrategy(_OneDevice, _PagedFabric, SingleDeviceFabric):
     """A strategy for ``Fabric``; arguments and errors are those of :class:`DeepOffloadStrategy`."""
 
     def __init__(self, config: ConfigSource | None = None, **keys: Any) -> None:
@@ -284,6 +322,7 @@ class DeepOffloadRankFabricStrategy(_PagedFabric, RankFabric):
 
     def __init__(self, config: ConfigSource | None = None, **keys: Any) -> None:
         self._source = _Source(config, keys)
+        self._source.check()
         super().__init__(checkpoint_io=StreamedCheckpointIO())
         self._backward_sync_control = _NothingToSkip()
 
@@ -293,6 +332,7 @@ class DeepOffloadRankFabricStrategy(_PagedFabric, RankFabric):
     def setup_environment(self) -> None:
         super().setup_environment()
         _say_rank(self.global_rank)
+        self._source.settings(self.precision)
 
 
 class _NothingToSkip:

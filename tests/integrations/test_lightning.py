@@ -20,7 +20,12 @@ from tests.support.loops import assert_same_bits, weights_of
 
 lightning = pytest.importorskip("lightning")
 
-from deepoffload.integrations.lightning import DeepOffloadFabricStrategy, DeepOffloadStrategy  # noqa: E402
+from deepoffload.integrations.lightning import (  # noqa: E402
+    DeepOffloadFabricStrategy,
+    DeepOffloadRankFabricStrategy,
+    DeepOffloadRankStrategy,
+    DeepOffloadStrategy,
+)
 
 WIDTH = 64
 BATCHES = 4
@@ -121,6 +126,16 @@ def test_what_cannot_be_is_refused(nvme_path, tmp_path, monkeypatch):
         fit(strategy(nvme_path, gradient_clipping=1.0, gradient_accumulation_steps=4), False, "32-true", tmp_path)
     with pytest.raises(ConfigError, match="host_bugdet: unknown key"):
         DeepOffloadStrategy(host_bugdet=1)
+    ours = {"trainer": DeepOffloadStrategy, "fabric": DeepOffloadFabricStrategy}
+    for several, said in (({"devices": 2}, "devices=2"), ({"devices": 1, "num_nodes": 2}, "num_nodes=2")):
+        for name, make in (("trainer", lightning.Trainer), ("fabric", lightning.Fabric)):
+            match = rf"{ours[name].__name__} trains with one rank, .* {said}: take DeepOffloadRank"
+            with pytest.raises(UnsupportedError, match=match):
+                make(accelerator="cpu", strategy=ours[name](host_budget="1MiB"), **several)
+    for kind in (DeepOffloadRankStrategy, DeepOffloadRankFabricStrategy):
+        with pytest.raises(ConfigError, match="host_bugdet: unknown key"):
+            kind(host_bugdet=1)
+        kind({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2})  # 2 ranks
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     for kind in (DeepOffloadStrategy, DeepOffloadFabricStrategy):
