@@ -169,7 +169,26 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
     **_of("ops", "adam.FusedAdam lion.FusedLion", otherwise("updates where the state lies")),
     "ops.adam.ZenFlowCPUAdam": absent("it delays updates, which changes numbers; use DeepSpeedCPUAdam"),
     "ops.lamb.FusedLamb": absent(_LAMB),
-    **_of("ops", "aio op_builder", absent("`ds_nvme_bench` measures disks; the engine has its own requests")),
+    **_of(
+        "ops",
+        "aio.AsyncIOBuilder op_builder.AsyncIOBuilder",
+        otherwise("`load()` gives `aio_handle`, `aio_read` and `aio_write` over our engine; a failure is an error"),
+    ),
+    **_of("ops", "aio op_builder", otherwise("a module with `AsyncIOBuilder`")),
+    **_of(
+        "ops.op_builder",
+        "CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder FusedLionBuilder",
+        absent("nothing is built: the optimizers' kernels come with the package"),
+    ),
+    "ops.op_builder.FusedLambBuilder": absent(_LAMB),
+    "ops.op_builder.GDSBuilder": absent("bytes of a device go through host memory: use AsyncIOBuilder"),
+    **_of(
+        "ops.op_builder",
+        "EvoformerAttnBuilder FPQuantizerBuilder InferenceBuilder InferenceCoreBuilder InferenceCutlassBuilder "
+        "PinMemoryBuilder QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder SparseAttnBuilder "
+        "SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder UtilsBuilder",
+        absent(_KERNEL),
+    ),
     **_of("ops", "sparse_attention transformer", absent(_KERNEL)),
     **_of("ops", "quantizer fp_quantizer random_ltd", absent("weights are never quantised by the engine")),
     # -- what scripts import from elsewhere --

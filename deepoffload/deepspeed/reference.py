@@ -60,11 +60,12 @@ is false.
   and programs. Refused are only those that ask for other numbers: the keys at the end of this page, and the optimizers
   Lamb, MuAdam, MuSGD and the 1-bit ones. A run starts with the first rate of its schedule:
   `last_batch_iteration` may only be -1.
-- **Scripts.** DeepSpeedExamples' cifar10, gan and HelloDeepSpeed were run in full with changed imports, on data of ours
-  and on a CPU. (gan asks for a GPU; the lines that do were changed.) In fp32, cifar10 prints the losses and predictions
-  of DeepSpeed 0.19.8, and gan in 125 iterations every number of plain PyTorch. The suite has small scripts with the
-  same calls (`tests/deepspeed/test_scripts.py`). cifar10's file of today has keys in `bf16` that DeepSpeed 0.19.8
-  refuses, and so do we.
+- **Scripts.** Transcripts of DeepSpeedExamples' cifar10, gan and HelloDeepSpeed were run with changed imports, on data
+  of ours and on a CPU. They are without comments and docstrings, two messages for the log are shorter, and gan has
+  one of its five data sets and no lines that ask for a GPU. In fp32, cifar10 prints the losses and predictions of
+  DeepSpeed 0.19.8, and gan in 125 iterations every number of plain PyTorch. The suite has small scripts with the same
+  calls (`tests/deepspeed/test_scripts.py`). cifar10's file of today has keys in `bf16` that DeepSpeed 0.19.8 refuses,
+  and so do we.
 - **`"auto"` is for a trainer.** Where nothing has filled it in, one warning lists every `"auto"` and what it became.
   A schedule whose length is `"auto"` is an error, unless the program passes its own schedule.
 - **transformers' Trainer, Lightning and others** have their own page: docs/trainers.md.

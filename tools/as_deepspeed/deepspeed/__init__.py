@@ -25,7 +25,7 @@ ENVIRONMENT = {
         "nccl_version": "2.20",
     },
     "deepspeed.ops.__compatible_ops__": {
-        "AsyncIOBuilder": True,
+        "async_io": True,
         "CPUAdagradBuilder": True,
         "CPUAdamBuilder": True,
         "CPULionBuilder": True,
@@ -66,7 +66,10 @@ class _Alias(types.ModuleType):
             ours = _ours(self.__name__)
             if ours is not None and hasattr(ours, name):
                 found = getattr(ours, name)
-                return importlib.import_module(path) if isinstance(found, types.ModuleType) else found
+                if isinstance(found, types.ModuleType):
+                    return importlib.import_module(path)
+                if not path.startswith("deepspeed.ops.op_builder.") or hasattr(found, "NAME"):
+                    return found
             return _Absent(name, (), {"__module__": self.__name__})
         ours = _ours(self.__name__)
         if ours is None:
