@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 from deepoffload.accumulation.activations import Activations, activation_mode
 from deepoffload.accumulation.call_gradients import CallGradients
 from deepoffload.accumulation.caller_state import CallerState
-from deepoffload.accumulation.orders import AttributeWatch, vertical_order
+from deepoffload.accumulation.orders import runs_one_by_one, vertical_order
 from deepoffload.accumulation.random_streams import RandomStreams
 from deepoffload.accumulation.recomputed import second_run_differed
 from deepoffload.accumulation.turns import Turns
 from deepoffload.config import ActivationMode
 from deepoffload.errors import UsageError
+from deepoffload.params.kept_attributes import KeptAttributes
 from deepoffload.params.ports import ActivationRegion, GradientDoor
 from deepoffload.params.torch_private import in_backward
 from deepoffload.params.unit import ParamHandle
@@ -70,6 +72,8 @@ def accumulate(
         raise UsageError(f"accumulate takes a torch.nn.Module first, not a {type(model).__name__}")
     if not isinstance(micro_batches, Iterable):
         raise UsageError(f"accumulate: micro_batches is no iterable of them, but a {type(micro_batches).__name__}")
+    if not isinstance(scale, bool):
+        raise UsageError(f"accumulate(scale={scale!r}): say True (losses are divided by their number) or False")
     check_loss_function(loss)
     batches = list(micro_batches)
     _refuse_number(_engine_of(model), len(batches))
@@ -110,6 +114,9 @@ def run_micro_batches(
             engine.gradients.early.paused = False
         if engine is not None and engine.gradients.speculation is not None:
             engine.gradients.speculation.announce(None)  # backwards that come now may be those of any loop
+        if engine is not None and engine.pager.order.attributes is not None:
+            if engine.pager.order.attributes.first is None:  # the first forward has failed
+                engine.pager.order.attributes = None
     return work.losses
 
 
@@ -191,8 +198,9 @@ class _OneByOne:
             return None
         return self._activations.region(self.running, window, module, args, kwargs)
 
-    def leave(self, window: object, output: object) -> None:
-        return None
+    def leave(self, window: Window, output: object) -> None:
+        if self._activations is not None and not in_backward():
+            self._activations.call_ended(self.running, window)
 
     def land(self, param: Tensor, handle: ParamHandle, gradients: GradientDoor) -> None:
         gradients.land(param, handle)
@@ -226,19 +234,22 @@ class _Work:
 
     def run_vertically(self, engine: Engine, caller: CallerState, mode: ActivationMode, *, asked: bool) -> None:
         """``asked``: the program has said that it wants this order."""
-        watch = AttributeWatch(engine, self._model, asked=asked) if engine.pager.order.attribute_set is None else None
+        attributes = _attributes_of(engine, self._model)
+        first_alone: Callable[[], bool] | None = None
+        if attributes.first is None:
+            first_alone = partial(runs_one_by_one, self._model, attributes, asked=asked)
         turns = Turns(
             engine.pager.hooks,
             engine.pager.order.visits,
             RandomStreams(len(self._batches)),
             caller,
-            Activations(mode, len(self._batches), engine.pager),
+            Activations(mode, len(self._batches), engine.pager, attributes),
             len(self._batches),
             forward=self._forward,
             backward=self._backward,
             resumed=self._resumed,
             changes=lambda: _changes(engine),
-            first_alone=None if watch is None else watch.first_has_ended,
+            first_alone=first_alone,
         )
         self._changes_of_others = turns.changes_of_others
         try:
@@ -253,7 +264,7 @@ class _Work:
         engine = self._engine
         activations = None
         if engine is not None and mode is ActivationMode.RECOMPUTE:
-            activations = Activations(mode, 1, engine.pager)
+            activations = Activations(mode, 1, engine.pager, _attributes_of(engine, self._model))
         turns, hooks = _OneByOne(activations), None if engine is None else engine.pager.hooks
         if hooks is not None:
             hooks.turns = turns
@@ -262,6 +273,8 @@ class _Work:
                 self.failed_at = turns.running = number
                 with streams.of(number):
                     loss = self._forward(number)
+                    if activations is not None:
+                        activations.forward_ended(number)
                     self._resumed(number)
                     self._backward(number, loss)
                     del loss
@@ -301,6 +314,14 @@ class _Work:
             self._engine.gradients.early.paused = not is_last
         if self._engine.gradients.speculation is not None:
             self._engine.gradients.speculation.announce(is_last)
+
+
+def _attributes_of(engine: Engine, model: nn.Module) -> KeptAttributes:
+    """What forwards of this model are known to change, or are going to show."""
+    known = engine.pager.order.attributes
+    if known is None or not known.is_of(model) or known.first is None:
+        known = engine.pager.order.attributes = KeptAttributes(model)
+    return known
 
 
 def _changes(engine: Engine) -> int:

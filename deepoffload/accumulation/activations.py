@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload import machine
+from deepoffload.accumulation.asked import choose
 from deepoffload.accumulation.recomputed import Caches, Recomputed
 from deepoffload.config import ActivationMode
 from deepoffload.config.units import format_bytes
-from deepoffload.errors import UsageError
+from deepoffload.params.kept_attributes import KeptAttributes
 from deepoffload.params.ports import ActivationRegion, PagerPort
 from deepoffload.params.saved import SavedTensor, SavedTensorHooks, saved_for_checkpoint
 from deepoffload.params.torch_private import (
@@ -36,19 +37,14 @@ def activation_mode(engine: Engine | None, asked: str | None) -> ActivationMode:
     Raises:
         UsageError: there is no such mode.
     """
-    if asked is None:
-        return ActivationMode.AUTO if engine is None else engine.config.activations
-    try:
-        return ActivationMode(asked)
-    except ValueError:
-        known = ", ".join(repr(member.value) for member in ActivationMode)
-        raise UsageError(f"accumulate(activations={asked!r}): there are {known}") from None
+    configured = ActivationMode.AUTO if engine is None else engine.config.activations
+    return choose(ActivationMode, "activations", asked, configured)
 
 
 def _fits(pager: PagerPort, count: int) -> bool | None:
     """Whether memory has room for the activations of ``count`` micro-batches. Says it when that is found out; None
     where none has been measured. A unit that leaves an attribute another one is not run twice: they have to fit."""
-    if pager.order.attribute_set:
+    if pager.order.attributes is not None and pager.order.attributes.first:
         return True
     room, arena = pager.order.activations, pager.tiers.arena
     first = room.allowed_bytes is None
@@ -69,9 +65,11 @@ class Activations:
 
     Args:
         count: of the micro-batches whose activations would be kept at the same time.
+        attributes: that the model's forwards change. Where no forward has shown them yet, the first micro-batch does.
     """
 
-    def __init__(self, mode: ActivationMode, count: int, pager: PagerPort) -> None:
+    def __init__(self, mode: ActivationMode, count: int, pager: PagerPort, attributes: KeptAttributes) -> None:
+        self._attributes = attributes
         self._room = pager.order.activations
         self._fits = partial(_fits, pager, count)
         fits = self._fits() if mode is ActivationMode.AUTO else mode is ActivationMode.KEEP
@@ -87,6 +85,8 @@ class Activations:
 
     def region(self, number: int, window: Window, module: nn.Module, args: Any, kwargs: Any) -> ActivationRegion | None:
         """What is done with the activations of a call by micro-batch ``number``; None: autograd keeps them as ever."""
+        if number == 0:
+            self._attributes.look(module)
         counted = self._counted if number == 0 else None
         if not (counted or self._recompute) or in_functorch() or not saved_tensors_hooks_enabled():
             return None
@@ -102,11 +102,19 @@ class Activations:
         if window in self._room.edited:
             return None
         kept = self._caches[number].without(leaves)
-        return None if kept is None else Recomputed(module, kept, structure)
+        return None if kept is None else Recomputed(module, kept, structure, self._attributes)
+
+    def call_ended(self, number: int, window: Window) -> None:
+        """A call of a window's module by a micro-batch is over."""
+        module = window.module() if number == 0 else None
+        if module is not None:
+            self._attributes.look(module)
 
     def forward_ended(self, number: int) -> None:
         """The forward of a micro-batch is over."""
         self._caches.pop(number, None)
+        if number == 0:
+            self._attributes.forward_has_ended()
         if number == 0 and self._counted is not None:
             self._room.measured(self._counted.nbytes)
             for window in list(self._inputs):

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from deepoffload.accumulation.kept_attributes import KeptAttributes
+from deepoffload.accumulation.asked import choose
 from deepoffload.config import AccumulationOrder
-from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.errors import UnsupportedError
+from deepoffload.params.kept_attributes import KeptAttributes
 from deepoffload.runtime.announce import announce
 from deepoffload.runtime.engine import Engine
 from deepoffload.schedule.accumulation_order import faster_order
@@ -37,7 +38,8 @@ def vertical_order(engine: Engine | None, model: nn.Module, asked: str | None, c
     Raises:
         UsageError: there is no such order. UnsupportedError: the vertical order is asked for and not available here.
     """
-    order = _order(engine, asked)
+    configured = AccumulationOrder.AUTO if engine is None else engine.config.accumulation_order
+    order = choose(AccumulationOrder, "order", asked, configured)
     if order is AccumulationOrder.HORIZONTAL:
         return None
     why_not = "it is not paged" if engine is None else _unavailable(engine, model)
@@ -51,7 +53,9 @@ def vertical_order(engine: Engine | None, model: nn.Module, asked: str | None, c
     placement = None if engine is None else engine.placement
     if engine is None or placement is None:  # inside the context: there are no windows yet
         return None
-    if engine.pager.order.attribute_set:
+    known = engine.pager.order.attributes
+    if known is not None and known.is_of(model) and known.first:
+        _say(_left(model, known.first))
         return None
     found = faster_order(placement, count)
     how = "takes all micro-batches through each unit together" if found.is_vertical else ONE_BY_ONE
@@ -59,45 +63,31 @@ def vertical_order(engine: Engine | None, model: nn.Module, asked: str | None, c
     return TogetherOrder(asked=False) if found.is_vertical else None
 
 
-class AttributeWatch:
-    """Sees whether the forward of the first micro-batch of all leaves an attribute of a module another one.
+def runs_one_by_one(model: nn.Module, attributes: KeptAttributes, *, asked: bool) -> bool:
+    """Whether the other micro-batches come one after the other, now that the first forward of all has shown which
+    attributes it changes: one unit may set what another one reads.
 
     Args:
         asked: the program wants the vertical order: it keeps it, and is warned.
     """
-
-    def __init__(self, engine: Engine, model: nn.Module, *, asked: bool) -> None:
-        self._order = engine.pager.order
-        self._name = type(model).__name__
-        self._asked = asked
-        self._attributes = KeptAttributes(model)
-
-    def first_has_ended(self) -> bool:
-        """Whether the other micro-batches come one after the other."""
-        name = self._attributes.changed()
-        self._order.attribute_set = name or ""
-        if name is None:
-            return False
-        what = f"its forward sets the attribute {name}, which another unit may read"
-        if self._asked:
-            log.warning(
-                '%s: %s. In vertical order it would see that of another micro-batch: use order="horizontal" then',
-                f"accumulation of {self._name}",
-                what,
-            )
-        else:
-            _say(f"accumulation of {self._name} {ONE_BY_ONE}: {what}")
-        return not self._asked
+    name = attributes.forward_has_ended()
+    if not name:
+        return False
+    if not asked:
+        _say(_left(model, name))
+        return True
+    log.warning(
+        "accumulation of %s: its forward sets the attribute %s, which another unit may read. In vertical order it "
+        'would see that of another micro-batch: use order="horizontal" then',
+        type(model).__name__,
+        name,
+    )
+    return False
 
 
-def _order(engine: Engine | None, asked: str | None) -> AccumulationOrder:
-    if asked is None:
-        return AccumulationOrder.AUTO if engine is None else engine.config.accumulation_order
-    try:
-        return AccumulationOrder(asked)
-    except ValueError:
-        known = ", ".join(repr(member.value) for member in AccumulationOrder)
-        raise UsageError(f"accumulate(order={asked!r}): there are {known}") from None
+def _left(model: nn.Module, name: str) -> str:
+    what = f"its forward sets the attribute {name}, which another unit may read"
+    return f"accumulation of {type(model).__name__} {ONE_BY_ONE}: {what}"
 
 
 def _unavailable(engine: Engine, model: nn.Module) -> str | None:

@@ -3,11 +3,12 @@ what the call has saved.
 
 The means is torch's own activation checkpoint without reentrant autograd, put around the call by the window. The graph
 is that of the forward, so a backward has the same nodes, the same sums and the same bits. Random numbers, autocast and
-the default device are as they were in the forward: torch sees to it. Two things are ours, because the program has not
-asked for a checkpoint and its modules need not be written for one:
+the default device are as they were in the forward: torch sees to it. Three things are ours, because the program has
+not asked for a checkpoint and its modules need not be written for one:
 
 - Buffers that the call changes, such as running statistics, are lent to the second run as they were before the first
   one, and nothing of what it does to them stays.
+- So are attributes of modules anywhere in the model, as far as its first forward has changed them.
 - A cache of keys and values (transformers makes one in each forward, also in training) is not given to the second run,
   where it was empty before the forward. One with a past cannot be taken back: such a call keeps its activations.
 """
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
 from deepoffload.errors import UnsupportedError
+from deepoffload.params.kept_attributes import KeptAttributes
 from deepoffload.params.torch_private import checkpoint_around, outside_user_modes
 
 _COPIED_BYTES = 1 << 20
@@ -62,11 +64,13 @@ class Recomputed:
 
     Args:
         leaves, structure: the arguments of the call, flattened, as the second run is to get them.
+        attributes: of the model's modules, that its forwards change.
     """
 
-    def __init__(self, module: nn.Module, leaves: list[Any], structure: Any) -> None:
+    def __init__(self, module: nn.Module, leaves: list[Any], structure: Any, attributes: KeptAttributes) -> None:
         self._module = module
         self._structure = structure
+        self._attributes, self._then = attributes, attributes.now()
         self._buffers = _Buffers(module)
         self._around: Iterator[None] | None = checkpoint_around(  # what runs between two calls of next() runs again
             self._run_again, True, noop_context_fn, "default", False, True, *leaves
@@ -81,7 +85,7 @@ class Recomputed:
 
     def _run_again(self, *leaves: Any) -> None:
         args, kwargs = self._structure.unflatten(leaves)
-        with self._buffers.as_they_were(type(self._module).__name__):
+        with self._attributes.lent(self._then), self._buffers.as_they_were(type(self._module).__name__):
             self._module(*args, **kwargs)
 
 

@@ -310,6 +310,7 @@ class Turns:
         one = self._by_thread.get(threading.get_ident())
         if one is None or one.phase is not TurnPhase.FORWARD or in_backward():
             return
+        self._activations.call_ended(one.number, window)
         visit = window, one.latest[window]
         for value in tree_flatten(output)[0]:
             if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:

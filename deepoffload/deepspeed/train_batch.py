@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from deepoffload.accumulation.accumulate import LossFunction, check_loss_function, model_loss, run_micro_batches
+from deepoffload.accumulation.asked import choose
+from deepoffload.config import AccumulationOrder, ActivationMode
 from deepoffload.deepspeed.tools import EngineTools
 from deepoffload.deepspeed.utils import RepeatingLoader
 from deepoffload.deepspeed.utils.timer import ThroughputTimer
@@ -26,19 +28,27 @@ class WholeSteps:
     step: Callable[[], None]
     tput_timer: ThroughputTimer
     tools: EngineTools
+    _refuse_closed: Callable[[], None]
     _loader: DataLoader[Any] | None
     _batches: RepeatingLoader | None
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None, loss: LossFunction | None = None) -> Tensor:
+    def train_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        loss: LossFunction | None = None,
+        order: str | None = None,
+        activations: str | None = None,
+    ) -> Tensor:
         """Forward and backward of ``gradient_accumulation_steps()`` micro-batches, and :meth:`step`.
 
-        In which order they run is the key ``accumulation_order``; the numbers are the same (docs/accumulation.md). It
-        counts as that many calls of :meth:`backward` and :meth:`step`.
+        It counts as that many calls of :meth:`backward` and :meth:`step`.
 
         Args:
             data_iter: gives micro-batches; not said: the loader that ``initialize`` made of ``training_data``, which
                 starts again when it has ended; with several ranks in the same order, as their sampler gives it.
             loss: of the engine and one micro-batch; not said: as in :func:`deepoffload.accumulate`.
+            order, activations: as there; not said: those of the configuration. The numbers are the same
+                (docs/accumulation.md).
 
         Returns:
             The mean of the losses, detached.
@@ -46,8 +56,12 @@ class WholeSteps:
         Raises:
             UsageError: there is no optimizer or no data, ``data_iter`` ends early, or an update is not complete.
                 Nothing has changed then. Else as :func:`deepoffload.accumulate` and :meth:`step`.
+            ClosedError: the engine was destroyed.
         """
+        self._refuse_closed()
         check_loss_function(loss)
+        choose(AccumulationOrder, "order", order, AccumulationOrder.AUTO, "engine.train_batch")
+        choose(ActivationMode, "activations", activations, ActivationMode.AUTO, "engine.train_batch")
         count = self.loop.begin_whole_step()
         batches = self._draw(data_iter, count)
         before, start = dict(self.tput_timer.seconds), time.perf_counter()
@@ -56,8 +70,8 @@ class WholeSteps:
             return (loss or model_loss)(self, batch)
 
         try:
-            order = "horizontal" if self.tools.profiles_now() else None
-            losses = run_micro_batches(self.module, batches, loss_of, self.loop.differentiated, order)
+            order = "horizontal" if self.tools.profiles_now() else order
+            losses = run_micro_batches(self.module, batches, loss_of, self.loop.differentiated, order, activations)
         finally:  # the forwards of micro-batches that wait for each other are no times to be added up
             self.tput_timer.seconds.update(before, forward=before["forward"] + time.perf_counter() - start)
         self.tput_timer.start(start)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from deepoffload.memory.block import Block
+from deepoffload.params.kept_attributes import KeptAttributes
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.unit import Unit
@@ -42,8 +43,7 @@ class UseOrder:
         trace: the events of the steps, and when each block is used next.
         visits: the order in which micro-batches that take turns visit units.
         activations: whether memory holds those of several micro-batches.
-        attribute_set: an attribute of a module that a forward of a micro-batch has left another one; empty where it has
-            left none; None before anybody has looked.
+        attributes: of modules, that forwards of micro-batches change; None before one has shown them.
         predicted: ids of the blocks of the present event, when the trace expected it.
         last_key: of the present event; None after the end of a step. key_before: of the event before it.
         backward_of: the unit of the present event, if it is one of backward.
@@ -53,7 +53,7 @@ class UseOrder:
         self.trace = Trace()
         self.visits = VisitOrder()
         self.activations = ActivationRoom()
-        self.attribute_set: str | None = None
+        self.attributes: KeptAttributes | None = None
         self.predicted: frozenset[int] = frozenset()
         self.last_key: UseKey | None = None
         self.key_before: UseKey | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import deepoffload
 from deepoffload.errors import UsageError
-from tests.accumulation.loops import HORIZONTAL_AGAIN, PLAIN, VERTICAL, VERTICAL_AGAIN, Steps, accumulate
+from deepoffload.runtime.context import engine_of
+from deepoffload.schedule.cost_model import Bandwidths
+from tests.accumulation.loops import HORIZONTAL, HORIZONTAL_AGAIN, PLAIN, VERTICAL, VERTICAL_AGAIN, Steps, accumulate
 from tests.support.inspect import pager_of
 from tests.support.loops import assert_same_bits
 from tests.support.models import batch, llama
@@ -192,3 +194,78 @@ def test_modules_with_a_state_run_once_for_all_that_can_be_seen(paging: Paging, 
     build, steps = CASES[case]
     expected, *others = (steps.run(paging.build(build, TIGHT, key=case), how) for how in (PLAIN, VERTICAL_AGAIN))
     assert_same_bits(expected, others[0])
+
+
+class Layer(nn.Module):
+    """Computes with what is on modules, and leaves something on each: on itself, on ``place``, in a list there."""
+
+    def __init__(self, place: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) / 8)  # of its own, which makes it a unit
+        self.places = (place,)  # the root's, and no part of this module
+        self.calls = 0
+        self.before = torch.zeros(())
+        self.mask: Tensor | None = None
+        self.notes = Notes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.in_backward.append(self.calls)  # a second run ends when it has what backward needs
+        (place,) = self.places
+        assert self.mask is not None
+        self.calls += 1
+        x = x + torch.tanh((x - place.mean * place.depth) @ self.weight * self.mask / self.calls + self.before)
+        self.before = x.detach().mean()
+        place.depth += 1
+        place.mean = x.mean()
+        place.aux.append(x.square().mean() * len(place.aux))
+        return x
+
+
+class LeavesMuch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Module()
+        self.place.depth, self.place.mean, self.place.aux = 0, torch.zeros(()), []
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(Layer(self.place) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.place.depth = 1
+        x = self.embedding(tokens)
+        self.place.mean = x.mean()
+        for number, layer in enumerate(self.layers):
+            layer.mask = x.detach() > number / 10
+            x = layer(x)
+            layer.mask = None
+        found = x.square().mean() * self.place.mean + sum(self.place.aux) / 10
+        self.place.aux.clear()
+        return found
+
+
+def left_on(model: Any) -> list[Any]:
+    last = [layer.before for layer in model.layers]
+    return [last, [layer.calls for layer in model.layers], model.place.depth, model.place.mean.detach()]
+
+
+def test_attributes_are_what_they_were_when_a_unit_runs_again(paging: Paging) -> None:
+    """And the second runs leave none, whether the forward that shows them is this one or an earlier one. In vertical
+    order micro-batches would see those of others: "auto" notices, also that the masks come and go."""
+    ends, runs = [], []
+    for order, activations in ((HORIZONTAL, "keep"), (HORIZONTAL, "recompute"), ("auto", "recompute")):
+        model = paging.build(LeavesMuch, TIGHT, key="leaves")
+        engine = engine_of(model)
+        assert engine is not None and engine.placement is not None
+        engine.placement = replace(engine.placement, bandwidths=Bandwidths(1.0, 1.0, 1.0, 1.0))  # so slow: vertical
+        torch.manual_seed(1)
+        seen: list[Any] = []
+        for _ in range(3):
+            arguments = {"order": order, "activations": activations}
+            seen.append(deepoffload.accumulate(model, batches(), lambda model, x: model(x), **arguments))
+            seen.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
+            seen.append(left_on(model))
+            model.zero_grad()
+        ends.append(seen)
+        runs.append(len(model.layers[0].notes.in_backward))
+    assert runs == [9, 18, 18]
+    assert_same_bits(ends[0], ends[1])
+    assert_same_bits(ends[0], ends[2])

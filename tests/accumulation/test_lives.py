@@ -179,6 +179,9 @@ def test_what_cannot_be_is_refused_before_anything_runs(paging: Paging) -> None:
         with pytest.raises(UsageError, match=said):
             deepoffload.accumulate(*arguments)
     assert len(list(drawn)) == COUNT, "nothing was drawn"
+    for scale in ("no", 0, None):
+        with pytest.raises(UsageError, match=rf"scale={scale!r}\): say True .* or False"):
+            deepoffload.accumulate(model, drawn, next_token_loss, scale=scale)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="gradient_accumulation_steps = 2"):
         accumulate(batches(0), next_token_loss)
     with pytest.raises(UsageError, match="not NoneType"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import deepoffload
-from deepoffload.errors import UsageError
+from deepoffload.errors import ClosedError, UsageError
 from tests.accumulation.loops import HORIZONTAL, VERTICAL, draw_seeds
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import TinyGPT, batch, next_token_loss
@@ -70,6 +70,23 @@ def test_it_is_what_the_calls_do_one_by_one(paging: Paging, changes: dict[str, A
     assert_same_bits(ends[0][1], ends[2][1])
 
 
+def test_a_call_may_ask_for_an_order_and_for_activations(paging: Paging) -> None:
+    """The forward of a layer runs again where activations are not kept."""
+    ends, runs = [], []
+    for order, activations in ((HORIZONTAL, "keep"), (HORIZONTAL, "recompute"), (VERTICAL, "recompute")):
+        engine = engine_of(paging, "auto", {})
+        calls: list[object] = []
+        engine.module.blocks[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(_[0]))
+        torch.manual_seed(9)
+        batches = iter([batch(micro) for micro in range(COUNT)])
+        loss = engine.train_batch(batches, next_token_loss, order=order, activations=activations)
+        ends.append([loss, weights_of(engine.module)])
+        runs.append(len(calls))
+    assert runs == [COUNT, 2 * COUNT, 2 * COUNT]
+    assert_same_bits(ends[0], ends[1])
+    assert_same_bits(ends[0], ends[2])
+
+
 class WithLoss(nn.Module):
     """Makes its loss itself."""
 
@@ -92,11 +109,18 @@ def test_its_own_loader_starts_again_and_an_iterator_may_not_end_early(paging: P
         engine.train_batch(iter([batch(0)]))
     with pytest.raises(UsageError, match="takes an iterator"):
         engine.train_batch(loader)
+    for wrong in ({"order": "diagonal"}, {"activations": "some"}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(UsageError, match=rf"engine.train_batch\({name}='{value}'\): there are 'auto'"):
+            engine.train_batch(**wrong)
     assert (engine.micro_steps, engine.global_steps) == (9, 3)
     assert_same_bits(before, weights_of(engine.module))
     engine.backward(engine(batch(0)))
     engine.step()
     with pytest.raises(UsageError, match="1 of 3 micro-steps are made"):
+        engine.train_batch()
+    engine.destroy()
+    with pytest.raises(ClosedError, match="the training engine was closed"):
         engine.train_batch()
 
 
