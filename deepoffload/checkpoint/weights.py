@@ -21,6 +21,7 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.passage import Passage
 from deepoffload.params.torch_private import count_change, get_data, outside_user_modes
 from deepoffload.params.unit import ParamHandle
+from deepoffload.schedule.block_state import BlockState
 
 WINDOW_BYTES = 4 << 20
 """Bytes written at a time, and the most that is copied at a time where memory order is not file order."""
@@ -218,7 +219,8 @@ class WeightOpener:
 
 
 def discard_replaced(written: Mapping[ParamHandle, int]) -> None:
-    """Give up weights on NVMe of which every element is going to be written, so that they are not read for that.
+    """Give up weights on NVMe of which every element is going to be written, so that they are not read for that. A read
+    ahead of them is of no concern any more, failed or not.
 
     Args:
         written: elements of each parameter that are going to be.
@@ -229,8 +231,10 @@ def discard_replaced(written: Mapping[ParamHandle, int]) -> None:
             continue
         with pager.lock:
             copies = pager.tiers.copies
-            away = pager.tiers.is_away(unit.weights.id) and (copies is None or not copies.shows(unit.weights))
-            if away and all(written.get(other) == other.numel for other in unit.handles):
+            comes = unit.weights.state is BlockState.READING and not unit.weights.leases
+            away = pager.tiers.is_away(unit.weights.id) or comes
+            unseen = copies is None or not copies.shows(unit.weights)
+            if away and unseen and all(written.get(other) == other.numel for other in unit.handles):
                 pager.tiers.discard(unit.weights)
 
 

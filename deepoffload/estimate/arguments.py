@@ -8,6 +8,16 @@ from collections.abc import Sequence
 from deepoffload.config.units import parse_bytes
 from deepoffload.errors import ConfigError
 
+_OF_TRAINING = {
+    **dict.fromkeys(("largest", "deepspeed", "zero_infinity", "checkpointing"), False),
+    **dict.fromkeys(("plot_efficiency", "plot_budget", "order", "step_overlap"), None),
+    "accumulation": 1,
+    "activations": "auto",
+    "optimizer": "adamw",
+    "state_dtype": "fp32",
+}
+"""What options have that are not said, of those that ``--inference`` has nothing to do with."""
+
 
 def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     """The options, checked for what contradicts.
@@ -86,14 +96,13 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--state-dtype {options.state_dtype}: {options.optimizer} has no such state")
     if options.precision == "fp16" and options.step_overlap == "in_backward":
         raise ConfigError("--step-overlap in_backward: fp16 needs all gradients before an update; use deferred")
-    if options.order and options.accumulation == 1:
-        raise ConfigError("--order is that of several micro-batches: say --accumulation N, or leave it out")
     if options.context and not options.inference:
         raise ConfigError("--context is the length of a KV cache: it goes with --inference")
-    others = ("largest", "deepspeed", "zero_infinity", "plot_efficiency", "plot_budget", "checkpointing")
-    for name in others if options.inference else ():
-        if getattr(options, name):
+    for name, unsaid in _OF_TRAINING.items() if options.inference else ():
+        if getattr(options, name) != unsaid:
             raise ConfigError(f"--{name.replace('_', '-')} is about training: leave it or --inference out")
+    if options.order and options.accumulation == 1:
+        raise ConfigError("--order is that of several micro-batches: say --accumulation N, or leave it out")
     if options.ranks and (options.inference or options.deepspeed):
         raise ConfigError(
             f"--ranks is about training: leave it or --{'inference' if options.inference else 'deepspeed'} out"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from deepoffload import save_pretrained, stats
+from deepoffload import load_pretrained, save_pretrained, stats
 from deepoffload.errors import ConfigError, IoFailure, PlacementError
 from deepoffload.io.engine import IoEngine
 from deepoffload.runtime import disk as disk_module
@@ -93,7 +93,7 @@ def test_a_checkpoint_on_a_read_only_disk_without_direct_io(generation: Generati
 
 def test_files_that_are_wrong_from_the_start(generation: Generation) -> None:
     """from_pretrained raises its own error; the engine is closed, and the next one works."""
-    file = generation.checkpoint / "model.safetensors"
+    file = generation.file
     content = file.read_bytes()
     lies = content.replace(b'"shape":[256,256]', b'"shape":[256,999]', 1)
     for wrong in (content[: len(content) // 2], (1 << 40).to_bytes(8, "little") + content[8:], lies):
@@ -141,7 +141,7 @@ def test_a_shard_that_cannot_be_read(
             for _ in range(20):
                 model(TOKENS)
         assert caught.value.errno == code
-        assert caught.value.filename == str(generation.checkpoint / "model.safetensors")
+        assert caught.value.filename == str(generation.file)
         assert any(f"{name}: " in str(caught.value) or f"{name}, " in str(caught.value) for name in names)
         model = model or generation.paged(BUDGET_BYTES)
         assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
@@ -159,7 +159,7 @@ def test_reads_that_stop_short_go_on(generation: Generation, monkeypatch: pytest
 @torch.no_grad()
 def test_a_checkpoint_that_was_written_to_is_not_saved_again(generation: Generation, tmp_path: Path) -> None:
     """Nor does a state dict show other numbers."""
-    file = generation.checkpoint / "model.safetensors"
+    file = generation.file
     model = generation.paged(BUDGET_BYTES)
     with open(file, "r+b") as opened:
         opened.seek(-4096, os.SEEK_END)
@@ -167,6 +167,25 @@ def test_a_checkpoint_that_was_written_to_is_not_saved_again(generation: Generat
     with pytest.raises(IoFailure, match=r"(?s)model\.layers.*written to after the model was loaded") as caught:
         save_pretrained(model, tmp_path / "again")
     assert str(file) in str(caught.value) and not list((tmp_path / "again").glob("*.safetensors"))
+
+
+@torch.no_grad()
+def test_a_new_checkpoint_in_the_place_of_the_old_one_is_loaded(generation: Generation, tmp_path: Path) -> None:
+    """Reads ahead of the old one are under way, or have ended and nobody has asked for them: they are of no concern."""
+    model = generation.paged(BUDGET_BYTES)
+    for _ in range(2):
+        model(TOKENS)
+    assert any(block.ticket is not None for block in pager_of(model).tiers.transfers.in_flight())
+    (tmp_path / "new").mkdir()
+    new = Generation.of(lambda: generation.plain().apply(scaled), torch.bfloat16, tmp_path / "new")
+    generation.file.write_bytes(new.file.read_bytes())
+    load_pretrained(model, generation.checkpoint)
+    assert torch.equal(model(TOKENS).logits, new.plain()(TOKENS).logits)
+
+
+def scaled(module: torch.nn.Module) -> None:
+    for param in module.parameters(recurse=False):
+        param.data.mul_(1.5)
 
 
 PROGRAM = """
