@@ -86,21 +86,11 @@ class RankSpeculation(Speculation):
         step_s, forward_s, backward_s, wrong, confirms = map(max, zip(*said, strict=True))
         step.agreed = StepOutcome(PhaseWaits(step_s, forward_s, backward_s), wrong, confirms)
 
-    def end_of_step(self, optimizer: GuessingOptimizer) -> None:
+    def _drop_coming(self, optimizer: object) -> None:
         """As above."""
-        super().end_of_step(optimizer)
-        self._drop_coming(optimizer)
-
-    def forget(self, optimizer: GuessingOptimizer) -> None:
-        """As above."""
-        super().forget(optimizer)
-        self._drop_coming(optimizer)
-
-    def _drop_coming(self, optimizer: Any) -> None:
-        """What comes of these units belongs to the next step, or to none."""
+        super()._drop_coming(optimizer)
         self._waits = True
         for unit in self._units_of(optimizer):
-            self._coming.pop(unit, None)
             unit.awaits_step = False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import torch
 
 from deepoffload import stats
 from tests.models.zoo import TRANSFORMERS, Family, Inputs
-from tests.support.disks import folder_on_disk
-from tests.support.generation import Generation, save
+from tests.support.generation import Generation
 from tests.support.models import llama
 from tests.support.paging import PLENTY_BYTES
 
@@ -90,11 +90,8 @@ def same(ours: torch.Tensor | type[Exception], theirs: torch.Tensor | type[Excep
 @pytest.mark.parametrize("family", EVERY)
 def test_families_compute_the_bits_of_plain(family: Family, dtype: torch.dtype | None, tmp_path: Path) -> None:
     """``INFERENCE=all`` asks more of each."""
-    torch.manual_seed(0)
-    model = family.build()
     dtype = dtype or (torch.float32 if family.name in ("Llama", "T5") else torch.bfloat16)
-    folder_on_disk(tmp_path / "swap")
-    generation = Generation(type(model), save(model, tmp_path / "checkpoint", dtype), tmp_path / "swap")
+    generation = Generation.of(family.build, dtype, tmp_path)
     # Frozen, too: where a weight wants a gradient, torch computes attention by other kernels.
     expected = outcome(generation.plain().requires_grad_(False), family)
     tokens = [value for name, value in expected.items() if "sequences" in name]
@@ -127,10 +124,8 @@ ROTARY: list[dict[str, Any]] = [
 @pytest.mark.parametrize("rotary", ROTARY, ids=[str(rotary["rope_type"]) for rotary in ROTARY])
 def test_positions_up_to_32_k(rotary: dict[str, Any], tmp_path: Path) -> None:
     """Rotary frequencies stay fp32: in bf16 the angles at such positions would be noise."""
-    torch.manual_seed(0)
-    model = llama(max_position_embeddings=32_768, rope_parameters=rotary)
-    folder_on_disk(tmp_path / "swap")
-    generation = Generation(type(model), save(model, tmp_path / "checkpoint", torch.bfloat16), tmp_path / "swap")
+    build = partial(llama, max_position_embeddings=32_768, rope_parameters=rotary)
+    generation = Generation.of(build, torch.bfloat16, tmp_path)
     positions = torch.tensor([[0, 1, 4097, 16_000, 30_001, 32_766, 32_767]])
     tokens = torch.arange(3, 10)[None]
     found = [

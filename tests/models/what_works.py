@@ -47,6 +47,10 @@ make the same one; otherwise all raise `RankError`.
 
 Refused there, and not with one rank: a backward that adds to a `.grad` which the program has assigned.
 Views of gradients that the program keeps need room for the whole copies of these; else `BudgetError` says how much.
+
+[Several ranks](ranks.md) has the rest: updates inside backward (`step_overlap="in_backward"`) and
+`deepoffload.accumulate` work there, the latter with one micro-batch after the other.
+[Trainers](trainers.md#several-ranks) has those of transformers, accelerate and Lightning.
 """
 
 _REFUSED = """

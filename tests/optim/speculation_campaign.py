@@ -8,9 +8,12 @@ import argparse
 import logging
 import random
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -87,17 +90,32 @@ def compare(paging: Paging, steps: int, *, seed: int = 0) -> Ended:
     return Ended(clipped, sizes, deepoffload.stats(guessing.model))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+class Said(NamedTuple):
+    """What a campaign is told. ``count``: how much it does."""
+
+    paging: Paging
+    count: int
+    seed: int
+
+
+@contextmanager
+def said_on_the_command_line(description: str | None, counted: str, default: int) -> Iterator[Said]:
+    """``counted``: what the count counts, the name of its option."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="where swap files go: on a real disk")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument(f"--{counted}", dest="count", type=int, default=default)
     parser.add_argument("--seed", type=int, default=0)
     said = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("deepoffload").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(dir=said.directory) as directory:
-        ended = compare(Paging(Path(directory)), said.steps, seed=said.seed)
-    print(f"{said.steps} steps, the same bits; {ended.clipped} clipped; units", end=" ")
+        yield Said(Paging(Path(directory)), said.count, said.seed)
+
+
+def main() -> None:
+    with said_on_the_command_line(__doc__, "steps", 1000) as said:
+        ended = compare(said.paging, said.count, seed=said.seed)
+    print(f"{said.count} steps, the same bits; {ended.clipped} clipped; units", end=" ")
     print({name: ended.stats[name] for name in ("speculated", "rolled_back", "speculation_left")})
     for sizes in ended.sizes:
         print(sizes)

@@ -7,13 +7,9 @@ many of these were undone.
 
 from __future__ import annotations
 
-import argparse
-import logging
 import random
 import sys
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +20,7 @@ from tests.models.matrix import ONE_UNIT
 from tests.models.programs import add_lora, checkpoints
 from tests.models.zoo import FAMILIES
 from tests.optim.deferred import sorted_state
+from tests.optim.speculation_campaign import said_on_the_command_line
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.paging import EVICTING, ROOMY, TIGHT, Paging, Setting
 
@@ -110,20 +107,12 @@ def drawn(dice: random.Random) -> Cell:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="where swap files go: on a real disk")
-    parser.add_argument("--cells", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    said = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.getLogger("deepoffload").setLevel(logging.ERROR)
-    dice, wrong = random.Random(said.seed), 0
-    with tempfile.TemporaryDirectory(dir=said.directory) as directory:
-        paging = Paging(Path(directory))
-        for _ in range(said.cells):
+    with said_on_the_command_line(__doc__, "cells", 300) as said:
+        dice, wrong = random.Random(said.seed), 0
+        for _ in range(said.count):
             cell = drawn(dice)
             try:
-                stats = cell.compare(paging)
+                stats = cell.compare(said.paging)
             except AssertionError as difference:
                 wrong += 1
                 print(cell, "DIFFERS", difference, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -137,22 +138,31 @@ def lose_a_write(config: dict[str, Any]) -> list[str]:
         raise IoFailure("writing", 28, "/somewhere", 0, 4096)
 
     for step in range(5):
-        next_token_loss(model, batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(model, optimizer, step)
         if step == 2 and int(os.environ["RANK"]) == 1:
             store.publish = fail
-        try:
-            state.commit(wait=step == 2)
-            said.append(f"{step + 1}: {store.step}")
-        except DeepOffloadError as error:
-            said.append(f"{step + 1}: {type(error).__name__} {error}")
+        said.append(_said_of(step, store, partial(state.commit, wait=step == 2)))
         if step == 3:
             if int(os.environ["RANK"]) == 1:
                 store.discard = fail
             said.append(_error_of(state.discard))
     engine.close()
     return said
+
+
+def _step(model: nn.Module, optimizer: Any, seed: int) -> None:
+    next_token_loss(model, batch(seed)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _said_of(step: int, store: Any, commit: Callable[[], object]) -> str:
+    """The durable step after a commit, or its error."""
+    try:
+        commit()
+        return f"{step + 1}: {store.step}"
+    except DeepOffloadError as error:
+        return f"{step + 1}: {type(error).__name__} {error}"
 
 
 def _error_of(call: Callable[[], object]) -> str:
@@ -166,17 +176,11 @@ def commit_again(config: dict[str, Any]) -> list[str]:
     """What every rank has seen of each commit, where rank 0 alone wants to change what a step has kept."""
     model, optimizer, engine = made(config)
     state, said = TrainingState(model, optimizer), []
+    again = partial(state.commit, wait=True, client_state={"epoch": 1} if os.environ["RANK"] == "0" else None)
     for step in range(4):
-        next_token_loss(model, batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(model, optimizer, step)
         state.commit()
-        try:
-            if step == 1:
-                state.commit(wait=True, client_state={"epoch": 1} if os.environ["RANK"] == "0" else None)
-            said.append(f"{step + 1}: {engine.durability.store.step}")
-        except DeepOffloadError as error:
-            said.append(f"{step + 1}: {type(error).__name__} {error}")
+        said.append(_said_of(step, engine.durability.store, again if step == 1 else lambda: None))
     engine.close()
     return said
 
@@ -190,9 +194,7 @@ def commit_in_join(config: dict[str, Any], counts: tuple[int, int]) -> tuple[int
     first = state.resume()
     with deepoffload.join(model, after_step=state.commit):
         for step in range(first, first + counts[rank]):
-            next_token_loss(model, batch(100 * step + rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            _step(model, optimizer, 100 * step + rank)
             state.commit()
     end = _end_of(model, optimizer)
     engine.close()

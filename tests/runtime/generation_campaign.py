@@ -8,6 +8,7 @@ import argparse
 import random
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ import torch
 from deepoffload import stats
 from tests.runtime.lifecycle_program import has_saved_tensor_hooks
 from tests.support.ctrl_c import CtrlC
-from tests.support.disks import folder_on_disk
-from tests.support.generation import Generation, save, weight_bytes
+from tests.support.generation import Generation, weight_bytes
 from tests.support.inspect import tiers_of
 from tests.support.memory_watch import give_back, resident_bytes
 from tests.support.models import llama
@@ -29,12 +29,8 @@ GROWTH_BYTES = 2 << 20
 
 def generation_in(directory: Path) -> Generation:
     """A Llama in bf16 of 11 MB, for some thousand tokens."""
-    torch.manual_seed(0)
-    model = llama(
-        vocab_size=2048, hidden_size=256, intermediate_size=512, num_hidden_layers=8, max_position_embeddings=4096
-    )
-    folder_on_disk(directory / "swap")
-    return Generation(type(model), save(model, directory / "checkpoint", torch.bfloat16), directory / "swap")
+    sizes = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 4096}
+    return Generation.of(partial(llama, num_hidden_layers=8, **sizes), torch.bfloat16, directory)
 
 
 class Looks:

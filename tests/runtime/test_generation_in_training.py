@@ -4,6 +4,7 @@ gets the policy's weights."""
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ import torch
 
 from deepoffload import CPUAdamW, load_pretrained, offload_context, save_pretrained, stats
 from deepoffload.memory.block import is_backed
-from tests.support.disks import folder_on_disk
-from tests.support.generation import Generation, save
+from tests.support.generation import Generation
 from tests.support.inspect import units_of
 from tests.support.models import llama
 from tests.support.paging import QUICK_BACKEND
@@ -23,14 +23,12 @@ PROMPTS = torch.arange(3, 15).view(2, 6)
 
 @pytest.fixture
 def generation(tmp_path: Path) -> Generation:
-    torch.manual_seed(0)
-    model = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=4, attention_dropout=0.0)
-    folder_on_disk(tmp_path / "swap")
-    return Generation(type(model), save(model, tmp_path / "checkpoint", torch.float32), tmp_path / "swap")
+    build = partial(llama, hidden_size=64, intermediate_size=128, num_hidden_layers=4, attention_dropout=0.0)
+    return Generation.of(build, torch.float32, tmp_path)
 
 
 def checksum(generation: Generation) -> str:
-    return hashlib.sha256((generation.checkpoint / "model.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256(generation.file.read_bytes()).hexdigest()
 
 
 def sampled(model: Any, seed: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ import deepoffload
 from deepoffload import stats
 from deepoffload.errors import IoFailure, UsageError
 from deepoffload.memory.block import is_backed
-from tests.support.disks import folder_on_disk
-from tests.support.generation import Generation, save, weight_bytes
+from tests.support.generation import Generation, weight_bytes
 from tests.support.inspect import units_of
 from tests.support.models import llama, mixtral
 from tests.support.paging import PLENTY_BYTES
@@ -29,14 +29,8 @@ TOKENS = torch.arange(3, 15).view(2, 6)
 @pytest.fixture
 def generation(tmp_path: Path) -> Generation:
     """A Llama in bf16 whose vocabulary is much larger than a prompt."""
-    torch.manual_seed(0)
-    model = llama(vocab_size=2048, hidden_size=64, intermediate_size=128, num_hidden_layers=12)
-    folder_on_disk(tmp_path / "swap")
-    return Generation(type(model), save(model, tmp_path / "checkpoint", torch.bfloat16), tmp_path / "swap")
-
-
-def file_of(generation: Generation) -> Path:
-    return generation.checkpoint / "model.safetensors"
+    build = partial(llama, vocab_size=2048, hidden_size=64, intermediate_size=128, num_hidden_layers=12)
+    return Generation.of(build, torch.bfloat16, tmp_path)
 
 
 def tokens_of(model: Any, **more: Any) -> torch.Tensor:
@@ -71,7 +65,7 @@ def test_gradients_of_inputs_flow_through_frozen_weights(generation: Generation)
 
 @torch.no_grad()
 def test_weights_are_read_where_they_lie(generation: Generation) -> None:
-    before = file_of(generation).read_bytes()
+    before = generation.file.read_bytes()
     plain = generation.plain()
     model = generation.paged(generation.least_bytes())
     assert all(is_backed(unit.weights) for unit in units_of(model))
@@ -83,7 +77,7 @@ def test_weights_are_read_where_they_lie(generation: Generation) -> None:
         assert torch.equal(ours, theirs), name
     table = generation.context.engine.placement.table()  # type: ignore[union-attr]
     assert "checkpoint" in table and "expected per forward pass" in table
-    assert file_of(generation).read_bytes() == before
+    assert generation.file.read_bytes() == before
 
 
 @torch.no_grad()
@@ -115,7 +109,7 @@ def test_a_forward_reads_each_weight_once_whatever_the_batch(generation: Generat
 
 @torch.no_grad()
 def test_a_weight_that_is_written_to_moves_and_the_checkpoint_stays(generation: Generation) -> None:
-    before = file_of(generation).read_bytes()
+    before = generation.file.read_bytes()
     plain, model = generation.plain(), generation.paged(generation.least_bytes())
     for each in (plain, model):
         tokens_of(each)
@@ -124,7 +118,7 @@ def test_a_weight_that_is_written_to_moves_and_the_checkpoint_stays(generation: 
     assert torch.equal(tokens_of(model), tokens_of(plain))
     assert torch.equal(tokens_of(model), tokens_of(plain))
     assert stats(model)["disk_bytes_written"] > 0
-    assert file_of(generation).read_bytes() == before
+    assert generation.file.read_bytes() == before
 
 
 @torch.no_grad()
@@ -133,9 +127,9 @@ def test_a_checkpoint_that_is_deleted_or_replaced_is_still_read(generation: Gene
     expected = tokens_of(plain)
     other = {"model.norm.weight": torch.zeros(64)}
     save_file(other, tmp_path / "other.safetensors")
-    os.replace(tmp_path / "other.safetensors", file_of(generation))
+    os.replace(tmp_path / "other.safetensors", generation.file)
     assert torch.equal(tokens_of(model), expected)
-    file_of(generation).unlink()
+    generation.file.unlink()
     assert torch.equal(tokens_of(model), expected)
 
 
@@ -144,7 +138,7 @@ def test_a_checkpoint_that_is_deleted_or_replaced_is_still_read(generation: Gene
 def test_a_checkpoint_that_is_written_to_is_an_error(generation: Generation, damage: str) -> None:
     model = generation.paged(generation.least_bytes())
     tokens_of(model)
-    with open(file_of(generation), "r+b") as file:
+    with open(generation.file, "r+b") as file:
         if damage == "truncated":
             file.truncate(10_000)
         else:
@@ -152,7 +146,7 @@ def test_a_checkpoint_that_is_written_to_is_an_error(generation: Generation, dam
             file.write(bytes(3000))
     with pytest.raises(IoFailure, match=r"embed_tokens\.weight.*written to after the model was loaded") as caught:
         tokens_of(model)
-    assert str(file_of(generation)) in str(caught.value)
+    assert str(generation.file) in str(caught.value)
 
 
 @torch.no_grad()
@@ -172,17 +166,15 @@ def test_of_a_table_only_the_rows_are_read_that_are_looked_up(generation: Genera
 
 @torch.no_grad()
 def test_of_stacked_experts_only_the_routed_ones_are_read(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = mixtral(num_local_experts=8, hidden_size=64, intermediate_size=128, num_hidden_layers=4)
-    folder_on_disk(tmp_path / "swap")
-    generation = Generation(type(model), save(model, tmp_path / "checkpoint", torch.bfloat16), tmp_path / "swap")
+    build = partial(mixtral, num_local_experts=8, hidden_size=64, intermediate_size=128, num_hidden_layers=4)
+    generation = Generation.of(build, torch.bfloat16, tmp_path)
     plain, paged = generation.plain(), generation.paged(generation.least_bytes())
     assert torch.equal(tokens_of(paged), tokens_of(plain))
     paged(TOKENS[:1, :1])
-    before, partial = stats(paged)["disk_bytes_read"], stats(paged)["partial_reads"]
+    before, parts = stats(paged)["disk_bytes_read"], stats(paged)["partial_reads"]
     paged(TOKENS[:1, :1])
     read = stats(paged)["disk_bytes_read"] - before
-    assert stats(paged)["partial_reads"] > partial
+    assert stats(paged)["partial_reads"] > parts
     assert read < 0.45 * weight_bytes(paged)
     assert torch.equal(paged(TOKENS).logits, plain(TOKENS).logits)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,8 @@ from torch import nn
 
 from deepoffload import offload_context
 from deepoffload.errors import BudgetError
+from tests.support.disks import folder_on_disk
 from tests.support.paging import QUICK_BACKEND
-
-
-def save(model: Any, path: Path, dtype: torch.dtype) -> Path:
-    """``model`` as a checkpoint."""
-    model.to(dtype).save_pretrained(path)
-    return path
 
 
 class Generation:
@@ -31,6 +27,18 @@ class Generation:
         self.kind = kind
         self.checkpoint = checkpoint
         self.nvme_path = nvme_path
+
+    @classmethod
+    def of(cls, build: Callable[[], Any], dtype: torch.dtype, directory: Path) -> Generation:
+        """A new checkpoint in a folder of ``directory``, and swap files in another one."""
+        torch.manual_seed(0)
+        model = build()
+        model.to(dtype).save_pretrained(directory / "checkpoint")
+        return cls(type(model), directory / "checkpoint", folder_on_disk(directory / "swap"))
+
+    @property
+    def file(self) -> Path:
+        return self.checkpoint / "model.safetensors"
 
     def plain(self) -> Any:
         return self.kind.from_pretrained(self.checkpoint, dtype="auto").eval()

@@ -26,37 +26,11 @@ from deepoffload.config.collect import KEYS
 from deepoffload.config.schema import DurabilityConfig
 from deepoffload.device import Tier
 from deepoffload.errors import ConfigError
-from tests.support.deepspeed_configs import HOST, STAGE3
+from tests.support.deepspeed_configs import OF_TRAINER
 
 GIB = 1 << 30
 
-# What Hugging Face's documentation gives as its ZeRO-3 example, with "auto" as it leaves it.
-HF_ZERO3 = {
-    "fp16": {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-    "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-    },
-    "zero_optimization": {**STAGE3, "offload_optimizer": HOST, "offload_param": HOST},
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
-}
+HF_ZERO3 = OF_TRAINER["zero3.json"]
 
 FP16 = {
     "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 1, "min_loss_scale": 2.0}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from deepoffload.memory.block import Block
 from deepoffload.optim.gradients import Gradients
-from deepoffload.optim.speculation.port import GuessingOptimizer
 from deepoffload.optim.speculation.speculation import Speculation
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle, Unit
@@ -33,18 +32,3 @@ class DeviceSpeculation(Speculation):
                 self._complete(other)
         if unit is not None and self._last.landed(handle):
             self._coming[unit] = self._gradients.blocks_in_use(unit.handles)
-
-    def end_of_step(self, optimizer: GuessingOptimizer) -> None:
-        """As above."""
-        super().end_of_step(optimizer)
-        self._drop_coming(optimizer)
-
-    def forget(self, optimizer: GuessingOptimizer) -> None:
-        """As above."""
-        super().forget(optimizer)
-        self._drop_coming(optimizer)
-
-    def _drop_coming(self, optimizer: object) -> None:
-        """What comes of these units belongs to the next step, or to none."""
-        for unit in self._units_of(optimizer):
-            self._coming.pop(unit, None)

@@ -96,6 +96,7 @@ class Speculation:
         self._last = LastGradients(self._is_trained)
         self._steps: weakref.WeakKeyDictionary[Any, StepSoFar] = weakref.WeakKeyDictionary()
         self._guesses: dict[Unit, Guess] = {}
+        self._coming: dict[Unit, Any] = {}
         self._guard = RoomGuard(self._undo_for_room)
         self._journals: list[Block] = []
         self._disk_left_bytes = 0.0
@@ -324,6 +325,7 @@ class Speculation:
             self.saved_s += max(0.0, moved_bytes / self._disk_bytes_per_s - self.choice.backward_wait_s)
         self._last.start_step(self._units_of(optimizer), stepped=True)
         self._drop_journals()
+        self._drop_coming(optimizer)
 
     def forget(self, optimizer: GuessingOptimizer) -> None:
         """``zero_grad()``: the gradients so far are for no step.
@@ -336,9 +338,15 @@ class Speculation:
         if self._steps.pop(optimizer, None) is not None:
             self._last.start_step(self._units_of(optimizer), stepped=False)
         self._drop_journals()
+        self._drop_coming(optimizer)
 
     def _units_of(self, optimizer: object) -> Iterable[Unit]:
         return [unit for unit in self._pager.units if any(self._owner(each) is optimizer for each in unit.handles)]
+
+    def _drop_coming(self, optimizer: object) -> None:
+        """What comes of its units, where gradients land later, belongs to the next step, or to none."""
+        for unit in self._units_of(optimizer) if self._coming else ():
+            self._coming.pop(unit, None)
 
     def _drop_journals(self) -> None:
         """Give up the journals of what is confirmed, but for those that are just being written."""
