@@ -16,11 +16,11 @@ from deepoffload.checkpoint.expressions import Expressions, Opener
 from deepoffload.checkpoint.safetensors_file import Entry, check_dtype, header_bytes, in_file_order
 from deepoffload.checkpoint.shards import Layout
 from deepoffload.errors import UnsupportedError, UsageError
-from deepoffload.memory.block import Block
+from deepoffload.memory.block import Block, can_hide, is_backed
 from deepoffload.params.pager import Pager
 from deepoffload.params.passage import Passage
 from deepoffload.params.torch_private import count_change, get_data, outside_user_modes
-from deepoffload.params.unit import ParamHandle
+from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.schedule.block_state import BlockState
 
 WINDOW_BYTES = 4 << 20
@@ -219,8 +219,9 @@ class WeightOpener:
 
 
 def discard_replaced(written: Mapping[ParamHandle, int]) -> None:
-    """Give up weights on NVMe of which every element is going to be written, so that they are not read for that. A read
-    ahead of them is of no concern any more, failed or not.
+    """Give up weights on NVMe of which every element is going to be written, so that they are not read for that. Those
+    that a checkpoint backs are given up in memory, too: by now it may have other bytes, which may be the reason for
+    the call. Then a read ahead of them fails.
 
     Args:
         written: elements of each parameter that are going to be.
@@ -231,11 +232,18 @@ def discard_replaced(written: Mapping[ParamHandle, int]) -> None:
             continue
         with pager.lock:
             copies = pager.tiers.copies
-            comes = unit.weights.state is BlockState.READING and not unit.weights.leases
-            away = pager.tiers.is_away(unit.weights.id) or comes
+            away = pager.tiers.is_away(unit.weights.id) or _is_unneeded(unit)
             unseen = copies is None or not copies.shows(unit.weights)
             if away and unseen and all(written.get(other) == other.numel for other in unit.handles):
                 pager.tiers.discard(unit.weights)
+
+
+def _is_unneeded(unit: Unit) -> bool:
+    """Whether a checkpoint backs weights that nobody uses or refers to."""
+    block = unit.weights
+    unchanged = is_backed(block) and block.state in (BlockState.READING, BlockState.CLEAN)
+    other_memory = any(handle.given() or handle.displaced() for handle in unit.handles)
+    return unchanged and not block.leases and unit.pending is None and not other_memory and can_hide(unit.owner)
 
 
 @contextmanager

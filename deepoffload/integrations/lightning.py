@@ -93,6 +93,8 @@ class _OneDevice:
         if number > 1:
             _refuse_several(type(self).__name__, f"Lightning is told num_nodes={number}", "num_nodes=1")
 
+    _num_nodes = num_nodes  # what Fabric tells
+
 
 def _refuse_ranks(kind: str) -> None:
     """Raise UnsupportedError where a launcher has started several processes."""

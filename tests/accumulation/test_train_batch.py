@@ -76,13 +76,14 @@ def test_a_call_may_ask_for_an_order_and_for_activations(paging: Paging) -> None
     for order, activations in ((HORIZONTAL, "keep"), (HORIZONTAL, "recompute"), (VERTICAL, "recompute")):
         engine = engine_of(paging, "auto", {})
         calls: list[object] = []
-        engine.module.blocks[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(_[0]))
+        for module in engine.module.modules():
+            module.register_forward_pre_hook(lambda module, _, calls=calls: calls.append(module))
         torch.manual_seed(9)
         batches = iter([batch(micro) for micro in range(COUNT)])
         loss = engine.train_batch(batches, next_token_loss, order=order, activations=activations)
         ends.append([loss, weights_of(engine.module)])
         runs.append(len(calls))
-    assert runs == [COUNT, 2 * COUNT, 2 * COUNT]
+    assert runs[0] < runs[1] == runs[2]
     assert_same_bits(ends[0], ends[1])
     assert_same_bits(ends[0], ends[2])
 

@@ -24,7 +24,7 @@ from deepoffload.native.aio import PAGE_BYTES, round_up
 
 WAIT_S = 86_400.0
 COMPARED_BYTES = 16 << 20
-"""How much of a file is read at a time where a transfer is to be validated."""
+"""How much of a file is read at a time where a transfer is validated."""
 
 
 class AioHandle:
@@ -296,7 +296,7 @@ def aio_read(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """Fill a tensor from the begin of a file, with a handle of its own. Returns 0."""
+    """Fill a tensor from the begin of a file, with a separate handle. Returns 0."""
     return AioHandle(block_size, queue_depth, single_submit, overlap_events).read(buffer, filename, validate)
 
 
@@ -309,7 +309,7 @@ def aio_write(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """Write a tensor to the begin of a file, with a handle of its own. Returns 0."""
+    """Write a tensor to the begin of a file, with a separate handle. Returns 0."""
     return AioHandle(block_size, queue_depth, single_submit, overlap_events).write(buffer, filename, validate)
 
 
