@@ -86,9 +86,9 @@ class RankSpeculation(Speculation):
         step_s, forward_s, backward_s, wrong, confirms = map(max, zip(*said, strict=True))
         step.agreed = StepOutcome(PhaseWaits(step_s, forward_s, backward_s), wrong, confirms)
 
-    def _drop_coming(self, optimizer: object) -> None:
+    def _end(self, optimizer: object) -> None:
         """As above."""
-        super()._drop_coming(optimizer)
+        super()._end(optimizer)
         self._waits = True
         for unit in self._units_of(optimizer):
             unit.awaits_step = False

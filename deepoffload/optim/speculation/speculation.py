@@ -324,8 +324,7 @@ class Speculation:
         if moved_bytes:
             self.saved_s += max(0.0, moved_bytes / self._disk_bytes_per_s - self.choice.backward_wait_s)
         self._last.start_step(self._units_of(optimizer), stepped=True)
-        self._drop_journals()
-        self._drop_coming(optimizer)
+        self._end(optimizer)
 
     def forget(self, optimizer: GuessingOptimizer) -> None:
         """``zero_grad()``: the gradients so far are for no step.
@@ -337,19 +336,16 @@ class Speculation:
             guess.apply(guess.unit)
         if self._steps.pop(optimizer, None) is not None:
             self._last.start_step(self._units_of(optimizer), stepped=False)
-        self._drop_journals()
-        self._drop_coming(optimizer)
+        self._end(optimizer)
 
     def _units_of(self, optimizer: object) -> Iterable[Unit]:
         return [unit for unit in self._pager.units if any(self._owner(each) is optimizer for each in unit.handles)]
 
-    def _drop_coming(self, optimizer: object) -> None:
-        """What comes of its units, where gradients land later, belongs to the next step, or to none."""
+    def _end(self, optimizer: object) -> None:
+        """What comes of an optimizer's units, where gradients land later, belongs to the next step, or to none. Journals
+        of what is confirmed are given up, but for those that are just being written."""
         for unit in self._units_of(optimizer) if self._coming else ():
             self._coming.pop(unit, None)
-
-    def _drop_journals(self) -> None:
-        """Give up the journals of what is confirmed, but for those that are just being written."""
         busy = [journal for journal in self._journals if journal.state is BlockState.WRITING]
         for journal in self._journals:
             if journal not in busy:
