@@ -342,8 +342,8 @@ class Speculation:
         return [unit for unit in self._pager.units if any(self._owner(each) is optimizer for each in unit.handles)]
 
     def _end(self, optimizer: object) -> None:
-        """What comes of an optimizer's units, where gradients land later, belongs to the next step, or to none. Journals
-        of what is confirmed are given up, but for those that are just being written."""
+        """What comes of an optimizer's units, where gradients land later, belongs to the next step, or to none.
+        Journals of what is confirmed are given up, but for those that are just being written."""
         for unit in self._units_of(optimizer) if self._coming else ():
             self._coming.pop(unit, None)
         busy = [journal for journal in self._journals if journal.state is BlockState.WRITING]
