@@ -43,6 +43,7 @@ FILES = (
     "ops/adam/test_adamw.py",
     "ops/adam/test_cpu_adam.py",
     "ops/adagrad/test_cpu_adagrad.py",
+    "ops/aio/test_aio.py",
 )
 RANKS = 2
 """How many ranks a test may have; those with more skip themselves."""

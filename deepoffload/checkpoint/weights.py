@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +121,9 @@ def named_values(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _checked_state(module: nn.Module, ignored: Set[str], *, shapes_only: bool) -> dict[str, Tensor]:
-    state = {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in ignored}
+    state = dict(_flat(module.state_dict(keep_vars=True), ""))
+    for name in ignored & state.keys():
+        del state[name]
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise UnsupportedError(
@@ -134,6 +136,15 @@ def _checked_state(module: nn.Module, ignored: Set[str], *, shapes_only: bool) -
         if handle is not None and handle.pager.life.closed_because is not None:
             handle.pager.life.refuse_closed(handle.name)
     return state
+
+
+def _flat(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Names and values, where models give a mapping for each part, as Megatron's do while they save."""
+    for name, value in state.items():
+        if isinstance(value, Mapping) and not name.endswith("_extra_state"):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def names_of_shared(state: Mapping[str, Tensor]) -> list[list[str]]:

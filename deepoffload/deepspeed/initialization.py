@@ -20,6 +20,7 @@ from deepoffload.deepspeed.engine import TrainingEngine
 from deepoffload.deepspeed.optimizer_section import make_optimizer
 from deepoffload.deepspeed.schedulers import make_schedule
 from deepoffload.deepspeed.tools import check_tools
+from deepoffload.deepspeed.utils.groups import refuse_cut_models
 from deepoffload.errors import BudgetError, ConfigError, UnsupportedError, UsageError
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.handles import handle_of
@@ -79,7 +80,7 @@ def initialize(
         lr_scheduler: a scheduler, or a function from the optimizer to one. None: as the configuration says.
         distributed_port, dist_init_required: accepted; the launcher says where ranks meet, and the default group is
             started where nobody has.
-        mpu, mesh_param: only None.
+        mpu: Megatron's, if it says that no layer is cut between ranks. mesh_param: only None.
         collate_fn: for the loader.
         config: path, mapping or :class:`Config`. None for a model built in a context: that context's configuration.
             When both are given, what concerns placement has to agree, and the rest may be said in either.
@@ -128,8 +129,10 @@ def set_up(
     """:func:`initialize` on the ranks of ``choice``."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}")
-    if mpu is not None or mesh_param is not None:
-        raise UnsupportedError("initialize: model parallelism (mpu, mesh_param) is not available")
+    if mpu is not None:
+        refuse_cut_models("initialize", mpu)
+    if mesh_param is not None:
+        raise UnsupportedError("initialize: model parallelism (mesh_param) is not available; leave it out")
     core = _paging_engine(model)
     source = _config_source(args, config, config_params)
     if core is not None and choice.is_said:

@@ -14,6 +14,7 @@ from deepoffload.config import Config, Precision, parse_config
 from deepoffload.deepspeed import comm
 from deepoffload.deepspeed.initialization import take_over
 from deepoffload.deepspeed.names import look_up
+from deepoffload.deepspeed.utils.groups import refuse_cut_models
 from deepoffload.errors import ConfigError, UnsupportedError, UsageError
 from deepoffload.memory.lock import SHIELD
 from deepoffload.optim.handles import handle_of
@@ -25,7 +26,7 @@ from deepoffload.runtime.registration import context_is_open
 
 _PRECISIONS = {torch.float32: Precision.FP32, torch.bfloat16: Precision.BF16, torch.float16: Precision.FP16}
 _REMOTE = {None: None, "none": None, "cpu": "cpu", "nvme": "nvme"}
-_GROUPS = ("mpu", "zero_param_parallel_group", "sequence_data_parallel_group")
+_GROUPS = ("zero_param_parallel_group", "sequence_data_parallel_group")
 
 
 class _Context(offload_context):
@@ -71,11 +72,13 @@ class Init:
         sequence_data_parallel_group: Any = None,
         param_swapper: Any = None,
     ) -> None:
-        groups = (mpu, zero_param_parallel_group, sequence_data_parallel_group)
+        groups = (zero_param_parallel_group, sequence_data_parallel_group)
         self._context: offload_context | None = None
         self._enabled = enabled
         if not enabled:
             return
+        if mpu is not None:
+            refuse_cut_models("zero.Init", mpu)
         for name, group in zip(_GROUPS, groups, strict=True):
             if group is not None and group is not _world():
                 raise UnsupportedError(f"zero.Init({name}=...): all ranks are data-parallel; leave it out")

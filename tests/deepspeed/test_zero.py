@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,7 +130,12 @@ class _Late:
         ({"dtype": torch.float16, "config": {"bf16": {"enabled": True}}}, ConfigError, "says bf16"),
         ({"config": {"steps_per_print": 1}, "config_dict_or_path": {}}, ConfigError, "give one of them"),
         ({"config": "nowhere.json"}, ConfigError, "nowhere.json"),
-        ({"mpu": object()}, UnsupportedError, r"zero.Init\(mpu="),
+        ({"mpu": object()}, UnsupportedError, r"zero.Init\(mpu=...\): .* says nothing"),
+        (
+            {"mpu": SimpleNamespace(get_model_parallel_world_size=lambda: 2)},
+            UnsupportedError,
+            r"get_model_parallel_world_size\(\) is 2",
+        ),
         ({"sequence_data_parallel_group": object()}, UnsupportedError, "sequence_data_parallel_group"),
         ({"zero_quantized_weights": True}, UnsupportedError, "never quantised"),
         ({"module": "model"}, UsageError, "not str"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from deepoffload.deepspeed import comm
 from deepoffload.deepspeed.names import submodules
+from deepoffload.errors import UnsupportedError
 
 
 def get_data_parallel_world_size() -> int:
@@ -30,6 +31,26 @@ def get_model_parallel_world_size() -> int:
 
 def get_model_parallel_rank() -> int:
     return 0
+
+
+def refuse_cut_models(call: str, mpu: Any) -> None:
+    """Accept Megatron's ``mpu`` where it says that no layer is cut between ranks: scripts pass it in any case.
+
+    Raises:
+        UnsupportedError: it says something else, or nothing.
+    """
+    names = [f"get_{kind}_parallel_world_size" for kind in ("model", "tensor_model", "pipeline_model", "sequence")]
+    sizes = {name: int(getattr(mpu, name)()) for name in names if callable(getattr(mpu, name, None))}
+    if not sizes:
+        raise UnsupportedError(
+            f"{call}(mpu=...): all ranks are data-parallel, and this object says nothing; leave it out"
+        )
+    for name, size in sizes.items():
+        if size != 1:
+            raise UnsupportedError(
+                f"{call}(mpu=...): {name}() is {size}, and model parallelism is not available: all ranks are "
+                "data-parallel. What does not fit on the device is in host memory and on NVMe"
+            )
 
 
 _get_data_parallel_world_size = get_data_parallel_world_size
