@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -433,6 +434,73 @@ def test_a_gpt_with_activation_checkpoints(nvme_path):
     state = getattr(engine, CONSOLIDATED)()
     assert_same_bits(dict(reference.state_dict()), {name: value.clone() for name, value in state.items()})
     engine.destroy()
+
+
+class MegatronSchedule:
+    """No scheduler of torch's: it counts samples, and its step needs an argument."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.samples = optimizer, 0
+
+    def step(self, increment: int) -> None:
+        self.samples += increment
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1e-3 / (1 + self.samples)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.samples = state["samples"]
+        self.step(0)
+
+
+def megatron(folder: Path, config: dict[str, Any] | None, steps: range) -> list[Tensor]:
+    """training.py without pipeline: an mpu in any case, a boundary that the program sets, and a state_dict for the time
+    of a save that gives a mapping for each part. Without a configuration: the loop in plain PyTorch."""
+    one = SimpleNamespace(get_model_parallel_world_size=lambda: 1, get_data_parallel_group=lambda: None)
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(mpu=one, config_dict_or_path=config, enabled=config is not None):
+        model = nn.ModuleDict({"language_model": TinyGPT(dropout=0.0)})
+    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=1e-3)
+    schedule = MegatronSchedule(optimizer)
+    losses, engine = [], None
+    if config is None:
+        optimizer.max_grad_norm = 1.0
+    else:
+        engine, optimizer, _, schedule = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=schedule, mpu=one, config=config
+        )
+        engine.load_checkpoint(folder)
+    for step in steps:
+        for micro in range(2):
+            loss = next_token_loss(model["language_model"], batch(2 * step + micro))
+            losses.append(loss.detach().clone())
+            if engine is None:
+                (loss / 2).backward()
+            else:
+                engine.set_gradient_accumulation_boundary(micro == 1)
+                engine.backward(loss)
+        if engine is None:
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step(4)
+        else:
+            engine.step(lr_kwargs={"increment": 4})
+            assert engine.was_step_applied() and engine.get_global_grad_norm() > 0
+    if engine is not None:
+        own = model.state_dict
+        model.state_dict = lambda **more: {name: part.state_dict(**more) for name, part in model.items()}
+        engine.save_checkpoint(folder)
+        model.state_dict = own
+        engine.destroy()
+    return losses
+
+
+def test_a_gpt_with_the_calls_of_megatron(nvme_path, tmp_path):
+    config = config_of(nvme_path, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2)
+    found = megatron(tmp_path, config, range(STEPS // 2)) + megatron(tmp_path, config, range(STEPS // 2, STEPS))
+    assert_same_bits(megatron(tmp_path, None, range(STEPS)), found)
 
 
 # -- what programs for RLHF do between two models --------------------------------------------------------------------
