@@ -1,14 +1,16 @@
-"""Every model of the matrix under every setting: ``python -m tests.accumulation.campaign NVME_PATH [--quick]
+"""Every model of the matrix under every setting: ``python -m tests.accumulation.campaign NVME_PATH [--quick] [--gpu]
 [FAMILY ...]``.
 
 Compares the vertical order with a plain loop, bit for bit, with activations kept and computed again: in three
 precisions and under autocast, for 1, 2, 3 and 8 micro-batches, with and without the two kinds of activation
-checkpoints. It takes more than an hour; ``--quick`` runs six cells of each family. Of the parametrizations, spectral
+checkpoints. It takes more than an hour; ``--quick`` runs six cells of each family. ``--gpu`` runs them on the simulated
+GPU, where micro-batches run one after the other. Of the parametrizations, spectral
 norm behind the model's own checkpoints differs: it counts each forward, also those inside backward.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 import tempfile
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.accumulation.loops import PLAIN, VERTICAL, VERTICAL_AGAIN, Steps
+from tests.accumulation.loops import HORIZONTAL, HORIZONTAL_AGAIN, PLAIN, VERTICAL, VERTICAL_AGAIN, Steps
 from tests.models.programs import checkpoints
 from tests.models.zoo import FAMILIES, Family
 from tests.support.loops import assert_same_bits
@@ -60,11 +62,10 @@ QUICK = [
 AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
 
-def wrong(paging: Paging, family: Family, cell: Cell, steps: int = 2) -> str | None:
-    """How the vertical order differs from the plain loop; None where it does not."""
+def wrong(paging: Paging, family: Family, cell: Cell, ways: tuple[str, ...], steps: int = 2) -> str | None:
+    """How other ways differ from the first one; None where they do not."""
     under_autocast = cell.precision == "autocast"
     setting = replace(cell.setting, precision="keep" if under_autocast else cell.precision)
-    ways = (PLAIN, VERTICAL, VERTICAL_AGAIN)
     runs: list[dict[str, Any]] = []
     for how in ways:
         model = paging.build(family.build, setting, key=family.name)
@@ -86,12 +87,16 @@ def wrong(paging: Paging, family: Family, cell: Cell, steps: int = 2) -> str | N
 def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     cells = QUICK if "--quick" in arguments else EVERY
-    folder, *names = [argument for argument in arguments if argument != "--quick"]
+    ways = (PLAIN, VERTICAL, VERTICAL_AGAIN)
+    if "--gpu" in arguments:
+        importlib.import_module("tests.support.on_simulated_gpu")
+        ways = (PLAIN, HORIZONTAL, HORIZONTAL_AGAIN)
+    folder, *names = [argument for argument in arguments if not argument.startswith("--")]
     faults = 0
     with tempfile.TemporaryDirectory(dir=folder) as inside:
         paging = Paging(Path(inside))
         for name, cell in itertools.product(names or FAMILIES, cells):
-            found = wrong(paging, FAMILIES[name], cell)
+            found = wrong(paging, FAMILIES[name], cell, ways)
             faults += found is not None
             print(name, cell, found or "same", flush=True)
     return min(faults, 1)
