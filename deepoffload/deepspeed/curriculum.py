@@ -29,6 +29,17 @@ def check_schedules(config: Config, model: nn.Module) -> None:
             )
 
 
+def refuse_schedules(config: Config, trainer: str) -> None:
+    """Raise ConfigError where a trainer of somebody else's would train without schedules that are asked for."""
+    for name in ("progressive_layer_drop", "curriculum_learning"):
+        if getattr(config, name).enabled:
+            raise ConfigError(
+                f"{name}.enabled = true: ignoring it would change numbers: only the engine of initialize() changes what "
+                f"the model is called with, and {trainer} calls it itself; leave the key out, and use "
+                "deepoffload.schedules in your own code (docs/watching.md)"
+            )
+
+
 class ArgumentSchedules:
     """Changes the arguments of a training forward as the configuration says.
 

@@ -16,12 +16,12 @@ from deepoffload.runtime.loop import TrainingLoop
 from deepoffload.watching.flops import FlopsProfiler
 from deepoffload.watching.flops_table import check_output, show, table
 from deepoffload.watching.monitor import TRAIN, Monitor
-from deepoffload.watching.writers import check_packages
+from deepoffload.watching.writers import check_monitors
 
 
 def check_tools(config: Config, model: nn.Module) -> None:
     """Raise ConfigError for what cannot work, before anything is changed."""
-    check_packages(config)
+    check_monitors(config)
     check_output(config.flops_profiler)
     check_schedules(config, model)
 

@@ -41,6 +41,7 @@ except ModuleNotFoundError:  # the same classes under their other name
 
 from deepoffload.config import Config, Precision, parse_config
 from deepoffload.deepspeed import zero
+from deepoffload.deepspeed.curriculum import refuse_schedules
 from deepoffload.deepspeed.initialization import ConfigSource, page
 from deepoffload.errors import ConfigError, UnsupportedError
 from deepoffload.runtime.context import offload_context
@@ -68,6 +69,7 @@ class _Source:
     def settings(self, plugin: Any = None) -> Config:
         """The configuration, with the type that Lightning converts the model to."""
         config = parse_config(self._config, world_size=RankChoice().world_size, **self._keys)
+        refuse_schedules(config, "Lightning")
         return _with_precision(config, plugin)
 
 

@@ -30,6 +30,7 @@ from deepoffload.accumulation.accumulate import accumulate
 from deepoffload.config import Config, parse_config
 from deepoffload.config.keys import AUTO
 from deepoffload.config.source import read_source
+from deepoffload.deepspeed.curriculum import refuse_schedules
 from deepoffload.deepspeed.optimizer_section import make_optimizer
 from deepoffload.deepspeed.schedulers import make_schedule
 from deepoffload.errors import ConfigError, UnsupportedError, UsageError
@@ -71,7 +72,7 @@ def fill_auto(config: ConfigSource, args: Any, *, num_training_steps: int | None
             'say "auto" in the file, which takes what they say'
         )
     filled = _without_auto(filled)
-    parse_config(filled, world_size=args.world_size)
+    refuse_schedules(parse_config(filled, world_size=args.world_size), "the Trainer")
     return filled
 
 
@@ -88,6 +89,7 @@ def optimizers_of(
         ConfigError: the configuration is wrong, or has a schedule without an optimizer. UsageError: nothing is trained.
     """
     settings = parse_config(config, world_size=RankChoice().world_size)
+    refuse_schedules(settings, "the Trainer")
     if settings.optimizer is None:
         if settings.scheduler is not None:
             raise ConfigError("scheduler without optimizer: say both, or leave both to the Trainer")

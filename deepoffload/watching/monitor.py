@@ -97,11 +97,9 @@ class Monitor:
         self._writers: list[Writer] = []
         self._before: dict[str, float] = {}
         self._written_s = time.perf_counter()
-        if self.enabled:
-            with engine.agreement.together("opening its monitors"):
-                if engine.ranks.rank == 0:
-                    self._writers = open_writers(config)
-            self._before = engine.stats() if self._writers else {}
+        if self.enabled and engine.ranks.rank == 0:
+            self._writers = open_writers(config)
+            self._before = engine.stats()
 
     def write(
         self,

@@ -136,8 +136,9 @@ def enabled(config: Config) -> list[str]:
     return [name for name in ("tensorboard", "csv_monitor", "wandb", "comet") if getattr(config, name).enabled]
 
 
-def check_packages(config: Config) -> None:
-    """Raise ConfigError where the library of an enabled monitor is not installed."""
+def check_monitors(config: Config) -> None:
+    """Raise ConfigError where the library of an enabled monitor is not installed, or its directory cannot be written.
+    Directories are made."""
     for name in enabled(config):
         package = _PACKAGES.get(name)
         if package is not None and importlib.util.find_spec(package) is None:
@@ -145,6 +146,8 @@ def check_packages(config: Config) -> None:
                 f"{name}.enabled = true, and the package {package} is not installed: pip install {package}, or use "
                 "csv_monitor, which needs none"
             )
+        if package is None or name == "tensorboard":
+            _directory(name, getattr(config, name))
 
 
 def open_writers(config: Config) -> list[Writer]:
@@ -153,21 +156,17 @@ def open_writers(config: Config) -> list[Writer]:
     Raises:
         ConfigError: a library is missing, or a directory cannot be written.
     """
-    check_packages(config)
-    directories = {name: _directory(name, getattr(config, name)) for name in enabled(config) if name not in _ONLINE}
+    check_monitors(config)
     writers: list[Writer] = []
     if config.csv_monitor.enabled:
-        writers.append(CsvWriter(directories["csv_monitor"]))
+        writers.append(CsvWriter(_directory("csv_monitor", config.csv_monitor)))
     if config.tensorboard.enabled:
-        writers.append(TensorboardWriter(directories["tensorboard"]))
+        writers.append(TensorboardWriter(_directory("tensorboard", config.tensorboard)))
     if config.wandb.enabled:
         writers.append(WandbWriter(config.wandb))
     if config.comet.enabled:
         writers.append(CometWriter(config.comet))
     return writers
-
-
-_ONLINE = ("wandb", "comet")
 
 
 def _directory(name: str, said: FileMonitorConfig) -> str:

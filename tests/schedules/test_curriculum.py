@@ -14,6 +14,7 @@ import deepoffload
 from deepoffload.config import parse_config
 from deepoffload.deepspeed.curriculum import cut
 from deepoffload.errors import ConfigError, UsageError
+from deepoffload.integrations.transformers import optimizers_of
 from deepoffload.schedules import layer_drop, sequence_length
 from tests.schedules.models import DroppingGPT
 from tests.support.loops import assert_same_bits, weights_of
@@ -195,6 +196,12 @@ def test_a_model_that_drops_no_layers_is_refused_before_anything(nvme_path: Path
     with pytest.raises(ConfigError, match="forward of TinyGPT takes no progressive_layer_drop and no pld_theta"):
         deepoffload.initialize(model=model, config=settings(nvme_path, progressive_layer_drop={"enabled": True}))
     assert all(type(param) is nn.Parameter for param in model.parameters())
+
+
+def test_trainers_that_call_the_model_themselves_refuse_schedules(nvme_path: Path) -> None:
+    said = settings(nvme_path, curriculum_learning={"enabled": True, **LINEAR})
+    with pytest.raises(ConfigError, match="curriculum_learning.enabled = true: .* and the Trainer calls it itself"):
+        optimizers_of(said, TinyGPT())
 
 
 def test_sections_that_are_off_change_nothing(nvme_path: Path) -> None:

@@ -191,8 +191,10 @@ def test_a_library_that_is_missing_is_an_error_before_anything(
 def test_a_directory_that_cannot_be_written_is_an_error_at_the_start(nvme_path: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said = {"enabled": True, "output_path": str(tmp_path / "file")}
+    model = TinyGPT()
     with pytest.raises(ConfigError, match="csv_monitor.output_path = .*cannot be written"):
-        deepoffload.initialize(model=TinyGPT(), config=config(nvme_path, csv_monitor=said))
+        deepoffload.initialize(model=model, config=config(nvme_path, csv_monitor=said))
+    assert all(type(param) is torch.nn.Parameter for param in model.parameters())
     with pytest.raises(ConfigError, match="flops_profiler.output_file = .*cannot be written"):
         profiler = {"enabled": True, "output_file": str(tmp_path / "file" / "table")}
         deepoffload.initialize(model=TinyGPT(), config=config(nvme_path, flops_profiler=profiler))
