@@ -34,8 +34,8 @@ def refuse_schedules(config: Config, trainer: str) -> None:
     for name in ("progressive_layer_drop", "curriculum_learning"):
         if getattr(config, name).enabled:
             raise ConfigError(
-                f"{name}.enabled = true: ignoring it would change numbers: only the engine of initialize() changes what "
-                f"the model is called with, and {trainer} calls it itself; leave the key out, and use "
+                f"{name}.enabled = true: ignoring it would change numbers: only the engine of initialize() changes "
+                f"what the model is called with, and {trainer} calls it itself; leave the key out, and use "
                 "deepoffload.schedules in your own code (docs/watching.md)"
             )
 

@@ -1,7 +1,7 @@
 """``python -m tests.schedules.long [STEPS]``: layer drop and a curriculum at once, for long, against plain PyTorch.
 
-Prints JSON: how far the losses are apart, memory before and after, what was left out, and the faults. Losses are those of the
-plain model within the rounding of the update; memory does not grow; there is at most one fault for each layer left out.
+Prints JSON: how far the losses are apart, by how much memory grew, what was left out, and the faults. Losses are those
+of the plain model within the rounding of the update; there is at most one fault for each layer left out.
 """
 
 from __future__ import annotations
