@@ -58,11 +58,14 @@ class Run:
         with deepoffload.offload_context(**said) as context:
             self.model = Model()
         self.engine = context.engine
-        self.optimizer = deepoffload.CPUAdamW(self.model.parameters(), lr=1e-2, **said.pop("optimizer", {}))
+        self.optimizer = self.make_optimizer(**said.pop("optimizer", {}))
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.state = deepoffload.TrainingState(self.model, self.optimizer, schedule=self.schedule)
         self.views: list[Tensor] = []
         torch.manual_seed(1)
+
+    def make_optimizer(self, **settings: Any) -> Any:
+        return deepoffload.CPUAdamW(self.model.parameters(), lr=1e-2, **settings)
 
     def step(self) -> None:
         x = torch.randn(16, WIDTH).to(self.model.head.weight.dtype)

@@ -17,6 +17,7 @@ import deepoffload
 from deepoffload.errors import IoFailure, UsageError
 from deepoffload.io.engine import IoEngine
 from deepoffload.runtime import disk as disk_module
+from tests.checkpoint.durable_model import PLACES, Run
 from tests.optim.foreign_kinds import CountingAdam, PlainLoop
 from tests.optim.test_foreign import backward, shown, small, train
 from tests.support.inspect import io_of, is_paged, units_of
@@ -167,6 +168,30 @@ def test_a_saved_run_goes_on(paging: Paging, tmp_path: Path, make: Callable[...,
     deepoffload.TrainingState(other, again).load(tmp_path / "saved")
     steps(other, again, range(3, 5))
     assert_same_bits(expected, (weights_of(other), shown(again)))
+
+
+class DurableRun(Run):
+    def make_optimizer(self, **settings: Any) -> Any:
+        return NADAM(self.model.parameters())
+
+
+def test_a_durable_step_is_resumed(tmp_path: Path) -> None:
+    """With the update of the committed step still to come."""
+    said = {**PLACES["half"], "precision": "bf16", "durability": {"every": 1, "path": str(tmp_path)}}
+    run = DurableRun(**said)
+    for _ in range(3):
+        run.step()
+    run.state.commit(wait=True)
+    committed = run.everything()
+    run.step()
+    expected = run.everything()
+    run.close()
+    resumed = DurableRun(**said)
+    assert resumed.state.resume() == 3
+    assert_same_bits(committed, resumed.everything())
+    resumed.step()
+    assert_same_bits(expected, resumed.everything())
+    resumed.close()
 
 
 def test_optimizers_take_over_from_each_other(paging: Paging, tmp_path: Path) -> None:
