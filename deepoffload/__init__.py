@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from deepoffload.runtime.context import stats as stats
     from deepoffload.runtime.joining import join as join
     from deepoffload.runtime.quantize import quantize_weights as quantize_weights
+    from deepoffload.tiling.loss import tiled_loss as tiled_loss
+    from deepoffload.tiling.tile_linear import tile_linear as tile_linear
+    from deepoffload.tiling.tile_loss import tile_loss as tile_loss
+    from deepoffload.tiling.tile_mlp import tile_mlp as tile_mlp
     from deepoffload.watching.monitor import Monitor as Monitor
 
 __version__ = "0.1.0"
@@ -60,6 +64,10 @@ _HOMES = {
     "initialize": "deepoffload.deepspeed.initialization",
     "load_pretrained": "deepoffload.checkpoint.pretrained_loading",
     "save_pretrained": "deepoffload.checkpoint.pretrained",
+    "tile_linear": "deepoffload.tiling.tile_linear",
+    "tile_loss": "deepoffload.tiling.tile_loss",
+    "tile_mlp": "deepoffload.tiling.tile_mlp",
+    "tiled_loss": "deepoffload.tiling.loss",
 }
 
 __all__ = [
@@ -84,6 +92,10 @@ __all__ = [
     "quantize_weights",
     "save_pretrained",
     "stats",
+    "tile_linear",
+    "tile_loss",
+    "tile_mlp",
+    "tiled_loss",
 ]
 
 

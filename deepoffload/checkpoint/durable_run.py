@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +19,7 @@ from deepoffload.checkpoint.random_states import random_states
 from deepoffload.checkpoint.remedies import OF_RESUME
 from deepoffload.checkpoint.several_ranks import all_ranks
 from deepoffload.checkpoint.state_files import is_array
-from deepoffload.errors import UsageError
+from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim.optimizer_parts import OptimizerParts, take_apart
 from deepoffload.params.pager import Pager
 
@@ -132,7 +133,7 @@ class DurableRun:
     ) -> dict[str, Any]:
         """Everything that is no weight and no array of optimizer state."""
         return {
-            "weights": {"hub_names": False, "left_out": []},
+            "weights": {"hub_names": False, "left_out": [], "apart": True},
             "optimizer": None if parts is None else _described(parts, names),
             "others": {name: other.state_dict() for name, other in self._others.items()},
             "random": random_states(self._devices(pagers)),
@@ -141,14 +142,23 @@ class DurableRun:
 
 
 def _described(parts: OptimizerParts, names: Mapping[int, str]) -> dict[str, Any]:
-    states = {}
+    states: dict[str, dict[str, Any]] = {}
     for param, state in parts.in_memory.items():
         small = {key: value for key, value in state.items() if not is_array(value)}
-        if small:
-            states[names[id(param)]] = small
-    return {
-        "kind": parts.kind,
-        "groups": parts.groups,
-        "params": [[names[id(param)] for param in group] for group in parts.params],
-        "states": states,
-    }
+        if not small:
+            continue
+        known = states.setdefault(names[id(param)], small)
+        if known is not small and not _equal(known, small):
+            raise UnsupportedError(
+                f"the tiles of {names[id(param)]} have made different steps: save after a step that all of them make"
+            )
+    groups = [list(dict.fromkeys(names[id(param)] for param in group)) for group in parts.params]
+    counted = Counter(name for group in groups for name in group)
+    twice = next((name for name, count in counted.items() if count > 1), None)
+    if twice is not None:
+        raise UnsupportedError(f"the tiles of {twice} are in different groups of the optimizer: put them into one")
+    return {"kind": parts.kind, "groups": parts.groups, "params": groups, "states": states}
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(bool(other[key] == value) for key, value in one.items())

@@ -20,10 +20,12 @@ from deepoffload.checkpoint.source import StoredTensor, TrainingSource
 from deepoffload.checkpoint.state_files import memory_order
 from deepoffload.checkpoint.state_loading import PieceLoader, split_master
 from deepoffload.checkpoint.stored_param import LEADS, StoredParam
+from deepoffload.checkpoint.tile_places import StoredPlaces, StoredTile, places_of
 from deepoffload.checkpoint.weights import Target, handle_of
 from deepoffload.checkpoint.weights_loading import (
     CustomLoad,
     CustomWeights,
+    StoredNames,
     WeightLoader,
     gathered,
     listed,
@@ -92,6 +94,7 @@ class Loading:
     """A checkpoint that fits, ready to be put in.
 
     Attributes:
+        names: what the checkpoint calls each parameter, by ``id``: a tile as its layer.
         stored: what the checkpoint has of each parameter, by ``id``.
         state: what goes into the optimizer.
     """
@@ -99,6 +102,7 @@ class Loading:
     source: TrainingSource
     weights: WeightLoader | CustomWeights
     params: Mapping[str, nn.Parameter]
+    names: Mapping[int, str]
     stored: Mapping[int, StoredParam]
     optimizer: torch.optim.Optimizer | None
     state: MatchedOptimizer
@@ -120,7 +124,7 @@ class Loading:
             self.weights.load(self.source.reader, self._is_corrected)
         self._correct_ordinary()
         if self.optimizer is not None and self.state.groups is not None:
-            kept = [self.params[name] for name in self.state.kept]
+            kept = [param for param in self.params.values() if self.names[id(param)] in self.state.kept]
             restore(self.optimizer, self.state.groups, self._in_memory(self.optimizer), kept)
         for pager in pagers:
             self._load_pieces(pager)
@@ -148,11 +152,10 @@ class Loading:
     def _in_memory(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's state of each parameter, without what goes into pieces."""
         ours = isinstance(optimizer, HostOptimizer)
-        names = {id(param): name for name, param in self.params.items()}
         found: dict[Tensor, dict[str, Any]] = {}
         for group in self.state.groups or ():
             for param in group["params"]:
-                name = names[id(param)]
+                name = self.names[id(param)]
                 kept = optimizer.state.get(param, {}) if name in self.state.kept else {}
                 state = dict(kept or self.state.small.get(name, {}))
                 stored = self.stored.get(id(param))
@@ -212,15 +215,11 @@ def match(
     Raises:
         UsageError: with the list of what does not fit and the argument that would allow it.
     """
-    hub_names, left_out = _how_named(source)
+    named = _how_named(source)
     weights: WeightLoader | CustomWeights
     if wanted.custom_load is None:
         weights = match_weights(
-            module,
-            source.weights,
-            hub_names=hub_names,
-            left_out=left_out,
-            needs_all=wanted.remedies.not_strict if wanted.strict else "",
+            module, source.weights, named, needs_all=wanted.remedies.not_strict if wanted.strict else ""
         )
         saved, keys = _how_saved(weights), LEADS
     else:
@@ -229,24 +228,26 @@ def match(
     if wanted.with_optimizer:
         keys |= {key for full in source.arrays if (key := full.rpartition(".")[2]) not in LEADS}
     params = dict(module.named_parameters())
-    gather = partial(gathered, module, stored=source.weights, hub_names=hub_names, left_out=left_out)
+    places = places_of(module, apart=named.apart)
+    gather = partial(gathered, module, stored=source.weights, named=named)
     needs_all = wanted.remedies.not_strict if wanted.with_optimizer and wanted.strict else ""
     theirs = optimizer is not None and (not isinstance(optimizer, HostOptimizer) or optimizer.rule.foreign)
-    by_param = _by_param(source, saved, keys, params, gather, needs_all, theirs)
+    by_param = _by_param(source, saved, keys, params, places, gather, needs_all, theirs)
+    names = {key: place.name for key, place in places.items()}
     state = MatchedOptimizer()
     if wanted.with_optimizer:
         allows = wanted.remedies.without_optimizer
-        state = match_optimizer(source, optimizer, params, by_param, strict=wanted.strict, allows=allows)
-    return Loading(source, weights, params, by_param, optimizer, state)
+        state = match_optimizer(source, optimizer, names, by_param, strict=wanted.strict, allows=allows)
+    return Loading(source, weights, params, names, by_param, optimizer, state)
 
 
-def _how_named(source: TrainingSource) -> tuple[bool, frozenset[str]]:
+def _how_named(source: TrainingSource) -> StoredNames:
     """Whether weights have their names on the hub, and which were left out."""
     layout = source.training.get("weights")
     names = layout.get("left_out") if isinstance(layout, dict) else None
     if not isinstance(layout, dict) or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UsageError(f"{source.folder} is damaged: it does not say how its weights are named")
-    return bool(layout.get("hub_names")), frozenset(names)
+    return StoredNames(bool(layout.get("hub_names")), frozenset(names), bool(layout.get("apart")))
 
 
 def _by_param(
@@ -254,6 +255,7 @@ def _by_param(
     saved: Mapping[int, _Saved],
     keys: Set[str],
     params: Mapping[str, nn.Parameter],
+    places: StoredPlaces,
     gather: Callable[[Tensor], Tensor | None],
     needs_all: str,
     shapes_vary: bool,
@@ -269,17 +271,21 @@ def _by_param(
         name, _, key = full.rpartition(".")
         if key in keys:
             arrays.setdefault(name, {})[key] = array
-    unknown = sorted(arrays.keys() - params.keys())
+    unknown = sorted(arrays.keys() - {place.name for place in places.values()})
     if unknown and needs_all:
         raise UsageError(
             f"the checkpoint is of another model: {listed('it has optimizer state of', unknown)}{needs_all}"
         )
     found = {}
-    for name, param in params.items():
-        handle = handle_of(param)
+    for param in params.values():
+        handle, place = handle_of(param), places[id(param)]
+        name = place.name
         shape, stride = (param.shape, param.stride()) if handle is None else (handle.shape, handle.stride)
         order = memory_order(shape, stride) if handle is not None else None
-        mine, weight = arrays.get(name, {}), saved.get(id(param) if handle is None else id(handle))
+        mine: Mapping[str, StoredTensor] = arrays.get(name, {})
+        if place.shape != tuple(shape):
+            mine = {key: StoredTile(array, place, tuple(shape), key) for key, array in mine.items()}
+        weight = saved.get(id(param) if handle is None else id(handle))
         if mine or weight is not None:
             whole, dtype = (None, None) if weight is None else (weight.whole, weight.dtype)
             made_by = partial(gather, param)

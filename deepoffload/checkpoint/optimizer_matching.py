@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from deepoffload.checkpoint.source import TrainingSource
 from deepoffload.checkpoint.stored_param import StoredParam
@@ -46,7 +45,7 @@ class _SavedGroup(NamedTuple):
 def match_optimizer(
     source: TrainingSource,
     optimizer: torch.optim.Optimizer | None,
-    params: Mapping[str, nn.Parameter],
+    names: Mapping[int, str],
     by_param: Mapping[int, StoredParam],
     *,
     strict: bool,
@@ -55,7 +54,8 @@ def match_optimizer(
     """What of a checkpoint goes into an optimizer.
 
     Args:
-        params: of the model. by_param: what the checkpoint has of each, by ``id``.
+        names: of the model's parameters, as checkpoints have them; those of tiles are one.
+        by_param: what the checkpoint has of each. Both by ``id``.
         strict: False: the state of parameters that only one side has is left alone.
         allows: what would allow an optimizer that does not fit: the end of errors.
 
@@ -69,7 +69,7 @@ def match_optimizer(
         which = "the checkpoint has no optimizer" if saved is None else "there is no optimizer to load into"
         raise UsageError(f"{which}; {allows}")
     try:
-        return _matched(saved, optimizer, params, by_param, strict=strict)
+        return _matched(saved, optimizer, names, by_param, strict=strict)
     except _MisfitError as error:
         raise UsageError(f"{error}; {allows}") from error.__cause__
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -81,7 +81,7 @@ def match_optimizer(
 def _matched(
     saved: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
-    params: Mapping[str, nn.Parameter],
+    names: Mapping[int, str],
     by_param: Mapping[int, StoredParam],
     *,
     strict: bool,
@@ -93,15 +93,16 @@ def _matched(
             f"{type(optimizer).__name__} ({kind_of(optimizer)})"
         )
     theirs = [_SavedGroup(group, list(names)) for group, names in zip(saved["groups"], saved["params"], strict=True)]
-    known = {id(param): name for name, param in params.items()}
-    own = [[known.get(id(param), "") for param in group["params"]] for group in optimizer.param_groups]
+    own = [
+        list(dict.fromkeys(names.get(id(param), "") for param in group["params"])) for group in optimizer.param_groups
+    ]
     kept: Set[str] = frozenset()
     settings: list[Any] = [group.settings for group in theirs]
     if strict:
         _match_groups([group.names for group in theirs], own)
     else:
-        kept = _lacking(theirs, own, params, by_param)
-        settings = _match_common(theirs, own, own_settings(optimizer), params.keys(), kept)
+        kept = _lacking(theirs, own, names, by_param)
+        settings = _match_common(theirs, own, own_settings(optimizer), set(names.values()), kept)
     try:
         groups = restored_groups(optimizer, settings)
     except (ValueError, UnsupportedError) as error:
@@ -124,13 +125,13 @@ def _checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
 def _lacking(
     theirs: Iterable[_SavedGroup],
     own: Iterable[Sequence[str]],
-    params: Mapping[str, nn.Parameter],
+    names: Mapping[int, str],
     by_param: Mapping[int, StoredParam],
 ) -> Set[str]:
     """Parameters of which the checkpoint has neither the weight nor any state."""
     saved = {name for group in theirs for name in group.names}
     found = {name for group in own for name in group if name and name not in saved}
-    stored = {name: by_param.get(id(params[name])) for name in found}
+    stored = {name: by_param.get(key) for key, name in names.items() if name in found}
     return {name for name, each in stored.items() if each is None or each.weight_dtype is None}
 
 

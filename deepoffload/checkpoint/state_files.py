@@ -7,6 +7,7 @@ their scales next to them under ``<key>_absmax``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from torch import Tensor
 from deepoffload.checkpoint.cut import BlockSpan, CutContent
 from deepoffload.checkpoint.file_layout import OPTIMIZER_FILE, PlannedFile, PlannedTensor
 from deepoffload.checkpoint.safetensors_file import check_dtype
+from deepoffload.checkpoint.tile_places import StoredPlace, StoredPlaces
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType
 from deepoffload.optim.eight_bit import num_blocks, torch_dtype
@@ -46,8 +48,8 @@ class StatePlan:
     files: list[PlannedFile] = field(default_factory=list)
     _held: dict[ParamHandle, Mapping[str, str]] = field(default_factory=dict)
     _leads: set[ParamHandle] = field(default_factory=set)
-    _names: dict[ParamHandle, str] = field(default_factory=dict)
-    _in_memory: dict[str, Tensor] = field(default_factory=dict)
+    _places: dict[ParamHandle, StoredPlace] = field(default_factory=dict)
+    _in_memory: list[tuple[str, int, Tensor]] = field(default_factory=list)
     _pagers: Sequence[Pager] = ()
 
     @property
@@ -67,13 +69,16 @@ class StatePlan:
             for unit in list(pager.units):
                 for piece in unit.pieces:
                     for part in piece.layout.segments:
-                        name = self._names.get(piece.handles[part.tensor], "")
+                        of_param = self._places.get(piece.handles[part.tensor])
+                        if of_param is None:
+                            continue
                         for key, offset, nbytes in self._runs(piece, part):
-                            place = places[f"{name}.{key}"]
-                            position = place.begin + part.start // place.numel_per_item * place.itemsize
+                            place = places[f"{of_param.name}.{key}"]
+                            first = of_param.start + part.start
+                            position = place.begin + first // place.numel_per_item * place.itemsize
                             content.add_span(piece.block, BlockSpan(offset, nbytes, place.file, position))
-        for name, tensor in self._in_memory.items() if with_ordinary else ():
-            content.add_tensor(places[name].file, places[name].begin, tensor.detach())
+        for name, first, tensor in self._in_memory if with_ordinary else ():
+            content.add_tensor(places[name].file, places[name].begin + first * tensor.itemsize, tensor.detach())
 
     def _runs(self, piece: StatePiece, part: PieceSegment) -> Iterator[tuple[str, int, int]]:
         """What is stored of a run of a parameter: keys, and where in the piece's block their bytes lie."""
@@ -148,6 +153,7 @@ def of_all(everybody: Sequence[Held]) -> Held:
 
 def plan_state(
     names: Mapping[int, str],
+    places: StoredPlaces,
     pagers: Sequence[Pager],
     parts: OptimizerParts | None,
     shard_bytes: int,
@@ -156,11 +162,11 @@ def plan_state(
     """Find out what is there. Moves no bytes. Inside :func:`~deepoffload.checkpoint.cut.held_still`.
 
     Args:
-        names, parts: as :func:`held_arrays` has them.
+        names, parts: as :func:`held_arrays` has them. places: where each parameter is stored.
         held: what all ranks hold; not said: what is here.
     """
     plan = StatePlan(_pagers=pagers)
-    tensors: list[list[PlannedTensor]] = []
+    layers = _StoredLayers(places)
     held = held_arrays(names, pagers, parts) if held is None else held
     for pager in pagers:
         for handle in _in_order(pager):
@@ -168,17 +174,49 @@ def plan_state(
             name = "" if param is None else names.get(id(param), "")
             if name not in held:
                 continue
-            mine = list(_of_parameter(plan, name, handle, held[name]))
-            if mine:
-                tensors.append(mine)
+            layers.add(places[id(param)], list(_of_parameter(plan, places[id(param)], handle, held[name])))
     if parts is not None:
         for param, state in parts.in_memory.items():
+            place = places[id(param)]
             arrays = {key: value for key, value in state.items() if is_array(value)}
-            mine = [_of_memory(plan, names[id(param)], key, value) for key, value in arrays.items()]
-            if mine:
-                tensors.append(mine)
-    plan.files = in_shards(tensors, shard_bytes)
+            layers.add(
+                place, [_of_memory(plan, place, param, key, value) for key, value in arrays.items()], in_memory=True
+            )
+    plan.files = in_shards(layers.tensors(), shard_bytes)
     return plan
+
+
+class _StoredLayers:
+    """What is stored of each parameter; the tiles of a layer are one."""
+
+    def __init__(self, places: StoredPlaces) -> None:
+        self._tiles = Counter(place.name for place in places.values())
+        self._found: dict[tuple[str, bool], tuple[list[PlannedTensor], int]] = {}
+
+    def add(self, place: StoredPlace, tensors: list[PlannedTensor], *, in_memory: bool = False) -> None:
+        """Of a parameter, or of a tile. ``in_memory``: what lies in no piece.
+
+        Raises:
+            UnsupportedError: the tiles of a layer hold different things.
+        """
+        if tensors:
+            known, count = self._found.get((place.name, in_memory), (tensors, 0))
+            self._found[place.name, in_memory] = known, count + 1
+            if known != tensors:
+                self._refuse(place.name)
+
+    def tensors(self) -> list[list[PlannedTensor]]:
+        """In the order of parameters. Raises as :meth:`add`."""
+        for (name, _), (_, count) in self._found.items():
+            if count != self._tiles[name]:
+                self._refuse(name)
+        return [tensors for tensors, _ in self._found.values()]
+
+    def _refuse(self, name: str) -> None:
+        raise UnsupportedError(
+            f"the tiles of {name} hold different optimizer state, because some have made other steps or were written "
+            "to: save after a step that all of them make"
+        )
 
 
 def is_array(value: object) -> bool:
@@ -206,35 +244,48 @@ def _in_order(pager: Pager) -> Iterator[ParamHandle]:
             yield from (handle for handle in unit.handles if handle.dtype is dtype)
 
 
-def _of_parameter(plan: StatePlan, name: str, handle: ParamHandle, held: HeldArrays) -> Iterator[PlannedTensor]:
+def _of_parameter(
+    plan: StatePlan, place: StoredPlace, handle: ParamHandle, held: HeldArrays
+) -> Iterator[PlannedTensor]:
+    """What is stored of it; of a tile, the arrays of its whole layer."""
+    is_tile = place.shape != tuple(handle.shape)
     order = memory_order(handle.shape, handle.stride)
-    shape = tuple(handle.shape)
-    plan._names[handle] = name
+    plan._places[handle] = place
     lead = MASTER_PART_KEYS.get(LAYOUTS[handle.dtype])
     if lead is not None and held.has_lead:
         plan._leads.add(handle)
-        yield PlannedTensor(f"{name}.{lead}", torch.int16 if lead == "remainder" else torch.float32, shape, order)
+        dtype = torch.int16 if lead == "remainder" else torch.float32
+        yield PlannedTensor(f"{place.name}.{lead}", dtype, place.shape, order)
     if held.fields:
         plan._held[handle] = held.fields
     for key, array in held.fields.items():
-        yield PlannedTensor(f"{name}.{key}", torch_dtype(held.dtype, array), shape, order)
+        yield PlannedTensor(f"{place.name}.{key}", torch_dtype(held.dtype, array), place.shape, order)
         if held.dtype is StateDType.EIGHT_BIT:
-            yield PlannedTensor(f"{name}.{key}{SCALE_SUFFIX}", torch.float32, (num_blocks(handle.numel),), None)
+            scales = key + SCALE_SUFFIX
+            place.start_of(scales, is_tile=is_tile)
+            yield PlannedTensor(f"{place.name}.{scales}", torch.float32, place.shape_of(scales), None)
 
 
 def _has_bytes(pager: Pager, piece: StatePiece) -> bool:
     return pager.tiers.has_bytes(piece.block) or pager.memory.keeps(piece.block)
 
 
-def _of_memory(plan: StatePlan, name: str, key: str, value: Tensor) -> PlannedTensor:
-    full = f"{name}.{key}"
+def _of_memory(plan: StatePlan, place: StoredPlace, param: Tensor, key: str, value: Tensor) -> PlannedTensor:
+    full, shape, first = f"{place.name}.{key}", tuple(value.shape), 0
     if not isinstance(key, str) or "." in key:
         raise UnsupportedError(
-            f"the optimizer's state of {name} has the key {key!r}; a checkpoint holds names without dots"
+            f"the optimizer's state of {place.name} has the key {key!r}; a checkpoint holds names without dots"
         )
     check_dtype(full, value.dtype)
-    plan._in_memory[full] = value
-    return PlannedTensor(full, value.dtype, tuple(value.shape), None)
+    if place.shape != tuple(param.shape):
+        shape, first = place.shape_of(key), place.start_of(key, is_tile=True)
+        if not key.endswith(SCALE_SUFFIX) and value.shape != param.shape:
+            raise UnsupportedError(
+                f"{full} of a tile has shape {tuple(value.shape)}: only state that has the tile's own shape can be "
+                "stored under the layer's name; use another optimizer, or leave this layer whole"
+            )
+    plan._in_memory.append((full, first, value))
+    return PlannedTensor(full, value.dtype, shape, None)
 
 
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:

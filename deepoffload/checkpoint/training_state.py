@@ -32,6 +32,7 @@ from deepoffload.checkpoint.several_ranks import all_ranks, meet, of_rank_0, tag
 from deepoffload.checkpoint.source import TrainingSource, open_checkpoint
 from deepoffload.checkpoint.state_files import held_arrays, of_all, plan_state
 from deepoffload.checkpoint.tags import checked_directory, checked_tag, folder_to_load, lacking_in
+from deepoffload.checkpoint.tile_places import frozen_names, places_of
 from deepoffload.checkpoint.weights_loading import listed
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.optim.optimizer_parts import OptimizerParts, pagers_of, take_apart
@@ -251,7 +252,7 @@ class TrainingState(DurableRun):
         """The optimizer's parts, and everything that is no weight and no array of it. When this returns no rank's
         program changes anything any more, or needs bytes of another."""
         parts = None if self._optimizer is None else take_apart(self._optimizer)
-        names = {id(param): name for name, param in self._module.named_parameters()}
+        names = {key: place.name for key, place in places_of(self._module).items()}
         training = self._values(parts, names, pagers, client_state)
         if task is not None:
             _, *training["random_of_other_ranks"] = task.gather(training["random"])
@@ -268,13 +269,12 @@ class TrainingState(DurableRun):
         leave_out_frozen: bool,
     ) -> Content:
         names = {id(param): name for name, param in self._module.named_parameters()}
-        frozen = [
-            name for name, param in self._module.named_parameters(remove_duplicate=False) if not param.requires_grad
-        ]
-        left_out = frozenset(frozen if leave_out_frozen else ())
+        places = places_of(self._module)
+        left_out = frozen_names(self._module) if leave_out_frozen else frozenset()
         weights, opener, hub_names = choose_weight_plan(self._module, left_out)
         held = held_arrays(names, pagers, parts)
-        state = plan_state(names, pagers, parts, SHARD_BYTES, held if task is None else of_all(task.gather(held)))
+        held = held if task is None else of_all(task.gather(held))
+        state = plan_state(names, places, pagers, parts, SHARD_BYTES, held)
         training["weights"] = {"hub_names": hub_names, "left_out": sorted(left_out)}
         return Content(self._module, weights, opener, hub_names, state, training, step)
 

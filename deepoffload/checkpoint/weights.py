@@ -22,6 +22,7 @@ from deepoffload.params.passage import Passage
 from deepoffload.params.torch_private import count_change, get_data, outside_user_modes
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.schedule.block_state import BlockState
+from deepoffload.tiling.joined import parts_of
 
 WINDOW_BYTES = 4 << 20
 """Bytes written at a time, and the most that is copied at a time where memory order is not file order."""
@@ -72,6 +73,7 @@ def plan_weights(
     left_out: Set[str] = frozenset(),
     opener_of: Callable[[Tensor], Opener] | None = None,
     shapes_only: bool = False,
+    apart: bool = False,
 ) -> WeightPlan:
     """The files' tensors and what each is made of. Reads no weight.
 
@@ -80,6 +82,7 @@ def plan_weights(
         left_out: names of the state dict that are not stored.
         opener_of: gives the values of a tensor of the state dict; to be read when not said.
         shapes_only: the model may be on the meta device: nobody asks for values.
+        apart: tiles of a layer have the names that parameters have, instead of the layer's.
 
     Raises:
         UnsupportedError: something that safetensors files cannot hold. ClosedError: the model's engine is closed.
@@ -88,6 +91,7 @@ def plan_weights(
     expressions = Expressions()
     ignored = {*left_out, *(transformers_format.ignored_names(module) if hub_names else ())}
     state = _checked_state(module, ignored, shapes_only=shapes_only)
+    state = _apart(module, state) if apart else state
     for names in names_of_shared(state):
         if hub_names:
             dropped = transformers_format.droppable_names(module, names)
@@ -108,16 +112,26 @@ def plan_weights(
 
 def named_values(module: nn.Module) -> dict[str, Tensor]:
     """Every tensor of the state dict under one name: that under which :func:`plan_weights` has it without
-    ``hub_names``.
+    ``hub_names``, and with ``apart``.
 
     Raises:
         As :func:`plan_weights`.
     """
-    state = _checked_state(module, frozenset(), shapes_only=False)
+    state = _apart(module, _checked_state(module, frozenset(), shapes_only=False))
     for names in names_of_shared(state):
         for name in names[1:]:
             del state[name]
     return state
+
+
+def _apart(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict in which the tiles of a layer have the names that parameters have."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    found: dict[str, Tensor] = {}
+    for name, value in state.items():
+        parts = parts_of(value)
+        found.update({name: value} if parts is None else {names[id(part)]: part for part in parts})
+    return found
 
 
 def _checked_state(module: nn.Module, ignored: Set[str], *, shapes_only: bool) -> dict[str, Tensor]:
@@ -132,9 +146,10 @@ def _checked_state(module: nn.Module, ignored: Set[str], *, shapes_only: bool) -
         check_dtype(name, value.dtype)
         if (value.is_meta and not shapes_only) or value.layout is not torch.strided:
             raise UnsupportedError(f"{name} ({value.layout}, on {value.device}) has no plain values to save")
-        handle = handle_of(value)
-        if handle is not None and handle.pager.life.closed_because is not None:
-            handle.pager.life.refuse_closed(handle.name)
+        for part in parts_of(value) or (value,):
+            handle = handle_of(part)
+            if handle is not None and handle.pager.life.closed_because is not None:
+                handle.pager.life.refuse_closed(handle.name)
     return state
 
 
@@ -151,8 +166,9 @@ def names_of_shared(state: Mapping[str, Tensor]) -> list[list[str]]:
     """Groups of two and more names that stand for the same tensor, each in the order of the state dict."""
     groups: dict[object, list[str]] = {}
     for name, value in state.items():
-        same: object = id(value)
-        if handle_of(value) is None and value.numel() and not value.is_meta:
+        parts = parts_of(value)
+        same: object = id(value if parts is None else parts[0])
+        if parts is None and handle_of(value) is None and value.numel() and not value.is_meta:
             same = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
         groups.setdefault(same, []).append(name)
     return [names for names in groups.values() if len(names) > 1]
@@ -165,6 +181,11 @@ def handle_of(value: Tensor) -> ParamHandle | None:
 
 
 def _stand_in(expressions: Expressions, value: Tensor, opener_of: Callable[[Tensor], Opener]) -> Tensor:
+    parts = parts_of(value)
+    if parts is not None:
+        stand_ins = [_stand_in(expressions, part, opener_of) for part in parts]
+        with expressions:
+            return torch.cat(stand_ins)
     handle = handle_of(value)
     if handle is not None:
         return expressions.source(handle.shape, handle.stride, handle.dtype, opener_of(value))

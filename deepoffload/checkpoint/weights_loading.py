@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -33,6 +33,25 @@ NAMES_SHOWN = 20
 
 WINDOW_BYTES = 1 << 20
 """Stored bytes that are converted, or put into another order, at a time."""
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """How the weights of a checkpoint are named.
+
+    Attributes:
+        hub_names, apart: as :func:`~deepoffload.checkpoint.weights.plan_weights` has them.
+        left_out: names that were left out on purpose.
+    """
+
+    hub_names: bool
+    left_out: frozenset[str]
+    apart: bool
+
+    def plan(self, module: nn.Module, opener_of: Callable[[Tensor], Opener]) -> WeightPlan:
+        """What the tensors of a model are called there."""
+        hub_names = self.hub_names and transformers_format.is_pretrained_model(module)
+        return plan_weights(module, hub_names=hub_names, left_out=self.left_out, opener_of=opener_of, apart=self.apart)
 
 
 @dataclass(frozen=True)
@@ -157,20 +176,19 @@ def _fill_owned(handle: ParamHandle, part: Part, tensor: StoredTensor, done: int
 
 
 def match_weights(
-    module: nn.Module, stored: Mapping[str, StoredTensor], *, hub_names: bool, left_out: Set[str], needs_all: str
+    module: nn.Module, stored: Mapping[str, StoredTensor], named: StoredNames, needs_all: str
 ) -> WeightLoader:
     """Compare names, shapes and types; changes nothing.
 
     Args:
-        hub_names: how the weights were saved. left_out: names that were left out on purpose.
+        named: how the weights were saved.
         needs_all: not "": names that only one side has are an error, which ends so.
 
     Raises:
         UsageError: with the list of what does not fit.
     """
-    hub_names = hub_names and transformers_format.is_pretrained_model(module)
     opener = WeightOpener(to_write=True)
-    plan = plan_weights(module, hub_names=hub_names, left_out=left_out, opener_of=opener.opener_of)
+    plan = named.plan(module, opener.opener_of)
     missing = sorted(plan.tensors.keys() - stored.keys())
     unknown = sorted(stored.keys() - plan.tensors.keys() - plan.metadata.keys())  # those are further names of tied ones
     if needs_all and (missing or unknown):
@@ -215,9 +233,7 @@ class _Into:
         return nullcontext(self.made)
 
 
-def gathered(
-    module: nn.Module, value: Tensor, stored: Mapping[str, StoredTensor], *, hub_names: bool, left_out: Set[str]
-) -> Tensor | None:
+def gathered(module: nn.Module, value: Tensor, stored: Mapping[str, StoredTensor], named: StoredNames) -> Tensor | None:
     """One parameter as it was saved, whole in ordinary memory and as its elements lie now: for parameters that are
     stored in parts or in another order. None when it is not stored."""
     into: list[_Into] = []
@@ -228,8 +244,7 @@ def gathered(
             into.append(made)
         return made
 
-    hub_names = hub_names and transformers_format.is_pretrained_model(module)
-    plan = plan_weights(module, hub_names=hub_names, left_out=left_out, opener_of=opener_of)
+    plan = named.plan(module, opener_of)
     for name, tensor in plan.tensors.items():
         if name in stored and any(part.source.open in into for part in plan.expressions.parts(tensor)):
             if into[0].made is None:

@@ -20,6 +20,7 @@ from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.safetensors_file import failure
 from deepoffload.checkpoint.several_ranks import Alive, on_rank_0
 from deepoffload.checkpoint.tags import checked_directory, checked_tag
+from deepoffload.checkpoint.tile_places import frozen_names
 from deepoffload.checkpoint.training_state import TrainingState
 from deepoffload.checkpoint.values import clipped
 from deepoffload.config import Config
@@ -151,8 +152,7 @@ def save_weights(module: nn.Module, directory: str | os.PathLike[str], name: str
 
 def _write_weights(module: nn.Module, target: str, name: str, leave_out_frozen: bool, alive: Alive) -> None:
     alive()
-    frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
-    left_out = frozen if leave_out_frozen else set()
+    left_out = frozen_names(module) if leave_out_frozen else frozenset()
     weights = {key: value for key, value in module.state_dict().items() if key not in left_out}
     made_first = prepare(target, sum(value.nbytes for value in weights.values()) + ROOM_BYTES, "save_16bit_model")
     path = os.path.join(target, name)

@@ -25,10 +25,6 @@ _LAMB = "use CPUAdamW (type AdamW), or torch's own optimizers, which work on pag
 _MUON = "use deepoffload.Muon(model), or type Muon; it finds the hidden matrices, and a parameter's use_muon goes first"
 _KERNEL = "layers are the model's; use torch.nn or transformers"
 _INTERNAL = "only DeepSpeed's own code uses it"
-_TILING = (
-    "a layer has to fit the budget for one call, and the error names a budget that holds it; "
-    "cut a larger one into several torch.nn.Linear"
-)
 _LEAF = "no module is marked: units follow from the budget, and a weight comes when it is used"
 _TOOL = "use torch.profiler; engine.stats() has the bytes moved"
 
@@ -84,7 +80,11 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
     ),
     "zero.ZeroParamStatus": otherwise("AVAILABLE within GatheredParameters, NOT_AVAILABLE or INFLIGHT elsewhere"),
     "zero.unwrap_model_for_generation": otherwise("gives the model, which generates as it is"),
-    **_of("zero", "TiledLinear TiledLinearReturnBias", absent(_TILING)),
+    **_of(
+        "zero",
+        "TiledLinear TiledLinearReturnBias",
+        otherwise("the same; for layers of a finished model there is deepoffload.tile_linear (docs/long_sequences.md)"),
+    ),
     **_of("zero", "DeepSpeedTensorOverride DeepSpeedZeRoOffload ZeroParamType", absent(_INTERNAL)),
     # -- deepspeed.utils --
     **_of("utils", "logger log_dist log_dist_once set_log_level_from_string RepeatingLoader OnDevice", HERE),

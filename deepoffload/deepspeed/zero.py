@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
@@ -290,6 +291,8 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("TiledLinear", "TiledLinearReturnBias"):
+        return getattr(importlib.import_module("deepoffload.deepspeed.tiling"), name)
     from deepoffload.deepspeed.package_table import PACKAGE_NAMES
 
     return look_up(PACKAGE_NAMES, f"zero.{name}", __name__)

@@ -81,6 +81,7 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
         if engine is None or hooks is None:
             return
         hooks.__exit__()
+        hooks.end_waiting()
         self._hooks = None
         short = hooks.shortage is not None and not isinstance(error, BudgetError)
         if error is not None and not (short and isinstance(error, Exception)):

@@ -214,7 +214,7 @@ class Engine:
         try:
             plan = self._plan(roots, registered, self._capacity_bytes())
         except PlacementError as error:
-            raise self._refusals().for_host(error) from None
+            raise self._refusals().for_host(error, roots) from None
         self._grain_bytes = plan.grain_bytes
         if self.config.step_overlap is None and plan.placement.step_overlap is StepOverlap.SPECULATIVE:
             speculate(self.pager, self.gradients, self._disk.bandwidths.mixed_bytes_per_s, asked_for=False)

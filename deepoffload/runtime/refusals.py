@@ -3,6 +3,7 @@ says them, also where what was planned for is less: the share of one rank, witho
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,12 @@ from deepoffload.runtime.whole_copies import ONE_RANK_HAS
 from deepoffload.schedule.cost_model import Bandwidths
 from deepoffload.schedule.nvme_room import set_up_nvme_bytes
 from deepoffload.schedule.table import human_bytes
+
+LARGE_PART = 4
+"""A linear layer that takes more than one part in so many of the memory is what its refusal is about."""
+
+SMALL_PART = 16
+"""What has at most one part in so many of the memory is small enough to train in it."""
 
 
 class Refusals:
@@ -51,7 +58,7 @@ class Refusals:
     def of_shortage(self, roots: Sequence[nn.Module], shortage: ShortageError, built_bytes: int) -> BudgetError:
         """The error for models, paged and on the meta device, of which one parameter did not fit: with a budget for all
         of them. ``built_bytes``: what was registered at once while they were built."""
-        return self.for_host(self._of_shortage(roots, shortage, built_bytes))
+        return self.for_host(self._of_shortage(roots, shortage, built_bytes), roots)
 
     def _of_shortage(self, roots: Sequence[nn.Module], shortage: ShortageError, built_bytes: int) -> PlacementError:
         why = partial(
@@ -96,12 +103,17 @@ class Refusals:
             enough_nvme_bytes=enough,
         )
 
-    def for_host(self, error: PlacementError) -> PlacementError:
+    def for_host(self, error: PlacementError, roots: Sequence[nn.Module] = ()) -> PlacementError:
         """The same error. Where it names memory for blocks or NVMe of one rank, it names budgets of the host that give
-        each rank so much."""
+        each rank so much. Where it is one layer of ``roots`` that takes most of that memory, it says how to split it.
+        """
         if isinstance(error, DevicePlacementError):
             return error
         text, enough, enough_nvme = str(error), error.enough_bytes, error.enough_nvme_bytes
+        if enough is not None:
+            said, newline, table = text.partition("\n")
+            how = _how_to_split(roots, self._capacity_bytes)
+            text = f"{said.rstrip('.')}{how}{newline}{table}" if how else text
         if self._host_ranks > 1:
             whole = human_bytes(self._capacity_bytes * self._host_ranks)
             each = f"that each of the {self._host_ranks} ranks of a host has of its {whole}"
@@ -124,6 +136,24 @@ class Refusals:
             return whole_bytes, ", in which activations have theirs" if whole_bytes > capacity_bytes else ""
         named = f", in which gradients on their way from {memory.device} have theirs"
         return budget_of(with_ring(capacity_bytes)), named
+
+
+def _how_to_split(roots: Sequence[nn.Module], capacity_bytes: int) -> str:
+    """What to do about the largest linear layer, if it takes much of the memory; else nothing."""
+    named = [(name or type(root).__name__, module) for root in roots for name, module in root.named_modules()]
+    owners = Counter(id(param) for _, module in named for param in module._parameters.values())
+    linears = [
+        (module.weight.nbytes, module.in_features * module.weight.element_size(), name)
+        for name, module in named
+        if type(module) is nn.Linear and owners[id(module.weight)] == 1
+    ]
+    nbytes, row_bytes, name = max(linears, default=(0, 0, ""))
+    if nbytes * LARGE_PART <= capacity_bytes:
+        return ""
+    return (
+        f". Or split its largest layer, {name} ({nbytes:,} bytes): call deepoffload.tile_linear(model, "
+        f"max_bytes={max(capacity_bytes // SMALL_PART, row_bytes)}) before the context ends (docs/long_sequences.md)"
+    )
 
 
 def _renamed(text: str, nbytes: int, other_bytes: int, words: str) -> str:

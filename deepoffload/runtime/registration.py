@@ -25,6 +25,7 @@ from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.agreement import Agreement
 from deepoffload.runtime.building import BuildingMemory, kept_bytes
 from deepoffload.runtime.construct import adopt, adoptable
+from deepoffload.runtime.waiting import WaitingWeights
 from deepoffload.runtime.whole_copies import ONE_RANK_HAS
 from deepoffload.schedule.nvme_room import set_up_nvme_bytes
 
@@ -56,12 +57,7 @@ def take(
     """
     what = f"{name} ({param.nbytes:,} bytes)"
     if round_up(param.nbytes) > capacity_bytes:
-        budget_bytes = pager.tiers.arena.capacity_bytes
-        left = f", of which gradients on their way from the device leave {capacity_bytes:,}"
-        raise ShortageError(
-            f"{what} alone is larger than the budget of {budget_bytes:,} bytes"
-            f"{left if capacity_bytes < budget_bytes else ''}{f' {ONE_RANK_HAS}' if pager.link is not None else ''}"
-        )
+        raise ShortageError(_above_budget(pager, what, capacity_bytes))
     if building is not None:
         building.make_room(param.nbytes)
     if _fills_nvme(pager, round_up(param.nbytes), capacity_bytes):
@@ -78,6 +74,15 @@ def take(
     raise ShortageError(
         f"no room for {what}: parameters registered before it take "
         f"{_registered_bytes(pager, capacity_bytes):,} bytes of {capacity_bytes:,}"
+    )
+
+
+def _above_budget(pager: Pager, what: str, capacity_bytes: int) -> str:
+    budget_bytes = pager.tiers.arena.capacity_bytes
+    left = f", of which gradients on their way from the device leave {capacity_bytes:,}"
+    return (
+        f"{what} alone is larger than the budget of {budget_bytes:,} bytes"
+        f"{left if capacity_bytes < budget_bytes else ''}{f' {ONE_RANK_HAS}' if pager.link is not None else ''}"
     )
 
 
@@ -137,6 +142,7 @@ class ConstructionHooks:
         self._peak_bytes = 0
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._removable: list[Any] = []
+        self._waiting = WaitingWeights()
 
     def __enter__(self) -> ConstructionHooks:
         registration = torch.nn.modules.module
@@ -185,7 +191,30 @@ class ConstructionHooks:
 
     def _on_parameter(self, module: nn.Module, name: str, param: Any) -> nn.Parameter | None:
         self._modules.setdefault(module)
-        return self._take_or_count(param, f"{type(module).__name__}.{name}")
+        full_name = f"{type(module).__name__}.{name}"
+        return None if self._waits(module, name, param, full_name) else self._take_or_count(param, full_name)
+
+    def _waits(self, module: nn.Module, name: str, param: Any, full_name: str) -> bool:
+        """Whether a parameter above the budget stays an ordinary one until its layer is split. Not where only bytes
+        come: the layer was there before them."""
+        if self.shortage is not None or self.pager.tiers.space is None or not adoptable(self.pager, param):
+            return False
+        if round_up(param.nbytes) <= self._capacity_bytes or self._whole_is_known():
+            return False
+        what = f"{full_name} ({param.nbytes:,} bytes)"
+        return self._waiting.take(module, name, param, _above_budget(self.pager, what, self._capacity_bytes))
+
+    def end_waiting(self) -> None:
+        """Nothing more is split: what is still above the budget is a shortage."""
+        for layer, why in self._waiting.left():
+            self.shortage = self.shortage or ShortageError(why)
+            layer._parameters["weight"] = self._count(layer.weight)
+
+    def registered_in(self, param: nn.Parameter) -> list[nn.Module]:
+        """The modules built in this context that have ``param``."""
+        return [
+            module for module in self._modules if any(each is param for each in module.__dict__["_parameters"].values())
+        ]
 
     def take_copy(self, param: nn.Parameter, name: str, modules: list[nn.Module]) -> nn.Parameter | None:
         """Page a parameter that ``copy.deepcopy`` has made, which registers nothing. Returns what stands for it in a
@@ -277,8 +306,19 @@ def _without_traceback(error: ShortageError) -> ShortageError:
 
 def context_is_open() -> bool:
     """Whether what is registered or copied now is paged."""
+    return _open_hooks() is not None
+
+
+def _open_hooks() -> ConstructionHooks | None:
     hooks = list(parameter_registration_hooks.values())  # a context may end in another thread, or in a collection
-    return any(isinstance(getattr(hook, "__self__", None), ConstructionHooks) for hook in hooks)
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return next((owner for owner in owners if isinstance(owner, ConstructionHooks)), None)
+
+
+def registered_in(param: nn.Parameter) -> list[nn.Module]:
+    """The modules built in the context that is open that have ``param``; none where no context is."""
+    hooks = _open_hooks()
+    return [] if hooks is None else hooks.registered_in(param)
 
 
 def refuse_meta(root: nn.Module) -> None:

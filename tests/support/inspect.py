@@ -20,6 +20,7 @@ from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.runtime.context import engine_of
 from deepoffload.runtime.engine import Engine
 from deepoffload.schedule.cost_model import Bandwidths
+from deepoffload.timeline import Lane
 
 
 def pager_of(paged: nn.Module | Engine) -> Pager:
@@ -59,6 +60,15 @@ def handle_of(param: Tensor) -> ParamHandle:
     handle = param.__dict__["_slot"]
     assert isinstance(handle, ParamHandle)
     return handle
+
+
+def reads_of(param: Tensor) -> list[float]:
+    """When reads of the weights of a parameter's unit from the disk began, in seconds of ``time.perf_counter``. Its
+    engine has a timeline."""
+    handle, timeline = handle_of(param), engine_of_param(param).timeline
+    assert handle.unit is not None and timeline is not None
+    name = handle.unit.weights.name
+    return [span.begin_s for span in timeline.spans() if span.lane is Lane.READ and span.name == name]
 
 
 def is_paged(model: nn.Module) -> bool:

@@ -1,0 +1,125 @@
+"""``tile_mlp``: computes MLPs for some tokens at a time, so that their wide activations never exist for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from deepoffload.errors import UnsupportedError, UsageError
+
+ENDINGS = ("MLP", "FeedForward", "FFN")
+"""How the classes of MLPs are called."""
+
+
+class TokensInTiles:
+    """Stands before the class of a module whose calls are to run in tiles of tokens.
+
+    Attributes:
+        num_tiles: at most so many.
+    """
+
+    num_tiles = 1
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        run: Callable[..., Tensor] = super().forward  # type: ignore[misc]
+        others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if others or not isinstance(input, Tensor) or input.dim() < 2:
+            raise UnsupportedError(
+                f"tile_mlp: {type(self).__name__} is called with other tensors than one [..., tokens, features], and "
+                "only that can be cut; leave this module out of modules="
+            )
+        tiles = input.chunk(min(self.num_tiles, max(input.shape[-2], 1)), dim=-2)
+        found = []
+        for tile in tiles:
+            if torch.is_grad_enabled():
+                out = checkpoint(run, tile, *args, use_reentrant=False, **kwargs)
+            else:
+                out = run(tile, *args, **kwargs)
+            if not isinstance(out, Tensor) or out.shape[:-1] != tile.shape[:-1]:
+                raise UnsupportedError(
+                    f"tile_mlp: {type(self).__name__} gives something else than one tensor with a row for each token; "
+                    "leave this module out of modules="
+                )
+            found.append(out)
+        return torch.cat(found, dim=-2)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class below has no name under which pickle could find it.
+        return _unpickled, (type(self).__mro__[2], self.num_tiles), self.__dict__
+
+
+def tile_mlp(model: nn.Module, tiles: int = 8, modules: Iterable[str | type[nn.Module]] | None = None) -> list[str]:
+    """Let MLPs of ``model`` compute ``tiles`` parts of a sequence one after the other.
+
+    The activations inside an MLP then take one part in ``tiles`` of their memory: backward runs each part forward
+    again, behind torch's activation checkpoint. A paged weight is fetched once for all parts, where the budget holds
+    the weights of one MLP. Names stay as they are; the modules get another class, a subclass of what it was.
+    Numbers are those of the same call on a model in memory. The forward has the bits of the whole sequence where
+    kernels compute rows alike; gradients of weights are sums over parts, and round otherwise.
+
+    Args:
+        tiles: how many parts; a sequence of fewer tokens has fewer. The last part may be shorter.
+        modules: classes, or names or endings of names (``"mlp"`` is every ``layers.3.mlp``). Not said: modules
+            whose class is called ``...MLP``, ``...FeedForward`` or ``...FFN``. Each has to compute every token by
+            itself, from one tensor ``[..., tokens, features]``.
+
+    Returns:
+        The names of the modules.
+
+    Raises:
+        UsageError: ``tiles`` is below 1, nothing is found, or a module is an MLP in another one. A module is tiled
+            already. Nothing has been changed then. UnsupportedError: in its first call, for a module that takes or
+            gives other tensors.
+
+    Source: TiledMLP of ALST (arXiv 2506.13996).
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"tile_mlp takes a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(tiles, bool) or not isinstance(tiles, int) or tiles < 1:
+        raise UsageError(f"tile_mlp: tiles={tiles!r} has to be a whole number from 1 on")
+    wanted = None if modules is None else _checked(modules)
+    found = {name: module for name, module in model.named_modules() if _is_wanted(name, module, wanted)}
+    if not found:
+        what = f"whose class is called ...{', ...'.join(ENDINGS)}" if wanted is None else f"that {list(wanted)} names"
+        raise UsageError(
+            f"tile_mlp: {type(model).__name__} has no module {what}; modules= takes classes, names or their endings"
+        )
+    for name, module in found.items():
+        if isinstance(module, TokensInTiles):
+            raise UsageError(f"tile_mlp: {name or 'the model'} is computed in tiles already")
+        inner = next((other for other in found if other != name and other.startswith(f"{name}." if name else "")), None)
+        if inner is not None:
+            raise UsageError(f"tile_mlp: {inner} is part of {name or 'the model'}; name one of the two")
+    for module in found.values():
+        module.__class__ = _in_tiles(type(module), tiles)
+    return list(found)
+
+
+def _checked(modules: Iterable[str | type[nn.Module]]) -> Sequence[str | type[nn.Module]]:
+    given = [modules] if isinstance(modules, (str, type)) else list(modules)
+    for each in given:
+        if not (isinstance(each, str) and each) and not (isinstance(each, type) and issubclass(each, nn.Module)):
+            raise UsageError(f"tile_mlp: modules= takes names and classes of modules, not {each!r}")
+    return given
+
+
+def _is_wanted(name: str, module: nn.Module, wanted: Sequence[str | type[nn.Module]] | None) -> bool:
+    if wanted is None:
+        return type(module).__name__.endswith(ENDINGS) and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return any(
+        isinstance(module, each) if isinstance(each, type) else name == each or name.endswith(f".{each}")
+        for each in wanted
+    )
+
+
+def _in_tiles(kind: type[nn.Module], num_tiles: int) -> type[nn.Module]:
+    return type(kind.__name__, (TokensInTiles, kind), {"num_tiles": num_tiles, "__module__": kind.__module__})
+
+
+def _unpickled(kind: type[nn.Module], num_tiles: int) -> nn.Module:
+    made: nn.Module = object.__new__(_in_tiles(kind, num_tiles))
+    return made

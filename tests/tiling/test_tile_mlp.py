@@ -1,0 +1,162 @@
+"""MLPs that compute a sequence in parts: the numbers of the same parts in plain PyTorch, and weights fetched once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepoffload
+from deepoffload.errors import UnsupportedError, UsageError
+from tests.support.inspect import reads_of
+from tests.support.loops import assert_same_bits, train
+from tests.support.models import TinyGPT, batch, llama, mixtral, next_token_loss
+from tests.support.paging import EVICTING, TIGHT, Paging, Same, plain
+from tests.tiling.tiled_models import SMALLER
+
+NAMED: dict[str, tuple[Callable[..., nn.Module], Any]] = {"gpt": (TinyGPT, ["mlp"]), "llama": (llama, None)}
+"""Models, and the modules that are MLPs."""
+
+
+def with_tiles(name: str, tiles: int = 3, **changes: Any) -> nn.Module:
+    build, modules = NAMED[name]
+    model = build(**{**SMALLER[name], **changes})
+    assert deepoffload.tile_mlp(model, tiles, modules)
+    return model
+
+
+def five_steps(model: nn.Module) -> Any:
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+    return vars(train(model, optimizer, steps=5, accumulate=2))
+
+
+@pytest.mark.parametrize("name, changes", [("gpt", {}), ("gpt", {"checkpointing": False}), ("llama", {})])
+def test_the_numbers_of_the_same_parts_in_memory(same: Same, name: str, changes: dict[str, Any]) -> None:
+    same(partial(with_tiles, name, **changes), five_steps, key=(name, "parts"))
+
+
+def test_with_layers_in_tiles_too(same: Same) -> None:
+    """Both at once, and the loss, with updates in backward."""
+
+    def build() -> nn.Module:
+        model: Any = with_tiles("llama")
+        deepoffload.tile_linear(model, 8192)
+        deepoffload.tile_loss(model, 4096)
+        return model
+
+    def program(model: Any) -> Any:
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(3):
+            loss = model(input_ids=batch(step), labels=batch(step)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses, [param.detach().clone() for param in model.parameters()]
+
+    same(build, program, key="all of it")
+
+
+def test_the_forward_of_the_whole_sequence(paging: Paging) -> None:
+    """One part has its bits, and names and classes stay. Gradients are sums over parts."""
+    found = []
+    for tiles in (None, 1, 4):
+        model = plain(partial(with_tiles, "llama", tiles)) if tiles else plain(lambda: llama(**SMALLER["llama"]))
+        model.eval()
+        loss = next_token_loss(model, batch(0))
+        loss.backward()
+        found.append((loss.detach(), [param.grad for param in model.parameters()], model))
+    whole, one, four = found
+    assert_same_bits(whole[:2], one[:2])
+    assert_same_bits(whole[0], four[0])
+    torch.testing.assert_close(whole[1], four[1])
+    assert list(whole[2].state_dict()) == list(four[2].state_dict())
+    assert isinstance(four[2].model.layers[0].mlp, type(whole[2].model.layers[0].mlp))
+    for copied in (copy.deepcopy(four[2]), pickle.loads(pickle.dumps(four[2]))):
+        again = next_token_loss(copied, batch(0)).detach()
+        assert_same_bits(four[0], again)
+        assert type(copied.model.layers[0].mlp).num_tiles == 4
+
+
+class Wide(nn.Module):
+    """An MLP that is a large part of a small budget, between layers that leave it no room while they run."""
+
+    def __init__(self, tiles: int) -> None:
+        super().__init__()
+        self.before = nn.Linear(96, 96)
+        self.mlp = nn.Sequential(nn.Linear(96, 192), nn.GELU(), nn.Linear(192, 96))
+        self.after = nn.Linear(96, 96)
+        if tiles > 1:
+            deepoffload.tile_mlp(self, tiles, modules="mlp")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.mlp(self.before(x)))
+
+
+def test_weights_are_fetched_once_for_all_parts(paging: Paging) -> None:
+    found = []
+    for tiles in (2, 10):
+        model: Any = paging.build(partial(Wide, tiles), TIGHT, key="wide", timeline=True)
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+        for _ in range(4):
+            begin = time.perf_counter()
+            model(torch.ones(1, 40, 96)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([sum(at > begin for at in reads_of(layer.weight)) for layer in (model.mlp[0], model.mlp[2])])
+    for of_two_parts, of_ten in zip(*found, strict=True):
+        assert 0 < of_ten <= of_two_parts + 1, found  # what stays in memory may differ by a block
+
+
+def test_without_gradients_and_with_few_tokens(paging: Paging) -> None:
+    model = paging.build(partial(with_tiles, "gpt", 50), EVICTING, key=("gpt", "parts"))
+    reference = plain(partial(with_tiles, "gpt", 50))
+    with torch.no_grad():
+        for length in (16, 1):
+            assert_same_bits(reference.eval()(batch(0)[:, :length]), model.eval()(batch(0)[:, :length]))
+
+
+class Mixing(nn.Module):
+    """Looks at all tokens, or wants more than one tensor."""
+
+    def __init__(self, result: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.result = result
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Any:
+        y = self.layer(x)
+        return (y, y) if self.result == "two" else y.mean(-2)
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    for tiles in (0, -1, 2.0, True):
+        with pytest.raises(UsageError, match="tiles=.* has to be a whole number from 1 on"):
+            deepoffload.tile_mlp(llama(), tiles)
+    with pytest.raises(UsageError, match=r"MixtralForCausalLM has no module whose class is called \.\.\.MLP"):
+        deepoffload.tile_mlp(mixtral(**SMALLER["mixtral"]))
+    with pytest.raises(UsageError, match="no module that .*nothing.* names"):
+        deepoffload.tile_mlp(llama(), modules=["nothing"])
+    with pytest.raises(UsageError, match="takes names and classes of modules, not 3"):
+        deepoffload.tile_mlp(llama(), modules=[3])
+    with pytest.raises(UsageError, match="blocks.0.mlp is part of blocks.0"):
+        deepoffload.tile_mlp(TinyGPT(), modules=["mlp", "blocks.0"])
+    model = with_tiles("llama")
+    with pytest.raises(UsageError, match="in tiles already"):
+        deepoffload.tile_mlp(model)
+    with pytest.raises(UsageError, match="takes a torch.nn.Module"):
+        deepoffload.tile_mlp("model")
+    x = torch.ones(1, 4, 8)
+    for module, given in ((Mixing("two"), (x,)), (Mixing("mean"), (x,)), (Mixing("two"), (x, x))):
+        holder = nn.ModuleDict({"it": module})
+        deepoffload.tile_mlp(holder, 2, modules=Mixing)
+        with pytest.raises(UnsupportedError, match="tile_mlp: Mixing .* leave this module out"):
+            holder["it"](*given)
