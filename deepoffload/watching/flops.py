@@ -126,6 +126,7 @@ class FlopsProfiler:
         if profile is None or not self._thread:
             return None
         now, before = self._engine.stats(), self._before
+        _fill_containers(profile.modules)
         profile.step_s = step_s
         profile.read_bytes = int(now["disk_bytes_read"] - before["disk_bytes_read"])
         profile.written_bytes = int(now["disk_bytes_written"] - before["disk_bytes_written"])
@@ -140,6 +141,16 @@ class FlopsProfiler:
             for unit in self._engine.pager.units:
                 _add_bytes(profile, unit, moved)
         return profile
+
+
+def _fill_containers(modules: dict[str, ModuleCost]) -> None:
+    """A module that is never called itself, such as a list of layers, costs what the modules in it do."""
+    for name, cost in reversed(modules.items()):  # those inside come later
+        if not cost.seconds:
+            inside = [each for other, each in modules.items() if other and other.rpartition(".")[0] == name != other]
+            cost.flops = sum(each.flops for each in inside)
+            cost.seconds = sum(each.seconds for each in inside)
+            cost.waited_s = sum(each.waited_s for each in inside)
 
 
 def _add_bytes(profile: Profile, unit: Unit, moved: dict[str, int]) -> None:
