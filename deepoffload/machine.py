@@ -64,6 +64,18 @@ class Machine:
     """What can be taken now without swapping or being killed."""
     cores: int
     disks: tuple[DiskSpace, ...] = ()
+    physical_bytes: int | None = None
+    """What the machine has or may come to have (:func:`physical_bytes`); None: not measured, so what it has now."""
+    container_bytes: int | None = None
+    """The least limit of the process's control groups; None where there is none."""
+
+    def most_bytes(self, *, may_grow: bool) -> int | None:
+        """Memory that this process may come to have at most; None where nothing tells. ``may_grow``: the machine gets
+        more than the system knows of, so only the container's limit counts."""
+        if may_grow:
+            return self.container_bytes
+        physical_bytes = self.memory_total_bytes if self.physical_bytes is None else self.physical_bytes
+        return physical_bytes if self.container_bytes is None else min(physical_bytes, self.container_bytes)
 
 
 @dataclass(frozen=True)
@@ -85,10 +97,31 @@ def measure(paths: Iterable[str] = (), root: str = "/") -> Machine:
 
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)
-    for limit in memory_limits(Path(root)):
+    physical = physical_bytes(Path(root), total)
+    limits = memory_limits(Path(root))
+    for limit in limits:
         total = min(total, limit.limit_bytes)
         available = min(available, limit.free_bytes)
-    return Machine(total, max(0, available), usable_cores(Path(root)), tuple(disk_space(path) for path in paths))
+    return Machine(
+        total,
+        max(0, available),
+        usable_cores(Path(root)),
+        tuple(disk_space(path) for path in paths),
+        physical,
+        min((limit.limit_bytes for limit in limits), default=None),
+    )
+
+
+def physical_bytes(root: Path, total_bytes: int) -> int:
+    """Memory that the machine may come to have, as far as the kernel knows: what it has now, blocks that are plugged in
+    and not in use yet (https://docs.kernel.org/admin-guide/mm/memory-hotplug.html), and what the host has taken back
+    for a while (a balloon: pages that are present in a zone and not managed, proc_zoneinfo(5))."""
+    folder = root / "sys/devices/system/memory"
+    block_bytes = int(_text(folder / "block_size_bytes") or "0", 16)
+    plugged_bytes = block_bytes * sum(1 for path in folder.glob("memory[0-9]*"))
+    lines = (line.split() for line in (_text(root / "proc/zoneinfo") or "").splitlines())
+    pages = sum(int(words[1]) for words in lines if len(words) == 2 and words[0] == "present")
+    return max(total_bytes, plugged_bytes, pages * mmap.PAGESIZE)
 
 
 def disk_space(path: str) -> DiskSpace:

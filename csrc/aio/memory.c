@@ -33,6 +33,17 @@ static int advise(uint64_t address, uint64_t length) {
     return madvise(at(address), length, MADV_DONTFORK) || madvise(at(address), length, MADV_DONTDUMP) ? -errno : 0;
 }
 
+/* Opens a reserved range. It is counted against what the system lets a process have, except where the system takes that
+ * for an obvious overcommitment: a machine whose memory grows as it is used says less than it has. */
+static int open_counted(uint64_t address, uint64_t length) {
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+    if (mmap(at(address), length, PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED)
+        return 0;
+    if (errno == ENOMEM && mmap(at(address), length, PROT_READ | PROT_WRITE, flags | MAP_NORESERVE, -1, 0) != MAP_FAILED)
+        return 0;
+    return -errno;
+}
+
 int doff_map(uint64_t nbytes, int lock, uint64_t* address, int32_t* lock_errno) {
     uint64_t length = whole_pages(nbytes), start;
     *lock_errno = 0;
@@ -59,10 +70,8 @@ int doff_map_with_spare(uint64_t nbytes, uint64_t spare, uint64_t* address) {
     int code = reserve(length + more, PROT_NONE, MAP_NORESERVE, &start);
     if (code)
         return code;
-    /* counted against what the system lets a process have, as doff_map's is */
-    if (mmap(at(start), length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED)
-        code = -errno;
-    else
+    code = open_counted(start, length);
+    if (!code)
         code = advise(start, length);
     if (!code && (madvise(at(start + length), more, MADV_DONTFORK) || madvise(at(start + length), more, MADV_DONTDUMP)))
         code = -errno;

@@ -93,6 +93,13 @@ OWN_KEYS = (
         "Bytes of host memory for weights, gradients, optimizer state and transfer buffers, of all ranks of a host "
         "together.",
     ),
+    _own(
+        "memory_may_grow",
+        boolean(),
+        "The machine gets more memory as it is used, as some virtual machines do: `host_budget` may be more than the "
+        "system has now. The limit of the container holds.",
+        False,
+    ),
     _own("nvme_budget", size(), "Bytes of disk, of all ranks of a host together. 0 keeps everything off the disk."),
     _own("nvme_path", paths(), "Directory for the swap file, or a list of them on different disks.", ()),
     _own("offload_param", tier_limit(), "The farthest tier weights may go to; not said: as far as the budgets ask."),

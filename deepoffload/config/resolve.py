@@ -141,7 +141,7 @@ def resolve_budgets(
     else:
         device_bytes, device_reason = _device(config.device_budget, device, device_free_bytes)
         host_said = config.host_budget
-    host_bytes, host_reason = _host(host_said, machine)
+    host_bytes, host_reason = _host(host_said, machine, may_grow=config.memory_may_grow)
     nvme_bytes, nvme_reason = _nvme(config, machine)
     if host_ranks > 1:
         host_bytes, nvme_bytes = host_bytes // host_ranks, nvme_bytes // host_ranks
@@ -167,15 +167,17 @@ def _device(said: int | None, device: Device, free_bytes: int) -> tuple[int, str
     return said, f"device: {format_bytes(said)} as device_budget says"
 
 
-def _host(said: int | None, machine: Machine) -> tuple[int, str]:
+def _host(said: int | None, machine: Machine, *, may_grow: bool) -> tuple[int, str]:
     available = machine.memory_available_bytes
     if said is None:
         taken = unsaid_host_bytes(available)
         return taken, f"host: {format_bytes(taken)}, {HOST_SHARE:.0%} of the {format_bytes(available)} available"
-    if said > machine.memory_total_bytes:
+    most = machine.most_bytes(may_grow=may_grow)
+    if most is not None and said > most:
+        forced = "" if may_grow else ", or set memory_may_grow where the machine gets more memory as it is used"
         raise BudgetError(
-            f"host_budget is {format_bytes(said)}, but this process may use {format_bytes(machine.memory_total_bytes)} "
-            "of memory at most; lower host_budget"
+            f"host_budget is {format_bytes(said)}, but this process may use {format_bytes(most)} of memory at most; "
+            f"lower host_budget{forced}"
         )
     reason = f"host: {format_bytes(said)} as the configuration says"
     if said > available:

@@ -183,6 +183,8 @@ class Config:
     """torch's name of what computes; ``None``: the accelerator that torch sees, else the CPU."""
     device_budget: int | None = None
     host_budget: int | None = None
+    memory_may_grow: bool = False
+    """``host_budget`` may be more than the memory that the machine has now, within the container's limit."""
     nvme_budget: int | None = None
     nvme_path: tuple[str, ...] = ()
     offload_param: Tier | None = None

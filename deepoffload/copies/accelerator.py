@@ -44,6 +44,9 @@ class ComputeDevice(Protocol):
     def synchronize(self) -> None:
         """Wait until everything launched on the device is done. Nothing to wait for in a forked child."""
 
+    def is_capturing(self) -> bool:
+        """Whether what is launched on the current stream is captured into a graph, and not run."""
+
     def free_bytes(self) -> int:
         """Memory that this process may still take."""
 
@@ -114,6 +117,11 @@ class Accelerator:
         """Wait until everything launched on the device is done. Nothing to wait for in a forked child."""
         if os.getpid() == self._pid:
             self._module.synchronize(self.device)
+
+    def is_capturing(self) -> bool:
+        """Whether what is launched on the current stream is captured into a graph, and not run."""
+        asked = getattr(self._module, "is_current_stream_capturing", None)  # not every backend has graphs
+        return asked is not None and bool(asked())
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ class BlockCopy:
         streams: on which they have been used, by id.
         rewriting: it is gathered again while the program has views of it.
         over: events that were recorded when their last use was over, None while they are used.
+        stale: other bytes are stored by now. The range is kept for these, and nothing shows it.
     """
 
     block: Block
@@ -32,6 +33,7 @@ class BlockCopy:
     streams: dict[int, Any] = field(default_factory=dict)
     over: list[Any] | None = None
     rewriting: bool = False
+    stale: bool = False
 
     @property
     def coming(self) -> Coming | None:

@@ -22,6 +22,7 @@ from deepoffload.copies.host_link import HostLink
 from deepoffload.copies.materialise import Materialiser
 from deepoffload.copies.movement import Movement
 from deepoffload.copies.residency import Residency
+from deepoffload.copies.scratch import DeviceScratch
 from deepoffload.io.checksums import crc32c
 from deepoffload.memory.block import Block, DeviceCopies
 from deepoffload.memory.tier_manager import TierManager
@@ -64,6 +65,7 @@ class CopyMemory:
         self.accelerator = accelerator
         self.device = accelerator.device
         self.arena = DeviceArena(accelerator, capacity_bytes, outside_user_modes=outside_user_modes, poison=poison)
+        self._scratch = DeviceScratch(accelerator, self.arena)
         self.link = HostLink(tiers, accelerator)
         self.transfers = self.link.transfers
         between = None if materialiser is None else materialiser(self.link)
@@ -79,14 +81,27 @@ class CopyMemory:
     def capacity_bytes(self) -> int:
         return self.arena.capacity_bytes
 
-    def reserve(self, needed_bytes: int) -> None:
-        """Take the memory now, no more of the budget than ``needed_bytes``.
+    def is_captured(self) -> bool:
+        """Whether the program captures a graph of what it launches now."""
+        return self.accelerator.is_capturing()
+
+    def reserve(self, needed_bytes: int, scratch_bytes: int = 0) -> None:
+        """Take the memory now, no more of the budget than ``needed_bytes``, of which ``scratch_bytes`` are for updates
+        there.
 
         Raises:
             torch.OutOfMemoryError: the device does not have that much in one piece.
         """
         self.arena.trim(needed_bytes)
         self.arena.bytes()
+        if scratch_bytes:
+            with self.tiers.lock:
+                self._scratch.keep(scratch_bytes)
+
+    def scratch(self) -> Tensor:
+        """What updates on the device need meanwhile: uint8, to be overwritten by what is launched now."""
+        with self.tiers.lock:
+            return self._scratch.take()
 
     # -- what slots and doors ask ----------------------------------------------------------------------------------
 
@@ -108,6 +123,12 @@ class CopyMemory:
             except BaseException:
                 copy.leases -= 1
                 raise
+
+    def acquire_to_change(self, block: Block, *, load: bool = True) -> None:
+        """The same where the caller launches changes of the copy now: they come after what other streams do with it."""
+        with self.tiers.lock:
+            self.acquire(block, load=load)
+            self._movement.wait_for_others(self._residency.copies[block.id])
 
     def serve(
         self, block: Block, number: int, sections: Sequence[SectionPlace], tensor_names: Sequence[str] = ()
@@ -169,8 +190,8 @@ class CopyMemory:
             return crc32c(there.data_ptr(), nbytes)
 
     def shows(self, block: Block) -> bool:
-        """Whether there is a copy of the block."""
-        return block.id in self._residency.copies
+        """Whether there is a copy of what is stored of the block now."""
+        return self._residency.shows(block)
 
     def is_idle(self, block: Block) -> bool:
         """Whether the copy of a block may be dropped now, if there is one: nobody uses it, the program has no views of
@@ -205,8 +226,8 @@ class CopyMemory:
             if copy.coming is not None and copy.coming.flight is None:
                 return  # it shows what is stored when its gather is launched
             if not copy.leases and copy.may_go():
-                self._residency.drop(copy)
-            else:
+                self._residency.outdate(copy)
+            elif not copy.stale:
                 self._movement.rewrite(copy)
 
     # -- optimizer state that lives here ---------------------------------------------------------------------------

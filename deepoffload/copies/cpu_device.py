@@ -56,6 +56,9 @@ class CpuDevice:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
+    def is_capturing(self) -> bool:
+        return False
+
     def free_bytes(self) -> int:
         """Memory of the machine that is available now."""
         return machine.measure().memory_available_bytes

@@ -123,16 +123,22 @@ class DeviceArena:
             self._limbo.put((offset, events), aliases)
             return
         start, end = offset, offset + self._ranges.size_of(offset)
-        if self._poison and self._bytes is not None:
-            current = self._accelerator.current()
-            for event in events:
-                current.wait_event(event)
-            with self._outside_user_modes():
-                self._bytes[start:end].fill_(0xFF)
-            events = [self._accelerator.event(current)]
+        events = self.spoil(offset, events)
         self._ranges.free(offset)
         fences = [*self._fences, *(_Fence(start, end, event) for event in events)]
         self._fences = [fence for fence in fences if not fence.event.query()]
+
+    def spoil(self, offset: int, events: list[Any]) -> list[Any]:
+        """Nobody may use the bytes of a range any more: with ``poison`` they are overwritten, when ``events`` have
+        happened. Returns the events after which the range may be written."""
+        if not self._poison or self._bytes is None:
+            return events
+        current = self._accelerator.current()
+        for event in events:
+            current.wait_event(event)
+        with self._outside_user_modes():
+            self._bytes[offset : offset + self._ranges.size_of(offset)].fill_(0xFF)
+        return [self._accelerator.event(current)]
 
     def empty_limbo(self) -> bool:
         """Take back ranges whose last alias has gone; True when some came back."""

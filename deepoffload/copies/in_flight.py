@@ -15,8 +15,10 @@ from deepoffload.timeline import Lane
 
 @dataclass(frozen=True, eq=False)
 class _Launched:
-    """A copy from or to the host's bytes of a block, which are leased until it is done; ``then`` is called then."""
+    """A copy from or to the host's bytes of a block, which are leased until it is done; ``then`` is called then.
+    ``number``: how many were launched before."""
 
+    number: int
     event: Any
     block: Block
     then: Callable[[], None] | None
@@ -26,7 +28,12 @@ class _Launched:
 
 
 class DeviceTransfers:
-    """Every copy in flight, the oldest first. Guarded by the tier manager's lock.
+    """Every copy in flight. Guarded by the tier manager's lock.
+
+    Each direction has a queue, the oldest first: the device makes the copies of one direction in the order in which
+    they were launched, and those of the other one independently. So a weight whose copy waits for the device to compute
+    does not keep gradients that have arrived from landing. Copies of one block end in the order of their launches,
+    in both directions, because the end of one may change the bytes that another one reads.
 
     It has no thread: the next caller notices the end of a copy.
 
@@ -36,7 +43,8 @@ class DeviceTransfers:
 
     def __init__(self, tiers: TierManager) -> None:
         self._tiers = tiers
-        self._in_flight: deque[_Launched] = deque()
+        self._in_flight: dict[Lane, deque[_Launched]] = {}
+        self._launches = 0
         self.in_bytes = 0
         self.out_bytes = 0
 
@@ -46,21 +54,39 @@ class DeviceTransfers:
         """Register a copy to or from the host's bytes of a leased ``block``, which completes at ``event``. :meth:`poll`
         and :meth:`end` notice its completion, call ``then`` and end the lease. Users of the block wait until then."""
         block.copying += 1
-        self._in_flight.append(_Launched(event, block, then, lane, nbytes, time.perf_counter()))
+        self._launches += 1
+        copy = _Launched(self._launches, event, block, then, lane, nbytes, time.perf_counter())
+        self._in_flight.setdefault(lane, deque()).append(copy)
         if lane is Lane.TO_DEVICE:
             self.in_bytes += nbytes
         elif lane is Lane.FROM_DEVICE:
             self.out_bytes += nbytes
 
     def poll(self) -> None:
-        """End what is done, oldest first."""
-        while self._in_flight and self._in_flight[0].event.query():
-            self._finish(self._in_flight[0])
+        """End what is done, in each direction the oldest first."""
+        for queue in list(self._in_flight.values()):
+            while queue and queue[0].event.query() and self._may_end(queue[0]):
+                self._finish(queue[0])
+
+    def _may_end(self, copy: _Launched) -> bool:
+        """Whether no copy of the same block that was launched before is still under way."""
+        return all(other.event.query() for other in self._before(copy))
+
+    def _before(self, copy: _Launched) -> list[_Launched]:
+        """Those of the same block that were launched before, the oldest first."""
+        if copy.block.copying == 1:
+            return []
+        return [other for other in self._of(copy.block) if other.number < copy.number]
+
+    def _of(self, block: Block | None) -> list[_Launched]:
+        """All copies of a block, or all there are, the oldest first."""
+        found = [copy for queue in self._in_flight.values() for copy in queue if block is None or copy.block is block]
+        return sorted(found, key=lambda copy: copy.number)
 
     def end(self, block: Block | None = None) -> bool:
         """Wait for the copies in flight from or to the host's bytes of ``block``, or for all."""
         with self._tiers.lock:
-            waited = [copy for copy in self._in_flight if block is None or copy.block is block]
+            waited = self._of(block)
             for copy in waited:
                 self._finish(copy)
             return bool(waited)
@@ -68,20 +94,29 @@ class DeviceTransfers:
     def end_changes(self, block: Block) -> None:
         """Wait for what overwrites the host's bytes of ``block``."""
         with self._tiers.lock:
-            for copy in [copy for copy in self._in_flight if copy.block is block and copy.lane is not Lane.GATHER]:
-                self._finish(copy)
+            for copy in self._of(block):
+                if copy.lane is not Lane.GATHER:
+                    self._finish(copy)
 
-    def end_oldest(self, why: str) -> bool:
-        """Wait for the copy that was launched first; False when none is in flight. The timeline says ``why``."""
+    def end_oldest(self, lane: Lane, why: str) -> bool:
+        """Wait for the copy of ``lane`` that was launched first; False when none is in flight. The timeline says
+        ``why``."""
         with self._tiers.lock:
-            if not self._in_flight:
+            queue = self._in_flight.get(lane)
+            if not queue:
                 return False
-            self._finish(self._in_flight[0], f"{why}: ")
+            self._finish(queue[0], f"{why}: ")
             return True
 
     def _finish(self, copy: _Launched, why: str = "") -> None:
+        for other in self._before(copy):
+            if other.lane is not Lane.GATHER:  # which reads for other ranks, and is waited for where it has to be
+                self._finish(other)
+        queue = self._in_flight[copy.lane]
+        if copy not in queue:
+            return  # it has ended with another one
         self._wait(copy, why)
-        self._in_flight.remove(copy)
+        queue.remove(copy)
         copy.block.copying -= 1
         try:
             if copy.then is not None:

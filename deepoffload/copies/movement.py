@@ -70,6 +70,13 @@ class Movement:
         copy.over = None
         self._used[copy.block.id] = copy
 
+    def wait_for_others(self, copy: BlockCopy) -> None:
+        """The current stream waits for what the others do with a copy."""
+        current = self._accelerator.current()
+        for stream in copy.streams.values():
+            if stream.stream_id != current.stream_id:
+                current.wait_event(self._accelerator.event(stream))
+
     def note_ends(self) -> None:
         """Record where uses that are over have ended. A copy that leaves later, when more has been launched, need not
         wait for that."""
@@ -162,14 +169,38 @@ class Movement:
             self._accelerator.current().wait_event(copy.coming)
         return True
 
-    def overwrite(self, copy: BlockCopy) -> None:
-        """The current stream is about to write all of a new copy, which nothing is brought for. Raises as
-        :meth:`will_change`."""
+    def outdate(self, copy: BlockCopy) -> None:
+        """Other bytes are stored from now on. The range stays, so that its addresses do; nothing shows it until it is
+        filled again."""
+        copy.over = self._arena.spoil(copy.offset, self.events(copy))
+        copy.ready = None
+        copy.stale = True
+        self._used.pop(copy.block.id, None)
+
+    def fill_again(self, copy: BlockCopy, *, load: bool) -> None:
+        """Bring the stored bytes into the range of a stale copy, when its last uses are over; without ``load`` the
+        current stream is about to write all of it."""
+        over = copy.over or []
+        try:
+            if load:
+                self.copy_in(copy, after=over)
+            else:
+                self.overwrite(copy, after=over)
+        except BaseException:
+            copy.over = [*over, self._accelerator.event(self._accelerator.copy_in)]
+            raise
+        copy.streams.clear()
+        copy.over = None
+        copy.stale = False
+
+    def overwrite(self, copy: BlockCopy, after: Iterable[Any] = ()) -> None:
+        """The current stream is about to write all of a new copy, which nothing is brought for, when ``after`` has
+        happened. Raises as :meth:`will_change`."""
         self._back(copy.block).check_take_back(copy.block)
         copy.dirty = True
         self._arena.bytes()
         current = self._accelerator.current()
-        for event in self._arena.events_before(copy.offset):
+        for event in (*self._arena.events_before(copy.offset), *after):
             current.wait_event(event)
 
     def will_change(self, copy: BlockCopy) -> None:

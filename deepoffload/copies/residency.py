@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from deepoffload.copies.block_copy import BlockCopy
 from deepoffload.copies.fenced_arena import DeviceArena
@@ -20,6 +21,9 @@ from deepoffload.schedule.victims import leaving_order
 GATHERED_AHEAD = 3
 """So many units that are used next are gathered in advance, where there is room. Ranks with the same program want the
 same ones at the same moment, however fast their bytes come."""
+
+SCAN_LIMIT = 256
+"""So many of the next uses of weights are looked at, as :func:`plan_prefetch` does."""
 
 
 @dataclass
@@ -42,6 +46,7 @@ class Residency:
     def __init__(self, tiers: TierManager, arena: DeviceArena, movement: Movement) -> None:
         self.copies: dict[int, BlockCopy] = {}
         self.staying: set[int] = set()
+        self._stale: set[int] = set()
         self.counters = DeviceCounters()
         self._tiers = tiers
         self._arena = arena
@@ -59,7 +64,26 @@ class Residency:
         if copy is None:
             copy = self._bring(block, load)
             self.counters.faults += load
+        elif copy.stale:
+            self._refill(copy, load=load)
+            self.counters.faults += load
         return copy
+
+    def shows(self, block: Block) -> bool:
+        """Whether there is a copy of what is stored now, or of what the program made of it."""
+        copy = self.copies.get(block.id)
+        return copy is not None and not copy.stale
+
+    def outdate(self, copy: BlockCopy) -> None:
+        """Other bytes are stored from now on. A weight, which is used again, keeps its place for them; other copies
+        that nobody uses go."""
+        if copy.block.kind is not BlockKind.WEIGHT or is_shard(copy.block):
+            self.drop(copy)
+            return
+        if copy.block.owner is not None:
+            copy.block.owner.release()
+        self._movement.outdate(copy)
+        self._stale.add(copy.block.id)
 
     def _bring(self, block: Block, load: bool) -> BlockCopy:
         if not is_shard(block):
@@ -79,8 +103,13 @@ class Residency:
 
     def plan(self, upcoming: Iterable[tuple[int, int]], in_use: set[int] | frozenset[int]) -> None:
         """Start copies of the weights that are used next and are in host memory, as far as there is room."""
+        weights = self._weights(upcoming)
+        if self._stale:
+            listed = list(islice(weights, SCAN_LIMIT))
+            self._fill_again(block for _, block in listed)
+            weights = iter(listed)
         moves = plan_prefetch(
-            self._weights(upcoming),
+            weights,
             is_resident=lambda b: b in self.copies or not self._is_loadable(b),
             nbytes=lambda b: self._tiers.block(b).shown_room_bytes,
             free_bytes=self._arena.free_bytes,
@@ -93,6 +122,22 @@ class Residency:
                 self._evict(self.copies[move.block])
             elif not self._prefetch(self._tiers.block(move.block)):
                 break
+
+    def _fill_again(self, blocks: Iterable[int]) -> None:
+        """Start copies into the ranges of stale ones, in the order of their uses, up to the first weight that needs
+        room."""
+        for block_id in blocks:
+            copy = self.copies.get(block_id)
+            if copy is None and self._is_loadable(block_id):
+                return
+            if copy is not None and copy.stale and self._is_loadable(block_id):
+                self._refill(copy, load=True)
+                self.counters.prefetches += 1
+
+    def _refill(self, copy: BlockCopy, *, load: bool) -> None:
+        self._movement.end_copies(copy.block)
+        self._movement.fill_again(copy, load=load)
+        self._stale.discard(copy.block.id)
 
     def _weights(self, upcoming: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """The uses of weights among ``upcoming``, as far as copies are made in advance. This runs at every event, and a
@@ -146,6 +191,7 @@ class Residency:
         if copy.block.owner is not None:
             copy.block.owner.release()
         del self.copies[copy.block.id]
+        self._stale.discard(copy.block.id)
         self._movement.free(copy, aliases)
 
     def evict_all(self, in_use: set[int] | frozenset[int]) -> None:
@@ -204,4 +250,5 @@ class Residency:
             if copy.block.owner is not None:
                 copy.block.owner.release()
         self.copies.clear()
+        self._stale.clear()
         self._movement.forget_all()

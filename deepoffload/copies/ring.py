@@ -79,7 +79,7 @@ class StagingRing:
     def _take_slot(self) -> int:
         self._link.transfers.poll()
         while not self._free:
-            if not self._link.transfers.end_oldest(f"the ring of {self._what} is full"):
+            if not self._link.transfers.end_oldest(Lane.FROM_DEVICE, f"the ring of {self._what} is full"):
                 raise RuntimeError(f"the ring of {self._what} is full, and nothing is on its way")
         return self._free.pop()
 

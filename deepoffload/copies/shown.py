@@ -28,8 +28,15 @@ class ShownMemory(Protocol):
     @property
     def capacity_bytes(self) -> int: ...
 
-    def reserve(self, needed_bytes: int) -> None:
-        """Take the memory now, and no more of the budget than ``needed_bytes``. Raises ``torch.OutOfMemoryError``."""
+    def is_captured(self) -> bool:
+        """Whether the program captures a graph of what it launches now."""
+
+    def reserve(self, needed_bytes: int, scratch_bytes: int = 0) -> None:
+        """Take the memory now, and no more of the budget than ``needed_bytes``, of which ``scratch_bytes`` are for
+        updates there. Raises ``torch.OutOfMemoryError``."""
+
+    def scratch(self) -> Tensor:
+        """What updates in this memory need meanwhile: uint8, to be overwritten by what is launched now."""
 
     @property
     def acquire(self) -> Callable[..., None]:
@@ -38,6 +45,10 @@ class ShownMemory(Protocol):
 
     @property
     def release(self) -> Callable[[Block], None]: ...
+
+    def acquire_to_change(self, block: Block, *, load: bool = True) -> None:
+        """The same where the caller launches changes of the bytes now: they come after what other streams do with
+        them."""
 
     @property
     def will_change(self) -> Callable[[Block], None]:
@@ -109,8 +120,17 @@ class HostMemory:
         self.will_change = tiers.will_change
         self.all_stay = tiers.all_stay
 
-    def reserve(self, needed_bytes: int) -> None:
+    def is_captured(self) -> bool:
+        return False
+
+    def reserve(self, needed_bytes: int, scratch_bytes: int = 0) -> None:
         """Nothing to do: the arena is there."""
+
+    def scratch(self) -> Tensor:
+        raise RuntimeError("nothing is updated here by operators of torch")
+
+    def acquire_to_change(self, block: Block, *, load: bool = True) -> None:
+        self.acquire(block, load=load)
 
     def flat(self, block: Block, offset_bytes: int, dtype: torch.dtype, numel: int) -> Tensor:
         if block.offset is None:

@@ -33,6 +33,7 @@ from deepoffload.optim.state_dict import load_into, pack
 from deepoffload.optim.step_work import StepWork, find_work
 from deepoffload.optim.update import HostUpdate
 from deepoffload.optim.variation import Variation
+from deepoffload.params.graph_modes import refuse_capture
 from deepoffload.params.pager import Pager
 from deepoffload.params.torch_private import leave_to_python
 from deepoffload.params.unit import ParamHandle
@@ -207,6 +208,7 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
         """
         pagers = self._pagers()
         for pager in pagers:
+            refuse_capture(pager.memory)
             pager.hooks.refuse_between_turns("optimizer.step()")
             pager.hooks.close_leaked()
             pager.catch_up_all(guesses=False)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from deepoffload.errors import UsageError
+from deepoffload.memory.block import Block
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.torch_private import count_change, outside_user_modes, version_of
@@ -229,3 +230,18 @@ class GradientOwner(BlockView):
     def changed(self) -> bool:
         changed = [slot.written() for slot in self.slots if isinstance(slot, GradientSlot)]  # each has to look
         return any(changed)
+
+
+def slot_of(record: GradientRecord) -> GradientSlot:
+    """Where a gradient lands; it must have a place."""
+    if record.slot is None:
+        raise RuntimeError(f"{record.handle.name} has no gradient slot")
+    return record.slot
+
+
+def place_of(slot: GradientSlot) -> tuple[Block, GradientOwner]:
+    """The block of a gradient, and what owns it."""
+    block = slot.block
+    if block is None or not isinstance(block.owner, GradientOwner):
+        raise RuntimeError(f"{slot.name} has no block")
+    return block, block.owner

@@ -17,10 +17,18 @@ from deepoffload.errors import UsageError
 from deepoffload.memory.block import Block
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
-from deepoffload.optim import outside_gradient
+from deepoffload.optim import device_gradients, outside_gradient
 from deepoffload.optim.device_landing import DeviceLandings
 from deepoffload.optim.dtypes import NATIVE_DTYPES
-from deepoffload.optim.gradient_state import IN_BLOCK, GradientOwner, GradientRecord, GradientSlot, GradientState
+from deepoffload.optim.gradient_state import (
+    IN_BLOCK,
+    GradientOwner,
+    GradientRecord,
+    GradientSlot,
+    GradientState,
+    place_of,
+    slot_of,
+)
 from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.optim.speculation.port import SpeculationPort
 from deepoffload.optim.state import PIECE_BYTES, make_pieces
@@ -188,21 +196,25 @@ class Gradients:
         Returns False, with nothing done, where the program has views of a gradient that was there before: its memory
         stays as it is.
         """
-        block, owner = _place(slot)
+        block, owner = place_of(slot)
         accumulate = record.state is GradientState.LANDED
         if not accumulate and owner.retired and owner.looked_at():
             return False
-        if not block.resident:
+        on_device = self.from_device is not None and self.pager.memory.keeps(block)
+        if not (on_device or block.resident):
             self.tiers.acquire(block, load=owner.holds_any())
             self.tiers.release(block)  # as long as we have the lock it stays
-        if block.state is not BlockState.DIRTY:
+        if not (on_device or block.state is BlockState.DIRTY):
             self.tiers.will_change(block)
         source = (
             grad if grad.stride() == slot.stride and not grad.is_neg() else outside_gradient.with_stride(grad, slot)
         )
         if self.from_device is not None:
             record.forget_sum()
-            self.from_device.take(slot, source, dtype, accumulate=accumulate, measured=record.measured)
+            if on_device:
+                device_gradients.land(self.pager.memory, slot, source, accumulate=accumulate)
+            else:
+                self.from_device.take(slot, source, dtype, accumulate=accumulate, measured=record.measured)
             record.landed(None)
         else:
             timeline = self.tiers.timeline
@@ -257,7 +269,7 @@ class Gradients:
 
     def _show(self, record: GradientRecord) -> Tensor:
         """The object that shows a landed gradient; made when first asked for."""
-        slot = _slot(record)
+        slot = slot_of(record)
         with self.pager.lock:
             if slot.shown is None:
                 with outside_user_modes():
@@ -312,7 +324,7 @@ class Gradients:
 
     def _drop(self, record: GradientRecord) -> None:
         """The program sees a landed gradient no more."""
-        slot, unit = _slot(record), record.handle.unit
+        slot, unit = slot_of(record), record.handle.unit
         if slot.shown is not None:
             self._forget_shown(slot)
         pending = unit.pending if unit is not None else None
@@ -323,7 +335,7 @@ class Gradients:
 
     def _empty(self, record: GradientRecord) -> None:
         record.dropped()
-        block, owner = _place(_slot(record))
+        block, owner = place_of(slot_of(record))
         if not owner.holds_any():
             self.tiers.transfers.discard_soon(block)
 
@@ -375,10 +387,12 @@ class Gradients:
         record = self._record(handle)
         if record.state is not GradientState.LANDED:
             return outside_gradient.sum_of_squares(handle)
-        slot = _slot(record)
-        block, _ = _place(slot)
+        slot = slot_of(record)
+        block, _ = place_of(slot)
         if slot.written():
             self.pager.will_change(slot)  # a device's copy alone is right
+        if record.sum_sq is None and self.pager.memory.keeps(block):
+            device_gradients.measure(self.pager.memory, self._records.values())
         if record.sum_sq is None:
             self.pager.memory.settle(block)  # what is still on its way knows its sum then
         if record.sum_sq is None:
@@ -398,7 +412,7 @@ class Gradients:
         tensor of the program's own."""
         for handle in handles:
             record = self._records[handle]
-            if record.state is not GradientState.LANDED or not _place(_slot(record))[1].can_release():
+            if record.state is not GradientState.LANDED or not place_of(slot_of(record))[1].can_release():
                 return True
         return False
 
@@ -417,23 +431,10 @@ class Gradients:
         block. ``keep`` holds a copy alive if one is needed."""
         record = self._records[handle]
         if record.state in IN_BLOCK:
-            slot = _slot(record)
+            slot = slot_of(record)
             return slot.element_address(start), NATIVE_DTYPES[slot.dtype]
         address, dtype = outside_gradient.address(handle, keep)
         return address + start * (4 if dtype is DType.FP32 else 2), dtype
-
-
-def _slot(record: GradientRecord) -> GradientSlot:
-    if record.slot is None:
-        raise RuntimeError(f"{record.handle.name} has no gradient slot")
-    return record.slot
-
-
-def _place(slot: GradientSlot) -> tuple[Block, GradientOwner]:
-    block = slot.block
-    if block is None or not isinstance(block.owner, GradientOwner):
-        raise RuntimeError(f"{slot.name} has no block")
-    return block, block.owner
 
 
 def _landed(param: Tensor) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from deepoffload.errors import UsageError
 from deepoffload.native import cpu_adam
 from deepoffload.optim.base import HostOptimizer
-from deepoffload.optim.device_update import split
 from deepoffload.optim.gradient_state import GradientSlot
 from deepoffload.optim.handles import gradients_of
 from deepoffload.optim.paged_state import ArrayCopy, copy_arrays, write_state
@@ -71,7 +70,9 @@ def write_master(param: Tensor, handle: ParamHandle, value: Tensor) -> None:
     else:
         weight = torch.empty(value.shape, dtype=torch.bfloat16, device="cpu")
         part = torch.empty(value.shape, dtype=torch.int16, device="cpu")
-        split(weight, part, value)
+        cpu_adam.split_fp32(
+            value.data_ptr(), weight.data_ptr(), part.data_ptr(), value.numel(), num_threads=num_threads()
+        )
     with torch.no_grad():
         param.copy_(weight)
     _write(pager, handle, {lead: part}, {})

@@ -197,8 +197,8 @@ class HostUpdate:
         jobs = [job for piece in pieces for job in self._jobs_of(piece)]
         if all(memory.keeps(piece.block) for piece in pieces) and all(map(updates_on_device, jobs)):
             return True
-        for piece in pieces:
-            memory.keep_no_longer(piece.block)
+        for block in (*(piece.block for piece in pieces), *self.gradients.blocks_in_use(unit.handles)):
+            memory.keep_no_longer(block)
         return False
 
     def _apply_where_shown(self, unit: Unit, left: list[int]) -> None:
@@ -207,11 +207,11 @@ class HostUpdate:
             blocks = self._blocks(unit)
             self.pager.use_update(unit, left[0], tuple(block.id for block in blocks))
             for block in blocks:
-                memory.acquire(block)
+                memory.acquire_to_change(block)
                 leases.callback(memory.release, block)
             while left:
                 piece = unit.pieces[left[0]]
-                memory.acquire(piece.block)
+                memory.acquire_to_change(piece.block)
                 try:
                     memory.will_change(piece.block)
                     memory.will_change(unit.weights)

@@ -11,6 +11,11 @@ from deepoffload.native.aio import round_up
 ALIGNMENT_BYTES = 64
 """Each tensor starts on a cache line, which is also the widest vector register."""
 
+DEVICE_ALIGNMENT_BYTES = 256
+"""The same of weights that a device shows. Its library of matrix products chooses a kernel by the alignment of what it
+is given, of which it looks at no more than this (``_getAlignment`` in torch's ``CUDABlas.cpp``): a weight then gets the
+kernel, and the bits, that it gets in plain PyTorch, whose allocator aligns to 512."""
+
 ALIGNMENT_NUMEL = 64
 """Arrays of a state piece are padded to this many elements, so that each starts aligned for every element size."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepoffload.params.graph_modes import refuse_capture, refuse_graph_mode_outside
 from deepoffload.params.window import Window
 from deepoffload.params.window_call import FrameEnd, WindowCall, frame_ended
 
@@ -35,6 +36,10 @@ class OuterWindow(Window):
             return  # autograd keeps nothing, or what it keeps by reference is no harm
         if module is not self.module() or pager.life.closed_because is not None:
             return
+        if not pager.memory.on_host:
+            refuse_capture(pager.memory)
+            if not pager.hooks.opened():
+                refuse_graph_mode_outside(pager.memory)
         with pager.lock:
             if pager.hooks.opened():
                 pager.hooks.close_stale()

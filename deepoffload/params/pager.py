@@ -37,8 +37,10 @@ from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.no_room import BudgetFor
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.params.casts import CastCache
+from deepoffload.params.graph_modes import refuse_capture
 from deepoffload.params.held import HeldUntilStep
 from deepoffload.params.hook_stack import HookStack
+from deepoffload.params.layout import ALIGNMENT_BYTES, DEVICE_ALIGNMENT_BYTES
 from deepoffload.params.lifetime import Lifetime
 from deepoffload.params.mapped import MappedCopies
 from deepoffload.params.open_graphs import OpenGraphs
@@ -70,6 +72,7 @@ class Pager:
         inference: nothing is trained: every parameter is frozen when it is adopted, and stays so.
 
     Attributes:
+        alignment_bytes: each weight of a unit begins at a multiple of these.
         units: of all models.
         storages: the slots whose tensors show their bytes now, by the address of the storage.
         gradients: what stands behind ``param.grad``; None while the models are being built.
@@ -100,6 +103,7 @@ class Pager:
         self.lock = tiers.lock
         self._arena = HostMemory(tiers)
         self.memory: ShownMemory = self._arena if memory is None else memory
+        self.alignment_bytes = ALIGNMENT_BYTES if self.memory.device.type == "cpu" else DEVICE_ALIGNMENT_BYTES
         self.order = order
         self.graphs = graphs
         self.engine = engine
@@ -162,8 +166,11 @@ class Pager:
 
         Raises:
             BudgetError: there is no room. The budget that it names holds all that are pinned ``together``.
+            UnsupportedError: the program captures a graph of the device.
         """
         pinned = False
+        if not self.memory.on_host:
+            refuse_capture(self.memory)
         try:
             with self.lock:
                 self.catch_up(slot.unit)
@@ -308,7 +315,8 @@ class Pager:
             self.casts.forget()
         if unit is self.order.backward_of or self.is_fully_resident():
             return
-        gradients = () if unit.gradients is None else (unit.gradients.id,)
+        grad = unit.gradients
+        gradients = () if grad is None or self.memory.keeps(grad) else (grad.id,)
         self._event((Phase.BACKWARD, (unit.index,)), (unit.weights.id, *gradients), backward_of=unit)
 
     def use_update(self, unit: Unit, piece: int, blocks: tuple[int, ...]) -> None:

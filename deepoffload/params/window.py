@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from deepoffload.params.code_scan import hooks_of, may_bypass_hooks, may_cast
+from deepoffload.params.graph_modes import refuse_capture, refuse_graph_mode_outside, refuse_graph_modes
 from deepoffload.params.inference import unfrozen
 from deepoffload.params.membership import Membership
 from deepoffload.params.module_hooks import ModuleHook, NoWindow, refuse_wrappers
@@ -102,6 +103,7 @@ class Window:
 
     def _scan(self, module: nn.Module) -> None:
         """Find the paged parameters below the module, adopting newcomers."""
+        refuse_graph_modes(module, self.pager.memory)
         handles: dict[int, ParamHandle] = {}
         units: dict[int, Unit] = {}
         for name, param in module.named_parameters():
@@ -183,6 +185,10 @@ class Window:
             return
         refuse_tracing()
         refuse_wrappers()
+        if not pager.memory.on_host:
+            refuse_capture(pager.memory)
+            if not pager.hooks.opened():
+                refuse_graph_mode_outside(pager.memory)
         turns = pager.hooks.turns
         if turns is not None:
             turns.enter(self)

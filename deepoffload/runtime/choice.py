@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from deepoffload.config import Config
 from deepoffload.config.units import format_bytes
+from deepoffload.copies.scratch import scratch_bytes
 from deepoffload.device import Tier
 from deepoffload.errors import DevicePlacementError, PlacementError
 from deepoffload.native.aio import round_up
@@ -34,6 +36,9 @@ from deepoffload.schedule.default_updates import with_updates
 from deepoffload.schedule.durable import with_durable_steps
 from deepoffload.schedule.nvme_room import set_up_nvme_bytes, within_nvme
 from deepoffload.schedule.placement import KIND_NUMBERS, BlockColumns, BlockSpec, Placement, place_columns
+
+UPDATED_WITH = (BlockKind.STATE, BlockKind.GRADIENT)
+"""What of a unit lives on a device where its optimizer state does."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class ChosenCut:
     """A cut, the sizes of its units' blocks, and where these go. Blocks are numbered from 0 on, in the order in which
     they are made: unit by unit, weights, gradients, pieces of state.
 
-    ``on_device``: numbers of blocks of optimizer state that live on a device and are no part of the placement.
+    ``on_device``: numbers of blocks of optimizer state and of its gradients that live on a device and are no part of
+    the placement.
     ``copies_bytes``: memory for whole copies of what several ranks store, which is no part of it either.
     """
 
@@ -191,8 +197,8 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
     shares = read_shares(cut) if config.inference and alone else {}
     columns = _columns(cut, sizes, shares)
     stays = _state_on_device(sizes, room.device_bytes) if config.offload_optimizer is Tier.DEVICE else set()
-    is_state = columns.kinds == KIND_NUMBERS[BlockKind.STATE]
-    away = is_state & np.isin(columns.units, [drafts[number].index for number in stays])
+    of_updates = np.isin(columns.kinds, [KIND_NUMBERS[kind] for kind in UPDATED_WITH])
+    away: Any = of_updates & np.isin(columns.units, [drafts[number].index for number in stays])
     placed = BlockColumns(*(column[~away] for column in columns))
     limits = {BlockKind.WEIGHT: config.offload_param, BlockKind.STATE: config.offload_optimizer}
     kept_kinds = [KIND_NUMBERS[kind] for kind, tier in limits.items() if tier is not None and tier is not Tier.NVME]
@@ -270,7 +276,7 @@ def _columns(cut: Cut, sizes: Sequence[UnitSizes], shares: Mapping[int, float]) 
 
 
 def _specs(cut: Cut, sizes: Sequence[UnitSizes], stays: set[int], shares: Mapping[int, float]) -> Iterator[BlockSpec]:
-    """The blocks of a cut, without the state of the units whose numbers are in ``stays``."""
+    """The blocks of a cut, without the state and gradients of the units whose numbers are in ``stays``."""
     number = 0
     for at, (draft, unit) in enumerate(zip(cut.division.drafts, sizes, strict=True)):
         piece = 0
@@ -278,7 +284,7 @@ def _specs(cut: Cut, sizes: Sequence[UnitSizes], stays: set[int], shares: Mappin
             for _ in range(block.count):
                 name = draft.block_name(block.kind, piece)
                 piece += block.kind is BlockKind.STATE
-                if block.kind is not BlockKind.STATE or at not in stays:
+                if block.kind not in UPDATED_WITH or at not in stays:
                     share = shares.get(at, 1.0)
                     yield BlockSpec(number, name, block.kind, block.room_bytes, draft.index, unit.backed, share)
                 number += 1
@@ -291,12 +297,14 @@ def weights_on_device_bytes(sizes: Sequence[UnitSizes]) -> int:
 
 
 def _state_on_device(sizes: Sequence[UnitSizes], device_bytes: int) -> set[int]:
-    """The numbers of as many units, first to last, as there is room for the state of next to the weights."""
-    left = device_bytes - weights_on_device_bytes(sizes)
+    """The numbers of as many units, first to last, as there is room for the state and the gradients of next to the
+    weights, and to what their updates need meanwhile."""
+    left = device_bytes - weights_on_device_bytes(sizes) - scratch_bytes(device_bytes)
     kept = set()
     for number, unit in enumerate(sizes):
-        nbytes = unit.room_bytes(BlockKind.STATE)
-        if nbytes <= left:
+        state_bytes = unit.room_bytes(BlockKind.STATE)
+        nbytes = state_bytes + unit.room_bytes(BlockKind.GRADIENT)
+        if state_bytes and nbytes <= left:
             left -= nbytes
             kept.add(number)
     return kept

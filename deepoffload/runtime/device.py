@@ -12,6 +12,7 @@ from deepoffload.copies.gathered import Gathered
 from deepoffload.copies.host_link import HostLink
 from deepoffload.copies.rank_device import RankDevice
 from deepoffload.copies.rank_link import RankLink
+from deepoffload.copies.scratch import scratch_bytes
 from deepoffload.copies.shown import ShownMemory
 from deepoffload.device import Device
 from deepoffload.errors import BudgetError, ConfigError
@@ -152,9 +153,10 @@ def take_device_memory(memory: ShownMemory, plan: ModelPlan) -> None:
         memory.reserve(plan.chosen.copies_bytes)
         return
     state_bytes = sum(block.shown_room_bytes for block in plan.on_device)
-    needed_bytes = weights_on_device_bytes(plan.chosen.sizes) + state_bytes
+    meanwhile_bytes = scratch_bytes(memory.capacity_bytes) if plan.on_device else 0
+    needed_bytes = weights_on_device_bytes(plan.chosen.sizes) + state_bytes + meanwhile_bytes
     try:
-        memory.reserve(max(needed_bytes, TRIMMED_BYTES_MIN))
+        memory.reserve(max(needed_bytes, TRIMMED_BYTES_MIN), meanwhile_bytes)
     except torch.OutOfMemoryError as error:
         raise BudgetError(
             f"{memory.device} has no {memory.capacity_bytes} bytes in one piece for weights, as device_budget "

@@ -12,7 +12,7 @@ from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.state import LAYOUTS, block_name, equalise_room, make_pieces
 from deepoffload.params.cut import Place, TensorCut, cuts_of
-from deepoffload.params.layout import ALIGNMENT_NUMEL, byte_offsets
+from deepoffload.params.layout import ALIGNMENT_BYTES, ALIGNMENT_NUMEL, byte_offsets
 from deepoffload.params.pager import Pager
 from deepoffload.params.shards import FlatTensor, ShardLayout, shard_layout
 from deepoffload.params.unit import ParamHandle, StateFormat, Unit, WeightView
@@ -48,6 +48,7 @@ class UnitDraft:
         ranks: RankMap | None = None,
         *,
         may_lie_elsewhere: bool = False,
+        alignment_bytes: int = ALIGNMENT_BYTES,
     ) -> None:
         # Trainable parameters first, and those of one dtype together: their state arrays then follow the weights'
         # order.
@@ -67,7 +68,8 @@ class UnitDraft:
             self._offsets, self.nbytes = list(self.backing.offsets), self.backing.nbytes
             return
         if ranks is None:
-            self._offsets, self.nbytes = byte_offsets([handle.numel * dtype.itemsize for handle, dtype in pairs])
+            sizes_bytes = [handle.numel * dtype.itemsize for handle, dtype in pairs]
+            self._offsets, self.nbytes = byte_offsets(sizes_bytes, alignment_bytes)
             if may_lie_elsewhere:
                 self.nbytes = nbytes_for_later(self.nbytes, len(pairs))
             return
@@ -157,7 +159,15 @@ def draft_unit(pager: Pager, types: ComputeTypes, name: str, handles: list[Param
     dtypes = [h.dtype if p is None else types.of(p) for h, p in zip(handles, params, strict=True)]
     ranks = None if pager.link is None else pager.link.ranks
     may_lie_elsewhere = pager.inference and pager.memory.on_host
-    return UnitDraft(pager.life.new_unit_index(), name, handles, dtypes, ranks, may_lie_elsewhere=may_lie_elsewhere)
+    return UnitDraft(
+        pager.life.new_unit_index(),
+        name,
+        handles,
+        dtypes,
+        ranks,
+        may_lie_elsewhere=may_lie_elsewhere,
+        alignment_bytes=pager.alignment_bytes,
+    )
 
 
 def alignment_numel(state_format: StateFormat) -> int:

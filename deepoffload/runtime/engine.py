@@ -31,6 +31,7 @@ from deepoffload.optim.in_backward import EarlyUpdates
 from deepoffload.optim.rank_gradients import RankGradients
 from deepoffload.optim.rank_speculation import speculate
 from deepoffload.params.forward_passes import ForwardPasses
+from deepoffload.params.graph_modes import refuse_graph_modes
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.outer_window import OuterWindow
 from deepoffload.params.pager import Pager
@@ -227,9 +228,9 @@ class Engine:
             plan.assembly.building, plan.assembly.on_value = parts, values.take
         for draft in plan.drafts:
             plan.assembly.fill(draft)
-            for piece in draft.unit.pieces:
-                if piece.block.id in kept:
-                    memory.keep(piece.block)
+            for block in draft.unit.blocks():
+                if block.id in kept:
+                    memory.keep(block)
         join_units(memory, self.gradients, self.pager.units)  # now handles have the types that they compute in
         values.compare(self.agreement, roots)
         if not self.pager.evict_always:
@@ -339,6 +340,7 @@ class Engine:
     def refresh(self, root: nn.Module) -> None:
         """Adopt parameters that came to ``root`` after the context ended, open windows on new modules, and move their
         buffers to the device."""
+        refuse_graph_modes(root, self.pager.memory)
         assembly = Assembly(self.pager, self.gradients, self._grain_bytes // PIECES_PER_BUDGET)
         plan = find_units(root, self._grain_bytes // UNITS_PER_BUDGET, assembly.target_nbytes)
         with self.pager.lock:

@@ -78,7 +78,7 @@ def _cutter(config: Config, roots: Sequence[nn.Module], pages: Pager) -> Cutter:
     registered in fp32."""
     alive = [(handle.name, handle.tensor) for unit in pages.units for handle in unit.handles]
     others = [(name, tensor) for name, tensor in alive if tensor is not None]
-    pager, gradients, handles = dry_pager(*roots, others=others, link=pages.link)
+    pager, gradients, handles = dry_pager(*roots, others=others, link=pages.link, alignment_bytes=pages.alignment_bytes)
     for handle in handles:
         if config.precision is not Precision.KEEP and handle.dtype.is_floating_point:
             handle.dtype = torch.float32

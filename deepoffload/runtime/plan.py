@@ -20,6 +20,7 @@ from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.optim.checks import STATE_DTYPES
 from deepoffload.optim.gradients import Gradients
+from deepoffload.params.layout import ALIGNMENT_BYTES
 from deepoffload.params.open_graphs import OpenGraphs
 from deepoffload.params.pager import Pager
 from deepoffload.params.ports import PlanningPort, RankPort
@@ -186,15 +187,20 @@ def _alive(pager: Pager, handles: Iterable[ParamHandle]) -> list[ParamHandle]:
 
 
 def dry_pager(
-    *roots: nn.Module, others: Iterable[tuple[str, Tensor]] = (), link: PlanningPort | None = None
+    *roots: nn.Module,
+    others: Iterable[tuple[str, Tensor]] = (),
+    link: PlanningPort | None = None,
+    alignment_bytes: int = ALIGNMENT_BYTES,
 ) -> tuple[Pager, Gradients, list[ParamHandle]]:
     """A pager that has no memory and a handle for each parameter, which the parameters know nothing of. ``others``:
-    parameters with names that need not be in ``roots``. ``link``: to the other ranks of those that are planned for."""
+    parameters with names that need not be in ``roots``. ``link``: to the other ranks of those that are planned for.
+    ``alignment_bytes``: of the weights (:class:`Pager`)."""
     graphs = OpenGraphs()
     order = UseOrder(graphs, prefetch=False)
     tiers = TierManager(Arena(PAGE_BYTES, lends=False), None, order)
     # a pager that only plans asks for nothing else of its link
     pager = Pager(tiers, order, graphs, prefetch=False, link=cast("RankPort | None", link))
+    pager.alignment_bytes = alignment_bytes
     params = {id(param): (name, param) for name, param in others}
     params |= {id(param): (name, param) for root in roots for name, param in root.named_parameters()}
     handles = [
@@ -216,10 +222,11 @@ def refusal_of(
     nvme_bytes: int | None,
     bandwidths: Bandwidths,
     device_bytes: int = 0,
+    alignment_bytes: int = ALIGNMENT_BYTES,
     link: PlanningPort | None = None,
 ) -> PlacementError | None:
     """Why models cannot run, as :func:`plan_model` says it; None for ones that can."""
-    pager, gradients, handles = dry_pager(*roots, link=link)
+    pager, gradients, handles = dry_pager(*roots, link=link, alignment_bytes=alignment_bytes)
     room = Room(capacity_bytes, nvme_bytes, bandwidths, device_bytes, None if link is None else link.exchange)
     try:
         choose(cutter_of(pager, gradients, config, roots, handles), config, room)

@@ -58,9 +58,11 @@ def gpu(device: str, nvme_path: Path) -> Iterator[Gpu]:
         reset()
     gpu = Gpu(device, nvme_path)
     gc.collect()
+    gpu.forget_workspaces()
     before_bytes = gpu.module.memory_allocated()
     yield gpu
     gc.collect()
     gpu.module.synchronize()
+    gpu.forget_workspaces()
     assert list(nvme_path.iterdir()) == []
     assert gpu.module.memory_allocated() <= before_bytes

@@ -13,6 +13,7 @@ import deepoffload
 from deepoffload import offload_context
 from deepoffload.copies import pinning
 from deepoffload.copies.accelerator import Accelerator
+from deepoffload.memory.arena import Arena
 from deepoffload.native.aio import PAGE_BYTES
 from tests.support.inspect import pager_of, shown_memory_of, units_of
 from tests.support.simulated_gpu import settings
@@ -78,7 +79,35 @@ def test_copies_take_memory_that_is_locked_in_part_or_chunk_by_chunk(
         for stepping in (optimizer, reference):
             stepping.step()
             stepping.zero_grad()
-    assert 0 < engine.stats()["host_locked_bytes"] <= 100 * PAGE_BYTES
+    assert engine.stats()["host_locked_bytes"] == 100 * PAGE_BYTES, "all that may be, not only whole chunks"
+
+
+@pytest.mark.parametrize("refused", [1, 5, 1000])
+def test_a_refusal_to_lock_memory_is_tried_again_with_less(
+    simulated_gpu: str, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    """A driver that refuses for a while costs smaller parts, and one that always does is not asked for ever."""
+    calls: list[int] = []
+
+    def register(self: Accelerator, address: int, nbytes: int) -> str | None:
+        calls.append(nbytes)
+        return "error 304" if len(calls) <= refused else real(self, address, nbytes)
+
+    real = Accelerator.register
+    monkeypatch.setattr(pinning, "CHUNK_BYTES", 32 * PAGE_BYTES)
+    monkeypatch.setattr(Accelerator, "register", register)
+    arena = Arena(160 * PAGE_BYTES)
+    pinned = pinning.PinnedArena(Accelerator(torch.device(simulated_gpu)), arena)
+    for _ in range(3):
+        parts = pinned.lock(PAGE_BYTES, 150 * PAGE_BYTES)
+    ends = [start + nbytes for start, nbytes in parts]
+    assert [PAGE_BYTES, *ends] == [*(start for start, _ in parts), 151 * PAGE_BYTES], "without gaps"
+    if refused == 1000:
+        assert pinned.locked_bytes == 0 and len(calls) == 3 * 6 and pinned.refusal == "error 304"
+    else:
+        assert pinned.locked_bytes == arena.capacity_bytes and pinned.refusal is None
+        assert calls[:2] == [32 * PAGE_BYTES, 16 * PAGE_BYTES]
+    pinned.release()
 
 
 def test_edits_on_another_stream_are_seen(simulated_gpu: str) -> None:

@@ -15,6 +15,8 @@ from deepoffload import stats
 from deepoffload.errors import BudgetError, ConfigError, PlacementError
 from deepoffload.runtime.device import TRIMMED_BYTES_MIN
 from deepoffload.schedule.events import Event
+from deepoffload.timeline import Lane
+from tests.support import cuda
 from tests.support.gpu import Gpu, memory_of, on_cpu
 from tests.support.inspect import handle_of, pager_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
@@ -66,6 +68,22 @@ def test_no_more_than_the_budget_and_activations(gpu: Gpu) -> None:
     stand_ins = 64 * 512
     assert budget <= taken <= budget + activations + in_flight + stand_ins
     assert stats(model)["device_evictions"] > 0
+
+
+def test_the_workspaces_of_products_are_no_leak(gpu: Gpu) -> None:
+    """The library keeps one for each thread and stream; the fixture, which asks whether all memory is free again at the
+    end of each test, gives them back first."""
+    before = gpu.module.memory_allocated()
+    for stream in (gpu.module.current_stream(), gpu.module.Stream()):
+        with gpu.module.stream(stream):
+            weights = torch.ones(64, 64, device=gpu.device, requires_grad=True)
+            (weights @ weights).sum().backward()  # backward runs on a thread of its own
+            del weights
+    gpu.module.synchronize()
+    assert gpu.module.memory_allocated() > before
+    gpu.forget_workspaces()
+    assert gpu.module.memory_allocated() <= before
+    assert cuda.visible({})["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_little_more_than_the_weights_when_nothing_is_said(gpu: Gpu) -> None:
@@ -161,7 +179,7 @@ def test_the_host_does_not_wait_for_copies_to_the_device(gpu: Gpu) -> None:
     slow(gpu, model)
     memory.acquire(block)
     memory.release(block)
-    assert not memory.transfers._in_flight[-1].event.query()
+    assert not memory.transfers._in_flight[Lane.TO_DEVICE][-1].event.query()
     assert block.leases == block.copying == 1, "the lease of the host's bytes ends when the copy has"
     assert_same_bits(on_cpu(gpu.plain(deep)(rows(gpu))), on_cpu(model(rows(gpu))))
     gpu.module.synchronize()
@@ -175,7 +193,7 @@ def test_the_host_does_not_wait_for_gradients(gpu: Gpu) -> None:
     plain(rows(gpu)).sum().backward()
     slow(gpu, model)
     model(rows(gpu)).sum().backward()
-    in_flight = memory_of(model).transfers._in_flight
+    in_flight = memory_of(model).transfers._in_flight[Lane.FROM_DEVICE]
     assert any(copy.then is not None and not copy.event.query() for copy in in_flight)
     assert_same_bits(on_cpu(gradients_of(plain)), on_cpu(gradients_of(model)))
 

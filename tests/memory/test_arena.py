@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,6 +156,18 @@ def lend_and_measure() -> None:
         arena.free(lent)
         assert resident_bytes() - before < capacity_bytes // 2 + (8 << 20)
         held[::2] = [arena.allocate(chunk_bytes) or 0 for _ in held[::2]]
+
+
+def test_an_arena_may_be_larger_than_the_memory_that_the_system_has_now() -> None:
+    """As with ``memory_may_grow``; nothing is touched. A system that allows no overcommitment refuses it."""
+    memory = psutil.virtual_memory().total + psutil.swap_memory().total
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+        with pytest.raises(BudgetError, match="overcommit_memory"):
+            Arena(2 * memory)
+    else:
+        arena = Arena(2 * memory)
+        assert arena.capacity_bytes >= 2 * memory - PAGE_BYTES
+        arena.close()
 
 
 def test_an_arena_that_does_not_lend_has_no_spare_addresses() -> None:

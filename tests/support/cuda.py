@@ -13,6 +13,8 @@ import torch
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 KEPT = "CUDA_VISIBLE_DEVICES_OF_TESTS"
 """What the variable was before; unset where it was."""
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Without it a product may have other bits each time, on several streams (cuBLAS, "Results Reproducibility")."""
 
 
 def hide() -> None:
@@ -25,7 +27,7 @@ def hide() -> None:
 def visible(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that sees the devices."""
     shown = {key: value for key, value in environment.items() if key not in (VISIBLE, KEPT)}
-    return shown | ({VISIBLE: environment[KEPT]} if KEPT in environment else {})
+    return shown | DETERMINISTIC | ({VISIBLE: environment[KEPT]} if KEPT in environment else {})
 
 
 def missing() -> str | None:

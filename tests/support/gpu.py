@@ -37,6 +37,13 @@ class Gpu:
     def simulated(self) -> bool:
         return self.device == NAME
 
+    def forget_workspaces(self) -> None:
+        """Give back what the library of matrix products keeps of the allocator's memory: that is no leak of ours."""
+        if self.simulated:
+            self.module.clear_workspaces()
+        else:
+            torch._C._cuda_clearCublasWorkspaces()
+
     def put(self, value: Any) -> Any:
         """Tensors and modules, on the device."""
         return value.to(self.device)

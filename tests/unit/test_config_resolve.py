@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from deepoffload.config import Config
@@ -69,6 +71,20 @@ def test_a_budget_above_what_is_available_now_is_said_in_the_reasons():
 def test_budgets_that_cannot_be(config, device, message):
     with pytest.raises(BudgetError, match=message):
         resolve_budgets(config, MACHINE, device, device_free_bytes=8 * GIB)
+
+
+def test_memory_that_grows():
+    """Refused is what is above the physical or the container's limit; the first of them can be forced."""
+    grows = replace(MACHINE, physical_bytes=64 * GIB)
+    reasons = resolve_budgets(Config(host_budget=60 * GIB), grows, CPU).reasons
+    assert "only 20.00 GiB are available" in reasons[1]
+    with pytest.raises(BudgetError, match="may use 64.00 GiB of memory at most.*or set memory_may_grow"):
+        resolve_budgets(Config(host_budget=65 * GIB), grows, CPU)
+    forced = Config(host_budget=104 * GIB, memory_may_grow=True)
+    assert resolve_budgets(forced, grows, CPU).host_bytes == 104 * GIB
+    for contained in (replace(grows, container_bytes=48 * GIB), replace(MACHINE, container_bytes=48 * GIB)):
+        with pytest.raises(BudgetError, match="may use 48.00 GiB of memory at most; lower host_budget$"):
+            resolve_budgets(forced, contained, CPU)
 
 
 def test_an_unmeasured_path():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepoffload.machine import MemoryLimit, measure, memory_limits, usable_cores
+from deepoffload.machine import MemoryLimit, measure, memory_limits, physical_bytes, usable_cores
 
 MIB = 1 << 20
 
@@ -79,6 +79,19 @@ def test_cgroup_v1(tmp_path):
     )
     assert memory_limits(root) == [MemoryLimit(50 * MIB, 35 * MIB)]
     assert usable_cores(root) == 1
+
+
+def test_memory_that_the_machine_may_come_to_have(tmp_path):
+    """Blocks of 128 MiB of which one is not in use yet, and pages that a balloon has taken."""
+    assert physical_bytes(tmp_path, 5) == 5
+    blocks = {f"sys/devices/system/memory/memory{number}/state": "online\n" for number in range(8)}
+    blocks["sys/devices/system/memory/memory8/state"] = "offline\n"
+    root = tree(tmp_path, blocks | {"sys/devices/system/memory/block_size_bytes": "8000000\n"})
+    assert physical_bytes(root, 1000 * MIB) == 9 * 128 * MIB
+    zones = "Node 0, zone DMA\n  pages free 3\n        present  4096\nNode 0, zone Normal\n        present  1044480\n"
+    assert physical_bytes(tree(root, {"proc/zoneinfo": zones}), 1000 * MIB) == (4096 + 1044480) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 @pytest.mark.parametrize(

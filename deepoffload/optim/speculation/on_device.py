@@ -30,5 +30,7 @@ class DeviceSpeculation(Speculation):
             if not any(block.copying for block in blocks):
                 del self._coming[other]
                 self._complete(other)
-        if unit is not None and self._last.landed(handle):
+        if unit is None or (unit.gradients is not None and self._pager.memory.keeps(unit.gradients)):
+            return  # its update is made on the device, and to know its norm now would keep the host waiting
+        if self._last.landed(handle):
             self._coming[unit] = self._gradients.blocks_in_use(unit.handles)

@@ -10,6 +10,7 @@ a thread of its own, asynchronous copies happen as late as they may, and a missi
 
 - **Memory.** Tensors have addresses that the host may not touch; freed and new memory is filled with 0xFF. Sizes are
   exact (multiples of 512), freed memory stays with its stream, and a full device raises ``torch.OutOfMemoryError``.
+  The first matrix product of a thread on a stream takes a workspace, which stays, as cuBLAS's does.
 - **Operators** are the CPU's kernels over the same bytes, so results are the CPU's. They compute at once, in the thread
   that calls. Tensors of the host and of the device do not mix, as on CUDA.
 - **Copies** with ``non_blocking=True`` are queued, from ordinary host memory too, and done when something waits for

@@ -156,6 +156,7 @@ def _memory(native: ModuleType) -> dict[str, Any]:
         "set_per_process_memory_fraction": set_fraction,
         "get_per_process_memory_fraction": lambda which=None: fractions.get(index_of(which), 1.0),
         "empty_cache": empty_cache,
+        "clear_workspaces": native.clear_workspaces,
         "OutOfMemoryError": torch.OutOfMemoryError,
     }
 

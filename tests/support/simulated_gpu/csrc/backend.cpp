@@ -110,6 +110,7 @@ PYBIND11_MODULE(SIMGPU_MODULE, module) {
             simulator().set({chosen, check, seed, delay_max_s});
         },
         Release());
+    module.def("clear_workspaces", [] { Workspaces::get().clear(); }, Release());
     module.def("reset", [=] { simulator().reset(); }, Release());
     module.def("pending", [=] { return simulator().pending(); }, Release());
     module.def("noted_ranges", [=] { return simulator().noted_ranges(); }, Release());

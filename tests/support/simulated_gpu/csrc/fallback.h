@@ -8,6 +8,7 @@
 #include <ATen/native/SparseTensorUtils.h>
 
 #include "aliases.h"
+#include "workspaces.h"
 
 namespace simgpu {
 
@@ -90,6 +91,7 @@ class Call {
         Simulator& simulator = Simulator::get();
         stream_ = current_stream(device_.index());
         name_ = simulator.intern(schema_.name());
+        Workspaces::get().called(schema_.name(), device_, stream_);
         simulator.launch(stream_, name_, uses_);
         {
             const KernelGuard guard;
