@@ -4,8 +4,9 @@ fits.
 python -m benchmarks.gpu --path /mnt/nvme            # after the build; benchmarks/gpu/run.sh does everything
 python -m benchmarks.gpu --simulate                  # checks the script on the tests' simulated GPU
 
-Every case runs in a process of its own. Peers that are not installed are left out, and said so. The figures go to
-benchmarks/results/gpu_<device>.json with the machine's description.
+Every case runs in a process of its own. Peers that are not installed are left out, and so are models for which memory
+or disk is too small, with the reason. The figures go to benchmarks/results/gpu_<device>.json with the machine's
+description, each when it is there.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cases import LARGE, LIMITED, SMOKE, STEPS, Case
+from benchmarks.gpu.cases import ROWS, SMOKE, Case
+from deepoffload import machine
 from deepoffload.cli.nvme.machine import describe_machine
+from deepoffload.config.units import parse_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,11 +43,15 @@ DENSE_BF16_FLOPS_PER_S = {
 """Of the makers' data sheets, without sparsity (V100: fp16)."""
 
 CASE_SECONDS_MAX = 150.0
+LEAST_SECONDS = 20.0
+"""With less time left no row is begun."""
 
 
 def main() -> int:
     said = arguments()
+    started = time.monotonic()
     device = describe_device(said.simulate)
+    out = said.folder / f"gpu_{device['name'].lower().replace(' ', '_')}.json"
     report: dict[str, Any] = {
         "question": "training with a GPU",
         "machine": describe_machine([said.path]),
@@ -53,42 +60,49 @@ def main() -> int:
         "cases": [],
     }
     show_transfers(report["transfers"])
-    started, settled = time.monotonic(), set[int]()
-    for case in SMOKE if said.simulate else (*STEPS, *LARGE, *LIMITED):
+    write(report, out)
+    for case in SMOKE if said.simulate else ROWS:
         left_s = said.seconds - (time.monotonic() - started)
-        row = {"case": case.as_json(), **measure(case, said, left_s, settled)}
+        row = {"case": case.as_json(), **measure(case, said, left_s)}
         report["cases"].append(row)
         show(case, row, device)
-    name = device["name"].lower().replace(" ", "_")
-    out = said.json or ROOT / "benchmarks" / "results" / f"gpu_{name}.json"
-    if not said.simulate or said.json:
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {out}")
+        write(report, out)  # what comes next may be the end of the machine's time
+    print(f"written to {out}")
     return 0 if all("error" not in row or case_may_fail(row) for row in report["cases"]) else 1
+
+
+def write(report: dict[str, Any], out: Path) -> None:
+    """Whole or not at all: a run may be ended at any moment."""
+    partial = out.with_suffix(".partial")
+    partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    partial.replace(out)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", default=tempfile.gettempdir(), help="directory on the NVMe disk")
     parser.add_argument("--seconds", type=float, default=480.0, help="stop starting cases after so long")
+    parser.add_argument(
+        "--host-bytes", type=parse_bytes, help="memory that rows may take, where it grows as it is used"
+    )
     parser.add_argument("--simulate", action="store_true", help="tiny cases on the tests' simulated GPU")
-    parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "results", help="where the results go")
     return parser.parse_args()
 
 
-def measure(case: Case, said: argparse.Namespace, left_s: float, settled: set[int]) -> dict[str, Any]:
+def measure(case: Case, said: argparse.Namespace, left_s: float) -> dict[str, Any]:
     """The figures of a case, or ``left_out`` with the reason, or ``error``."""
     package = NEEDS.get(case.side)
     if package is not None and importlib.util.find_spec(package) is None:
         return {"left_out": f"{package} is not installed"}
-    if case.device_bytes in settled:
-        return {"left_out": "a larger model fits"}
-    if left_s < 20:
+    if left_s < LEAST_SECONDS:
         return {"left_out": f"the time of {said.seconds:.0f} s is over"}
-    result = run("child", [json.dumps(case.as_json()), said.path], said.simulate, min(left_s, CASE_SECONDS_MAX))
-    if case.device_bytes is not None and "error" not in result:
-        settled.add(case.device_bytes)
-    return result
+    found = machine.measure([said.path])
+    host_bytes = said.host_bytes or found.memory_available_bytes
+    lacking = case.lacks(host_bytes, found.disks[0].free_bytes)
+    if lacking is not None:
+        return {"left_out": lacking}
+    return run("child", [json.dumps(case.as_json()), said.path], said.simulate, min(left_s, CASE_SECONDS_MAX))
 
 
 def case_may_fail(row: dict[str, Any]) -> bool:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.common.gpt import num_parameters
+from deepoffload.config.resolve import DISK_SHARE, HOST_SHARE
+from deepoffload.config.units import parse_bytes
+from examples.gpt.model import Shape
+
 GIB = 1 << 30
+
+HOST_BYTES_PER_PARAMETER = {"plain": 4, "ours": 14, "fsdp2": 18, "torchao": 10, "deepspeed": 20}
+"""At most: plain PyTorch builds its model there; ours keeps bf16 weights and gradients, remainders and two moments."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +38,26 @@ class Case:
     device_bytes: int | None = None
     steps: int = 6
 
+    @property
+    def parameters(self) -> int:
+        return num_parameters(Shape(self.hidden, self.layers), self.seq)
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def lacks(self, host_bytes: int, disk_bytes: int) -> str | None:
+        """Why the row cannot be made with so much free memory and disk; None where it can."""
+        needed_bytes = HOST_BYTES_PER_PARAMETER[self.side] * self.parameters
+        said = self.settings.get("host_budget")
+        if not self.settings.get("disk"):
+            if needed_bytes > host_bytes:
+                return f"{needed_bytes / 1e9:.0f} GB of host memory are needed, {host_bytes / 1e9:.0f} GB are free"
+            return None
+        memory_bytes = host_bytes * HOST_SHARE if said is None else parse_bytes(said)
+        on_disk_bytes = max(0, needed_bytes - int(memory_bytes))
+        if on_disk_bytes > DISK_SHARE * disk_bytes:
+            return f"{on_disk_bytes / 1e9:.0f} GB of disk are needed, {disk_bytes / 1e9:.0f} GB are free"
+        return None
 
 
 def _gpt(name: str) -> tuple[int, int]:
@@ -45,41 +71,45 @@ def _case(name: str, side: str, size: str, *, batch: int = 16, seq: int = 1024, 
 
 HOST = {"disk": False}
 DISK = {"disk": True}
+EVERYTHING = {"disk": False, "offload_optimizer": "device"}
+SPECULATIVE = {**HOST, "step_overlap": "speculative"}
 
-STEPS = (
+
+def _peers(size: str, **rest: Any) -> tuple[Case, ...]:
+    return (
+        _case("torchao CPUOffloadOptimizer", "torchao", size, **rest),
+        _case("FSDP2 CPU offload", "fsdp2", size, **rest),
+        _case("DeepSpeed ZeRO-3, optimizer on CPU", "deepspeed", size, **rest),
+    )
+
+
+def _limited(gib: int, size: str) -> Case:
+    """``gib`` of device memory for the whole process."""
+    settings = {**DISK, "device_budget": f"{gib // 3}GiB"}
+    name = f"ours, {gib} GB of device memory"
+    return _case(name, "ours", size, batch=1, settings=settings, device_bytes=gib * GIB, steps=2)
+
+
+ROWS = (
     _case("plain PyTorch", "plain", "1.24b"),
     _case("ours, state in host memory", "ours", "1.24b", settings=HOST),
-    _case("ours, without overlap", "ours", "1.24b", settings={**HOST, "step_overlap": "none", "prefetch": False}),
-    _case("FSDP2 CPU offload", "fsdp2", "1.24b"),
-    _case("torchao CPUOffloadOptimizer", "torchao", "1.24b"),
-    _case("DeepSpeed ZeRO-3, optimizer on CPU", "deepspeed", "1.24b"),
+    _case("ours, speculative updates", "ours", "1.24b", settings=SPECULATIVE),
     _case("plain PyTorch", "plain", "319m"),
+    _case("ours, everything on the device", "ours", "319m", settings=EVERYTHING),
     _case("ours, state in host memory", "ours", "319m", settings=HOST),
-)
-"""1.24 B and 319 M parameters, 16 k tokens per step."""
-
-LARGE = (
+    _case("ours, state in host memory", "ours", "7b", batch=8, settings={**HOST, "host_budget": "98GiB"}, steps=3),
+    _case("ours, optimizer on NVMe", "ours", "3.2b", batch=8, settings={**DISK, "host_budget": "24GiB"}, steps=3),
+    _limited(24, "7b"),
+    _limited(16, "7b"),
+    _limited(8, "7b"),
+    *_peers("1.24b"),
+    *_peers("7b", batch=8, steps=3),
     _case("ours, host memory", "ours", "3.2b", batch=8, settings=HOST, steps=4),
-    _case("ours, host memory", "ours", "7b", batch=8, settings={**HOST, "host_budget": "104GiB"}, steps=3),
-    _case("ours, NVMe", "ours", "3.2b", batch=8, settings={**DISK, "host_budget": "16GiB"}, steps=3),
+    _case("ours, without overlap", "ours", "1.24b", settings={**HOST, "step_overlap": "none", "prefetch": False}),
     _case("ours, NVMe", "ours", "1.24b", settings={**DISK, "host_budget": "8GiB"}, steps=4),
+    _limited(24, "13b"),
 )
-"""Models of 1 to 7 B parameters with host and NVMe tiers."""
-
-LIMITED = tuple(
-    _case(
-        f"ours, {gib} GB of device memory",
-        "ours",
-        size,
-        batch=1,
-        settings={**DISK, "device_budget": f"{gib // 3}GiB"},
-        device_bytes=gib * GIB,
-        steps=2,
-    )
-    for gib, sizes in ((8, ("13b", "7b", "3.2b")), (16, ("13b", "7b")), (24, ("13b",)))
-    for size in sizes
-)
-"""The largest model that trains in so much device memory: the first of each that does. (Host memory may end first.)"""
+"""The most important first: plain and ours, the models that do not fit, then the peers."""
 
 SMOKE = (
     Case("tiny plain PyTorch", "plain", 128, 2, 2, 32, {}, steps=3),
