@@ -228,9 +228,8 @@ class Engine:
             plan.assembly.building, plan.assembly.on_value = parts, values.take
         for draft in plan.drafts:
             plan.assembly.fill(draft)
-            for block in draft.unit.blocks():
-                if block.id in kept:
-                    memory.keep(block)
+            for block in (block for block in draft.unit.blocks() if block.id in kept):
+                memory.keep(block)
         join_units(memory, self.gradients, self.pager.units)  # now handles have the types that they compute in
         values.compare(self.agreement, roots)
         if not self.pager.evict_always:
