@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ class HostLink:
     Attributes:
         transfers: the copies that are under way. The caller of :meth:`bring` and :meth:`take` tells it of them.
         pinned: what of the arena is page-locked.
+        at_close: called when nothing is under way any more.
     """
 
     def __init__(self, tiers: TierManager, accelerator: ComputeDevice) -> None:
@@ -36,6 +37,7 @@ class HostLink:
         self.accelerator = accelerator
         self.transfers = DeviceTransfers(tiers)
         self.pinned = PinnedArena(accelerator, tiers.arena)
+        self.at_close: list[Callable[[], None]] = []
         self._arena_bytes: Tensor | None = None
 
     def bring(self, there: Tensor, offset: int) -> None:
@@ -70,5 +72,8 @@ class HostLink:
         """Wait for the device and for what is under way, and unlock the arena."""
         self.accelerator.synchronize()
         self.transfers.end()
+        for close in self.at_close:
+            close()
+        self.at_close.clear()
         self._arena_bytes = None
         self.pinned.release()

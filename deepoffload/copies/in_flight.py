@@ -16,7 +16,8 @@ from deepoffload.timeline import Lane
 @dataclass(frozen=True, eq=False)
 class _Launched:
     """A copy from or to the host's bytes of a block, which are leased until it is done; ``then`` is called then.
-    ``number``: how many were launched before."""
+    ``number``: how many were launched before. ``begin``: begins what is done elsewhere with the
+    bytes, if they have come, and says whether they have."""
 
     number: int
     event: Any
@@ -25,6 +26,7 @@ class _Launched:
     lane: Lane
     nbytes: int
     begin_s: float
+    begin: Callable[[], bool] | None
 
 
 class DeviceTransfers:
@@ -49,13 +51,25 @@ class DeviceTransfers:
         self.out_bytes = 0
 
     def launched(
-        self, lane: Lane, event: Any, block: Block, nbytes: int, then: Callable[[], None] | None = None
+        self,
+        lane: Lane,
+        event: Any,
+        block: Block,
+        nbytes: int,
+        then: Callable[[], None] | None = None,
+        *,
+        begin: Callable[[], bool] | None = None,
     ) -> None:
         """Register a copy to or from the host's bytes of a leased ``block``, which completes at ``event``. :meth:`poll`
-        and :meth:`end` notice its completion, call ``then`` and end the lease. Users of the block wait until then."""
+        and :meth:`end` notice its completion, call ``then`` and end the lease. Users of the block wait until then.
+
+        Args:
+            begin: where ``event`` is more than the end of the copy: begins what else it consists of, on another thread,
+                if the copy has ended, and returns whether it has.
+        """
         block.copying += 1
         self._launches += 1
-        copy = _Launched(self._launches, event, block, then, lane, nbytes, time.perf_counter())
+        copy = _Launched(self._launches, event, block, then, lane, nbytes, time.perf_counter(), begin)
         self._in_flight.setdefault(lane, deque()).append(copy)
         if lane is Lane.TO_DEVICE:
             self.in_bytes += nbytes
@@ -65,6 +79,9 @@ class DeviceTransfers:
     def poll(self) -> None:
         """End what is done, in each direction the oldest first."""
         for queue in list(self._in_flight.values()):
+            for copy in queue:
+                if copy.begin is None or not copy.begin():
+                    break
             while queue and queue[0].event.query() and self._may_end(queue[0]):
                 self._finish(queue[0])
 

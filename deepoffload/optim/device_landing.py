@@ -1,9 +1,10 @@
 """Gradients on their way from a device to their blocks in host memory.
 
 A gradient leaves in parts, through a ring of staging slots in the arena: copied out on a stream of its own while the
-backward runs on, then landed by the same native pass as on a CPU device. The pass runs where the end of a copy is
-noticed: at a later landing, at a use of the block, or when the ring is full. Until then the gradient tensor is kept, so
-that its memory is not used for anything else.
+backward runs on, then landed by the same native pass as on a CPU device. Small gradients of a unit leave in one copy.
+The pass runs on a separate thread, from where the end of a copy is noticed on: at a later landing, at a use of the
+block, or when the ring is full. Until then the gradient tensor is kept, so that its memory is not used for anything
+else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
 from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.gradient_state import GradientSlot
-from deepoffload.optim.threads import num_threads
+from deepoffload.optim.threads import landing_threads
 from deepoffload.params.torch_private import outside_user_modes
-from deepoffload.timeline import Lane
+from deepoffload.timeline import Lane, Timeline
 
 SLOTS = 4
 SLOTS_MAX = 32
@@ -42,7 +42,7 @@ RING_SHARE = 32
 
 @dataclass
 class _Landing:
-    """One gradient: what is known of it so far, and how many parts are still to come."""
+    """One gradient: what is known of it so far, and how many parts are still to come. ``source`` keeps its memory."""
 
     slot: GradientSlot
     source: Tensor
@@ -51,8 +51,35 @@ class _Landing:
     accumulate: bool
     measured: Callable[[int, bool], None]
     parts_left: int
+    timeline: Timeline | None
     sum_sq: int = 0
     non_finite: bool = False
+
+    def use(self, address: int, start: int, nbytes: int) -> tuple[int, bool]:
+        """Land a part. The block is leased, so its address stays."""
+        slot, first, numel = self.slot, start // self.itemsize, nbytes // self.itemsize
+        begin_s = time.perf_counter()
+        found = cpu_adam.land(
+            slot.address() + first * slot.itemsize,
+            address,
+            numel,
+            dst_dtype=NATIVE_DTYPES[slot.dtype],
+            src_dtype=self.dtype,
+            accumulate=self.accumulate,
+            num_threads=1 if numel <= cpu_adam.CHUNK else landing_threads(),
+        )
+        if self.timeline is not None:
+            self.timeline.add(Lane.LANDING, slot.name, begin_s, time.perf_counter(), numel * slot.itemsize)
+        return found
+
+    def used(self, result: tuple[int, bool]) -> None:
+        """A part has landed."""
+        sum_sq, non_finite = result
+        self.sum_sq += sum_sq
+        self.non_finite |= non_finite
+        self.parts_left -= 1
+        if self.parts_left == 0:
+            self.measured(self.sum_sq, self.non_finite)
 
 
 def ring_of(host_bytes: int) -> tuple[int, int]:
@@ -76,7 +103,9 @@ class DeviceLandings:
         self._tiers = memory.tiers
         self.no_room: BudgetError | None = None
         try:
-            self._ring = StagingRing(memory.link, "gradients", *ring_of(memory.tiers.arena.capacity_bytes))
+            self._ring = StagingRing(
+                memory.link, "gradients", *ring_of(memory.tiers.arena.capacity_bytes), outside_user_modes
+            )
         except BudgetError as error:
             self.no_room = error
 
@@ -108,29 +137,10 @@ class DeviceLandings:
                 self._memory.settle(block)  # what the program has written into what it was shown of the gradients
             source = grad.as_strided((slot.numel,), (1,)).view(torch.uint8)
             parts = self._ring.parts_of(source.numel())
-            landing = _Landing(slot, source, dtype, grad.element_size(), accumulate, measured, parts)
-            self._ring.take(source, block, partial(self._land, landing))
+            landing = _Landing(
+                slot, source, dtype, grad.element_size(), accumulate, measured, parts, self._tiers.timeline
+            )
+            self._ring.take(source, block, landing, may_wait=not shown)
             if shown:
                 self._memory.transfers.end(block)
                 self._memory.refresh(block)
-
-    def _land(self, landing: _Landing, address: int, start_byte: int, nbytes: int) -> None:
-        slot, timeline = landing.slot, self._tiers.timeline
-        start, numel = start_byte // landing.itemsize, nbytes // landing.itemsize
-        begin_s = time.perf_counter()
-        sum_sq, non_finite = cpu_adam.land(
-            slot.address() + start * slot.itemsize,
-            address,
-            numel,
-            dst_dtype=NATIVE_DTYPES[slot.dtype],
-            src_dtype=landing.dtype,
-            accumulate=landing.accumulate,
-            num_threads=1 if numel <= cpu_adam.CHUNK else num_threads(),
-        )
-        if timeline is not None:
-            timeline.add(Lane.LANDING, slot.name, begin_s, time.perf_counter(), numel * slot.itemsize)
-        landing.sum_sq += sum_sq
-        landing.non_finite |= non_finite
-        landing.parts_left -= 1
-        if landing.parts_left == 0:
-            landing.measured(landing.sum_sq, landing.non_finite)

@@ -22,3 +22,8 @@ def num_threads() -> int:
 @lru_cache(maxsize=1)
 def _usable_cores() -> int:
     return usable_cores(Path("/"))
+
+
+def landing_threads() -> int:
+    """The same where the program's threads launch work for a device meanwhile: two cores are theirs."""
+    return max(1, num_threads() - 2)

@@ -3,6 +3,7 @@ was before there was a better way."""
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,16 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload.copies.fenced_arena import DeviceArena
+from deepoffload.copies.in_flight import DeviceTransfers
+from deepoffload.copies.ring import INLINE_BYTES
 from deepoffload.memory.block import Block
+from deepoffload.native import cpu_adam
+from deepoffload.optim.threads import num_threads
+from deepoffload.runtime.context import engine_of
 from deepoffload.timeline import Lane
 from tests.support.gpu import Gpu, memory_of, on_cpu
 from tests.support.inspect import units_of
-from tests.support.loops import assert_same_bits, weights_of
+from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp
 
 WIDTH, LAYERS = 64, 6
@@ -117,3 +123,68 @@ def test_weights_are_aligned_as_matrix_products_ask(gpu: Gpu) -> None:
         layer.register_forward_pre_hook(lambda layer, args: seen.extend(p.data_ptr() % 256 for p in layer.parameters()))
     model(gpu.put(torch.ones(2, 24)))
     assert seen == [0] * 8
+
+
+def blocks_of(width: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)) for _ in range(LAYERS))
+    )
+
+
+def gradient_copies(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, width: int, **said: Any) -> tuple[int, int, int]:
+    """Copies in one backward, gradients and units; losses and weights are those of plain PyTorch."""
+    model, plain = gpu.paged(partial(blocks_of, width), **said), gpu.plain(partial(blocks_of, width))
+    mine, other = (deepoffload.CPUAdamW(each.parameters(), lr=1e-2, max_grad_norm=0.1) for each in (model, plain))
+    launched: list[Lane] = []
+
+    def launch(self: DeviceTransfers, lane: Lane, *rest: Any, **more: Any) -> None:
+        launched.append(lane)
+        real(self, lane, *rest, **more)
+
+    real = DeviceTransfers.launched
+    inputs = gpu.put(torch.randn(3, width, generator=torch.Generator().manual_seed(1)))
+    for number in range(3):
+        for each, optimizer in ((model, mine), (plain, other)):
+            for _ in range(2):  # the second one is added to the first
+                each(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 1:
+            monkeypatch.setattr(DeviceTransfers, "launched", launch)
+    monkeypatch.undo()
+    assert_same_bits(on_cpu(weights_of(plain)), on_cpu(weights_of(model)))
+    copies = launched.count(Lane.FROM_DEVICE)
+    assert copies % 2 == 0
+    return copies // 2, len(list(model.parameters())), len(units_of(model))
+
+
+def test_small_gradients_of_a_unit_leave_in_one_copy(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(Before, each one had a copy and a slot.)"""
+    copies, gradients, units = gradient_copies(gpu, monkeypatch, 32)
+    assert (copies, gradients) == (units, 6 * LAYERS)
+    copies, gradients, units = gradient_copies(gpu, monkeypatch, 128, device_budget=1 << 20, host_budget=8 << 20)
+    assert units <= copies < gradients, "those of weights have copies of their own"
+
+
+def test_large_gradients_land_on_a_thread_that_does_nothing_else(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not on autograd's, which launches for the device meanwhile. (Before, all did.)"""
+    seen: list[tuple[bool, bool, int]] = []
+
+    def land(*rest: Any, num_threads: int, **more: Any) -> Any:
+        numel = rest[2]
+        mine = threading.current_thread().name.startswith("deepoffload gradients")
+        seen.append((4 * numel > INLINE_BYTES, mine, num_threads))
+        return real(*rest, num_threads=num_threads, **more)
+
+    real = cpu_adam.land
+    monkeypatch.setattr(cpu_adam, "land", land)
+    budgets = {"device_budget": 4 << 20, "host_budget": 32 << 20}
+    model, plain = gpu.paged(partial(blocks_of, 256), **budgets), gpu.plain(partial(blocks_of, 256))
+    inputs = gpu.put(torch.randn(3, 256, generator=torch.Generator().manual_seed(1)))
+    for each in (model, plain):
+        each(inputs).square().mean().backward()
+    assert_same_bits(on_cpu(gradients_of(plain)), on_cpu(gradients_of(model)))
+    assert {mine for large, mine, _ in seen if large} == {True} and {large for large, *_ in seen} == {True, False}
+    assert max(threads for *_, threads in seen) <= max(1, num_threads() - 2)
+    engine_of(model).close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("deepoffload gradients")]
