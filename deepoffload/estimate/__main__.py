@@ -23,6 +23,7 @@ from deepoffload.config import (
     StepOverlap,
 )
 from deepoffload.config.units import format_bytes
+from deepoffload.device import Tier
 from deepoffload.errors import DeepOffloadError, PlacementError, UsageError
 from deepoffload.estimate import inference, measure, on_ranks, plots, report, zero_infinity
 from deepoffload.estimate.arguments import parse
@@ -187,6 +188,8 @@ def _config(options: argparse.Namespace) -> Config:
         gradient_accumulation_steps=options.accumulation,
         accumulation_order=AccumulationOrder(options.order or "auto"),
         activations=ActivationMode(options.activations),
+        offload_activations=None if options.offload_activations is None else Tier(options.offload_activations),
+        activation_budget=options.activation_budget,
         optimizer=OptimizerConfig(options.optimizer, {"state_dtype": options.state_dtype, "momentum": 0.9}),
         ranks=RanksConfig(transport=options.transport),
     )

@@ -49,6 +49,10 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     modes = ("auto", "keep", "recompute")
     work.add_argument("--activations", choices=modes, default="auto", help="in vertical order, as in the configuration")
     work.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    tiers, text = ("host", "nvme"), "inputs of checkpointed blocks leave for this tier; with --checkpointing"
+    work.add_argument("--offload-activations", choices=tiers, help=text)
+    text = "of the host budget, for these; not said: a quarter (host) or an eighth (nvme)"
+    work.add_argument("--activation-budget", type=_bytes, metavar="BYTES", help=text)
     work.add_argument("--precision", choices=("bf16", "fp32", "fp16"), default="bf16")
     overlaps = ("deferred", "speculative", "in_backward", "none")
     work.add_argument("--step-overlap", choices=overlaps, help="not said: as the engine chooses")
@@ -96,6 +100,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--state-dtype {options.state_dtype}: {options.optimizer} has no such state")
     if options.precision == "fp16" and options.step_overlap == "in_backward":
         raise ConfigError("--step-overlap in_backward: fp16 needs all gradients before an update; use deferred")
+    if options.offload_activations and not (options.checkpointing or options.largest):
+        raise ConfigError("--offload-activations moves inputs of checkpointed blocks: say --checkpointing, too")
+    if options.activation_budget and not options.offload_activations:
+        raise ConfigError("--activation-budget is for --offload-activations: say host or nvme")
     if options.context and not options.inference:
         raise ConfigError("--context is the length of a KV cache: it goes with --inference")
     for name, unsaid in _OF_TRAINING.items() if options.inference else ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepoffload.estimate.blocks import BlockPlan
+from deepoffload.estimate.offloaded import Leaving
 from deepoffload.estimate.recording import DryRun
 from deepoffload.machine import FREED_BYTES_MAX
 from deepoffload.schedule.cost_model import BlockKind, StepOverlap
@@ -19,6 +20,8 @@ HOLES_CHUNKS, HOLES_CHUNKS_RECOMPUTING = 3, 5
 what is alive at the peak, and about so many times the largest tensor of its heap."""
 
 
+STAYING = Leaving()
+LEFT = "activations that left"
 WHOLE_COPIES, ON_THEIR_WAY = "whole copies", "gradients on their way"
 """Rows of several ranks."""
 
@@ -73,6 +76,7 @@ def estimate_memory(
     together: int = 1,
     written: frozenset[int] | None = None,
     overlap: StepOverlap | None = None,
+    leaving: Leaving = STAYING,
 ) -> MemoryEstimate:
     """Memory of a run with this placement.
 
@@ -85,6 +89,7 @@ def estimate_memory(
         has_device: activations and the weights in use are in a device's own memory, and the arena is page-locked.
         together: how many micro-batches go through the model side by side. All of them come to the last unit before the
             first backward begins.
+        leaving: which activations leave where they are made, next to what ``blocks`` takes of the host budget.
         ranks: of how many this is one, where ``blocks`` is its share: a device holds the units in use whole.
     """
     placement = blocks.placement
@@ -108,7 +113,7 @@ def estimate_memory(
     rows.append(_near("slots for state", slots, has_device, note=f"{window.ring_pieces} pieces" if slots else ""))
     rows.append(_near("prefetch window", dynamic - slots, has_device, note="weights and gradients in use and ahead"))
     if run is not None:
-        rows += _activations(run, has_device, together)
+        rows += _activations(run, has_device, together, leaving)
         if has_device:
             gathered = blocks.in_use_bytes() * ranks
             rows.append(MemoryRow("units on the device", device=gathered, note="weights in use and next, gradients"))
@@ -134,25 +139,30 @@ def _near(name: str, nbytes: int, pinned: bool, nvme: int = 0, note: str = "") -
     return MemoryRow(name, pinned=nbytes if pinned else 0, pageable=0 if pinned else nbytes, nvme=nvme, note=note)
 
 
-def _activations(run: DryRun, has_device: bool, together: int) -> list[MemoryRow]:
+def _activations(run: DryRun, has_device: bool, together: int, leaving: Leaving) -> list[MemoryRow]:
     def row(name: str, nbytes: int, note: str) -> MemoryRow:
         return MemoryRow(name, device=nbytes if has_device else 0, pageable=0 if has_device else nbytes, note=note)
 
     saved = run.saved_bytes - run.head_bytes
     of_all = f" of {together} micro-batches" if together > 1 else ""
     kept = f"kept for backward{of_all}" + (", the rest is recomputed" if run.recomputes else "")
+    places = leaving.places(together * saved, recomputes=run.recomputes)
     rows = [
-        row("activations", together * saved, kept),
+        row("activations", places.stay, kept),
         row("logits and loss", run.head_bytes, "what the head and the loss keep"),
         row("work in progress", run.peak_bytes - run.saved_bytes, "at the peak, gradients before they land among it"),
     ]
+    if places.part:
+        once = ", written and read once per step" if places.nvme else ""
+        note = f"in their part of the host budget{' and on NVMe' if places.nvme else ''}{once}"
+        rows.append(_near(LEFT, places.part, has_device, nvme=places.nvme, note=note))
     if together > 1:
         freed = min((together - 1) * run.largest_chunk_bytes, FREED_BYTES_MAX)
         nbytes = (together - 1) * RUNTIME_BYTES + freed
         rows.append(row("threads of micro-batches", nbytes, "scratch memory of libraries, what malloc holds for each"))
     if not has_device:
         chunks = HOLES_CHUNKS_RECOMPUTING if run.recomputes else HOLES_CHUNKS
-        most_bytes = run.peak_bytes + (together - 1) * saved
+        most_bytes = run.peak_bytes + (together - 1) * saved - places.part - places.nvme
         holes = RUNTIME_BYTES + int(most_bytes * HOLES_SHARE) + chunks * run.largest_chunk_bytes
         rows.append(MemoryRow("held by malloc", pageable=holes, note="freed activations that are not given back"))
     return rows

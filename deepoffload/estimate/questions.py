@@ -15,7 +15,8 @@ from deepoffload.estimate.blocks import UNBOUNDED_BYTES, BlockPlan, Planner
 from deepoffload.estimate.checks import positive_integer
 from deepoffload.estimate.decoder import DecoderShape
 from deepoffload.estimate.machine import MachineSpec
-from deepoffload.estimate.memory import ON_THEIR_WAY, WHOLE_COPIES, MemoryEstimate, estimate_memory
+from deepoffload.estimate.memory import LEFT, ON_THEIR_WAY, WHOLE_COPIES, MemoryEstimate, estimate_memory
+from deepoffload.estimate.offloaded import leaving
 from deepoffload.estimate.progress import Report, silent
 from deepoffload.estimate.rank_share import planned_link
 from deepoffload.estimate.recording import DryRun
@@ -143,7 +144,11 @@ def estimate(
     known = blocks or planner.plan(capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=bandwidths)
     runs = RunsByOrder(subject, known, planner.types, config, machine, progress)
     run = runs.of(order)
-    room = _room(known, run, machine, together_in(config, order))
+    on: dict[str, Any] = {"process_bytes": process, "has_device": machine.has_device}
+    on["leaving"] = gone = leaving(
+        config, _host_bytes(machine, config), has_device=machine.has_device, ranks=machine.devices_per_node
+    )
+    room = _room(known, run, machine, together_in(config, order), on)
     smallest = _smallest(planner, nvme_planned, bandwidths)
     whole = sum(block.nbytes for block in known.placement.blocks)
     found = Estimate(
@@ -168,9 +173,10 @@ def estimate(
         return found
     if parts > 1:
         blocks = _part(blocks, parts)
-    on: dict[str, Any] = {"process_bytes": process, "has_device": machine.has_device, "ranks": parts}
+    on["ranks"] = parts
     memory = estimate_memory(blocks, run, together=together_in(config, order), **on)
-    problem = _too_much(memory, machine, room)
+    left = sum(row.pinned + row.pageable for row in memory.rows if row.name == LEFT)
+    problem = gone.problem(left) or _too_much(memory, machine, room)
     found = replace(found, blocks=blocks, memory=memory, problem=problem)
     if run is None:
         return found
@@ -219,16 +225,15 @@ NO_ROOM = (
 
 
 def budgets(machine: MachineSpec, config: Config) -> tuple[int, int | None]:
-    """Bytes of host memory and of NVMe (None: there is none) that one rank may use: its part of what a node has.
+    """Bytes of host memory for blocks and of NVMe (None: there is none) that one rank may use: its part of what a node
+    has.
 
     Raises:
         ConfigError: the configuration asks for what the machine does not have.
     """
     each = machine.devices_per_node
-    if config.host_budget is None:
-        capacity = unsaid_host_bytes(max(0, machine.host_memory_bytes // each - machine.process_bytes))
-    else:
-        capacity = config.host_budget // each
+    capacity = _host_bytes(machine, config)
+    capacity -= leaving(config, capacity, has_device=machine.has_device, ranks=each).part_bytes
     if config.nvme_budget and not machine.nvme_bytes:
         raise ConfigError(
             f"an NVMe budget of {format_bytes(config.nvme_budget)}, but the machine has no NVMe: measure a disk "
@@ -244,6 +249,14 @@ def budgets(machine: MachineSpec, config: Config) -> tuple[int, int | None]:
     return capacity, (unsaid_nvme_bytes(free) if config.nvme_budget is None else config.nvme_budget) // each
 
 
+def _host_bytes(machine: MachineSpec, config: Config) -> int:
+    """The host budget of one rank, activations included."""
+    each = machine.devices_per_node
+    if config.host_budget is None:
+        return unsaid_host_bytes(max(0, machine.host_memory_bytes // each - machine.process_bytes))
+    return config.host_budget // each
+
+
 def surely_too_large(subject: Subject, machine: MachineSpec, config: Config) -> bool:
     """Whether memory and NVMe together cannot hold the model at any rates."""
     capacity, nvme = budgets(machine, config)
@@ -254,11 +267,11 @@ def surely_too_large(subject: Subject, machine: MachineSpec, config: Config) -> 
     return sum(block.nbytes for block in whole.placement.blocks) > (capacity + (nvme or 0)) * parts
 
 
-def _room(blocks: BlockPlan, run: DryRun | None, machine: MachineSpec, together: int) -> int:
-    """The largest budget that leaves memory for everything else. ``together``: as of :func:`estimate_memory`."""
+def _room(blocks: BlockPlan, run: DryRun | None, machine: MachineSpec, together: int, on: dict[str, Any]) -> int:
+    """The largest budget that leaves memory for everything else. ``together``, ``on``: as of
+    :func:`estimate_memory`."""
     empty = replace(blocks, placement=replace(blocks.placement, capacity_bytes=0), largest_bytes=0)
-    process_bytes, has_device = machine.process_bytes, machine.has_device
-    others = estimate_memory(empty, run, process_bytes=process_bytes, has_device=has_device, together=together)
+    others = estimate_memory(empty, run, together=together, **on)
     near = sum(row.pageable for row in others.rows if row.name not in _MODEL_ROWS)
     return max(0, machine.host_memory_bytes // machine.devices_per_node - near - blocks.largest_bytes)
 
