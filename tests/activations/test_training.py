@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import deepoffload
 from deepoffload import stats
 from tests.accumulation.loops import HORIZONTAL, VERTICAL, VERTICAL_AGAIN, Steps
+from tests.activations import on_ranks
 from tests.support.loops import assert_same_bits, gradients_of, train
 from tests.support.models import TinyGPT, batch, llama, mixtral, mlp, next_token_loss, rows
 from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging, Setting, plain
+from tests.support.rank_processes import values_of
 
 PART = 16 << 10
 """Room for two block inputs."""
@@ -126,6 +129,12 @@ def test_updates_inside_backward(paging: Paging, overlap: str) -> None:
         optimizer.zero_grad()
     assert_same_bits(expected.losses, losses)
     assert_same_bits(expected.final, {name: param.detach().clone() for name, param in model.named_parameters()})
+
+
+def test_ranks_keep_theirs(tmp_path: Path) -> None:
+    for found in values_of(on_ranks.both_ways, 2, str(tmp_path)):
+        assert found["activations_taken"] == 3 * 4
+        assert found["activation_budget_bytes"] == PART, "its half of what the host has"
 
 
 # -- what else is saved, and how graphs are used --------------------------------------------------------------------

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 RUNS = {
     "aliases": ("late", ["tests/params/test_aliases.py"]),
     "transformers": ("random", ["tests/models/test_zoo.py", "-k", "Llama and tight"]),
+    "activations": ("late", ["tests/activations/test_training.py", "-k", "reentrant-tight"]),
 }
 """Order of copies, and which tests."""
 
