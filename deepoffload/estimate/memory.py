@@ -62,6 +62,11 @@ class MemoryEstimate:
         return max(self.build_bytes, sum(row.pinned + row.pageable for row in self.rows))
 
     @property
+    def left_bytes(self) -> int:
+        """Of host memory, what activations take that left where they were made."""
+        return sum(row.pinned + row.pageable for row in self.rows if row.name == LEFT)
+
+    @property
     def nvme_bytes(self) -> int:
         return sum(row.nvme for row in self.rows)
 

@@ -15,8 +15,8 @@ from deepoffload.estimate.blocks import UNBOUNDED_BYTES, BlockPlan, Planner
 from deepoffload.estimate.checks import positive_integer
 from deepoffload.estimate.decoder import DecoderShape
 from deepoffload.estimate.machine import MachineSpec
-from deepoffload.estimate.memory import LEFT, ON_THEIR_WAY, WHOLE_COPIES, MemoryEstimate, estimate_memory
-from deepoffload.estimate.offloaded import leaving
+from deepoffload.estimate.memory import ON_THEIR_WAY, WHOLE_COPIES, MemoryEstimate, estimate_memory
+from deepoffload.estimate.offloaded import Leaving, leaving
 from deepoffload.estimate.progress import Report, silent
 from deepoffload.estimate.rank_share import planned_link
 from deepoffload.estimate.recording import DryRun
@@ -144,10 +144,8 @@ def estimate(
     known = blocks or planner.plan(capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=bandwidths)
     runs = RunsByOrder(subject, known, planner.types, config, machine, progress)
     run = runs.of(order)
-    on: dict[str, Any] = {"process_bytes": process, "has_device": machine.has_device}
-    on["leaving"] = gone = leaving(
-        config, _host_bytes(machine, config), has_device=machine.has_device, ranks=machine.devices_per_node
-    )
+    gone = _leaving(machine, config)
+    on: dict[str, Any] = {"process_bytes": process, "has_device": machine.has_device, "leaving": gone}
     room = _room(known, run, machine, together_in(config, order), on)
     smallest = _smallest(planner, nvme_planned, bandwidths)
     whole = sum(block.nbytes for block in known.placement.blocks)
@@ -175,8 +173,7 @@ def estimate(
         blocks = _part(blocks, parts)
     on["ranks"] = parts
     memory = estimate_memory(blocks, run, together=together_in(config, order), **on)
-    left = sum(row.pinned + row.pageable for row in memory.rows if row.name == LEFT)
-    problem = gone.problem(left) or _too_much(memory, machine, room)
+    problem = gone.problem(memory.left_bytes) or _too_much(memory, machine, room)
     found = replace(found, blocks=blocks, memory=memory, problem=problem)
     if run is None:
         return found
@@ -232,8 +229,7 @@ def budgets(machine: MachineSpec, config: Config) -> tuple[int, int | None]:
         ConfigError: the configuration asks for what the machine does not have.
     """
     each = machine.devices_per_node
-    capacity = _host_bytes(machine, config)
-    capacity -= leaving(config, capacity, has_device=machine.has_device, ranks=each).part_bytes
+    capacity = _host_bytes(machine, config) - _leaving(machine, config).part_bytes
     if config.nvme_budget and not machine.nvme_bytes:
         raise ConfigError(
             f"an NVMe budget of {format_bytes(config.nvme_budget)}, but the machine has no NVMe: measure a disk "
@@ -255,6 +251,12 @@ def _host_bytes(machine: MachineSpec, config: Config) -> int:
     if config.host_budget is None:
         return unsaid_host_bytes(max(0, machine.host_memory_bytes // each - machine.process_bytes))
     return config.host_budget // each
+
+
+def _leaving(machine: MachineSpec, config: Config) -> Leaving:
+    """Which activations leave where they are made."""
+    host_bytes, ranks = _host_bytes(machine, config), machine.devices_per_node
+    return leaving(config, host_bytes, has_device=machine.has_device, ranks=ranks)
 
 
 def surely_too_large(subject: Subject, machine: MachineSpec, config: Config) -> bool:
