@@ -11,6 +11,7 @@ from deepoffload.errors import ConfigError
 _OF_TRAINING = {
     **dict.fromkeys(("largest", "deepspeed", "zero_infinity", "checkpointing"), False),
     **dict.fromkeys(("plot_efficiency", "plot_budget", "order", "step_overlap"), None),
+    **dict.fromkeys(("offload_activations", "activation_budget"), None),
     "accumulation": 1,
     "activations": "auto",
     "optimizer": "adamw",
@@ -100,7 +101,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--state-dtype {options.state_dtype}: {options.optimizer} has no such state")
     if options.precision == "fp16" and options.step_overlap == "in_backward":
         raise ConfigError("--step-overlap in_backward: fp16 needs all gradients before an update; use deferred")
-    if options.offload_activations and not (options.checkpointing or options.largest):
+    if options.offload_activations and not (options.checkpointing or options.largest or options.inference):
         raise ConfigError("--offload-activations moves inputs of checkpointed blocks: say --checkpointing, too")
     if options.activation_budget and not options.offload_activations:
         raise ConfigError("--activation-budget is for --offload-activations: say host or nvme")
