@@ -11,7 +11,7 @@ from deepoffload.device import Tier
 from deepoffload.errors import BudgetError, ConfigError
 
 
-class Places(NamedTuple):
+class ActivationPlaces(NamedTuple):
     """Bytes of saved activations: where they are made, in their part of the host budget, and on NVMe."""
 
     stay: int
@@ -28,12 +28,12 @@ class Leaving:
     to_nvme: bool = False
     every: bool = False
 
-    def places(self, saved_bytes: int, *, recomputes: bool) -> Places:
+    def places(self, saved_bytes: int, *, recomputes: bool) -> ActivationPlaces:
         """Of ``saved_bytes``, which are inputs of checkpointed blocks where a run ``recomputes``."""
         if not self.part_bytes or not (recomputes or self.every):
-            return Places(saved_bytes, 0, 0)
+            return ActivationPlaces(saved_bytes, 0, 0)
         far = max(0, saved_bytes - self.part_bytes)
-        return Places(0, saved_bytes - far, far) if self.to_nvme else Places(0, saved_bytes, 0)
+        return ActivationPlaces(0, saved_bytes - far, far) if self.to_nvme else ActivationPlaces(0, saved_bytes, 0)
 
     def problem(self, part_bytes: int) -> str:
         """Why a step cannot keep so much, if so."""
