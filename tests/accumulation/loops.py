@@ -33,7 +33,7 @@ def plain_accumulation(model: Any, batches: list[Any], loss_of: LossOf) -> list[
     seeds, losses = draw_seeds(len(batches)), []
     program = torch.get_rng_state()
     for seed, batch in zip(seeds, batches, strict=True):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # as accumulate: not that of a device
         loss = loss_of(model, batch)
         losses.append(loss.detach())
         narrow = loss.dtype in (torch.float16, torch.bfloat16) and len(batches) > 1

@@ -45,3 +45,17 @@ def test_what_is_gone_is_found() -> None:
     assert missing("memory/tier_manager.py:acquire, brought   asks") == ["memory/tier_manager.py:brought"]
     assert missing("memory/tiers.py:acquire") == ["memory/tiers.py"]
     assert missing("csrc/aio/engine.c:doff_submitted") == ["csrc/aio/engine.c:doff_submitted"]
+
+
+GROUPS = tuple(f"deepspeed/{folder}/" for folder in ("checkpoint", "moe", "ops", "runtime", "utils"))
+"""Folders whose files have DeepSpeed's names, and are in the house together."""
+
+
+def test_every_file_is_in_the_house_by_its_name_or_its_group() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    house = page.partition("## The house\n")[2]
+    words = {name.lower() for name in re.findall(r"\w+", house)}
+    package = ROOT / "deepoffload"
+    files = [path.relative_to(package).as_posix() for path in sorted(package.rglob("*.py"))]
+    alone = [file for file in files if not file.startswith(GROUPS) and "/__" not in file and file[:2] != "__"]
+    assert [file for file in alone if Path(file).stem not in words] == []
