@@ -39,7 +39,8 @@ static int open_counted(uint64_t address, uint64_t length) {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
     if (mmap(at(address), length, PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED)
         return 0;
-    if (errno == ENOMEM && mmap(at(address), length, PROT_READ | PROT_WRITE, flags | MAP_NORESERVE, -1, 0) != MAP_FAILED)
+    if (errno == ENOMEM &&
+        mmap(at(address), length, PROT_READ | PROT_WRITE, flags | MAP_NORESERVE, -1, 0) != MAP_FAILED)
         return 0;
     return -errno;
 }
