@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepoffload.errors import UsageError
-from deepoffload.estimate.kernels import Kernels
+from deepoffload.estimate.fake_maker import FakeMaker
+from deepoffload.estimate.kernels import Kernels, KnownCalls
 from deepoffload.estimate.recomputed import recomputed
 from deepoffload.estimate.recording import DryRun, Recording
 from deepoffload.estimate.tracker import Fakes, LoopSeen, Tracker
@@ -52,6 +53,7 @@ def record(
     types: ComputeTypes = KEEP_TYPES,
     recompute: bool = False,
     calls_max: int | None = None,
+    known: KnownCalls | None = None,
 ) -> Recording:
     """One forward and backward of ``model``, which may be on any device; it keeps its parameters and state.
 
@@ -62,15 +64,16 @@ def record(
         types: what parameters and buffers compute in; not said: in what they have.
         recompute: ``windows`` run again in backward, and keep nothing else but what they are called with.
         calls_max: how often one visit of the forward may call one kernel with tensors of the same shapes.
+        known: what other runs of the model have found out of its kernels.
 
     Raises:
         NeedsValues: the model looks at values, which nobody has.
         UsageError: it cannot run for another reason, or gives no loss.
         LoopSeen: there were more calls than ``calls_max``.
     """
-    with fake_tensors() as maker:
+    with fake_tensors() as (mode, kind):
         fakes = Fakes(model, types)
-        tracker = Tracker(fakes, Kernels(maker), unit_of or {}, calls_max)
+        tracker = Tracker(fakes, Kernels(FakeMaker(mode, kind), known), unit_of or {}, calls_max)
         with tracker.hooked(windows), recomputed(windows if recompute else ()), tracker:
             try:
                 fakes.run(model, lambda: _step(model, loss_of, tracker))

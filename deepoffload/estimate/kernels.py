@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from deepoffload.estimate.fake_maker import FakeMaker
 from deepoffload.estimate.recording import Op
-from deepoffload.params.torch_private import FakeMaker, fake_device, tree_flatten
+from deepoffload.params.torch_private import fake_device, tree_flatten
 
 _ATTENTION_BACKWARD = 2.5
 """Matrix products in the backward of fused attention for one pair in its forward: five for two (FlashAttention,
@@ -45,14 +46,23 @@ class _KnownCall:
     op: Op | None
 
 
+class KnownCalls:
+    """What calls give, for all runs of one model: their tensors are others, what they are like is the same."""
+
+    def __init__(self) -> None:
+        self.calls: dict[object, _KnownCall] = {}
+        self.ops: dict[object, Op] = {}
+
+
 class Kernels:
     """Runs kernels on fake tensors. What a call gives depends on its arguments without their values, so it is worked
     out once for the same ones."""
 
-    def __init__(self, maker: FakeMaker) -> None:
+    def __init__(self, maker: FakeMaker, known: KnownCalls | None = None) -> None:
+        known = known or KnownCalls()
         self._maker = maker
-        self._known: dict[object, _KnownCall] = {}
-        self._ops: dict[object, Op] = {}
+        self._known = known.calls
+        self._ops = known.ops
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor], Op | None]:
         """What the call gives, the tensors in that, and what has been computed (None: nothing)."""

@@ -17,6 +17,7 @@ from torch import nn
 from deepoffload.errors import UsageError
 from deepoffload.estimate.dry_run import LossOf, NeedsValues, record
 from deepoffload.estimate.expansion import Expansion, Kept
+from deepoffload.estimate.kernels import KnownCalls
 from deepoffload.estimate.layers import TIMES, Places, Stack, find_stacks, shortened
 from deepoffload.estimate.lengths import ByLength, record_quickly
 from deepoffload.estimate.progress import Report, silent
@@ -47,7 +48,8 @@ def dry_run_quickly(
     Raises:
         UsageError: the model cannot run without data, or gives no loss.
     """
-    record_it = partial(record, model, windows=windows, unit_of=unit_of, types=types, recompute=recompute)
+    said: dict[str, Any] = {"windows": windows, "unit_of": unit_of, "types": types, "recompute": recompute}
+    record_it = partial(record, model, **said, known=KnownCalls())
     stacks = find_stacks(model) if may_shorten else []
     places = Places.of(stacks, unit_of, model) if stacks else None
     for radius in RADII:

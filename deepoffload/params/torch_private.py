@@ -48,7 +48,7 @@ top_saved_tensors_hooks: Callable[[bool], Any] = _need(_autograd, "_top_saved_te
 saved_tensors_hooks_enabled: Callable[[], bool] = _need(_autograd, "_saved_tensors_hooks_is_enabled")
 storage_use_count: Callable[[int], int] = _need(torch._C, "_storage_Use_Count")
 tensor_use_count: Callable[[Tensor], int] = _need(torch._C.TensorBase, "_use_count")
-_refuse_writes: Callable[[Tensor], None] = _need(torch._C, "_set_throw_on_mutable_data_ptr")
+refuse_writes: Callable[[Tensor], None] = _need(torch._C, "_set_throw_on_mutable_data_ptr")
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _call_past_doors = _need(torch._C, "_disabled_torch_function_impl")
 is_functorch_wrapped: Callable[[Tensor], bool] = _need(torch._C._functorch, "is_functorch_wrapped_tensor")
@@ -59,7 +59,8 @@ _swap_implementation = _need(torch._C, "_swap_tensor_impl")
 _disable_current_modes = _need(_python_dispatch, "_disable_current_modes")
 is_wrapper: Callable[[Any], bool] = _need(_python_dispatch, "is_traceable_wrapper_subclass")  # DTensor and the like
 _dispatch_mode = _need(torch._C, "_get_dispatch_mode")
-_no_dispatch: Callable[[], object] = _need(torch._C, "_DisableTorchDispatch")
+no_dispatch: Callable[[], object] = _need(torch._C, "_DisableTorchDispatch")
+make_subclass: Callable[..., Any] = _need(Tensor, "_make_subclass")
 _PROXY = _need(_need(torch._C, "_TorchDispatchModeKey"), "PROXY")
 current_node = _need(torch._C, "_current_autograd_node")
 graph_task: Callable[[], int] = _need(torch._C, "_current_graph_task_id")  # the innermost backward's; -1 outside
@@ -103,7 +104,7 @@ def _flag_against_reads() -> int:
     """
     tensor = torch.zeros(())
     before = _storage_content(tensor)
-    _refuse_writes(tensor)
+    refuse_writes(tensor)
     after = _storage_content(tensor)
     changed = [at for at in range(_STORAGE_BYTES) if before[at] != after[at]]
     flag = changed[-1] + 1 if changed else _STORAGE_BYTES
@@ -129,7 +130,7 @@ _READ_FLAG = _flag_against_reads() if _say_why is None else 0
 def refuse_access(tensor: Tensor) -> None:
     """From now on, every read of the memory of ``tensor``, and every write, raises a RuntimeError of torch's."""
     if _say_why is None:
-        _refuse_writes(tensor)
+        refuse_writes(tensor)
         _set_flag(tensor, _READ_FLAG)
     else:
         _say_why(tensor.untyped_storage()._cdata, _AWAY)
@@ -349,8 +350,9 @@ def place_in_distributed_file(file: str, begin: int, nbytes: int) -> Any:
 
 
 @contextlib.contextmanager
-def fake_tensors() -> Iterator[FakeMaker]:
+def fake_tensors() -> Iterator[tuple[Any, type[Tensor]]]:
     """Operations have shapes and no bytes inside. Imported when it is used: it takes a quarter of a second.
+    Gives torch's mode, and the class of the tensors.
 
     torch logs an operation that fails, with its traceback, and raises the error, too; here it only raises it.
     """
@@ -360,30 +362,11 @@ def fake_tensors() -> Iterator[FakeMaker]:
     was, logger.disabled = logger.disabled, True
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            yield FakeMaker(mode, FakeTensor)
+            # torch's own memory of calls costs more than it saves where each of them is remembered already
+            mode.cache_enabled = False
+            yield mode, FakeTensor
     finally:
         logger.disabled = was
-
-
-class FakeMaker:
-    """Makes tensors as operations under :func:`fake_tensors` do, a few times faster: what they are like is known."""
-
-    def __init__(self, mode: Any, kind: type[Tensor]) -> None:
-        self._mode, self._kind = mode, kind
-
-    def is_fake(self, value: object) -> bool:
-        """Whether it is such a tensor, and none of which torch remembers the values."""
-        return type(value) is self._kind and getattr(value, "constant", None) is None
-
-    def fake(self, shape: Any, stride: Any, dtype: Any, device: torch.device, base: Tensor | None, offset: int) -> Any:
-        """A new tensor; with ``base`` a view of its storage, from the element ``offset`` on."""
-        guard = _no_dispatch()
-        size = (shape, stride) if base is None else ((0,), (1,))
-        plain = torch.empty_strided(*size, dtype=dtype, device="meta")
-        if base is not None:
-            plain.set_(base.untyped_storage(), offset, shape, stride)
-        del guard
-        return self._kind(self._mode, plain, device)
 
 
 class DirectDispatchMode(TorchDispatchMode):

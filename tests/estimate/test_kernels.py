@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from deepoffload.estimate.kernels import Kernels
+from deepoffload.estimate.fake_maker import FakeMaker
+from deepoffload.estimate.kernels import Kernels, KnownCalls
 from deepoffload.params.torch_private import fake_tensors, tree_flatten
 
 aten = torch.ops.aten
@@ -29,6 +31,13 @@ CALLS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "of a list": (aten.cat.default, lambda: ([torch.zeros(2, 3), torch.zeros(4, 3)],)),
     "nothing": (aten.sum.dim_IntList, lambda: (torch.zeros(0, 3), [0])),
 }
+
+
+@contextmanager
+def a_run(known: KnownCalls | None = None) -> Iterator[tuple[FakeMaker, Kernels]]:
+    with fake_tensors() as (mode, kind):
+        maker = FakeMaker(mode, kind)
+        yield maker, Kernels(maker, known)
 
 
 def like(out: Any, args: tuple[Any, ...]) -> list[Any]:
@@ -53,8 +62,7 @@ def test_a_call_that_is_known_gives_what_torch_gives(name: str) -> None:
     func, arguments = CALLS[name]
     args = arguments()
     expected = like(func(*args), args)
-    with fake_tensors() as maker:
-        kernels = Kernels(maker)
+    with a_run() as (maker, kernels):
         ops = []
         for _ in range(3):
             args = arguments()
@@ -69,8 +77,7 @@ def test_a_call_that_is_known_gives_what_torch_gives(name: str) -> None:
 
 
 def test_a_view_of_another_place_is_no_copy_of_the_first() -> None:
-    with fake_tensors() as maker:
-        kernels = Kernels(maker)
+    with a_run() as (_, kernels):
         whole = torch.zeros(8, 4)
         for row in (0, 5, 2):
             (out, _, _), expected = kernels.call(aten.select.int, (whole[row:], 0, 1), {}), whole[row:][1]
@@ -79,8 +86,7 @@ def test_a_view_of_another_place_is_no_copy_of_the_first() -> None:
 
 
 def test_what_depends_on_values_is_refused_every_time() -> None:
-    with fake_tensors() as maker:
-        kernels = Kernels(maker)
+    with a_run() as (_, kernels):
         for _ in range(2):
             with pytest.raises(Exception, match="nonzero"):
                 kernels.call(aten.nonzero.default, (torch.zeros(4),), {})
@@ -94,10 +100,24 @@ def test_known_calls_are_not_asked_of_torch_again() -> None:
             asked.append(func)
             return func(*args, **(kwargs or {}))
 
-    with fake_tensors() as maker:
-        kernels, x = Kernels(maker), torch.zeros(4, 6)
-        with Seen():
+    known = KnownCalls()
+    for _ in range(2):  # the second run knows what the first one has found out
+        with a_run(known) as (_, kernels), Seen():
+            x = torch.zeros(4, 6)
             for _ in range(5):
                 kernels.call(aten.add.Tensor, (x, x), {})
                 kernels.call(aten.transpose.int, (x, 0, 1), {})
-    assert [func for func in asked if func.namespace != "prim"] == [aten.add.Tensor, aten.transpose.int]
+    own = [func for func in asked if func is not aten.zeros.default and func.namespace != "prim"]
+    assert own == [aten.add.Tensor, aten.transpose.int]
+
+
+def test_a_tensor_made_here_has_the_attributes_of_one_that_torch_makes() -> None:
+    with a_run() as (maker, _):
+        made = [maker.fake((2, 3), (3, 1), torch.float32, torch.device("cpu"), None, 0) for _ in range(3)]
+        theirs = torch.zeros(2, 3)
+        for tensor in made:
+            assert vars(tensor) == vars(theirs)
+            assert type(tensor) is type(theirs) and tensor.requires_grad is False
+            assert torch._C._dispatch_keys(tensor) == torch._C._dispatch_keys(theirs)
+        made[1].requires_grad_().sum().backward()
+        assert made[1].grad is not None and made[2].grad is None
