@@ -68,22 +68,31 @@ class Kernels:
         """What the call gives, the tensors in that, and what has been computed (None: nothing)."""
         key = self._key(func, args, kwargs)
         known = self._known.get(key) if key is not None else None
-        if known is not None:
-            made = [self._again(result, args) for result in known.results]
-            return (made[0] if known.many is None else known.many(made)), made, known.op
+        if known is None:
+            out, made, op, known = self._ask(func, args, kwargs, may_be_known=key is not None)
+            if known is None:
+                return out, made, op
+            self._known[key] = known
+        # The first one, too: torch refers weakly to tensors that it makes itself, and then nobody can swap them.
+        made = [self._again(result, args) for result in known.results]
+        return (made[0] if known.many is None else known.many(made)), made, known.op
+
+    def _ask(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_known: bool
+    ) -> tuple[Any, list[Tensor], Op | None, _KnownCall | None]:
+        """What torch gives, as :meth:`call`, and how to give it again (None: that is not known)."""
         out = func(*args, **kwargs)
         if func.namespace == "prim":
-            return out, [], None
+            return out, [], None, None
         made = [out] if isinstance(out, Tensor) else [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
         op = self._op(func, args, kwargs, out, made) if made and not func.is_view else None
-        results = [self._result(tensor, args) for tensor in made] if key is not None and made else []
+        results = [self._result(tensor, args) for tensor in made] if may_be_known and made else []
         is_plain = isinstance(out, Tensor) or (type(out) in (tuple, list) and len(made) == len(out))
         fresh = [t.untyped_storage()._cdata for t, r in zip(made, results, strict=False) if r and not r.of_first]
-        if results and all(results) and is_plain and len(fresh) == len(set(fresh)):
-            self._known[key] = _KnownCall(
-                tuple(filter(None, results)), None if isinstance(out, Tensor) else type(out), op
-            )
-        return out, made, op
+        if not (results and all(results) and is_plain and len(fresh) == len(set(fresh))):
+            return out, made, op, None
+        many = None if isinstance(out, Tensor) else type(out)
+        return out, made, op, _KnownCall(tuple(filter(None, results)), many, op)
 
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Everything that the result depends on; None where that cannot be said."""

@@ -17,9 +17,6 @@ EXPERTS_MIN = 500
 """Models with fewer experts, in all layers together, are built at once."""
 LAYERS, EXPERTS, TOKENS = 4, 8, 16
 """Of the trial."""
-ATTEMPTS = 2
-"""A module that calls ``to`` in its forward (a router that stays fp32) fails on shapes the first time, when torch still
-refers to the tensors that it makes, and not the second time, when it has cached how to make them."""
 
 
 def refuse_what_needs_values(settings: Mapping[str, Any]) -> None:
@@ -32,14 +29,14 @@ def refuse_what_needs_values(settings: Mapping[str, Any]) -> None:
         model, _ = by_transformers(small, checkpointing=False)
     except ConfigError:
         return
-    for _ in range(ATTEMPTS) if model is not None else ():
-        try:
-            types = compute_types(Config(precision=Precision.BF16), [model])
-            dry_run(model, transformers_loss(model, 1, TOKENS), types=types)
-        except NeedsValues:
-            raise
-        except UsageError:
-            continue
+    if model is None:
+        return
+    try:
+        types = compute_types(Config(precision=Precision.BF16), [model])
+        dry_run(model, transformers_loss(model, 1, TOKENS), types=types)
+    except NeedsValues:
+        raise
+    except UsageError:
         return
 
 

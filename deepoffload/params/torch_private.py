@@ -60,7 +60,6 @@ _disable_current_modes = _need(_python_dispatch, "_disable_current_modes")
 is_wrapper: Callable[[Any], bool] = _need(_python_dispatch, "is_traceable_wrapper_subclass")  # DTensor and the like
 _dispatch_mode = _need(torch._C, "_get_dispatch_mode")
 no_dispatch: Callable[[], object] = _need(torch._C, "_DisableTorchDispatch")
-make_subclass: Callable[..., Any] = _need(Tensor, "_make_subclass")
 _PROXY = _need(_need(torch._C, "_TorchDispatchModeKey"), "PROXY")
 current_node = _need(torch._C, "_current_autograd_node")
 graph_task: Callable[[], int] = _need(torch._C, "_current_graph_task_id")  # the innermost backward's; -1 outside
