@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -25,6 +26,8 @@ from deepoffload.params.window import Window
 from deepoffload.runtime.context import engine_of
 from deepoffload.runtime.engine import Engine
 from deepoffload.runtime.loop import check_loss, mean_over
+
+log = logging.getLogger("deepoffload")
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -339,8 +342,8 @@ def _note(error: BaseException, number: int | None, lost: bool) -> None:
 
 
 def _add_note(error: BaseException, text: str) -> None:
-    """What people see below the traceback, and in an older Python behind the message."""
+    """What people see below the traceback, and in an older Python in the log before it."""
     if hasattr(error, "add_note"):
         error.add_note(text)
-    elif isinstance(error, (RuntimeError, ValueError)):  # Python 3.10 has no notes
-        error.args = (*error.args, text)
+    else:  # Python 3.10 has no notes
+        log.warning("%s: %s", type(error).__name__, text)

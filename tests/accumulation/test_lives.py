@@ -23,7 +23,7 @@ from deepoffload.schedule.cost_model import Bandwidths
 from tests.accumulation.loops import HORIZONTAL, VERTICAL, Steps
 from tests.accumulation.trouble import Trouble
 from tests.support.inspect import pager_of
-from tests.support.loops import assert_same_bits
+from tests.support.loops import assert_same_bits, notes_of
 from tests.support.models import TinyGPT, batch, next_token_loss
 from tests.support.paging import RESIDENT, TIGHT, Paging
 
@@ -42,7 +42,9 @@ MOMENTS = COUNT * 5
 
 
 @pytest.mark.parametrize("order", [VERTICAL, HORIZONTAL])
-def test_steps_after_trouble_are_those_of_an_undisturbed_run(paging: Paging, order: str) -> None:
+def test_steps_after_trouble_are_those_of_an_undisturbed_run(
+    paging: Paging, order: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Exceptions and Ctrl-C at random moments, a step after each, an evaluation between."""
     ends = []
     for disturbed in (False, True):
@@ -57,7 +59,8 @@ def test_steps_after_trouble_are_those_of_an_undisturbed_run(paging: Paging, ord
                 with pytest.raises(trouble.raised) as caught:
                     deepoffload.accumulate(model, batches(50 + step), trouble.loss, order=order)
                     signal.getsignal(signal.SIGINT)  # where the interrupt of a last moment arrives
-                notes = "".join(getattr(caught.value, "__notes__", []))
+                notes = notes_of(caught.value, caplog)
+                caplog.clear()
                 assert "gradients are dropped" in notes
                 assert trouble.raised is KeyboardInterrupt or "in micro-batch" in notes
                 assert not our_threads()
@@ -95,7 +98,9 @@ def test_an_ordinary_model_is_trained_in_the_ordinary_order() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_of_an_ordinary_model_only_gradients_that_were_added_to_are_dropped(after: int) -> None:
+def test_of_an_ordinary_model_only_gradients_that_were_added_to_are_dropped(
+    after: int, caplog: pytest.LogCaptureFixture
+) -> None:
     model = TinyGPT()
     next_token_loss(model, batch(77)).backward()
     before = {name: param.grad for name, param in model.named_parameters()}
@@ -110,7 +115,7 @@ def test_of_an_ordinary_model_only_gradients_that_were_added_to_are_dropped(afte
         deepoffload.accumulate(model, batches(0), loss)
     for name, param in model.named_parameters():
         assert param.grad is (before[name] if after == 0 else None)
-    assert ("before the call" in "".join(caught.value.__notes__)) is (after == 1)
+    assert ("before the call" in notes_of(caught.value, caplog)) is (after == 1)
 
 
 @pytest.mark.parametrize("checkpointing", [None, False, True])

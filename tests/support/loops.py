@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -173,3 +174,8 @@ def relative_difference(initial: Iterable[Tensor], expected: Iterable[Tensor], g
         apart += float((one.double() - other.double()).square().sum())
         went += float((one.double() - start.double()).square().sum())
     return (apart / went) ** 0.5
+
+
+def notes_of(error: BaseException, caplog: pytest.LogCaptureFixture) -> str:
+    """What an error says below its traceback; Python 3.10 has no notes, and the log says it there."""
+    return "".join(getattr(error, "__notes__", [])) + caplog.text
