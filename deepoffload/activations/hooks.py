@@ -7,6 +7,7 @@ pushed none. An activation checkpoint, ``save_on_cpu`` and hooks of the program 
 from __future__ import annotations
 
 import sys
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from deepoffload.activations.store import ActivationStore, Kept
+from deepoffload.activations.store import ActivationStore, Call, Kept
 from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.saved import SavedTensor, counter_of, maker_of, was_changed
@@ -73,6 +74,7 @@ class ActivationHooks:
     """
 
     def __init__(self, pager: PagerPort, store: ActivationStore, above_bytes: int | None) -> None:
+        self._pager = pager
         self._storages = pager.storages
         self._device = pager.memory.device
         self._store = store
@@ -81,11 +83,17 @@ class ActivationHooks:
     def pack(self, tensor: Tensor) -> SavedTensor | SavedActivation:
         if not self._leaves(tensor):
             return SavedTensor(tensor)
-        kept, number = self._store.take(tensor)
+        kept, number = self._store.take(tensor, self._call())
         return SavedActivation(self._store, kept, number, tensor)
 
     def unpack(self, packed: Any) -> Tensor:
         return packed.checked() if type(packed) is SavedTensor else packed.restored()
+
+    def _call(self) -> Call:
+        opened = self._pager.hooks.opened()
+        end = opened[0].frame_end if opened else None
+        frame_end = None if end is None else end()
+        return _no_call if frame_end is None else weakref.ref(frame_end)  # without the callback of the first one
 
     def _leaves(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
@@ -103,6 +111,10 @@ class ActivationHooks:
         if self._above_bytes is not None and nbytes >= self._above_bytes:
             return True
         return _saved_by_checkpoint()
+
+
+def _no_call() -> None:
+    """What is saved outside of a call of the model."""
 
 
 def _saved_by_checkpoint() -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from deepoffload.errors import BudgetError, ClosedError
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import round_up
+from deepoffload.params.saved import counter_of, share_counter
 from deepoffload.params.torch_private import in_backward, outside_user_modes
 from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.cost_model import BlockKind
@@ -82,23 +83,31 @@ class OrderOfReturn:
         return ()
 
 
+Call = Callable[[], object]
+"""A weak reference to a running call of the model."""
+
+
 class Kept:
     """The bytes of one storage that has left.
 
     Attributes:
+        counter: has the in-place counter of the tensor that was saved first. Another tensor over the storage may have
+            its own: ``torch.unsafe_chunk`` makes such ones.
+        call: of the model that saved it; None when that is over.
         numbers: of the saved tensors that show it and still exist.
         whole: its bytes where the program computes, while several saved tensors may ask for them in a row.
     """
 
-    __slots__ = ("block", "storage", "address", "version", "device", "numbers", "whole")
+    __slots__ = ("block", "storage", "address", "counter", "version", "call", "numbers", "whole")
 
-    def __init__(self, block: Block, tensor: Tensor) -> None:
+    def __init__(self, block: Block, tensor: Tensor, call: Call) -> None:
         storage = tensor.untyped_storage()
         self.block = block
         self.storage = StorageWeakRef(storage)
         self.address = storage._cdata
+        self.counter = counter_of(tensor)
         self.version = tensor._version
-        self.device = tensor.device
+        self.call = call
         self.numbers: set[int] = set()
         self.whole: Tensor | None = None
 
@@ -131,9 +140,9 @@ class ActivationStore:
 
     # -- what hooks call -------------------------------------------------------------------------------------------
 
-    def take(self, tensor: Tensor) -> tuple[Kept, int]:
-        """Keep the bytes of ``tensor``'s storage, once for all tensors that show it. Returns them with the number that
-        is given to the saved tensor; :meth:`drop` gives both back.
+    def take(self, tensor: Tensor, call: Call) -> tuple[Kept, int]:
+        """Keep the bytes of ``tensor``'s storage, once for all tensors that show it and are saved in one call of the
+        model. Returns them with the number that is given to the saved tensor; :meth:`drop` gives both back.
 
         Raises:
             BudgetError: there is no room for it in ``activation_budget``, or on NVMe. Nothing has been kept.
@@ -142,9 +151,9 @@ class ActivationStore:
         """
         with self.tiers.lock:
             self._collect()
-            kept = self._known(tensor)
+            kept = self._known(tensor, call)
             if kept is None:
-                kept = self._leave(tensor)
+                kept = self._leave(tensor, call)
             self._number += 1
             kept.numbers.add(self._number)
             self._order.comes(self._number, kept)
@@ -180,18 +189,20 @@ class ActivationStore:
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
-    def _known(self, tensor: Tensor) -> Kept | None:
-        """The same storage, saved before and not changed since."""
+    def _known(self, tensor: Tensor, call: Call) -> Kept | None:
+        """The same storage, saved before and not changed since. Between two calls of a model a program may change it
+        in ways that move no counter: numpy shares memory with it, or it is ``x.data`` that is edited."""
         address = tensor.untyped_storage()._cdata
         kept = self._by_storage.get(address)
         if kept is None:
             return None
-        if kept.storage.expired() or kept.version != tensor._version:
-            del self._by_storage[address]
-            return None
-        return kept
+        if not kept.storage.expired() and kept.version == tensor._version and share_counter(kept.counter, tensor):
+            if kept.call() is not None and kept.call() is call():
+                return kept
+        del self._by_storage[address]
+        return None
 
-    def _leave(self, tensor: Tensor) -> Kept:
+    def _leave(self, tensor: Tensor, call: Call) -> Kept:
         nbytes = tensor.untyped_storage().nbytes()
         name = f"activation {self._number + 1} {list(tensor.shape)}"
         if round_up(nbytes) > self.tiers.arena.capacity_bytes:
@@ -200,7 +211,7 @@ class ActivationStore:
                 f"raise activation_budget to at least {2 * round_up(nbytes)} bytes, which hold this one and the next"
             )
         block = self.tiers.create(name, BlockKind.ACTIVATION, nbytes)
-        kept = Kept(block, tensor)
+        kept = Kept(block, tensor, call)
         try:
             self._acquire_empty(block)
             try:

@@ -28,6 +28,7 @@ from deepoffload.params.torch_private import (
     push_saved_tensors_hooks,
     saved_tensors_hooks_enabled,
     set_data,
+    set_versions,
     top_saved_tensors_hooks,
     version_of,
 )
@@ -211,6 +212,16 @@ def counter_of(tensor: Tensor) -> Tensor:
         counter = tensor.detach()
         set_data(counter, counter.new_empty(0))
         return counter
+
+
+def share_counter(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one in-place counter, not two that stand equally high. Neither may be a weight."""
+    version = one._version
+    set_versions((one,), (version + 1,))
+    try:
+        return version == other._version - 1
+    finally:
+        set_versions((one,), (version,))
 
 
 def maker_of(tensor: Tensor) -> tuple[str, int] | None:

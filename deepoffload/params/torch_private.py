@@ -46,6 +46,7 @@ push_saved_tensors_hooks: Callable[[Any, Any], None] = _need(_autograd, "_push_s
 pop_saved_tensors_hooks: Callable[[], None] = _need(_autograd, "_pop_saved_tensors_default_hooks")
 top_saved_tensors_hooks: Callable[[bool], Any] = _need(_autograd, "_top_saved_tensors_default_hooks")
 saved_tensors_hooks_enabled: Callable[[], bool] = _need(_autograd, "_saved_tensors_hooks_is_enabled")
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = _need(_autograd, "_unsafe_set_version_counter")
 storage_use_count: Callable[[int], int] = _need(torch._C, "_storage_Use_Count")
 tensor_use_count: Callable[[Tensor], int] = _need(torch._C.TensorBase, "_use_count")
 refuse_writes: Callable[[Tensor], None] = _need(torch._C, "_set_throw_on_mutable_data_ptr")

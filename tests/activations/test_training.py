@@ -198,6 +198,43 @@ def test_one_storage_is_stored_once(paging: Paging) -> None:
     assert stats(model)["activation_bytes_taken"] <= 4 * nbytes
 
 
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell], ids=lambda kind: kind.__name__)
+def test_parts_of_one_storage_with_counters_of_their_own(paging: Paging, kind: type[nn.Module]) -> None:
+    """torch's cells cut their gates with ``unsafe_chunk`` and change each part in place: the counters stand equally
+    high, and the bytes are others."""
+
+    class Gates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = kind(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.cell(x)
+            return found if torch.is_tensor(found) else found[0] + found[1]
+
+    def program(model: nn.Module) -> Any:
+        model(rows(64)).square().mean().backward()
+        return gradients_of(model)
+
+    expected = program(plain(Gates))
+    assert_same_bits(expected, program(paged(paging, Gates, RESIDENT, **EVERYTHING)))
+
+
+def test_an_input_that_is_filled_anew(paging: Paging) -> None:
+    """numpy moves no counter, and the graph of the values before is still there."""
+
+    def program(model: nn.Module) -> Any:
+        values = rows(64, seed=1).numpy()
+        inputs = torch.from_numpy(values)
+        before = model(inputs).mean()
+        values[:] = rows(64, seed=2).numpy()
+        model(inputs).square().mean().backward()
+        return before.detach(), gradients_of(model)
+
+    expected = program(plain(mlp))
+    assert_same_bits(expected, program(paged(paging, mlp, RESIDENT, **EVERYTHING)))
+
+
 def test_changes_in_place_are_noticed(paging: Paging) -> None:
     class Edits(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
