@@ -111,6 +111,31 @@ class CountsCalls(_Refused):
         return 0.01 / self.calls
 
 
+class CountsCallsForLater(_Refused):
+    """The count shows in the sixth step, which no trial sees."""
+
+    calls = 0
+
+    def rate(self, params: list[Tensor]) -> float:
+        self.calls += 1
+        return 0.01 / (1 + self.calls // 6)
+
+
+class CountsInState(_Refused):
+    def rate(self, params: list[Tensor]) -> float:
+        entry = self.state["all"]
+        entry["calls"] = entry.get("calls", 0) + 1
+        return 0.01 / (1 + entry["calls"] // 6)
+
+
+class ClipsTogether(_Refused):
+    """By a limit that gradients of an ordinary size do not meet."""
+
+    def rate(self, params: list[Tensor]) -> float:
+        norm = float(sum(p.grad.square().sum() for p in params)) ** 0.5
+        return 0.01 * min(1.0, 1000 / norm)
+
+
 class KeepsList(_Refused):
     def keep(self, param: Tensor) -> None:
         self.state[param].setdefault("history", []).append(param.clone())

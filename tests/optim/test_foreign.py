@@ -198,3 +198,25 @@ def test_modes_of_schedule_free_optimizers(paging: Paging) -> None:
     train(model, optimizer, range(6, 8))
     train(twin, reference, range(6, 8))
     assert_same_bits(weights_of(twin), weights_of(model))
+
+
+def test_a_group_without_gradients_counts_the_step(paging: Paging) -> None:
+    """As the class does it: its settings move where none of its parameters has a gradient, too."""
+
+    def run(model: Any, make: Any) -> Any:
+        layers = [list(layer.parameters()) for layer in model if isinstance(layer, nn.Linear)]
+        optimizer = make([{"params": layers[0], "lr": 0.1}, {"params": [p for layer in layers[1:] for p in layer]}])
+        optimizer.train()
+        losses = []
+        for step in range(5):
+            losses.append(backward(model, step))
+            if step in (0, 2):
+                for param in layers[0]:
+                    param.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, weights_of(model), [(group["k"], group["weight_sum"]) for group in optimizer.param_groups]
+
+    kind = Kind(ScheduleFree)
+    expected = run(plain(small), kind.plain)
+    assert_same_bits(expected, run(paging.build(small, EVICTING, key="foreign"), kind.paged))

@@ -36,6 +36,9 @@ AT_ONCE = {
     "GlobalNorm": (foreign_kinds.GlobalNorm, {}, "gives other values where it steps parameters one by one"),
     "RandomNoise": (foreign_kinds.RandomNoise, {}, "draws random numbers"),
     "CountsCalls": (foreign_kinds.CountsCalls, {}, "counts its own calls"),
+    "CountsCallsForLater": (foreign_kinds.CountsCallsForLater, {}, r"counts its own calls .*\(self\.calls\)"),
+    "CountsInState": (foreign_kinds.CountsInState, {}, "keeps other state of all parameters together"),
+    "ClipsTogether": (foreign_kinds.ClipsTogether, {}, "uses a statistic of all"),
     "no class": (torch.optim.Adam.step, {}, "takes a class of optimizers"),
     "a model": (torch.optim.AdamW, {"extra": {"model": nn.Linear(2, 2)}}, "is given a module or a parameter"),
 }

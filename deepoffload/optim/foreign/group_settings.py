@@ -48,11 +48,12 @@ class SettingsSteps:
         param = nn.Parameter(torch.ones(shape, dtype=torch.float32, device="cpu"))
         return self._maker.fresh(param, settings_of(group))
 
-    def after(self, number: int, group: Group, method: str = "step") -> Group:
+    def after(self, number: int, group: Group, method: str = "step", *, has_gradient: bool = True) -> Group:
         """The settings of a group that a step changes, with what they become.
 
         Args:
             number: of the group.
+            has_gradient: whether a parameter of it has one. Many classes count a step without any, too.
 
         Raises:
             What the class raises for these settings.
@@ -64,7 +65,7 @@ class SettingsSteps:
                 optimizer = self._small[number] = self._over_small(group)
             (small,) = optimizer.param_groups
             small.update(settings_of(group))
-            small["params"][0].grad = torch.full_like(small["params"][0], 1e-3)
+            small["params"][0].grad = torch.full_like(small["params"][0], 1e-3) if has_gradient else None
             getattr(optimizer, method)()
         now = settings_of(small)
         return {key: value for key, value in now.items() if key not in before or not same_setting(before[key], value)}

@@ -174,17 +174,17 @@ class PagedOptimizer(HostOptimizer):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def _count_step(self, work: StepWork) -> None:
-        jobs = [(param, job) for param, job in (*work.paged.values(), *work.ordinary)]
-        changing = {id(param): job.hyper for param, job in jobs if self._forms[param][1].changing}
+        hypers = {id(param): job.hyper for param, job in (*work.paged.values(), *work.ordinary)}
         changes = []
-        for number, group in enumerate(self.param_groups if changing else ()):
-            mine = [changing[id(param)] for param in group["params"] if id(param) in changing]
-            if mine:
-                changes.append((group, mine, self._settings_steps.after(number, group)))
+        for number, group in enumerate(self.param_groups):
+            if group["params"] and self._form_of(group["params"][0], group).changing:
+                mine = [hypers[id(param)] for param in group["params"] if id(param) in hypers]
+                after = self._settings_steps.after(number, group, has_gradient=bool(mine))
+                changes.append((group, mine, after))
         super()._count_step(work)
-        for group, hypers, after in changes:
+        for group, mine, after in changes:
             group.update(after)
-            for hyper in hypers:
+            for hyper in mine:
                 hyper.after.update(after)
 
     def guess_step(self, handles: Sequence[ParamHandle]) -> GuessedStep:

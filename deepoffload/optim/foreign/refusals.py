@@ -20,7 +20,8 @@ _MIXING = ("LBFGS", "SparseAdam")
 _EXTENT = 3
 """Of the dimensions of the tensors with which a class is tried."""
 
-_STEPS = 3
+_SCALES = (1.0, 1e-4, 1e4)
+"""Of the gradients of each trial step: a limit of a global norm is not met by those of any one size."""
 
 
 def refuse_class(made_class: Any, arguments: Mapping[str, Any]) -> None:
@@ -118,7 +119,7 @@ def _small_shapes(params: Sequence[Tensor]) -> list[tuple[int, ...]]:
 def _is_same(maker: Maker, shapes: Sequence[tuple[int, ...]], settings: Mapping[str, Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in shapes]
-    grads = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(_STEPS)]
+    grads = [[torch.randn(shape, generator=generator) * scale for shape in shapes] for scale in _SCALES]
     params = [nn.Parameter(value.clone()) for value in values]
     together = maker.together(params, settings)
     begin_training(together)
@@ -147,9 +148,32 @@ def _alone(
             now = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
             optimizer = maker.going_on(param, now, optimizer.state[param])
         param.grad = grad.clone()
+        before = _counts(optimizer)
         optimizer.step()
+        _refuse_more_state(maker, optimizer, param, before)
     now = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     return optimizer.state[param], now
+
+
+def _refuse_more_state(maker: Maker, optimizer: Any, param: Tensor, before: Mapping[str, Any]) -> None:
+    """Raise where a step has kept something that belongs to no parameter: a later step may use it."""
+    kept = [repr(key) for key in optimizer.state if key is not param]
+    kept += [f"self.{key}" for key, value in _counts(optimizer).items() if not _same(value, before.get(key))]
+    if kept:
+        raise UnsupportedError(
+            f"{maker.name} counts its own calls or keeps other state of all parameters together ({', '.join(kept)}); "
+            "only state of one parameter, and settings of groups, can be paged. Use the class itself: it works on "
+            "paged parameters, with its state in memory"
+        )
+
+
+def _counts(optimizer: Any) -> dict[str, Any]:
+    """Numbers and tensors that the object itself has. Flags (a warning was given) say nothing."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in vars(optimizer).items()
+        if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+    }
 
 
 def _same_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
