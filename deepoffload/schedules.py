@@ -104,5 +104,8 @@ def _discrete(number: int, least: int, most: int, difficulty: Sequence[int], max
         )
     if least >= most:
         return least
-    reached = difficulty[: bisect_left(max_step, number) + 1]
+    place = bisect_left(max_step, number)
+    # A length that no update has is not reached: one whose last update is that of the length before.
+    before = (0, *max_step)
+    reached = [difficulty[i] for i in range(place + 1) if i == place or max_step[i] > before[i]]
     return next((length for length in reached if length >= most), reached[-1])

@@ -84,8 +84,9 @@ def cut(batch: Any, length: int) -> Any:
     """A batch whose sequences are cut to ``length`` tokens; it is not changed itself.
 
     The first tensor with at least two dimensions has the sequences in its second one. Every tensor with as many
-    elements there is cut, too: in its last two dimensions where both are as long (attention masks), else in the second;
-    one with a single dimension (positions) where that is not the batch's. Tuples, lists and mappings are looked into.
+    elements there is cut, too: attention masks in their last two dimensions (both as long, or the last one as long and
+    the other one 1), others in the second; one with a single dimension (positions) where that is not the batch's.
+    Tuples, lists and mappings are looked into.
 
     Raises:
         UsageError: no tensor has two dimensions.
@@ -96,19 +97,21 @@ def cut(batch: Any, length: int) -> Any:
             "curriculum_learning cuts sequences, and the engine was given no tensor of shape (batch, length, ...)"
         )
     rows, whole = first.shape[:2]
-    return batch if length >= whole else _cut(batch, rows, whole, length)
+    return batch if length >= whole else _cut(batch, rows, whole, length, first)
 
 
-def _cut(value: Any, rows: int, whole: int, length: int) -> Any:
+def _cut(value: Any, rows: int, whole: int, length: int, first: Tensor) -> Any:
+    if value is first and first.is_floating_point():  # embeddings, which may be as wide as the sequence is long
+        return first[:, :length]
     if isinstance(value, Tensor):
         return _cut_tensor(value, rows, whole, length)
     if isinstance(value, Mapping):
-        made = {key: _cut(each, rows, whole, length) for key, each in value.items()}
+        made = {key: _cut(each, rows, whole, length, first) for key, each in value.items()}
         return made if type(value) is dict else _like(value, made)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cut(each, rows, whole, length) for each in value))
+        return type(value)(*(_cut(each, rows, whole, length, first) for each in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_cut(each, rows, whole, length) for each in value)
+        return type(value)(_cut(each, rows, whole, length, first) for each in value)
     return value
 
 
@@ -124,8 +127,10 @@ def _cut_tensor(tensor: Tensor, rows: int, whole: int, length: int) -> Tensor:
     if tensor.ndim == 1:
         is_position = tensor.shape[0] == whole and whole != rows and not tensor.is_floating_point()
         return tensor[:length] if is_position else tensor
-    if tensor.ndim >= 3 and tensor.shape[-1] == tensor.shape[-2] == whole:
-        return tensor[..., :length, :length]
+    if tensor.ndim >= 2 and tensor.shape[-1] == whole and (tensor.ndim > 2 or whole != rows):
+        queries = tensor.shape[-2]
+        if queries == whole or (queries == 1 and tensor.ndim > 2 and tensor.shape[1] != whole):
+            return tensor[..., :length, :length]
     return tensor[:, :length] if tensor.ndim >= 2 and tensor.shape[1] == whole else tensor
 
 

@@ -158,6 +158,7 @@ class TrainingEngine(EngineNames, WholeSteps):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the optimizer's and the model's parameters."""
+        self.tools.forget_losses()
         self.loop.zero_grad(set_to_none)
 
     def gradient_clipping(self) -> float:
@@ -310,7 +311,7 @@ class TrainingEngine(EngineNames, WholeSteps):
     ) -> bool:
         """Write everything that the run consists of to ``save_dir/tag``, within the budget (docs/checkpoints.md). With
         ``checkpoint.writer.decoupled`` it returns at once, and the files are complete at a later step. In the middle of
-        an update, the gradients so far are left out, with a warning.
+        an update, the gradients so far are left out, with a warning. Returns True, as DeepSpeed does.
 
         Args:
             tag: ``global_step<n>`` when not said.
@@ -319,9 +320,6 @@ class TrainingEngine(EngineNames, WholeSteps):
             save_latest: name the tag in the file ``latest``. With ``zero_optimization.stage``, the scripts
                 ``zero_to_fp32.py`` and ``zero_to_torch.py`` stand next to it.
             exclude_frozen_parameters: leave frozen weights out; loading leaves them as they are.
-
-        Returns:
-            True, as DeepSpeed does.
 
         Raises:
             UsageError: gradients wait for the step that updates, or the directory cannot be used. UnsupportedError: a

@@ -202,6 +202,7 @@ class EngineNames:
         whole = micro_batch_size * self._config.gradient_accumulation_steps * self.core.ranks.world_size
         changes = {"train_batch_size": whole, "train_micro_batch_size_per_gpu": micro_batch_size}
         self._config = dataclasses.replace(self._config, **changes)  # type: ignore[arg-type]
+        self.tput_timer.batch_size = whole
 
     def _micro_batch(self, asking: str) -> int:
         micro = self._config.train_micro_batch_size_per_gpu

@@ -44,7 +44,8 @@ class EngineTools:
         self._config = config
         self._loop = loop
         self._timer = timer
-        self._losses: list[Tensor] = []
+        self._losses: list[tuple[int, Tensor]] = []
+        self._samples = self._counted = 0
         said = config.flops_profiler
         self.profiler = FlopsProfiler(module, core) if said.enabled and core.ranks.rank == 0 else None
         self._is_profiling = False
@@ -68,21 +69,28 @@ class EngineTools:
     @contextmanager
     def backward(self, loss: object) -> Iterator[None]:
         """Around a backward."""
-        self.note_loss(loss)
         if self.profiler is None or not self._is_profiling:
             yield
-            return
-        with self.profiler.backward():
-            yield
+        else:
+            with self.profiler.backward():
+                yield
+        self.note_loss(loss)  # one whose backward has raised is none of the update's
 
     def note_loss(self, loss: object) -> None:
         """A micro-batch's loss."""
         if self.monitor.enabled and isinstance(loss, Tensor):
-            self._losses.append(loss.detach())
+            self._losses.append((self._loop.updates, loss.detach().reshape(())))
+
+    def forget_losses(self) -> None:
+        """The gradients of the micro-batches so far were dropped."""
+        self._losses.clear()
 
     def after_update(self) -> None:
         """An update was made, or skipped."""
-        losses, self._losses = self._losses, []
+        losses = [loss for update, loss in self._losses if update == self._loop.updates - 1]
+        self._losses = []
+        self._samples += (self._loop.updates - self._counted) * self._timer.batch_size
+        self._counted = self._loop.updates
         if self.profiler is not None and self._is_profiling:
             self._is_profiling = False
             profile = self.profiler.finish(self._timer.seconds["step"])
@@ -99,7 +107,7 @@ class EngineTools:
         self.monitor.write(
             loss=torch.stack([loss.float() for loss in losses]).mean() if losses else None,
             optimizer=self._loop.optimizer,
-            samples=self._loop.updates * self._timer.batch_size,
+            samples=self._samples,
             **values,
         )
 

@@ -35,6 +35,11 @@ class HeadOutput(Tensor):
         made._made = None
         return made
 
+    @property
+    def is_made(self) -> bool:
+        """Whether somebody has looked at the logits, and may have changed them."""
+        return self._made is not None
+
     def logits(self) -> Tensor:
         """Them, with a graph; once made, they stay."""
         if self._made is None:
@@ -47,6 +52,8 @@ class HeadOutput(Tensor):
     ) -> Any:
         if func is Tensor.float and args[0]._made is None:
             one = args[0]
+            if _plain(Tensor.dtype, one) is torch.float32:
+                return one
             return cls.of(one.head, one.hidden, _plain(Tensor.shape, one)[-1], torch.float32)
         if func in METADATA:
             return past_doors(func, args, kwargs)
@@ -65,7 +72,7 @@ def _plain(attribute: Any, tensor: Tensor) -> Any:
     return past_doors(attribute.__get__, (tensor,))
 
 
-class _Lazily:
+class Lazily:
     """Stands before the class of a head."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -82,11 +89,11 @@ class _Lazily:
         return found
 
 
-class LossHead(_Lazily, nn.Linear):
+class LossHead(Lazily, nn.Linear):
     """A head whose loss is computed in tiles."""
 
 
-class TiledLossHead(_Lazily, LinearInTiles):
+class TiledLossHead(Lazily, LinearInTiles):
     """The same of one that is split."""
 
 

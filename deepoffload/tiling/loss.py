@@ -10,11 +10,14 @@ from torch.nn import functional as F
 
 from deepoffload.config.units import parse_bytes
 from deepoffload.errors import UsageError
+from deepoffload.tiling.head_output import Lazily
 from deepoffload.tiling.linear import LinearInTiles
 from deepoffload.tiling.per_token import Factors, Losses, Tiles, losses_per_token
 
 REDUCTIONS = ("mean", "sum", "none")
 _IGNORED = -100
+_PRODUCTS = (nn.Linear.forward, LinearInTiles.forward, Lazily.forward)
+"""The forwards of heads that give the product with the weight, plus the bias."""
 
 
 def tiled_loss(
@@ -48,10 +51,25 @@ def tiled_loss(
         In fp32: one value, or one for each token.
 
     Raises:
-        UsageError: shapes, types or values that do not fit each other; the message says which.
+        UsageError: shapes, types or values that do not fit each other, or a head with hooks or a forward of its own;
+            the message says which.
 
     Differentiable once. The idea is that of Liger and ALST (arXiv 2410.10989, 2506.13996).
     """
+    _check_head(head)
+    return loss_in_tiles(hidden, head, targets, ignore_index, reduction, label_smoothing, max_bytes)
+
+
+def loss_in_tiles(
+    hidden: Tensor,
+    head: nn.Module | Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    max_bytes: int | str,
+) -> Tensor:
+    """:func:`tiled_loss` of a head whose hooks have run."""
     parts = _parts_of(head)
     _check(hidden, parts, targets, reduction, label_smoothing)
     try:
@@ -82,6 +100,27 @@ class _Part(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     start: int
+
+
+def _check_head(head: nn.Module | Tensor) -> None:
+    """Refuse a head whose call is more than the product with its weight: only the weight is used here."""
+    for module in [head, *head.tiles] if isinstance(head, LinearInTiles) else [head]:
+        if not isinstance(module, (nn.Linear, LinearInTiles)):
+            continue
+        kind = type(module)
+        own_forward = "forward" in vars(module) or kind.forward not in _PRODUCTS
+        hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+        if own_forward or any(not _is_ours(hook) for each in hooks for hook in each.values()):
+            what = "a forward of its own" if own_forward else "hooks"
+            raise UsageError(
+                f"tiled_loss: the head, a {kind.__name__}, has {what}, and only its weight and bias would be used; "
+                "take F.cross_entropy(head(hidden), targets), or give the weight"
+            )
+
+
+def _is_ours(hook: object) -> bool:
+    """Whether paging has put it there: it changes no numbers."""
+    return type(hook).__module__.startswith("deepoffload.params.")
 
 
 def _parts_of(head: nn.Module | Tensor) -> list[_Part]:

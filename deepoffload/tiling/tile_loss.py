@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.tiling.head_output import LAZY, HeadOutput
-from deepoffload.tiling.loss import tiled_loss
+from deepoffload.tiling.loss import loss_in_tiles
 
 _INSTEAD = "compute the loss yourself with deepoffload.tiled_loss(hidden, head, targets)"
 _CHANGING = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -81,10 +81,10 @@ def _causal_loss(
     **kwargs: Any,
 ) -> Tensor:
     """As ``ForCausalLMLoss`` of transformers 5."""
-    if type(logits) is not HeadOutput:
+    if type(logits) is not HeadOutput or logits.is_made:
         raise UnsupportedError(
-            f"tile_loss: {model} changes its logits between the head and the loss, so all of them have to be there; do "
-            f"not call tile_loss, or {_INSTEAD}"
+            f"tile_loss: {model} changes its logits between the head and the loss, or looks at them there, so all of "
+            f"them have to be there; do not call tile_loss, or {_INSTEAD}"
         )
     hidden, head = logits.hidden, logits.head
     if shift_labels is None:
@@ -92,7 +92,7 @@ def _causal_loss(
     targets = shift_labels.reshape(-1).to(hidden.device)
     reduction = "mean" if num_items_in_batch is None else "sum"
     flat = hidden.reshape(-1, hidden.shape[-1])
-    loss = tiled_loss(flat, head, targets, ignore_index=ignore_index, reduction=reduction, max_bytes=max_bytes)
+    loss = loss_in_tiles(flat, head, targets, ignore_index, reduction, 0.0, max_bytes)
     if num_items_in_batch is None:
         return loss
     return loss / (num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch)

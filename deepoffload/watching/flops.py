@@ -101,8 +101,12 @@ class FlopsProfiler:
         self._thread = threading.get_ident()
         clock = _ModuleClock(profile, self._module, self._engine, self._thread)
         counter = FlopCounterMode(display=False)
-        with clock.running(), counter:
-            yield
+        try:
+            with clock.running(), counter:
+                yield
+        except BaseException:
+            self.start()  # the next forward is the first one of the step
+            raise
         root = type(self._module).__name__
         counts = {name: sum(by_operator.values()) for name, by_operator in counter.get_flop_counts().items()}
         for name, cost in profile.modules.items():

@@ -51,6 +51,8 @@ def test_lengths_are_those_of_deepspeeds_formulas(said: dict[str, Any]) -> None:
 def test_a_length_is_never_below_the_first_multiple_and_stays_at_the_end() -> None:
     config: dict[str, Any] = {"schedule_type": "fixed_linear", "total_curriculum_step": 100, "difficulty_step": 16}
     assert sequence_length(0, min_difficulty=8, max_difficulty=64, **config) == 16
+    twice: dict[str, Any] = {"schedule_type": "fixed_discrete", "difficulty": (4, 16, 8), "max_step": (1, 1)}
+    assert [sequence_length(step, min_difficulty=4, max_difficulty=16, **twice) for step in range(3)] == [4, 8, 8]
     falling: dict[str, Any] = {"schedule_type": "fixed_discrete", "difficulty": (4, 16, 8), "max_step": (1, 2)}
     assert [sequence_length(step, min_difficulty=4, max_difficulty=16, **falling) for step in range(4)] == [
         4,
@@ -98,6 +100,12 @@ def test_what_of_a_batch_is_cut() -> None:
         "labels_of_rows": (2,),
     }
     assert [tuple(t.shape) for t in (cut(whole, 5)["pair"][0], cut(whole, 5)["pair"][1][0])] == [(2, 5), (2, 3)]
+    masks = {"tokens": torch.zeros(2, 8), "keys": torch.ones(2, 1, 1, 8), "all": torch.ones(8, 8)}
+    assert [tuple(mask.shape) for mask in cut(masks, 5).values()] == [(2, 5), (2, 1, 1, 5), (5, 5)]
+    wide = (torch.zeros(2, 8, 8), torch.ones(2, 8, 8, dtype=torch.bool))
+    assert [tuple(t.shape) for t in cut(wide, 5)] == [(2, 5, 8), (2, 5, 5)], (
+        "embeddings as wide as the sequence is long"
+    )
     assert cut(whole, 9) is whole and whole["input_ids"].shape == (2, 8)
     with pytest.raises(UsageError, match="no tensor of shape"):
         cut({"x": torch.zeros(3)}, 5)

@@ -145,6 +145,32 @@ def test_what_does_not_fit(said: str) -> None:
         deepoffload.tiled_loss(**{**given, **BAD[said]})
 
 
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 0.1 * super().forward(input)
+
+
+def test_a_head_that_does_more_than_its_weight_says_is_refused() -> None:
+    hooked, replaced = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
+    hooked.register_forward_hook(lambda module, args, out: 0.1 * out)
+    replaced.forward = lambda input: 0.1 * F.linear(input, replaced.weight)  # type: ignore[method-assign]
+    in_tiles = nn.ModuleDict({"head": nn.Linear(FEATURES, CLASSES)})
+    deepoffload.tile_linear(in_tiles, FEATURES * 4 * 16)
+    in_tiles["head"].tiles[1].register_forward_pre_hook(lambda module, args: (0.1 * args[0],))  # type: ignore[union-attr, index]
+    hidden, targets = sample()
+    for head, said in (
+        (hooked, "Linear, has hooks"),
+        (replaced, "Linear, has a forward of its own"),
+        (Scaled(FEATURES, CLASSES), "Scaled, has a forward of its own"),
+        (in_tiles["head"], "Linear, has hooks"),
+    ):
+        with pytest.raises(UsageError, match=f"the head, a {said}, and only its weight"):
+            deepoffload.tiled_loss(hidden, head, targets)
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(FEATURES, CLASSES))
+    expected = F.cross_entropy(normed(hidden).flatten(0, 1), targets.flatten())
+    assert_same_bits(expected, deepoffload.tiled_loss(hidden, normed, targets))
+
+
 class Language(nn.Module):
     """A body and a head of a unit of its own, larger than all else."""
 
@@ -328,6 +354,14 @@ def test_models_with_other_losses_are_refused() -> None:
     gemma.config.final_logit_softcapping = 30.0  # which is asked in the forward
     with pytest.raises(UnsupportedError, match="changes its logits between the head and the loss"):
         of_a_batch(gemma, 0)
+    masked = with_tile_loss(llama)()
+
+    def forbid(module: Any, args: Any, logits: Any) -> None:
+        logits[..., :8] = -1e9  # as Chameleon does
+
+    masked.lm_head.register_forward_hook(forbid)
+    with pytest.raises(UnsupportedError, match="changes its logits between the head and the loss"):
+        of_a_batch(masked, 0)
 
 
 def test_everything_in_memory_has_the_same_bits(paging: Paging) -> None:

@@ -76,6 +76,27 @@ def test_csv_files_are_deepspeeds_with_one_line_for_each_update(nvme_path: Path,
     again.close()
 
 
+def test_samples_and_losses_are_those_of_the_updates(nvme_path: Path, tmp_path: Path) -> None:
+    """Also where the batch changes, a backward fails, or gradients are dropped."""
+    said = {"enabled": True, "output_path": str(tmp_path)}
+    sizes = {"train_micro_batch_size_per_gpu": 2}
+    engine, *_ = deepoffload.initialize(model=TinyGPT(), config=config(nvme_path, csv_monitor=said, **sizes))
+    expected = train(engine, 2)
+    engine.backward(next_token_loss(engine, batch(7)))
+    engine.zero_grad()
+    with pytest.raises(UsageError, match="one number"):
+        engine.backward(engine(batch(7)))
+    engine.zero_grad()
+    engine.set_train_batch_size(8)
+    expected.append(sum(train(engine, 2)) / 2)
+    engine.set_train_micro_batch_size(3)
+    expected.append(sum(train(engine, 2)) / 2)
+    rows = table(tmp_path / "DeepSpeedJobName" / "Train_Samples_train_loss.csv")[1:]
+    assert [int(samples) for samples, _ in rows] == [4, 8, 16, 28]
+    assert [float(loss) for _, loss in rows] == pytest.approx(expected)
+    engine.close()
+
+
 def test_fp16_has_its_scale(nvme_path: Path, tmp_path: Path) -> None:
     said = {"enabled": True, "output_path": str(tmp_path)}
     engine, *_ = deepoffload.initialize(
