@@ -51,7 +51,7 @@ def tiled_loss(
         In fp32: one value, or one for each token.
 
     Raises:
-        UsageError: shapes, types or values that do not fit each other, or a head with hooks or a forward of its own;
+        UsageError: shapes, types or values that do not fit each other, or a head with hooks or another forward;
             the message says which.
 
     Differentiable once. The idea is that of Liger and ALST (arXiv 2410.10989, 2506.13996).
@@ -111,7 +111,7 @@ def _check_head(head: nn.Module | Tensor) -> None:
         own_forward = "forward" in vars(module) or kind.forward not in _PRODUCTS
         hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
         if own_forward or any(not _is_ours(hook) for each in hooks for hook in each.values()):
-            what = "a forward of its own" if own_forward else "hooks"
+            what = "another forward" if own_forward else "hooks"
             raise UsageError(
                 f"tiled_loss: the head, a {kind.__name__}, has {what}, and only its weight and bias would be used; "
                 "take F.cross_entropy(head(hidden), targets), or give the weight"

@@ -113,6 +113,8 @@ def test_what_cannot_be_is_an_error_before_anything_happens(handle, nvme_path, t
         handle.sync_pread(torch.empty(4, dtype=torch.uint8), str(path), -1)
     with pytest.raises(UsageError, match="do not lie one after the other"):
         handle.sync_pwrite(torch.empty(4, 4).t(), str(path))
+    with pytest.raises(UsageError, match="other values than its bytes"):
+        handle.sync_pwrite(torch.tensor([1 + 2j, 3j]).conj(), str(path))
     with pytest.raises(IoFailure, match="ENOENT"):
         handle.async_pread(torch.empty(4), str(tmp_path / "none" / "data"))
     with pytest.raises(IoFailure, match="ENOENT"):

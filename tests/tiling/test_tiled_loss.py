@@ -160,8 +160,8 @@ def test_a_head_that_does_more_than_its_weight_says_is_refused() -> None:
     hidden, targets = sample()
     for head, said in (
         (hooked, "Linear, has hooks"),
-        (replaced, "Linear, has a forward of its own"),
-        (Scaled(FEATURES, CLASSES), "Scaled, has a forward of its own"),
+        (replaced, "Linear, has another forward"),
+        (Scaled(FEATURES, CLASSES), "Scaled, has another forward"),
         (in_tiles["head"], "Linear, has hooks"),
     ):
         with pytest.raises(UsageError, match=f"the head, a {said}, and only its weight"):

@@ -266,6 +266,11 @@ def _check_buffer(call: str, buffer: Any) -> None:
         )
     if buffer.layout is not torch.strided or not buffer.is_contiguous():
         raise UsageError(f"{call}: the buffer's elements do not lie one after the other; give contiguous()")
+    if buffer.is_conj() or buffer.is_neg():
+        raise UsageError(
+            f"{call}: the buffer shows other values than its bytes are: it is conjugated or negated when it is read; "
+            "give resolve_conj().resolve_neg()"
+        )
 
 
 @contextlib.contextmanager
