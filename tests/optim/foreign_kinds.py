@@ -158,6 +158,16 @@ class ChangesShapeLate(_Refused):
         state["moment"] = torch.zeros(3) if state["step"] > 3 else torch.zeros_like(param)
 
 
+class FailsLate(_Refused):
+    """With an error of its own in the fourth step."""
+
+    def keep(self, param: Tensor) -> None:
+        state = self.state[param]
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] > 3:
+            raise ArithmeticError("a matrix is singular")
+
+
 class KeepsLarge(_Refused):
     def keep(self, param: Tensor) -> None:
         self.state[param]["twice"] = torch.zeros(2, *param.shape)

@@ -94,6 +94,24 @@ def test_a_change_of_shapes_that_comes_late(paging: Paging) -> None:
         optimizer.zero_grad()
 
 
+def test_an_error_of_the_class(paging: Paging) -> None:
+    """It is the program's to see, once; what comes after it says why nothing goes on."""
+    model = paging.build(small, replace(TIGHT, step_overlap="none"), key="foreign")
+    optimizer = deepoffload.paged(foreign_kinds.FailsLate, model.parameters())
+    for step in range(3):
+        model(rows(seed=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(rows()).square().mean().backward()
+    with pytest.raises(ArithmeticError, match="singular"):
+        optimizer.step()
+    for use in (optimizer.step, lambda: model(rows())):
+        with pytest.raises(
+            UsageError, match=r"failed in the step of .*, with ArithmeticError: a matrix.*build it again"
+        ):
+            use()
+
+
 def test_settings_that_ask_for_other_state(paging: Paging) -> None:
     model = paging.build(small, TIGHT, key="foreign")
     optimizer = deepoffload.paged(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)

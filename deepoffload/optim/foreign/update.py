@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepoffload.errors import DeepOffloadError, UsageError
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType, StateDType, StateLayout
 from deepoffload.optim.foreign.maker import Maker
@@ -115,7 +116,7 @@ class ForeignUpdate(HostUpdate):
 
     def _step(self, unit: Unit, handle: ParamHandle, places: list[_Place]) -> None:
         if handle in self._failed:
-            raise self._failed[handle]  # the class has perhaps changed its state: it makes no second step
+            raise _not_again(handle, self._failed[handle])
         with outside_user_modes():
             if len(places) <= 1:
                 self._step_in_place(handle, places)
@@ -229,6 +230,19 @@ class ForeignUpdate(HostUpdate):
     @staticmethod
     def _weight(handle: ParamHandle) -> Tensor:
         return _shaped(values_at(handle.element_address(0), handle.numel, handle.dtype), handle)
+
+
+def _not_again(handle: ParamHandle, error: BaseException) -> BaseException:
+    """What is raised where a class that has failed would have to step again."""
+    if isinstance(error, DeepOffloadError):
+        return error
+    said = UsageError(
+        f"the optimizer's class has failed in the step of {handle.name}, with {type(error).__name__}: {error}. It has "
+        "perhaps changed its state, so the step is not made again, and the model cannot go on: build it again and load "
+        "a checkpoint"
+    )
+    said.__cause__ = error
+    return said
 
 
 def _places(unit: Unit, handle: ParamHandle) -> list[_Place]:
