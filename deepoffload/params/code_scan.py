@@ -59,9 +59,14 @@ def careful(module: M) -> M:
             f"careful() takes the module whose forward changes weights, not {type(module).__name__}; pass the layer"
         )
     for child in module.modules():
-        if not _is_marked(child):
-            child.register_forward_pre_hook(_Careful())
+        mark_careful(child)
     return module
+
+
+def mark_careful(module: nn.Module) -> None:
+    """Let windows over ``module`` keep the doors. Those over modules in it do not change."""
+    if not _is_marked(module):
+        module.register_forward_pre_hook(_Careful())
 
 
 def _is_marked(module: nn.Module) -> bool:

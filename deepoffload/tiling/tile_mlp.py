@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.params.code_scan import mark_careful
 
 ENDINGS = ("MLP", "FeedForward", "FFN")
 """How the classes of MLPs are called."""
@@ -96,6 +97,7 @@ def tile_mlp(model: nn.Module, tiles: int = 8, modules: Iterable[str | type[nn.M
             raise UsageError(f"tile_mlp: {inner} is part of {name or 'the model'}; name one of the two")
     for module in found.values():
         module.__class__ = _in_tiles(type(module), tiles)
+        mark_careful(module)  # its parts run again in backward, without the windows around it
     return list(found)
 
 

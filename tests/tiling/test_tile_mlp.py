@@ -18,7 +18,7 @@ from deepoffload.errors import UnsupportedError, UsageError
 from tests.support.inspect import reads_of
 from tests.support.loops import assert_same_bits, train
 from tests.support.models import TinyGPT, batch, llama, mixtral, next_token_loss
-from tests.support.paging import EVICTING, TIGHT, Paging, Same, plain
+from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging, Same, plain
 from tests.tiling.tiled_models import SMALLER
 
 NAMED: dict[str, tuple[Callable[..., nn.Module], Any]] = {"gpt": (TinyGPT, ["mlp"]), "llama": (llama, None)}
@@ -63,6 +63,24 @@ def test_with_layers_in_tiles_too(same: Same) -> None:
         return losses, [param.detach().clone() for param in model.parameters()]
 
     same(build, program, key="all of it")
+
+
+@pytest.mark.parametrize("where", ["inside", "afterwards"])
+def test_with_everything_in_memory(paging: Paging, where: str) -> None:
+    """One window is then around the whole model, and the parts run again outside of it."""
+    build, modules = NAMED["gpt"]
+    small = partial(build, **SMALLER["gpt"])
+    paged = paging.build(partial(with_tiles, "gpt") if where == "inside" else small, RESIDENT)
+    torch.manual_seed(1)
+    if where == "afterwards":
+        next_token_loss(paged, batch(0)).backward()
+        paged.zero_grad()
+        deepoffload.tile_mlp(paged, 3, modules)
+    found = []
+    for model in (plain(partial(with_tiles, "gpt")), paged):
+        torch.manual_seed(1)
+        found.append(five_steps(model))
+    assert_same_bits(*found)
 
 
 def test_the_forward_of_the_whole_sequence(paging: Paging) -> None:
