@@ -220,3 +220,29 @@ def test_a_group_without_gradients_counts_the_step(paging: Paging) -> None:
     kind = Kind(ScheduleFree)
     expected = run(plain(small), kind.plain)
     assert_same_bits(expected, run(paging.build(small, EVICTING, key="foreign"), kind.paged))
+
+
+def test_schedules_of_other_settings_try_each_shape_once(paging: Paging) -> None:
+    """``OneCycleLR`` changes betas in every step. A class is tried per shape then, not per parameter."""
+    tried = []
+
+    class Counted(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            tried.extend(p for group in self.param_groups for p in group["params"] if p.device.type == "meta")
+            return super().step(closure)
+
+    def run(model: nn.Module, optimizer: Any) -> Any:
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=8)
+        losses = []
+        for step in range(4):
+            losses += train(model, optimizer, range(step, step + 1))
+            schedule.step()
+        return losses, weights_of(model)
+
+    twin, model = plain(small), paging.build(small, EVICTING, key="foreign")
+    optimizer = deepoffload.paged(Counted, model.parameters(), lr=0.01)
+    expected = run(twin, torch.optim.AdamW(twin.parameters(), lr=0.01))
+    assert_same_bits(expected, run(model, optimizer))
+    shapes = {param.shape for param in model.parameters()}
+    assert len(shapes) < len(list(model.parameters()))
+    assert len(tried) == 4 * 2 * len(shapes), "two trial steps"

@@ -63,6 +63,7 @@ class PagedOptimizer(HostOptimizer):
     def _start(self) -> None:
         super()._start()
         self._forms: dict[Tensor, tuple[dict[str, Any], StateForm]] = {}
+        self._found: dict[tuple[int, torch.Size], tuple[dict[str, Any], StateForm]] = {}
         self._settings_steps = SettingsSteps(self._maker)
         self._ordinary = ForeignOrdinary(self.rule, self._maker, self._known_form)
 
@@ -129,7 +130,7 @@ class PagedOptimizer(HostOptimizer):
         self._maker.ready(group)
         handle = handle_of(param)
         name = f"a parameter of shape {tuple(param.shape)}" if handle is None else handle.name
-        form = find_form(self._maker, param.shape, settings_of(group), name)
+        form = self._form_of_shape(param.shape, group, now, name)
         has_state = bool(self.state.get(param)) or (handle is not None and handle in self._held)
         if known is not None and has_state and known[1] != form:
             raise UnsupportedError(
@@ -139,6 +140,14 @@ class PagedOptimizer(HostOptimizer):
             )
         self._forms[param] = now, form
         return form
+
+    def _form_of_shape(self, shape: torch.Size, group: Mapping[str, Any], now: dict[str, Any], name: str) -> StateForm:
+        """Found once for all parameters of a shape: a schedule may change settings of a group in each step."""
+        found = self._found.get((id(group), shape))
+        if found is None or not same_settings(found[0], now):
+            found = now, find_form(self._maker, shape, settings_of(group), name)
+            self._found[id(group), shape] = found
+        return found[1]
 
     def _known_form(self, param: Tensor) -> StateForm:
         return self._forms[param][1]
