@@ -150,4 +150,6 @@ def _takes(model: nn.Module, name: str, *, any_name: bool) -> bool:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     if any(each.name == name and each.kind in kinds for each in parameters):
         return True
+    if (getattr(model.forward, "__module__", None) or "").startswith("transformers."):
+        return False  # models of transformers take any keyword, and do nothing with it
     return any_name and any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)

@@ -18,7 +18,7 @@ from deepoffload.integrations.transformers import optimizers_of
 from deepoffload.schedules import layer_drop, sequence_length
 from tests.schedules.models import DroppingGPT
 from tests.support.loops import assert_same_bits, weights_of
-from tests.support.models import CONTEXT, VOCABULARY, TinyGPT, batch, next_token_loss
+from tests.support.models import CONTEXT, VOCABULARY, TinyGPT, batch, llama, next_token_loss
 from tests.support.paging import plain
 
 LINEAR = {
@@ -204,6 +204,8 @@ def test_a_model_that_drops_no_layers_is_refused_before_anything(nvme_path: Path
     with pytest.raises(ConfigError, match="forward of TinyGPT takes no progressive_layer_drop and no pld_theta"):
         deepoffload.initialize(model=model, config=settings(nvme_path, progressive_layer_drop={"enabled": True}))
     assert all(type(param) is nn.Parameter for param in model.parameters())
+    with pytest.raises(ConfigError, match="forward of LlamaForCausalLM takes no progressive_layer_drop"):
+        deepoffload.initialize(model=llama(), config=settings(nvme_path, progressive_layer_drop={"enabled": True}))
 
 
 def test_trainers_that_call_the_model_themselves_refuse_schedules(nvme_path: Path) -> None:
