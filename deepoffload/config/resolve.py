@@ -23,6 +23,7 @@ weights need."""
 DISK_SHARE = 0.9
 """Of the free disk space, when no NVMe budget is given."""
 
+_PAGE_BYTES = 4096
 
 ACTIVATION_SHARES = {Tier.HOST: 0.25, Tier.NVME: 0.125}
 """Of the host budget, where no activation budget is given: on NVMe a part of them is under way, or comes next."""
@@ -53,6 +54,11 @@ def activation_part(config: Config, host_bytes: int, *, on_cpu: bool, host_ranks
         raise BudgetError(
             f"activation_budget is {format_bytes(part_bytes)}, and all of the host budget, of which it is a part, "
             f"{format_bytes(host_bytes)}: lower activation_budget or raise host_budget"
+        )
+    if said is not None and part_bytes < _PAGE_BYTES:
+        raise BudgetError(
+            f"activation_budget gives {part_bytes} bytes, less than a page of memory ({_PAGE_BYTES} bytes): raise it "
+            "(was a unit forgotten, as in '64MiB'?)"
         )
     beyond = "and beyond that on NVMe" if tier is Tier.NVME else "and no more"
     what = "inputs of checkpointed blocks"

@@ -201,6 +201,8 @@ def test_what_a_budget_leaves(tmp_path: Path) -> None:
             build(tmp_path, host_budget="1100KiB" if said["activation_budget"] else "48KiB", **said)
         assert caught.value.enough_bytes is not None
         build(tmp_path, host_budget=caught.value.enough_bytes, **said)
+    with pytest.raises(BudgetError, match="activation_budget gives 64 bytes, less than a page"):
+        build(tmp_path, activation_budget=64)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class SettingsSteps:
             self._tried[id(group)] = now
 
     def _over_small(self, group: Mapping[str, Any]) -> torch.optim.Optimizer:
-        shape = (_EXTENT,) * group["params"][0].dim()
+        shape = (_EXTENT,) * (group["params"][0].dim() if group["params"] else 1)
         param = nn.Parameter(torch.ones(shape, dtype=torch.float32, device="cpu"))
         return self._maker.fresh(param, settings_of(group))
 
