@@ -108,12 +108,13 @@ def test_a_disk_that_fills(tmp_path: Path) -> None:
     next_steps_are_right(again, deepoffload.CPUAdamW(again.parameters(), lr=1e-2))
 
 
-@pytest.mark.parametrize(("code", "chunks"), [(errno.EIO, (1, 3)), (errno.ENOSPC, (2, 4))])
-def test_a_disk_that_fails(tmp_path: Path, code: int, chunks: tuple[int, ...]) -> None:
-    """Transfers fail, each in a run of its own: first come writes, then reads."""
-    for chunk in chunks:
+@pytest.mark.parametrize(("operation", "code"), [("write", errno.EIO), ("write", errno.ENOSPC), ("read", errno.EIO)])
+def test_a_disk_that_fails(tmp_path: Path, operation: str, code: int) -> None:
+    """The first or the second transfer fails, each in a run of its own. (What is written first is needed last: a later
+    write may be of something that nobody needs any more, and its failure is nobody's.)"""
+    for number in (1, 2):
         with pytest.MonkeyPatch.context() as patch:
-            script = f"nth={chunk} errno={code}"
+            script = f"op={operation} nth={number} errno={code}"
             patch.setattr(disk_module, "IoEngine", partial(IoEngine, fault_script=script))
             model = build(tmp_path)
         optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
