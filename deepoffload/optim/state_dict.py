@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepoffload.errors import UsageError
 from deepoffload.optim.ordinary import import_state
 from deepoffload.optim.state_values import check_value
 from deepoffload.params.torch_private import optimizer_hooks
@@ -75,6 +76,8 @@ def load_into(
         param, group = params[number]
         try:
             state[param] = import_entry_of(entry, param, group)
+        except UsageError:  # it is a ValueError, too, and says all
+            raise
         except ValueError as error:
             raise ValueError(f"state[{number}]: {error}") from None
     optimizer.__setstate__({"state": state, "param_groups": groups})

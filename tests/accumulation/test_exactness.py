@@ -207,7 +207,7 @@ def test_a_unit_is_visited_once_per_pass_whatever_the_number_of_micro_batches(pa
     events = []
     for how, count in ((VERTICAL, 1), (VERTICAL, 4), (HORIZONTAL, 4)):
         model = paging.build(llama, TIGHT)
-        Steps(of_seed, int, count).run(model, how)
+        Steps(of_seed, int, count, steps=4).run(model, how)  # the first has another order than the others
         events.append(pager_of(model).order.trace.stats().cycle_events)
     assert events[0] == events[1]
     assert events[2] > 1.4 * events[1]

@@ -293,7 +293,7 @@ def refused() -> list[tuple[dict[str, Any], type[Exception], str]]:
         ({"optimizer": "adam"}, UsageError, "takes an optimizer"),
         ({"lr_scheduler": "warmup", **frozen}, UsageError, "takes a schedule"),
         ({"lr_scheduler": lambda optimizer: None}, UsageError, "needs an optimizer"),
-        ({"mpu": object()}, UnsupportedError, "model parallelism"),
+        ({"mpu": object()}, UnsupportedError, "all ranks are data-parallel, and this object says nothing"),
         ({"mesh_param": (1, 2)}, UnsupportedError, "model parallelism"),
         ({"config": {"optimizer": {"tpye": "Adam"}}}, ConfigError, "did you mean optimizer.type"),
         ({"config": "/does/not/exist.json"}, ConfigError, "cannot be read"),

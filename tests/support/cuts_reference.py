@@ -12,6 +12,7 @@ from torch import nn
 
 from deepoffload.config import Config, GradientDtype
 from deepoffload.config.units import format_bytes
+from deepoffload.copies.scratch import scratch_bytes
 from deepoffload.device import Tier
 from deepoffload.errors import DevicePlacementError, PlacementError
 from deepoffload.memory.arena import common_size
@@ -124,14 +125,17 @@ class Cutting:
 
     def _on_device(self, device_bytes: int) -> set[int]:
         units = [draft.unit for draft in self.drafts]
-        gradients = [unit.gradients.shown_room_bytes for unit in units if unit.gradients is not None]
-        left = device_bytes - sum(unit.weights.shown_room_bytes for unit in units) - max(gradients, default=0)
+        gradients = max((unit.gradients.room_bytes for unit in units if unit.gradients is not None), default=0)
+        left = device_bytes - sum(unit.weights.room_bytes for unit in units) - gradients - scratch_bytes(device_bytes)
         kept: set[int] = set()
         for unit in units:
-            nbytes = sum(piece.block.shown_room_bytes for piece in unit.pieces)
-            if nbytes <= left:
+            blocks = [piece.block for piece in unit.pieces]
+            if unit.gradients is not None:
+                blocks.append(unit.gradients)
+            nbytes = sum(block.room_bytes for block in blocks)
+            if unit.pieces and nbytes <= left:
                 left -= nbytes
-                kept |= {piece.block.id for piece in unit.pieces}
+                kept |= {block.id for block in blocks}
         return kept
 
     def _set_up_bytes(self, *, can_leave: bool) -> int:

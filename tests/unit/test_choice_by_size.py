@@ -17,7 +17,7 @@ from deepoffload.estimate import MachineSpec
 from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.runtime.choice import ChosenCut, Room, choose
 from deepoffload.runtime.plan import cutter_of, dry_pager
-from deepoffload.schedule.cost_model import BlockKind, StepOverlap
+from deepoffload.schedule.cost_model import StepOverlap
 from tests.support.cuts_reference import reference_choice
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,8 +96,8 @@ def compared(model: nn.Module, config: Config, room: Room) -> PlacementError | C
     by_id = {block.id: block for block in made}
     assert all((by_id[b.id].name, by_id[b.id].room_bytes) == (b.name, b.nbytes) for b in placement.blocks)
     assert plain(placement, [d.index for d in mine]) == plain(expected, [d.index for d in drafts])
-    state = {block.id for block in made if block.kind is BlockKind.STATE} - {block.id for block in placement.blocks}
-    assert state == {made[number].id for number in choice.on_device}
+    away = {block.id for block in made} - {block.id for block in placement.blocks}
+    assert away == {made[number].id for number in choice.on_device}
     assert assembly.piece_bytes == choice.cut.piece_bytes
     return choice
 
@@ -111,6 +111,7 @@ def plain(placement: object, units: list[int]) -> object:
         resident=frozenset(number[b] for b in placement.resident),
         paged=frozenset(number[b] for b in placement.paged),
         updates="",  # the reference knows nothing of these
+        accumulation="",
         step_overlap=StepOverlap.DEFERRED,
     )
 
