@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import deepoffload
 from tests.support.inspect import units_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
-from tests.support.models import mlp, rows
+from tests.support.models import batch, mlp, next_token_loss, rows
 from tests.support.paging import EVICTING, TIGHT, Paging, Setting
 
 SETTINGS = (TIGHT, replace(EVICTING, precision="bf16"))
@@ -28,6 +28,19 @@ def backward(model: nn.Module, seed: int) -> Tensor:
     loss = model(rows(seed=seed).to(dtype)).float().square().mean()
     loss.backward()
     return loss.detach().clone()
+
+
+def train_on_text(model: nn.Module, optimizer: Any, steps: int, accumulate: int) -> list[Tensor]:
+    """The losses of a language model that is trained for some steps, and looked at by nobody meanwhile."""
+    losses = []
+    for step in range(steps):
+        for micro in range(accumulate):
+            loss = next_token_loss(model, batch(10 * step + micro)) / accumulate
+            loss.backward()
+            losses.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 def sorted_state(optimizer: Any) -> dict[Any, Any]:

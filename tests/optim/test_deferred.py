@@ -16,10 +16,10 @@ import deepoffload
 from deepoffload.errors import IoFailure
 from deepoffload.io.engine import IoEngine
 from deepoffload.runtime import disk as disk_module
-from tests.optim.deferred import ADAMW, Start, backward, finish, sorted_state, units_pending
+from tests.optim.deferred import ADAMW, Start, backward, finish, sorted_state, train_on_text, units_pending
 from tests.support.inspect import io_of
 from tests.support.loops import assert_same_bits, relative_difference, weights_of
-from tests.support.models import TinyGPT, batch, mlp, next_token_loss, rows
+from tests.support.models import TinyGPT, mlp, rows
 from tests.support.paging import EVICTING, RESIDENT, ROOMY, TIGHT, Paging, Setting
 
 BUDGETS = (RESIDENT, TIGHT, EVICTING)
@@ -37,14 +37,7 @@ def gpt(dropout: float = 0.0, checkpointing: bool | None = None) -> TinyGPT:
 def run(model: nn.Module, optimizer: Any, accumulate: int, steps: int = 3) -> Any:
     """Losses of a training that looks at nothing between its steps, and all that it leaves."""
     torch.manual_seed(7)
-    losses = []
-    for step in range(steps):
-        for micro in range(accumulate):
-            loss = next_token_loss(model, batch(10 * step + micro)) / accumulate
-            loss.backward()
-            losses.append(loss.detach().clone())
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = train_on_text(model, optimizer, steps, accumulate)
     return losses, weights_of(model), sorted_state(optimizer)
 
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import deepoffload
+from tests.optim.deferred import backward
+from tests.optim.deferred import build as small
 from tests.optim.foreign_kinds import CountingAdam, PlainLoop, ScheduleFree
 from tests.support.inspect import handle_of
 from tests.support.loops import assert_same_bits, weights_of
-from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, RESIDENT, SERIAL, TIGHT, Paging, Setting, plain
 
 
@@ -56,17 +57,6 @@ KINDS = (
     Kind(CountingAdam, {"lr": 0.01}),
 )
 SETTINGS = (RESIDENT, SERIAL, EVICTING, replace(RESIDENT, precision="bf16"), replace(TIGHT, precision="bf16"))
-
-
-def small() -> nn.Sequential:
-    return mlp(depth=4)
-
-
-def backward(model: nn.Module, seed: int) -> Tensor:
-    dtype = next(model.parameters()).dtype
-    loss = model(rows(seed=seed).to(dtype)).float().square().mean()
-    loss.backward()
-    return loss.detach().clone()
 
 
 def train(model: nn.Module, optimizer: Any, steps: range) -> list[Tensor]:

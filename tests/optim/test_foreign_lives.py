@@ -18,8 +18,10 @@ from deepoffload.errors import IoFailure, UsageError
 from deepoffload.io.engine import IoEngine
 from deepoffload.runtime import disk as disk_module
 from tests.checkpoint.durable_model import PLACES, Run
+from tests.optim.deferred import backward
+from tests.optim.deferred import build as small
 from tests.optim.foreign_kinds import CountingAdam, PlainLoop
-from tests.optim.test_foreign import backward, shown, small, train
+from tests.optim.test_foreign import shown, train
 from tests.support.inspect import io_of, is_paged, units_of
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import TinyGPT, batch, mlp, next_token_loss, rows

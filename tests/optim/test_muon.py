@@ -17,6 +17,7 @@ import deepoffload
 from deepoffload.errors import ConfigError, UsageError
 from deepoffload.optim.foreign.muon import hidden_matrices
 from deepoffload.optim.foreign.muon_step import gram_newton_schulz
+from tests.optim.deferred import train_on_text
 from tests.optim.foreign_kinds import PlainLoop
 from tests.support.inspect import units_of
 from tests.support.loops import assert_same_bits, weights_of
@@ -64,15 +65,7 @@ def is_hidden_in_gpt(name: str, param: Tensor) -> bool:
 def train(model: nn.Module, optimizer: Any, steps: int = 5, accumulate: int = 1) -> list[Tensor]:
     torch.manual_seed(5)
     model.train()
-    losses = []
-    for step in range(steps):
-        for micro in range(accumulate):
-            loss = next_token_loss(model, batch(10 * step + micro)) / accumulate
-            loss.backward()
-            losses.append(loss.detach().clone())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return train_on_text(model, optimizer, steps, accumulate)
 
 
 CELLS = (
