@@ -101,6 +101,25 @@ def test_a_parameter_larger_than_a_piece(paging: Paging) -> None:
             assert_same_bits(*outcomes, nan_is_wrong=False)
 
 
+def test_pieces_of_a_large_parameter_leave_memory_once_a_step(paging: Paging) -> None:
+    """They are read, and written when the class has stepped. Between the two nothing makes room of them."""
+    model = paging.build(
+        lambda: mlp(512, depth=8),
+        replace(EVICTING, room=3.0, evict_always=False, prefetch=True, step_overlap="none"),
+        key="once",
+    )
+    optimizer = ADAMW(model.parameters())
+    seen = []
+    for seed in range(4):
+        model(rows(width=512, seed=seed)).square().mean().backward()
+        before = deepoffload.stats(model)["evictions"]
+        optimizer.step()
+        seen.append(deepoffload.stats(model)["evictions"] - before)
+        optimizer.zero_grad()
+    blocks = sum(len(unit.pieces) + 1 for unit in units_of(model))
+    assert 0 < min(seen[1:]) <= 1.4 * blocks, f"{seen} evictions in four steps, of {blocks} blocks"
+
+
 @pytest.mark.parametrize("overlap", ["none", "deferred"])
 def test_again_after_a_disk_error(paging: Paging, monkeypatch: pytest.MonkeyPatch, overlap: str) -> None:
     def build() -> nn.Module:

@@ -125,7 +125,7 @@ class ForeignUpdate(HostUpdate):
                     operands = self._gather(unit, handle, places)
                     self._run(handle, operands)
                     self._stepped[handle] = operands
-                self._scatter(handle, places)
+                self._scatter(unit, handle, places)
                 del self._stepped[handle]
 
     def _run(self, handle: ParamHandle, operands: Operands) -> None:
@@ -195,10 +195,13 @@ class ForeignUpdate(HostUpdate):
                         view.load_fp32(field, part, array.data_ptr() + part.start * 4)
         return self._operands(handle, self._weight(handle) if master is None else master, arrays)
 
-    def _scatter(self, handle: ParamHandle, places: list[_Place]) -> None:
-        """Bring copies back; what is back already may be brought again."""
+    def _scatter(self, unit: Unit, handle: ParamHandle, places: list[_Place]) -> None:
+        """Bring copies back; what is back already may be brought again. The order of uses knows of it, or pieces would
+        leave memory between being read and being written."""
         operands = self._stepped[handle]
+        blocks = tuple(block.id for block in self._blocks(unit))
         for piece, part in places:
+            self.pager.use_update(unit, unit.pieces.index(piece), (*blocks, piece.block.id))
             is_alone = part.numel == sum(each.numel for each in piece.layout.segments)
             with ExitStack() as lease:
                 self.tiers.acquire(piece.block, load=not is_alone)
@@ -217,10 +220,8 @@ class ForeignUpdate(HostUpdate):
         if hyper.method == "step":
             address, dtype = self.gradients.address(handle, 0, keep)
             grad = _shaped(values_at(address, handle.numel, _DTYPES[dtype]), handle)
-            if keep or grad.dtype is not torch.float32:
-                grad = grad.to(torch.float32, copy=True)
-            if self.grad_factor != 1.0:
-                grad = grad * self.grad_factor
+            if keep or grad.dtype is not torch.float32 or self.grad_factor != 1.0:
+                grad = grad.to(torch.float32, copy=True).mul_(self.grad_factor)
         return Operands(master, grad, arrays, self._entries[handle])
 
     @staticmethod
