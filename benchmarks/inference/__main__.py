@@ -6,9 +6,11 @@ model in memory, accelerate's ``disk_offload`` and transformers' ``device_map`` 
 the page cache before every forward pass. Reported are medians over rounds of each round's ratios, and bytes read
 per token. The best rate of the disk is measured in each round.
 
-``--size 20gb --sides ours transformers`` is a model that memory does not hold. ``--size experts --sides plain ours
-"every expert"`` has 8 experts, of which a token uses 2. ``--sides ours "4 units" "6 units" "8 units"`` cuts the model
-into units of other sizes than 5 in a budget. The side ``airllm`` is there where that is installed.
+``--size 20gb --budget 4096 --sides ours int4 transformers`` is a model of 21 GB, which memory does not hold.
+``--size experts --sides plain ours "every expert"`` has 8 experts, of which a token uses 2. ``--sides ours "4 units"
+"6 units" "8 units"`` cuts the model into units of other sizes than 5 in a budget. The side ``airllm`` is there where
+that is installed. The script refuses what the disk or the memory cannot hold before it writes, and removes its files at
+its end, by Ctrl-C and SIGTERM, too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,7 +31,7 @@ from typing import Any
 from benchmarks.end_to_end.disk import DiskRate
 from benchmarks.end_to_end.meter import MemoryWatch, read_counters
 from benchmarks.end_to_end.runner import ROOT, environment
-from benchmarks.inference.checkpoints import SIZES, write_checkpoint
+from benchmarks.inference.checkpoints import SIZES, checkpoint_bytes, write_checkpoint
 from benchmarks.inference.child import QUANTIZED, UNITS
 from deepoffload.cli.nvme.types import Pattern
 
@@ -39,6 +42,11 @@ ONE_BATCH = tuple(side for side in SIDES if side not in ("plain", "ours"))
 """Sides that run with the first batch only."""
 TOKENS, PEER_TOKENS = 5, 2
 """Of each side in a round, after a prompt. The first of the former is not counted: it still follows the prompt."""
+TEST_FILE_BYTES = 512 << 20
+COPIES = {"accelerate": 1.0, "airllm": 1.0, "int8": 0.5, "int8 head": 0.5, "int4": 0.3}
+"""What a side writes to the disk, as a share of the checkpoint. Mixtral's experts are merged: ours writes them, too."""
+IN_MEMORY = ("plain", "accelerate")
+"""Sides that have all of the model in memory, for good or while they load."""
 
 
 class SideProcess:
@@ -79,6 +87,25 @@ class SideProcess:
         self._child.stdout.close()
 
 
+def refusal(options: argparse.Namespace) -> str | None:
+    """Why this machine cannot run what is asked for; None if it can."""
+    nbytes = checkpoint_bytes(options.size)
+    copies = sum(
+        COPIES.get(side, float(options.size == "experts")) for side in options.sides if side not in IN_MEMORY[:1]
+    )
+    need, free = nbytes * (1 + copies) + 2 * TEST_FILE_BYTES, shutil.disk_usage(options.path).free
+    if need > free:
+        return (
+            f"the checkpoint and what the sides write take {need / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free there"
+        )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    whole = [side for side in options.sides if side in IN_MEMORY]
+    if len(whole) * nbytes > 0.8 * memory:
+        names = " and ".join(whole)
+        return f"{names} would have {nbytes / 1e9:.0f} GB in {memory / 1e9:.0f} GB of memory: leave them out"
+    return None
+
+
 def measure(options: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, Any]:
     checkpoint = folder / "checkpoint"
     write_checkpoint(checkpoint, options.size)
@@ -90,7 +117,7 @@ def measure(options: argparse.Namespace, folder: Path, stack: ExitStack) -> dict
         own.mkdir()
         spec = {"side": name, "checkpoint": str(checkpoint), "folder": str(own), "budget": budget}
         sides[name] = SideProcess(spec, options.threads, stack)
-    disk = stack.enter_context(DiskRate(str(folder), fio=False, file_bytes=512 << 20))
+    disk = stack.enter_context(DiskRate(str(folder), fio=False, file_bytes=TEST_FILE_BYTES))
     loads = {name: [sides[name].ask("load")] for name in sides}
     rounds = []
     for number in range(options.rounds):
@@ -201,6 +228,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", help="write everything that was measured to this file")
     options = parser.parse_args()
+    problem = refusal(options)
+    if problem is not None:
+        parser.error(problem)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that files are removed
     folder = Path(tempfile.mkdtemp(prefix="inference-", dir=options.path))
     try:
         with ExitStack() as stack:

@@ -27,26 +27,40 @@ SHARD_BYTES = 1 << 30
 DEVIATION = 0.02
 
 
-def write_checkpoint(folder: Path, size: str) -> None:
-    """In bf16, as the hub has them, in shards of about 1 GiB."""
+def _empty_model(size: str) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """A model on the meta device, and the shapes that its checkpoint has."""
     import torch
-    from safetensors.torch import save_file
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
     has_experts = "num_local_experts" in SIZES[size]
     config_type, model_type = (MixtralConfig, MixtralForCausalLM) if has_experts else (LlamaConfig, LlamaForCausalLM)
     config = config_type(**SIZES[size], num_key_value_heads=8, vocab_size=32_000, max_position_embeddings=32_768)
     config.dtype, config.architectures = "bfloat16", [model_type.__name__]
-    config.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))  # AirLLM wants one
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b").save_pretrained(folder)
     with torch.device("meta"):
         model = model_type(config)
         stored = revert_weight_conversion(model, dict(model.state_dict()))
+    return model, {name: tuple(tensor.shape) for name, tensor in stored.items()}
+
+
+def checkpoint_bytes(size: str) -> int:
+    """Of the weights."""
+    _, shapes = _empty_model(size)
+    return sum(2 * math.prod(shape) for shape in shapes.values())
+
+
+def write_checkpoint(folder: Path, size: str) -> None:
+    """In bf16, as the hub has them, in shards of about 1 GiB."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    model, shapes = _empty_model(size)
+    model.config.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))  # AirLLM wants one
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b").save_pretrained(folder)
     torch.manual_seed(0)
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     shards = list(_shards(shapes))
     home = {}
     for number, names in enumerate(shards, 1):

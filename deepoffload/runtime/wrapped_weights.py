@@ -1,60 +1,112 @@
-"""Weights that are tensors around other tensors (torchao's): what is inside becomes frozen parameters, which are paged.
+"""Weights that are tensors around other tensors (torchao's, bitsandbytes'): what is inside becomes frozen parameters,
+which are paged.
 
-A parametrization (``torch.nn.utils.parametrize``) puts the weight together again whenever its module asks for it, by
-the two methods that ``torch.compile`` takes such tensors apart with: ``__tensor_flatten__`` and
+A parametrization (``torch.nn.utils.parametrize``) puts the weight together again whenever its module asks for it. For
+torchao's it does so by the two methods that ``torch.compile`` takes such tensors apart with: ``__tensor_flatten__`` and
 ``__tensor_unflatten__``. That copies nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from deepoffload.params.torch_private import is_wrapper
+from deepoffload.runtime import bitsandbytes_weights
 
 
-def page_wrapped_weights(roots: Iterable[nn.Module]) -> None:
+class _Kind(Protocol):
+    """How a weight is put together."""
+
+    def together(self, inner: Sequence[Tensor]) -> Tensor: ...
+
+    def inner_of(self, weight: Any) -> tuple[Tensor, ...]:
+        """The tensors inside another weight, which the program assigns."""
+
+    def prepare(self, layer: Any) -> None:
+        """Its weight is about to leave the layer."""
+
+
+def page_wrapped_weights(roots: Iterable[nn.Module], adopt: Callable[[nn.Parameter, str], Any]) -> None:
     """Let the inner tensors of weights on the CPU be paged. Weights that several modules share stay as they are, and
-    those whose inner tensors are such ones, too."""
-    users: dict[int, list[tuple[nn.Module, str]]] = {}
+    those whose inner tensors are such ones, too.
+
+    Args:
+        adopt: pages a parameter, of which it gets the name. It is called at once: what was laid out again for it is
+            not there twice.
+    """
+    users: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for root in roots:
-        for module in root.modules():
+        for path, module in root.named_modules():
             for name, param in module._parameters.items():
-                if param is not None and _can_be_taken_apart(param):
-                    users.setdefault(id(param), []).append((module, name))
+                if param is not None and type(param) is not nn.Parameter:
+                    users.setdefault(id(param), []).append((module, name, path))
     for places in users.values():
         if len(places) == 1:
-            ((module, name),) = places
-            weight = module._parameters[name]
-            assert weight is not None
-            weight.requires_grad_(False)
-            parametrize.register_parametrization(module, name, _Wrapping(weight), unsafe=True)
+            _page(*places[0], adopt)
 
 
-def _can_be_taken_apart(param: Any) -> bool:
-    if not is_wrapper(param) or param.device.type != "cpu":
-        return False
-    names, _ = param.__tensor_flatten__()
-    return all(type(getattr(param, name)) is Tensor for name in names)
+def _page(module: nn.Module, name: str, path: str, adopt: Callable[[nn.Parameter, str], Any]) -> None:
+    weight: Any = module._parameters[name]
+    apart = _take_apart(weight) or bitsandbytes_weights.take_apart(module, weight)
+    if apart is None:
+        return
+    kind, inner = apart
+    kind.prepare(module)
+    weight.requires_grad_(False)
+    wrapping = _Wrapping(kind, inner)
+    parametrize.register_parametrization(module, name, wrapping, unsafe=True)
+    wrapping.inner = ()
+    for number, param in enumerate(module.parametrizations[name].parameters()):  # type: ignore[index, union-attr]
+        adopt(param, f"{path}.parametrizations.{name}.original{number}".lstrip("."))
 
 
-class _Wrapping(nn.Module):
-    """Makes a weight like the one given of other inner tensors."""
+class _Flattened:
+    """A wrapper as ``torch.compile`` knows them."""
 
     def __init__(self, weight: Any) -> None:
-        super().__init__()
         self._type = type(weight)
         self._names, self._context = weight.__tensor_flatten__()
         self._size, self._stride = weight.size(), weight.stride()
 
-    def right_inverse(self, weight: Any) -> tuple[Tensor, ...]:
+    def together(self, inner: Sequence[Tensor]) -> Tensor:
+        tensors = dict(zip(self._names, inner, strict=True))
+        made: Tensor = self._type.__tensor_unflatten__(tensors, self._context, self._size, self._stride)
+        return made
+
+    def inner_of(self, weight: Any) -> tuple[Tensor, ...]:
         return tuple(getattr(weight, name) for name in self._names)
+
+    def prepare(self, layer: Any) -> None:
+        """Nothing else knows of the weight."""
+
+
+def _take_apart(weight: Any) -> tuple[_Kind, tuple[Tensor, ...]] | None:
+    if not is_wrapper(weight) or weight.device.type != "cpu":
+        return None
+    kind = _Flattened(weight)
+    inner = kind.inner_of(weight)
+    return (kind, inner) if all(type(tensor) is Tensor for tensor in inner) else None
+
+
+class _Wrapping(nn.Module):
+    """Puts a weight together of other inner tensors.
+
+    Attributes:
+        inner: tensors of the weight that is there, while the parametrization begins.
+    """
+
+    def __init__(self, kind: _Kind, inner: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self._kind = kind
+        self.inner = inner
+
+    def right_inverse(self, weight: Any) -> tuple[Tensor, ...]:
+        return self.inner or self._kind.inner_of(weight)
 
     def forward(self, *inner: Tensor) -> Tensor:
         # Aliases, which keep the memory for as long as the module computes with them.
-        tensors = {name: tensor.detach() for name, tensor in zip(self._names, inner, strict=True)}
-        made: Tensor = self._type.__tensor_unflatten__(tensors, self._context, self._size, self._stride)
-        return made
+        return self._kind.together([tensor.detach() for tensor in inner])
