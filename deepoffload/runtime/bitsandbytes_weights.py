@@ -44,7 +44,7 @@ class EightBits(_Fixed):
         numbers, scales = inner
         made: Any = make_subclass(self.kind, numbers, False)
         made.CB, made.SCB, made.has_fp16_weights = numbers, scales, False
-        return made  # type: ignore[no-any-return]
+        return made
 
     def prepare(self, layer: Any) -> None:
         layer.state.reset_grads()
@@ -73,7 +73,7 @@ class FourBits(_Fixed):
         made.__dict__.update(self.attributes)
         made.quant_state = _copied(self.state)
         made.quant_state.absmax = scales
-        return made  # type: ignore[no-any-return]
+        return made
 
     def prepare(self, layer: Any) -> None:
         layer.quant_state = None  # it has the scales; the weight has another one
