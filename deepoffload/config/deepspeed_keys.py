@@ -271,7 +271,7 @@ BOOLEAN_SECTIONS = {"zero_optimization": "zero_optimization.stage"}
 TOLERANT_SECTIONS = frozenset(
     (
         *("activation_checkpointing", "aio", "checkpoint", "checkpoint.parallel_write", "checkpoint.writer"),
-        "flops_profiler",
+        *("autotuning", "flops_profiler"),
     )
 )
 """Sections whose unknown keys DeepSpeed ignores, as it ignores those at the top level. It does so in four more, where a

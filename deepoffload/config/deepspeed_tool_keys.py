@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deepoffload.config.deepspeed_tuning_keys import TUNING_KEYS
 from deepoffload.config.deepspeed_watching_keys import MONITOR_KEYS, PROFILER_KEYS, SCHEDULE_KEYS
 from deepoffload.config.keys import (
     Key,
@@ -165,7 +166,7 @@ DEEPSPEED_TOOL_KEYS = (
     _changes_numbers("weight_quantization", "weights are never quantised", present_group()),
     _changes_numbers("elasticity", "it works out other batch sizes; say train_batch_size"),
     _other_group("eigenvalue", "it only serves quantize_training"),
-    _other_group("autotuning", "the settings follow from the budgets and measured bandwidths"),
+    *TUNING_KEYS,
     _other_group("nebula", _CHECKPOINT),
     _other_group("datastates_ckpt", _CHECKPOINT, present_group()),
     _other_group("hybrid_engine", "the model generates as it is"),

@@ -27,6 +27,7 @@ from deepoffload.config.schema import (
 from deepoffload.config.several_ranks import check_several_ranks
 from deepoffload.config.source import read_source
 from deepoffload.config.tools import (
+    AutotuningConfig,
     CometConfig,
     CurriculumConfig,
     FileMonitorConfig,
@@ -57,6 +58,7 @@ TOOL_SECTIONS: Mapping[str, type] = {
     "flops_profiler": FlopsProfilerConfig,
     "progressive_layer_drop": LayerDropConfig,
     "curriculum_learning": CurriculumConfig,
+    "autotuning": AutotuningConfig,
 }
 """Sections about the training loop alone: watching it, and its schedules of layers and data."""
 
@@ -93,6 +95,12 @@ def parse_config(
     config = _build(fields, tuple(dict.fromkeys((*notes, *base.notes, *top.notes))), where, world_size)
     warned = [*warnings, *base.warnings, *_path_warnings(base, top, config)]
     said_before = () if isinstance(source, Config) else base.autos  # a Config has its warning
+    if config.autotuning.enabled and not isinstance(source, Config):
+        warned.append(
+            f"{where}autotuning.enabled: nothing is tuned in a program that trains, and the settings stay as they are: "
+            f"`python -m deepoffload.estimate --tune {file_name or 'FILE'} --config MODEL` chooses better ones before "
+            "it (docs/estimators.md)"
+        )
     autos = [path for path in (*said_before, *top.autos) if not _said(path, top)]
     if autos:
         warned.append(auto_warning(autos, config, where))

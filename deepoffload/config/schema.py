@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deepoffload.config.tools import (
+    AutotuningConfig,
     CometConfig,
     CurriculumConfig,
     FileMonitorConfig,
@@ -234,6 +235,7 @@ class Config:
     flops_profiler: FlopsProfilerConfig = field(default_factory=FlopsProfilerConfig)
     progressive_layer_drop: LayerDropConfig = field(default_factory=LayerDropConfig)
     curriculum_learning: CurriculumConfig = field(default_factory=CurriculumConfig)
+    autotuning: AutotuningConfig = field(default_factory=AutotuningConfig)
     aio: AioConfig = field(default_factory=AioConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)

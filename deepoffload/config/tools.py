@@ -88,6 +88,23 @@ class CurriculumConfig:
     max_step: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class AutotuningConfig:
+    """What ``python -m deepoffload.estimate --tune`` is told; a program that trains does nothing with it."""
+
+    enabled: bool = False
+    metric: str = "throughput"
+    max_train_batch_size: int | None = None
+    min_train_batch_size: int = 1
+    max_train_micro_batch_size_per_gpu: int = 1024
+    min_train_micro_batch_size_per_gpu: int = 1
+    num_tuning_micro_batch_sizes: int | None = None
+    start_profile_step: int = 3
+    end_profile_step: int = 5
+    results_dir: str | None = None
+    overwrite: bool = True
+
+
 def curriculum_length(said: CurriculumConfig, step: int) -> int:
     """``schedules.sequence_length`` as a configuration says.
 

@@ -57,7 +57,7 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
     "DeepSpeedSchedulerCallable": absent("schedules are those of torch.optim.lr_scheduler, or functions giving one"),
     "DeepSpeedDataLoader": absent("initialize() gives a torch DataLoader"),
     **all_of("MUON_OPTIMIZER set_optimizer_flags resolve_per_head_muon_after_sharding", absent(_MUON)),
-    **all_of("autotuning", absent("the settings follow from the budgets and measured bandwidths")),
+    **all_of("autotuning", absent("python -m deepoffload.estimate --tune chooses settings (docs/estimators.md)")),
     **all_of("linear", absent("use peft for LoRA; frozen weights have no optimizer state and are written once")),
     **all_of("monitor", absent("the keys of monitors are honoured; deepoffload.Monitor is for a plain loop")),
     **all_of("profiling", absent(_TOOL)),

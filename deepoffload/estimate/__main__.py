@@ -34,8 +34,9 @@ from deepoffload.estimate.recording import DryRun
 from deepoffload.estimate.states import estimate_model_states_mem_needs_all_live
 from deepoffload.estimate.step_time import OpTimes
 from deepoffload.estimate.subject import LENGTH, Batch, Subject, from_config, from_counts
+from deepoffload.estimate.tuning.command import tune
 
-EXIT_OK, EXIT_DOES_NOT_FIT, EXIT_USAGE = 0, 1, 2
+EXIT_OK, EXIT_DOES_NOT_FIT, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 BUDGET_POINTS = 12
 
 
@@ -77,6 +78,8 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if options.zero_infinity:
         print("\n".join(report.comparison(zero_infinity.compare_largest())), end="\n\n")
         print("\n".join(report.comparison(zero_infinity.compare_bandwidths())))
+    if options.tune:
+        return _tune(options)
     if not (options.config or options.parameters or options.largest):
         return EXIT_OK
     batch, config = Batch(options.batch, options.seq or LENGTH), _config(options)
@@ -110,6 +113,19 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if together is None or together.is_first:
         print(json.dumps(report.as_json(found), indent=1) if options.json else report.text(found))
     return EXIT_OK if found.fits else EXIT_DOES_NOT_FIT
+
+
+def _tune(options: argparse.Namespace) -> int:
+    gc.enable()  # this goes on for a minute or two
+    batch = Batch(1, options.seq or LENGTH)
+    try:
+        with MeasuringProgress(sys.stderr) as progress:
+            result, text = tune(options, lambda said: _subject(said, batch), _machine, progress)
+    except KeyboardInterrupt:
+        print("stopped; nothing was chosen, and nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    print(text)
+    return EXIT_OK if result.chosen is not None else EXIT_DOES_NOT_FIT
 
 
 def _infer(options: argparse.Namespace, subject: Subject, config: Config) -> int:
@@ -183,7 +199,7 @@ def _config(options: argparse.Namespace) -> Config:
     return Config(
         host_budget=options.host_budget,
         nvme_budget=options.nvme_budget,
-        precision=Precision(options.precision),
+        precision=Precision(options.precision or "bf16"),
         step_overlap=None if options.step_overlap is None else StepOverlap(options.step_overlap),
         gradient_accumulation_steps=options.accumulation,
         accumulation_order=AccumulationOrder(options.order or "auto"),

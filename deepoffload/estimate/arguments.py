@@ -19,6 +19,15 @@ _OF_TRAINING = {
 }
 """What options have that are not said, of those that ``--inference`` has nothing to do with."""
 
+_SAID_BY_TUNE = {
+    **{name: unsaid for name, unsaid in _OF_TRAINING.items() if name != "checkpointing"},
+    "batch": 1,
+    "inference": False,
+}
+"""The same of ``--tune``: its file says them, or they are what it chooses."""
+_OF_TUNE = {"train_batch_size": None, "memory": None, "runs": 2}
+"""The same of everything but ``--tune``."""
+
 
 def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     """The options, checked for what contradicts.
@@ -38,6 +47,15 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     model.add_argument("--heads", type=_count, metavar="N")
     model.add_argument("--vocabulary", type=_count, default=32_000, metavar="N")
     model.add_argument("--largest", action="store_true", help="find the largest decoder that fits instead")
+    tuning = parser.add_argument_group("tuning")
+    text = "choose settings for the training that this configuration (ours or DeepSpeed's) says, or for this model"
+    tuning.add_argument("--tune", metavar="FILE", help=text)
+    tuning.add_argument("--train-batch-size", type=_count, metavar="N", help="sequences per step, which stay the same")
+    text = "of the host, for everything; not said: what is available"
+    tuning.add_argument("--memory", type=_bytes, metavar="BYTES", help=text)
+    tuning.add_argument(
+        "--runs", type=_number, default=2, metavar="N", help="candidates that are run; 0: predict alone"
+    )
     work = parser.add_argument_group("work")
     work.add_argument("--inference", action="store_true", help="generate with it, in place of training")
     work.add_argument("--context", type=_count, metavar="N", help="tokens in the KV cache; with --inference")
@@ -54,7 +72,7 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     work.add_argument("--offload-activations", choices=tiers, help=text)
     text = "of the host budget, for these; not said: a quarter (host) or an eighth (nvme)"
     work.add_argument("--activation-budget", type=_bytes, metavar="BYTES", help=text)
-    work.add_argument("--precision", choices=("bf16", "fp32", "fp16"), default="bf16")
+    work.add_argument("--precision", choices=("bf16", "fp32", "fp16"), help="not said: bf16")
     overlaps = ("deferred", "speculative", "in_backward", "none")
     work.add_argument("--step-overlap", choices=overlaps, help="not said: as the engine chooses")
     work.add_argument("--optimizer", choices=("adam", "adamw", "lion", "adagrad", "sgd"), default="adamw")
@@ -91,7 +109,7 @@ def _check(options: argparse.Namespace) -> None:
     ways += ["--parameters, --layers and --hidden"] if by_counts else []
     if len(ways) > 1:
         raise ConfigError(f"{' and '.join(ways)} are different ways to say the model; give one")
-    if not ways and not (options.zero_infinity or options.plot_efficiency):
+    if not ways and not (options.zero_infinity or options.plot_efficiency or options.tune):
         raise ConfigError("say the model: --config PATH, or --parameters N --layers N --hidden N, or --largest")
     if by_counts and len(by_counts) < 3:
         missing = [f"--{name}" for name in ("parameters", "layers", "hidden") if name not in by_counts]
@@ -107,6 +125,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError("--activation-budget is for --offload-activations: say host or nvme")
     if options.context and not options.inference:
         raise ConfigError("--context is the length of a KV cache: it goes with --inference")
+    for name, unsaid in (_SAID_BY_TUNE if options.tune else _OF_TUNE).items():
+        if getattr(options, name) != unsaid:
+            why = "what --tune chooses, or what its file says: leave it out" if options.tune else "for --tune: say both"
+            raise ConfigError(f"--{name.replace('_', '-')} is {why}")
     for name, unsaid in _OF_TRAINING.items() if options.inference else ():
         if getattr(options, name) != unsaid:
             raise ConfigError(f"--{name.replace('_', '-')} is about training: leave it or --inference out")
@@ -132,6 +154,10 @@ def _count(text: str) -> int:
     if not 1 <= value < 1e18 or value != int(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(value)
+
+
+def _number(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _bytes(text: str) -> int:

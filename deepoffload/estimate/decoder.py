@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepoffload.errors import ConfigError
 from deepoffload.estimate.checks import positive_integer
+from deepoffload.tiling.loss import tiled_loss
 
 DEFAULT_VOCABULARY = 32_000
 
@@ -167,16 +168,18 @@ class _DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """``(batch, length)`` tokens to the mean loss against the same tokens. Build it on the meta device.
+    """``(batch, length)`` tokens to the mean loss against the same tokens. An estimate builds it on the meta device.
 
     Args:
         checkpointing: recompute each layer's activations in backward instead of keeping them.
+        tiled: compute the loss in tiles of tokens.
     """
 
-    def __init__(self, shape: DecoderShape, *, checkpointing: bool = False) -> None:
+    def __init__(self, shape: DecoderShape, *, checkpointing: bool = False, tiled: bool = False) -> None:
         super().__init__()
         self.shape = shape
         self.checkpointing = checkpointing
+        self.tiled = tiled
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
         self.position = nn.Embedding(shape.positions, shape.hidden) if shape.positions else None
         self.layers = nn.ModuleList(_DecoderLayer(shape) for _ in range(shape.layers))
@@ -191,5 +194,7 @@ class Decoder(nn.Module):
             x = x + self.position(torch.arange(tokens.shape[1]))
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
+        if self.tiled:
+            return tiled_loss(self.norm(x), self.head.weight, tokens)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())

@@ -38,12 +38,22 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _KnownCall:
-    """``many``: the sort of the sequence that a call gives its tensors in; None: it gives one. ``op``: None for views,
-    which compute nothing."""
+    """``many``: the sort of the sequence that a call gives its tensors in; None: it gives one. ``absent``: where in it
+    there is no tensor, but None. ``op``: None for views, which compute nothing."""
 
     results: tuple[_Made, ...]
     many: type | None
+    absent: tuple[int, ...]
     op: Op | None
+
+    def given(self, made: list[Tensor]) -> Any:
+        """These tensors in the way that the call gives them."""
+        if self.many is None:
+            return made[0]
+        every: list[Tensor | None] = list(made)
+        for place in self.absent:
+            every.insert(place, None)
+        return self.many(every)
 
 
 class KnownCalls:
@@ -75,7 +85,7 @@ class Kernels:
             self._known[key] = known
         # The first one, too: torch refers weakly to tensors that it makes itself, and then nobody can swap them.
         made = [self._again(result, args) for result in known.results]
-        return (made[0] if known.many is None else known.many(made)), made, known.op
+        return known.given(made), made, known.op
 
     def _ask(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_known: bool
@@ -87,12 +97,14 @@ class Kernels:
         made = [out] if isinstance(out, Tensor) else [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
         op = self._op(func, args, kwargs, out, made) if made and not func.is_view else None
         results = [self._result(tensor, args) for tensor in made] if may_be_known and made else []
-        is_plain = isinstance(out, Tensor) or (type(out) in (tuple, list) and len(made) == len(out))
+        several = () if isinstance(out, Tensor) or type(out) not in (tuple, list) else out
+        absent = tuple(place for place, each in enumerate(several) if each is None)
+        is_plain = isinstance(out, Tensor) or (bool(several) and len(made) + len(absent) == len(several))
         fresh = [t.untyped_storage()._cdata for t, r in zip(made, results, strict=False) if r and not r.of_first]
         if not (results and all(results) and is_plain and len(fresh) == len(set(fresh))):
             return out, made, op, None
         many = None if isinstance(out, Tensor) else type(out)
-        return out, made, op, _KnownCall(tuple(filter(None, results)), many, op)
+        return out, made, op, _KnownCall(tuple(filter(None, results)), many, absent, op)
 
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Everything that the result depends on; None where that cannot be said."""

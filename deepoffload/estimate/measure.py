@@ -218,7 +218,7 @@ def _copy_rate() -> float:
     return 2 * source.numel() / median_seconds(lambda: target.copy_(source), REPEATS)
 
 
-def measure_ops(run: DryRun, *, progress: Report = silent) -> dict[Op, float]:
+def measure_ops(run: DryRun, *, rounds: int = ROUNDS, progress: Report = silent) -> dict[Op, float]:
     """Seconds of each kernel call of a dry run, repeated with real tensors of the same shapes, strides and types.
 
     The calls take turns, as in the model: each finds the caches full of the others' data. Calls that cannot be repeated
@@ -233,8 +233,8 @@ def measure_ops(run: DryRun, *, progress: Report = silent) -> dict[Op, float]:
             except (RuntimeError, TypeError, ValueError, IndexError):
                 del calls[op]
         evict = torch.zeros(max(1, COLD_BYTES - sum(call.nbytes for call in calls.values())), dtype=torch.uint8)
-        for number in range(ROUNDS):
-            progress("operators of the model, round", number + 1, ROUNDS)
+        for number in range(rounds):
+            progress("operators of the model, round", number + 1, rounds)
             evict.fill_(1)
             for call in calls.values():
                 call.once()

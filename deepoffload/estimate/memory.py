@@ -67,6 +67,11 @@ class MemoryEstimate:
         return sum(row.pinned + row.pageable for row in self.rows if row.name == LEFT)
 
     @property
+    def left_nvme_bytes(self) -> int:
+        """What they take on NVMe."""
+        return sum(row.nvme for row in self.rows if row.name == LEFT)
+
+    @property
     def nvme_bytes(self) -> int:
         return sum(row.nvme for row in self.rows)
 

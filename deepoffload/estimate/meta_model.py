@@ -1,4 +1,4 @@
-"""A transformers configuration's model on the meta device."""
+"""A transformers configuration's model: on the meta device, or with random weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _NOT_OF_THE_MODEL = ("model_type", "transformers_version", "attn_implementation"
 """What a configuration says of the program that wrote it, and kernels that this machine perhaps does not have."""
 
 
-def by_transformers(settings: Mapping[str, Any], *, checkpointing: bool) -> tuple[Any, str]:
-    """The model in training; or None, and why there is none.
+def by_transformers(settings: Mapping[str, Any], *, checkpointing: bool, device: str = "meta") -> tuple[Any, str]:
+    """The model in training; or None, and why there is none. On another ``device`` it has random weights.
 
     Raises:
         ConfigError: transformers knows such models and refuses this configuration.
@@ -34,7 +34,7 @@ def by_transformers(settings: Mapping[str, Any], *, checkpointing: bool) -> tupl
         return None, f"transformers is installed and cannot be imported ({type(error).__name__}: {error})"
     if kind not in known:
         return None, f"transformers {transformers.__version__} does not know the model type {kind!r}"
-    model = _built(transformers, settings, checkpointing)
+    model = _built(transformers, settings, checkpointing, device)
     return model, "" if model is not None else f"transformers has no model to train for {kind!r}"
 
 
@@ -47,14 +47,14 @@ def run_every_layer(model: nn.Module) -> bool:
     return bool(skipping)
 
 
-def _built(transformers: Any, settings: Mapping[str, Any], checkpointing: bool) -> Any:
+def _built(transformers: Any, settings: Mapping[str, Any], checkpointing: bool, device: str) -> Any:
     fields = {key: value for key, value in settings.items() if key not in _NOT_OF_THE_MODEL}
     try:
         config = transformers.AutoConfig.for_model(settings["model_type"], **fields)
         kind = _class_of(transformers, settings, config)
         if kind is None:
             return None
-        with torch.device("meta"):
+        with torch.device(device):
             model = kind(config) if hasattr(kind, "forward") else kind.from_config(config)
         if checkpointing:
             # the old name goes away in transformers 6

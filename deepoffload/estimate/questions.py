@@ -101,7 +101,7 @@ class Estimate:
     def steps_of_endurance(self) -> float | None:
         if self.step is None or not self.machine.nvme_endurance_bytes:
             return None
-        written = self.of_node(self.step.times.written_bytes)
+        written = self.of_node(self.step.times.written_bytes + self.step.activation_bytes)
         return self.machine.nvme_endurance_bytes / written if written else math.inf
 
 
@@ -198,6 +198,9 @@ def _in_order(
     step = estimate_usual_step(blocks, run, found.machine, config, order, tokens=tokens, op_times=op_times)
     together = together_in(config, order)
     memory = estimate_memory(blocks, run, together=together, written=step.ever_written, overlap=step.step_overlap, **on)
+    if memory.left_nvme_bytes:
+        passes = config.gradient_accumulation_steps // together
+        step = step.moving_activations(passes * memory.left_nvme_bytes, found.machine.bandwidths())
     return InOrder(order, step, memory)
 
 

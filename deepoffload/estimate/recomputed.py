@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -26,8 +26,12 @@ def recomputed(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _recomputed(module: nn.Module) -> Iterator[None]:
-    own = module.__dict__.get("forward")
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    own, forward = module.__dict__.get("forward"), module.forward
+
+    def in_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    module.forward = in_checkpoint
     try:
         yield
     finally:

@@ -35,6 +35,7 @@ def dry_run_quickly(
     recompute: bool = False,
     may_shorten: bool = True,
     by_length: ByLength | None = None,
+    known: KnownCalls | None = None,
     progress: Report = silent,
 ) -> DryRun:
     """As :func:`deepoffload.estimate.dry_run.dry_run`, without running what is known.
@@ -43,13 +44,14 @@ def dry_run_quickly(
         recompute: as of :func:`deepoffload.estimate.dry_run.record`.
         may_shorten: ``model`` may have fewer layers while this runs.
         by_length: how to run it on shorter sequences, where that is enough.
+        known: what other runs have found out of its kernels.
         progress: is told of what takes long.
 
     Raises:
         UsageError: the model cannot run without data, or gives no loss.
     """
     said: dict[str, Any] = {"windows": windows, "unit_of": unit_of, "types": types, "recompute": recompute}
-    record_it = partial(record, model, **said, known=KnownCalls())
+    record_it = partial(record, model, **said, known=known or KnownCalls())
     stacks = find_stacks(model) if may_shorten else []
     places = Places.of(stacks, unit_of, model) if stacks else None
     for radius in RADII:

@@ -89,6 +89,11 @@ def _step(estimate: Estimate) -> list[str]:
             f"from other ranks per step: weights {format_bytes(step.from_others.gathered_bytes)}, gradients "
             f"{format_bytes(step.from_others.reduced_bytes)}, {times.link_s:.3g} s"
         )
+    if step.activation_bytes:
+        lines.append(
+            f"activations: {format_bytes(step.activation_bytes)} go to NVMe and come back in each step, for which it "
+            f"waits {step.activation_wait_s:.3g} s more"
+        )
     if times.written_bytes:
         lines.append(_endurance(estimate))
     if estimate.other_order is not None:
@@ -185,6 +190,8 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
             "efficiency": step.efficiency,
             "tokens_per_s": step.tokens_per_s * estimate.machine.ranks,
             "flops": step.flops,
+            "activation_bytes": step.activation_bytes,
+            "activation_wait_s": step.activation_wait_s,
             "steps_of_endurance": estimate.steps_of_endurance,
             "order": estimate.order.value,
         }

@@ -66,6 +66,6 @@ def _run(
     # nobody else uses a model that has no bytes, so it may lack layers for a while
     bare = all(param.is_meta for param in subject.module.parameters())
     said: dict[str, Any] = {"windows": blocks.modules, "unit_of": blocks.unit_of, "types": types, "progress": progress}
-    said["recompute"] = recompute
+    said |= {"recompute": recompute, "known": subject.known}
     by_length = None if subject.loss_at is None else ByLength(subject.batch.length, subject.loss_at)
     return dry_run_quickly(subject.module, subject.loss_of, may_shorten=bare, by_length=by_length, **said)

@@ -15,6 +15,7 @@ from deepoffload.schedule.accumulation_order import SWITCH_S
 from deepoffload.schedule.clock import StepTimes, TimedRun, TimedUse, steady_step
 from deepoffload.schedule.cost_model import (
     AccumulationOrder,
+    Bandwidths,
     BlockKind,
     RankTraffic,
     StepOverlap,
@@ -32,8 +33,9 @@ OpTimes = Mapping[Op, float]
 class StepEstimate:
     """A predicted optimizer step of one rank. ``compute_s``: of it, what is computed and not waited for.
 
-    ``bound``: what would have to be faster for the step to be. ``efficiency``: the share of the step in which the model
-    itself is computed. ``from_others``: with several ranks, what this one gets from the others.
+    ``activation_bytes``: what of activations goes to NVMe and comes back, for which the program waits
+    ``activation_wait_s``. ``bound``: what would have to be faster for the step to be. ``efficiency``: the share of the
+    step in which the model itself is computed. ``from_others``: with several ranks, what this one gets from the others.
     """
 
     times: StepTimes
@@ -45,10 +47,19 @@ class StepEstimate:
     ever_written: frozenset[int]
     step_overlap: StepOverlap
     from_others: RankTraffic = RankTraffic()
+    activation_bytes: int = 0
+    activation_wait_s: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.times.seconds
+        return self.times.seconds + self.activation_wait_s
+
+    def moving_activations(self, nbytes: int, bandwidths: Bandwidths) -> StepEstimate:
+        """The same where activations of ``nbytes`` per step go to NVMe and come back: the disk has the time for it in
+        which it moves no blocks, and the program waits for the rest."""
+        idle_s = max(0.0, self.times.seconds - self.times.busy_s)
+        moving_s = nbytes / bandwidths.write_bytes_per_s + nbytes / bandwidths.read_bytes_per_s
+        return replace(self, activation_bytes=nbytes, activation_wait_s=max(0.0, moving_s - idle_s))
 
     @property
     def efficiency(self) -> float:

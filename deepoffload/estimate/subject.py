@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from deepoffload.estimate.inputs import (
     takes_pictures_only,
     transformers_loss,
 )
+from deepoffload.estimate.kernels import KnownCalls
 from deepoffload.estimate.meta_model import by_transformers, run_every_layer
 from deepoffload.estimate.positions import longest_sequence, stated_limits
 from deepoffload.estimate.shapes import shape_in
@@ -52,7 +53,7 @@ class Batch:
 class Subject:
     """A model to plan for. ``module`` may be on the meta device. ``loss_of``: how to run it (None: only its states are
     estimated); ``loss_at``: how to run it on sequences of another length. ``source``: how its sizes became known, for
-    people. ``notes``: what they should know about that."""
+    people. ``notes``: what they should know about that. ``known``: what runs of it have found out of its kernels."""
 
     module: nn.Module
     name: str
@@ -61,6 +62,7 @@ class Subject:
     loss_of: LossOf | None
     notes: tuple[str, ...] = ()
     loss_at: Callable[[int], LossOf] | None = None
+    known: KnownCalls = field(default_factory=KnownCalls, repr=False, compare=False)
 
     @property
     def num_parameters(self) -> int:
@@ -147,11 +149,17 @@ def from_counts(
 
 
 def from_shape(
-    shape: DecoderShape, batch: Batch | None = None, *, checkpointing: bool = False, source: str = "sizes"
+    shape: DecoderShape,
+    batch: Batch | None = None,
+    *,
+    checkpointing: bool = False,
+    tiled: bool = False,
+    source: str = "sizes",
 ) -> Subject:
+    """``tiled``: the loss is computed in tiles of tokens."""
     batch = batch or Batch()
     with torch.device("meta"):
-        model = Decoder(shape, checkpointing=checkpointing)
+        model = Decoder(shape, checkpointing=checkpointing, tiled=tiled)
     name = f"decoder, {shape.layers} layers of {shape.hidden}"
     return Subject(model, name, source, batch, lambda call: call(torch.zeros(batch.size, batch.length).long()))
 

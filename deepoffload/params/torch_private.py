@@ -369,6 +369,14 @@ def fake_tensors() -> Iterator[tuple[Any, type[Tensor]]]:
         logger.disabled = was
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has more than a shape: it is neither on the meta device nor one of :func:`fake_tensors`."""
+    if tensor.is_meta:
+        return False
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is None or not isinstance(tensor, module.FakeTensor)
+
+
 class DirectDispatchMode(TorchDispatchMode):
     """A mode whose ``__torch_dispatch__`` torch does not wrap to keep its compiler out: nobody compiles under it, and
     the wrapper takes microseconds for every operation."""

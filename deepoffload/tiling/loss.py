@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from deepoffload.config.units import parse_bytes
 from deepoffload.errors import UsageError
+from deepoffload.params.torch_private import has_values
 from deepoffload.tiling.head_output import Lazily
 from deepoffload.tiling.linear import LinearInTiles
 from deepoffload.tiling.per_token import Factors, Losses, Tiles, losses_per_token
@@ -83,7 +84,7 @@ def loss_in_tiles(
     tokens = max(1, limit // (widest * 4))
     counted = labels != ignore_index
     num_classes = parts[-1].start + len(parts[-1].weight)
-    if bool(((labels < 0) | (labels >= num_classes))[counted].any()):
+    if has_values(labels) and bool(((labels < 0) | (labels >= num_classes))[counted].any()):
         raise UsageError(f"tiled_loss: a target is none of the {num_classes} classes, and not ignore_index")
     if len(parts) == 1:
         weight, bias, _ = parts[0]
@@ -108,7 +109,8 @@ def _check_head(head: nn.Module | Tensor) -> None:
         if not isinstance(module, (nn.Linear, LinearInTiles)):
             continue
         kind = type(module)
-        own_forward = "forward" in vars(module) or kind.forward not in _PRODUCTS
+        given = vars(module).get("forward")
+        own_forward = (given is not None and not _is_ours(given)) or kind.forward not in _PRODUCTS
         hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
         if own_forward or any(not _is_ours(hook) for each in hooks for hook in each.values()):
             what = "another forward" if own_forward else "hooks"
@@ -119,8 +121,9 @@ def _check_head(head: nn.Module | Tensor) -> None:
 
 
 def _is_ours(hook: object) -> bool:
-    """Whether paging has put it there: it changes no numbers."""
-    return type(hook).__module__.startswith("deepoffload.params.")
+    """Whether paging, or an estimate, has put it there, a hook or a forward: it changes no numbers."""
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return module.startswith(("deepoffload.params.", "deepoffload.estimate."))
 
 
 def _parts_of(head: nn.Module | Tensor) -> list[_Part]:

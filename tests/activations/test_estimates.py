@@ -10,6 +10,7 @@ from deepoffload.errors import ConfigError
 from deepoffload.estimate import Batch, MachineSpec, estimate, from_counts
 from deepoffload.estimate.arguments import parse
 from deepoffload.estimate.memory import LEFT, MemoryRow
+from deepoffload.estimate.step_time import StepEstimate
 
 TOKENS, HIDDEN, LAYERS = 4096, 256, 4
 INPUTS = TOKENS * HIDDEN * LAYERS * 2
@@ -46,6 +47,26 @@ def test_where_activations_are() -> None:
     assert rows(Tier.HOST) == usual
     whole = rows(Tier.NVME, PART, checkpointing=False)
     assert LEFT not in whole and whole["activations"].pageable > usual["activations"].pageable
+
+
+def test_a_step_waits_for_what_the_disk_has_no_time_for() -> None:
+    """What goes to NVMe in each micro-batch comes back; an idle disk has time for it, a slow one has not."""
+    subject = from_counts(20_000_000, LAYERS, HIDDEN, Batch(1, TOKENS), vocabulary=1000, checkpointing=True)
+
+    def step(tier: Tier | None, rate: float) -> StepEstimate:
+        rates = {f"nvme_{name}_bytes_per_s": rate for name in ("read", "write", "mixed")}
+        machine = MachineSpec(host_memory_bytes=8 * GIB, nvme_bytes=64 * GIB, **rates)
+        more = {} if tier is None else {"offload_activations": tier, "activation_budget": PART}
+        config = Config(precision=Precision.BF16, host_budget=GIB, gradient_accumulation_steps=2, **more)
+        found = estimate(subject, machine, config)
+        assert found.step is not None, found.problem
+        return found.step
+
+    usual, fast, slow = step(None, 1e12), step(Tier.NVME, 1e12), step(Tier.NVME, 1e6)
+    assert usual.activation_bytes == 0 and usual.times.busy_s == 0, "everything stays in memory"
+    assert 2 * (INPUTS - PART) <= fast.activation_bytes == slow.activation_bytes < 4 * INPUTS
+    assert fast.activation_wait_s == 0 and fast.seconds == usual.seconds
+    assert slow.seconds == pytest.approx(2 * slow.activation_bytes / 1e6), "the disk is never idle"
 
 
 def test_arguments() -> None:

@@ -28,6 +28,13 @@ CALLS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "in place": (aten.add_.Tensor, lambda: (torch.zeros(4, 6), 2)),
     "several tensors": (aten.topk.default, lambda: (torch.zeros(4, 6), 2)),
     "a tensor and none": (aten.native_layer_norm.default, lambda: (torch.zeros(4, 6), [6], None, None, 1e-5)),
+    "none among tensors": (
+        aten.native_layer_norm_backward.default,
+        lambda: (
+            *(torch.zeros(4, 6), torch.zeros(4, 6), [6], torch.zeros(4, 1), torch.zeros(4, 1)),
+            *(torch.zeros(6), torch.zeros(6), [True, False, True]),
+        ),
+    ),
     "of a list": (aten.cat.default, lambda: ([torch.zeros(2, 3), torch.zeros(4, 3)],)),
     "nothing": (aten.sum.dim_IntList, lambda: (torch.zeros(0, 3), [0])),
 }
@@ -50,7 +57,8 @@ def like(out: Any, args: tuple[Any, ...]) -> list[Any]:
         place = tensor.storage_offset() if shared else tensor.untyped_storage().nbytes()
         same = [number for number, each in enumerate(given) if each is tensor]
         found.append((tuple(tensor.shape), tensor.stride(), tensor.dtype, place, shared, same))
-    return [type(out) in (tuple, list), *found]
+    absent = [each is None for each in out] if isinstance(out, (tuple, list)) else []
+    return [type(out) in (tuple, list), absent, *found]
 
 
 def storage(tensor: Tensor) -> int:
