@@ -34,6 +34,7 @@ from deepoffload.params.torch_private import (
 )
 from deepoffload.params.unit import ParamHandle
 
+_PACKAGE = __name__.split(".")[0]
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 _NAMED_TYPES = (
@@ -42,6 +43,10 @@ _NAMED_TYPES = (
 """Those that torch's errors call by their old class names."""
 
 _CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
+_WITHHELD = (
+    ". saved_tensors_hooks, save_on_cpu among them, are given no paged weight, so they have no copy of the old values: "
+    "call backward before the change"
+)
 _HINT = (
     "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
     "torch.autograd.set_detect_anomaly(True, check_nan=False)."
@@ -59,16 +64,20 @@ class SavedWeight:
     Attributes:
         version: the version that it must still have; None behind a checkpoint, which runs the forward again with the
             values that the weight has then.
+        withheld: whether hooks of the program did not get it.
     """
 
-    __slots__ = ("handle", "size", "stride", "offset", "version")
+    __slots__ = ("handle", "size", "stride", "offset", "version", "withheld")
 
-    def __init__(self, handle: ParamHandle, tensor: Tensor, version: int | None) -> None:
+    def __init__(
+        self, handle: ParamHandle, tensor: Tensor, version: int | None, *, withheld: bool = False
+    ) -> None:
         self.handle = handle
         self.size = tensor.size()
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
         self.version = version
+        self.withheld = withheld
 
 
 class SavedCast(SavedWeight):
@@ -147,17 +156,24 @@ class SavedBelow:
 class SavedTensorHooks:
     """One pair of hooks: packs the weights of ``pager``, gives all else to the pair ``below`` (or keeps it as it is).
 
+    A pair of the program's is not given weights: what it keeps of them would be a second model in memory. So a weight
+    that was changed before backward is refused there, too, where a pair that copies would have had the old values.
+
     Args:
         again: set while a double backward records. Tensors from :func:`restore` have fresh version counters, so compare
             with the parameter's version.
+
+    Attributes:
+        withheld: whether ``below`` is a pair of the program's, which the error then mentions.
     """
 
-    __slots__ = ("pager", "below", "again", "run_again")
+    __slots__ = ("pager", "below", "again", "run_again", "withheld")
 
     def __init__(self, pager: PagerPort, below: Hooks | None, *, again: bool = False) -> None:
         self.pager = pager
         self.below = below
         self.again = again
+        self.withheld = below is not None and not _hook_module(below).startswith(f"{_PACKAGE}.")
         self.run_again = of_checkpoint(below)
 
     def pack(self, tensor: Tensor) -> Any:
@@ -169,7 +185,8 @@ class SavedTensorHooks:
             if self.run_again:
                 return SavedWeight(slot, tensor, None)
             weight = slot.tensor if self.again else None
-            return SavedWeight(slot, tensor, tensor._version if weight is None else version_of(weight))
+            version = tensor._version if weight is None else version_of(weight)
+            return SavedWeight(slot, tensor, version, withheld=self.withheld)
         if slot is None and tensor.dtype in NARROW:
             found = (cast_of_weight if tensor.requires_grad else cast_of_frozen)(tensor, self.pager)
             if found is not None:
@@ -191,7 +208,11 @@ class SavedTensorHooks:
 
 def of_checkpoint(hooks: Hooks | None) -> bool:
     """Whether a pair of hooks is that of a non-reentrant activation checkpoint."""
-    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
+    return hooks is not None and _hook_module(hooks) == checkpoint.__name__
+
+
+def _hook_module(hooks: Hooks) -> str:
+    return getattr(hooks[0], "__module__", None) or ""
 
 
 def saved_for_checkpoint() -> bool:
@@ -307,7 +328,7 @@ def restore(saved: SavedWeight) -> Tensor:
             if saved.version is not None and not pager.graphs.is_version(handle, saved.version, version_of(param)):
                 raise RuntimeError(
                     f"{_CHANGED}: parameter {handle.name} {list(saved.size)} was changed (an optimizer step counts) "
-                    "after the forward pass that saved it"
+                    f"after the forward pass that saved it{_WITHHELD if saved.withheld else ''}"
                 )
             shown = get_data(param)
             if type(saved) is SavedCast:

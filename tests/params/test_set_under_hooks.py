@@ -15,7 +15,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
-from tests.support.paging import TIGHT, Paging, plain
+from tests.support.paging import EVICTING, TIGHT, Paging, Setting, plain
 
 WIDTH = 24
 HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -59,6 +59,42 @@ def train(model: Any, hooks: str, plan: tuple[str, ...]) -> Any:
     except RuntimeError as error:
         return str(error)
     return x.grad, gradients_of(model), weights_of(model)
+
+
+def no_hook(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@pytest.mark.parametrize("setting", [TIGHT, EVICTING], ids=str)
+@pytest.mark.parametrize("hooks", [lambda: saved_tensors_hooks(torch.clone, no_hook), save_on_cpu], ids=["clones", "cpu"])
+def test_hooks_that_copy_have_no_copy_of_a_weight(paging: Paging, hooks: Any, setting: Setting) -> None:
+    """Plain PyTorch goes on with the clone. Ours says why it cannot, keeps the gradients that it had, and goes on."""
+
+    def forward(model: Any) -> Tensor:
+        with hooks():
+            return model(torch.ones(2, WIDTH)).square().sum()
+
+    model, reference = paging.build(build, setting, key="layers"), plain(build)
+    losses = [forward(model), forward(reference)]
+    with torch.no_grad():
+        model[4].weight.mul_(1.5)
+        reference[4].weight.mul_(1.5)
+    losses[1].backward()
+    with pytest.raises(RuntimeError, match=r"inplace operation: parameter 4.weight .*no copy of the old values: call"):
+        losses[0].backward()
+    del losses
+    model.zero_grad(), reference.zero_grad()
+    forward(model).backward(), forward(reference).backward()
+    assert_same_bits(gradients_of(reference), gradients_of(model))
+
+
+def test_without_hooks_no_hooks_are_mentioned(paging: Paging) -> None:
+    model = paging.build(build, TIGHT, key="layers")
+    loss = model(torch.ones(2, WIDTH)).square().sum()
+    with torch.no_grad():
+        model[4].weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="after the forward pass that saved it$"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("hooks", HOOKS)

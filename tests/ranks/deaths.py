@@ -32,10 +32,10 @@ SOON_S = 5.0
 LATE_S = 1.0
 """What a machine that has other things to do adds to each limit."""
 ENDS_WITHIN_S = 40.0
-KINDS = ("loader", "forward", "backward", "guess")
+KINDS = ("loader", "forward", "backward", "guess", "early")
 """Of places."""
-GUESS_S_SHARE = 0.02
-"""A guess is over so much sooner than what else a rank is at when it dies."""
+UPDATE_S_SHARE = 0.02
+"""An update inside backward, a guess too, is over so much sooner than what else a rank is at when it dies."""
 STEPS = 400
 """More than any rank makes before one of them dies."""
 
@@ -85,7 +85,7 @@ class _Places:
             return
         self._is_over = True
         if way.startswith("SIG"):
-            threading.Timer(self._death.later_s * (GUESS_S_SHARE if kind == wanted else 1.0), self._die).start()
+            threading.Timer(self._death.later_s * (UPDATE_S_SHARE if kind == wanted else 1.0), self._die).start()
             return
         self._note()
         if way == "disk full":
@@ -107,14 +107,18 @@ def _watch(layer: nn.Module, at: Callable[[str], None]) -> None:
     layer.register_forward_hook(lambda _, inputs, output: output.register_hook(lambda _: at("backward")) and None)
 
 
-class _Guessing(CPUAdamW):
-    """An optimizer whose updates on a guess are places, too."""
+class _Watched(CPUAdamW):
+    """An optimizer whose updates inside backward are places, too: those on a guess, and those for good."""
 
     at: Callable[[str], None]
 
     def guess_step(self, handles: Any) -> Any:
         self.at("guess")
         return super().guess_step(handles)
+
+    def update_early(self, handles: Any, *, wait: bool) -> None:
+        self.at("early")
+        super().update_early(handles, wait=wait)
 
 
 def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, list[str]]:
@@ -135,7 +139,7 @@ def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, l
     for block in model.blocks:
         _watch(block, places.at)
     clip = 1.0 if death.step_overlap == "deferred" else None
-    optimizer = _Guessing(model.parameters(), lr=1e-3, max_grad_norm=clip)
+    optimizer = _Watched(model.parameters(), lr=1e-3, max_grad_norm=clip)
     optimizer.at = places.at
     try:
         for step in range(STEPS):
@@ -188,13 +192,14 @@ def _check_own_end(death: Death, own: Ended) -> None:
 
 
 WAYS = ("SIGKILL", "SIGSTOP", "forward", "backward", "loader", "disk full")
-WAYS_GUESSING = (*WAYS, "SIGKILL guess", "guess")
+MORE_WAYS = {"speculative": ("SIGKILL guess", "guess"), "in_backward": ("SIGKILL early", "early")}
+"""In updates inside backward."""
 
 
 def deaths(count: int, seed: int, step_overlap: str = "deferred") -> list[Death]:
     """So many, each way about as often as the others."""
     dice = random.Random(seed)
-    ways = WAYS_GUESSING if step_overlap == "speculative" else WAYS
+    ways = WAYS + MORE_WAYS.get(step_overlap, ())
     return [
         Death(
             ways[number % len(ways)],

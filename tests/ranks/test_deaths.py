@@ -19,6 +19,7 @@ def test_all_others_hear_of_a_death(way: str, nvme_path: Path, tmp_path: Path) -
     deaths.check(replace(death, timeout_s=6.0), nvme_path, tmp_path, BUSY_S)
 
 
-def test_all_others_hear_of_a_death_in_an_update_on_a_guess(nvme_path: Path, tmp_path: Path) -> None:
-    death = next(one for one in deaths.deaths(8, 3, "speculative") if one.way == "SIGKILL guess")
+@pytest.mark.parametrize(("overlap", "way"), [("speculative", "SIGKILL guess"), ("in_backward", "SIGKILL early")])
+def test_all_others_hear_of_a_death_in_an_update(overlap: str, way: str, nvme_path: Path, tmp_path: Path) -> None:
+    death = next(one for one in deaths.deaths(8, 3, overlap) if one.way == way)
     deaths.check(death, nvme_path, tmp_path, BUSY_S)
