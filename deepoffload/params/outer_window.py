@@ -45,6 +45,7 @@ class OuterWindow(Window):
                 pager.hooks.close_stale()
             frame = sys._getframe(2)  # the module's call
             entry = WindowCall(self, frame)
+            entry.caller_id = id(frame.f_back)
             pager.hooks.opened().append(entry)
             entry.pushed = pager.hooks.push()
             pager.hooks.shared_by_threads()
@@ -54,6 +55,8 @@ class OuterWindow(Window):
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         opened = self.pager.hooks.opened()
-        if opened and opened[-1].window is self and opened[-1].frame_id == id(sys._getframe(2)):
+        if not opened or opened[-1].window is not self:
+            return  # enter() had nothing to do
+        if id(sys._getframe(2)) in (opened[-1].frame_id, opened[-1].caller_id):
             with self.pager.lock:
                 self.close(opened.pop())

@@ -69,9 +69,7 @@ class SavedWeight:
 
     __slots__ = ("handle", "size", "stride", "offset", "version", "withheld")
 
-    def __init__(
-        self, handle: ParamHandle, tensor: Tensor, version: int | None, *, withheld: bool = False
-    ) -> None:
+    def __init__(self, handle: ParamHandle, tensor: Tensor, version: int | None, *, withheld: bool = False) -> None:
         self.handle = handle
         self.size = tensor.size()
         self.stride = tensor.stride()

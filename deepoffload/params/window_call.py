@@ -45,17 +45,20 @@ class WindowCall:
         shown: the parameters of the call.
         plain: whether they are without their doors.
         partial: units of which only some bytes are there.
+        caller_id: of the frame around that of the call, in which torch calls the post hook when the forward has raised.
+            Only outer windows ask.
         region: what is done with the activations of the call; its hooks are below those of the window.
     """
 
     __slots__ = (
         *("window", "shown", "plain", "blocks", "partial", "pushed", "region"),
-        *("frame_id", "frame_end", "thread", "over"),
+        *("frame_id", "caller_id", "frame_end", "thread", "over"),
     )
 
     def __init__(self, window: Window, frame: FrameType) -> None:
         self.window = window
         self.frame_id = id(frame)
+        self.caller_id: int | None = None
         self.frame_end: weakref.ref[FrameEnd] | None = None
         self.thread = threading.get_ident()
         self.over = False

@@ -77,6 +77,55 @@ def test_checkpoint_inside_a_unit(same: Same) -> None:
     )
 
 
+class Scaled(nn.Module):
+    """A layer that the budget splits, with a weight of its own; ``fails`` lets it raise at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((64,), 0.5))
+        self.first = nn.Linear(64, 256)
+        self.second = nn.Linear(256, 64)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.second(nn.functional.gelu(self.first(x))) * self.scale
+        if self.fails:
+            raise ArithmeticError
+        return x
+
+
+def scaled() -> nn.Sequential:
+    return nn.Sequential(*[Scaled() for _ in range(4)])
+
+
+def test_derivatives_of_derivatives_behind_checkpoints_around_split_layers(same: Same) -> None:
+    """The checkpoint ends its second forward by an exception, in the middle of a node that then records a graph."""
+
+    def program(model: nn.Module) -> Any:
+        x = y = rows().requires_grad_()
+        for layer in model:
+            y = checkpoint(layer, y, use_reentrant=False)
+        (first,) = torch.autograd.grad(y.sigmoid().sum(), x, create_graph=True)
+        inputs = [x, *model[2].parameters()]
+        second = torch.autograd.grad(first.square().sum(), inputs, create_graph=True)
+        sum(part.square().sum() for part in second).backward()
+        return [first, second, gradients_of(model)]
+
+    same(scaled, program, room=2.0)
+
+
+def test_a_split_layer_that_raises_leaves_no_hooks_to_who_catches_it(paging: Paging) -> None:
+    model = paging.build(scaled, EVICTING, key="scaled")
+    assert sum(unit.name.startswith("1.") for unit in units_of(model)) > 1, "this would test nothing"
+    model[1].fails = True
+    with pytest.raises(ArithmeticError):
+        model(rows())
+    try:
+        model(rows())
+    except ArithmeticError:
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_transformers_layers_that_are_units(paging: Paging, use_reentrant: bool) -> None:
     """transformers puts the checkpoint around a layer's forward: inside its window, and in backward without it."""
