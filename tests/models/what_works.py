@@ -73,7 +73,7 @@ _OTHERWISE = """
   `torch.utils.swap_tensors` on a paged parameter raises. So does `torch.Tensor.set_(param, new)` while the bytes are
   away; `param.set_(new)` works.
 - An edit of a weight between a forward and its backward raises "modified by an inplace operation" under the program's
-  own `saved_tensors_hooks` and `save_on_cpu`, too, where plain PyTorch continues with what they have kept. They are given
+  own `saved_tensors_hooks` and `save_on_cpu`, too, where plain PyTorch continues with what they have kept. They get
   activations, and weights only where everything stays in memory: their copies would be a second model. Call backward
   before the edit.
 - `torch.cond`, `while_loop`, `scan`, `map` and `flex_attention` compile the functions that they are given. They work
