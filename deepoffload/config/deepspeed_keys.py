@@ -134,7 +134,8 @@ _OPTIMIZER = (
         "optimizer.type",
         _optimizer_type(),
         "The optimizer, in any case of letters; each takes the parameters below that its class has. Those after `muon` "
-        "are torch's own, by `deepoffload.paged`.",
+        "are torch's own, by `deepoffload.paged`. DeepSpeed's Lamb, 1-bit and Mu ones are errors: gradients are not "
+        "compressed, and an optimizer of yours goes to `initialize`.",
     ),
     honoured("optimizer.params.lr", number(0), "Learning rate; 1e-2 for Adagrad.", 1e-3),
     honoured("optimizer.params.betas", list_of(number(0, below=1), 2), "Decay of the two moments.", (0.9, 0.999)),
@@ -161,7 +162,7 @@ _OPTIMIZER = (
         "What Adam's moments (Lion's: not 8bit) are stored in; see optimizers.md.",
         "fp32",
     ),
-    honoured("optimizer.params.momentum", number(0), "Of SGD, RMSprop and Muon (0.95).", 0.0),
+    honoured("optimizer.params.momentum", number(0, 1), "Of SGD, RMSprop and Muon (0.95).", 0.0),
     honoured("optimizer.params.dampening", number(), "Of SGD's momentum.", 0.0),
     honoured("optimizer.params.nesterov", boolean(), "Nesterov's momentum in SGD.", False),
     honoured("optimizer.params.lr_decay", number(0), "Of Adagrad.", 0.0),

@@ -160,7 +160,11 @@ DEEPSPEED_TOOL_KEYS = (
     *SCHEDULE_KEYS,
     # Whole groups: what is inside them is not looked at.
     _changes_numbers("data_efficiency", "the data schedule and token dropping are your loader's and model's"),
-    _changes_numbers("sparse_attention", "attention is the model's", present_group()),
+    _changes_numbers(
+        "sparse_attention",
+        "attention is the model's: write it with torch's FlexAttention (docs/long_sequences.md)",
+        present_group(),
+    ),
     _changes_numbers("quantize_training", "weights are never quantised", present_group()),
     _changes_numbers("compression_training", "the model is never compressed", group_of_parts(*_COMPRESSION_PARTS)),
     _changes_numbers("weight_quantization", "weights are never quantised", present_group()),
@@ -178,7 +182,7 @@ DEEPSPEED_TOOL_KEYS = (
             ("expert_parallel", present_group()),
         )
     ),
-    _other_group("pipeline", "there is no pipeline engine", present_group()),
+    _other_group("pipeline", "pipelines are torch.distributed.pipelining's, as docs/ranks.md says", present_group()),
     inapplicable("sequence_parallel_size", integer(1), _DATA_PARALLEL, 1, field="sequence_parallel_size"),
     inapplicable("data_parallel_size", integer(1), "the process group says how many ranks there are", 1),
     inapplicable("use_data_before_expert_parallelism", boolean(), "there is no expert parallelism", False),
