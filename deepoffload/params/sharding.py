@@ -8,7 +8,14 @@ from deepoffload.params.torch_private import door_frame
 
 NO_WRAPPER = (
     "DistributedDataParallel around a paged model would not average gradients: use the model without it, on any number "
-    "of ranks (docs/ranks.md; docs/trainers.md for transformers' Trainer and accelerate)"
+    "of ranks (docs/ranks.md; docs/trainers.md for transformers' Trainer and accelerate). Where it was built with "
+    'ranks="local", name the ranks that train it, too, with group= or mesh= instead'
+)
+
+HOW_TO_SHARD = (
+    'Data-parallel ranks partition a model as it is built. For tensor parallelism, train with ranks="local", each '
+    "rank's shard (weight.to_local()) as an ordinary parameter, and a forward that communicates; for inference, call "
+    "parallelize_module before the layers come into the offload_context (docs/ranks.md)"
 )
 
 _WRAPPING = "torch.distributed.utils"
@@ -31,6 +38,6 @@ def refuse_sharding(name: str) -> None:
     if caller.startswith(_SHARDING):
         raise UnsupportedError(
             f"{name} is paged and cannot be sharded (parallelize_module, fully_shard, FullyShardedDataParallel, "
-            "DTensor): a DTensor in its place would be outside of the budget and of paging. Use the paged model as it "
-            "is, on one rank, or shard a copy (copy.deepcopy(model))"
+            "DTensor): a DTensor in its place would be outside of the budget and of paging. Shard a copy "
+            f"(copy.deepcopy(model)), or use it as it is. {HOW_TO_SHARD}"
         )

@@ -100,7 +100,7 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
                 if self.config.inference:
                     in_their_types = self.config.precision is Precision.KEEP
                     if in_their_types:
-                        page_wrapped_weights(roots, hooks.adopt)
+                        page_wrapped_weights(roots, hooks.adopt, alone=engine.link is None)
                     page_large_buffers(roots, engine.pager.origins if in_their_types else None)
                 hooks.take_unregistered(roots)
                 engine.assemble(roots, hooks.handles)

@@ -337,9 +337,9 @@ class Engine:
             watch.look()
 
     def refresh(self, root: nn.Module) -> None:
-        """Adopt parameters that came to ``root`` after the context ended, open windows on new modules, and move their
-        buffers to the device."""
+        """Adopt parameters that have come to ``root``, open windows on new modules, and move buffers to the device."""
         refuse_graph_modes(root, self.pager.memory)
+        refuse_distributed_tensors([root])
         assembly = Assembly(self.pager, self.gradients, self._grain_bytes // PIECES_PER_BUDGET)
         plan = find_units(root, self._grain_bytes // UNITS_PER_BUDGET, assembly.target_nbytes)
         with self.pager.lock:

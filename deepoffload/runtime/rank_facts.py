@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from deepoffload.config import Config, as_written
 from deepoffload.errors import ConfigError, UnsupportedError, UsageError
 from deepoffload.io.checksums import crc32c
+from deepoffload.params.sharding import HOW_TO_SHARD
 from deepoffload.params.torch_private import get_data
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.agreement import Agreement
@@ -65,14 +66,19 @@ def described(param: Tensor) -> str:
     return f"{dtype}{list(param.shape)} ({use})"
 
 
+def is_distributed(param: Tensor) -> bool:
+    """Whether a parameter is a DTensor, or FSDP's."""
+    return any(kind.__module__.startswith(_DISTRIBUTED) for kind in (type(param), type(get_data(param))))
+
+
 def refuse_distributed_tensors(roots: Sequence[nn.Module]) -> None:
     """Raise UnsupportedError for a model with DTensors among its parameters."""
     for root in roots:
         for name, param in root.named_parameters():
-            if any(kind.__module__.startswith(_DISTRIBUTED) for kind in (type(param), type(get_data(param)))):
+            if is_distributed(param):
                 raise UnsupportedError(
-                    f"{name} is a DTensor: a model that is sharded already cannot be paged yet. Build it without "
-                    "parallelize_module and fully_shard; deepoffload partitions it over the ranks"
+                    f"{name} is a DTensor: a model that is sharded already can be paged for inference only "
+                    f'(inference=True, with several ranks ranks="local", and its types as they are). {HOW_TO_SHARD}'
                 )
 
 

@@ -14,6 +14,7 @@ from deepoffload.config import Config
 from deepoffload.errors import ConfigError, DeepOffloadError, UnsupportedError
 from deepoffload.ranks.group import RankGroup, default_world_size, open_group, world_size_of
 from deepoffload.runtime.agreement import Agreement
+from deepoffload.runtime.announce import announce
 from deepoffload.runtime.device import find_accelerator
 
 log = logging.getLogger("deepoffload")
@@ -65,7 +66,11 @@ class RankChoice:
         self._is_local = isinstance(ranks, str)
         if self._is_local and (group is not None or mesh is not None):
             given = "mesh" if group is None else "group"
-            raise ConfigError(f'ranks="local" and {given}= contradict each other: leave one of them out')
+            raise ConfigError(
+                f'ranks="local" and {given}= contradict each other. Leave {given}= out where only this process has the '
+                'model, such as the stage of a pipeline. Where others train it, too, leave ranks="local" out and name '
+                'them: mesh=mesh["dp"] for a dimension "dp" of data-parallel ranks, or their group='
+            )
         self._group, self._mesh = group, mesh
         self._values_of_rank_0 = values_of_rank_0
         self.settings: dict[str, Any] = {} if ranks is None or self._is_local else {"ranks": ranks}
@@ -85,6 +90,7 @@ class RankChoice:
             UnsupportedError: several ranks, and they compute on something else than the CPU.
         """
         if self._is_local:
+            _say_what_is_local(config)
             return None
         if self.world_size == 1:
             _refuse_unknown_meeting()
@@ -119,6 +125,18 @@ class RankChoice:
         Agreement(group).tell(error, what)
         if group is not None:
             group.close()
+
+
+def _say_what_is_local(config: Config) -> None:
+    """Say what stays with this process where there are others: nobody adds gradients up, or their squares."""
+    world_size = default_world_size()
+    if world_size is None or world_size == 1:
+        return
+    clips = "" if config.gradient_clipping is None else f", so gradient_clipping={config.gradient_clipping:g} is, too"
+    announce(
+        f'ranks="local": one of {world_size} processes, which has its model for itself. Nothing adds its gradients up '
+        f"with those of others, and the norm that max_grad_norm clips is that of this model alone{clips}"
+    )
 
 
 def _refuse_unknown_meeting() -> None:

@@ -1,5 +1,5 @@
-"""Weights that are tensors around other tensors (torchao's, bitsandbytes'): what is inside becomes frozen parameters,
-which are paged.
+"""Weights that are tensors around other tensors (torchao's, bitsandbytes'; torch's DTensors, which are around this rank's
+shard): what is inside becomes frozen parameters, which are paged.
 
 A parametrization (``torch.nn.utils.parametrize``) puts the weight together again whenever its module asks for it. For
 torchao's it does so by the two methods that ``torch.compile`` takes such tensors apart with: ``__tensor_flatten__`` and
@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from deepoffload.params.torch_private import is_wrapper
 from deepoffload.runtime import bitsandbytes_weights
+from deepoffload.runtime.rank_facts import is_distributed
 
 
 class _Kind(Protocol):
@@ -30,19 +31,23 @@ class _Kind(Protocol):
         """Its weight is about to leave the layer."""
 
 
-def page_wrapped_weights(roots: Iterable[nn.Module], adopt: Callable[[nn.Parameter, str], Any]) -> None:
+def page_wrapped_weights(
+    roots: Iterable[nn.Module], adopt: Callable[[nn.Parameter, str], Any], *, alone: bool
+) -> None:
     """Let the inner tensors of weights on the CPU be paged. Weights that several modules share stay as they are, and
     those whose inner tensors are such ones, too.
 
     Args:
         adopt: pages a parameter, of which it gets the name. It is called at once: what was laid out again for it is
             not there twice.
+        alone: this process has the model for itself. Else DTensors stay as they are: what is inside differs between
+            ranks, which partition the same values.
     """
     users: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for root in roots:
         for path, module in root.named_modules():
             for name, param in module._parameters.items():
-                if param is not None and type(param) is not nn.Parameter:
+                if param is not None and type(param) is not nn.Parameter and (alone or not is_distributed(param)):
                     users.setdefault(id(param), []).append((module, name, path))
     for places in users.values():
         if len(places) == 1:
@@ -69,12 +74,15 @@ class _Flattened:
 
     def __init__(self, weight: Any) -> None:
         self._type = type(weight)
-        self._names, self._context = weight.__tensor_flatten__()
+        names, self._context = weight.__tensor_flatten__()
+        found = {name: getattr(weight, name) for name in names}
+        self._names = [name for name, value in found.items() if isinstance(value, Tensor)]
+        self._others = {name: value for name, value in found.items() if name not in self._names}  # a DTensor's mesh
         self._size, self._stride = weight.size(), weight.stride()
 
     def together(self, inner: Sequence[Tensor]) -> Tensor:
-        tensors = dict(zip(self._names, inner, strict=True))
-        made: Tensor = self._type.__tensor_unflatten__(tensors, self._context, self._size, self._stride)
+        parts = {**self._others, **dict(zip(self._names, inner, strict=True))}
+        made: Tensor = self._type.__tensor_unflatten__(parts, self._context, self._size, self._stride)
         return made
 
     def inner_of(self, weight: Any) -> tuple[Tensor, ...]:
