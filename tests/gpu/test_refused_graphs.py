@@ -91,7 +91,25 @@ def of_a_child_that_is_replaced(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-@pytest.mark.parametrize("compiled", [of_a_forward, of_a_module, of_a_child_that_is_replaced])
+def of_a_forward_by_a_backend(model: nn.Module) -> Callable[[], None]:
+    model[2].forward = torch.compile(model[2].forward, backend="cudagraphs")
+    return lambda: delattr(model[2], "forward")
+
+
+def of_a_child_by_a_backend(model: nn.Module) -> Callable[[], None]:
+    layer = model[2]
+    model[2] = torch.compile(layer, backend="cudagraphs")
+
+    def undo() -> None:
+        model[2] = layer
+
+    return undo
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [of_a_forward, of_a_module, of_a_child_that_is_replaced, of_a_forward_by_a_backend, of_a_child_by_a_backend],
+)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_layers_compiled_with_graphs(
     gpu: Gpu, compiled: Callable[[nn.Module], Callable[[], None]], before: bool
@@ -120,9 +138,9 @@ def test_layers_compiled_with_graphs(
 def test_a_whole_model_compiled_with_graphs(gpu: Gpu) -> None:
     model = gpu.paged(build)
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
-    for mode in ("reduce-overhead", "max-autotune"):
+    for how in ({"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"backend": "cudagraphs"}):
         with pytest.raises(UnsupportedError, match="what calls it is compiled with CUDA graphs"):
-            torch.compile(model, mode=mode)(rows(gpu))
+            torch.compile(model, **how)(rows(gpu))
         torch._dynamo.reset()
     assert_same_bits(expected(gpu), train(gpu, model, optimizer))
 
@@ -130,10 +148,13 @@ def test_a_whole_model_compiled_with_graphs(gpu: Gpu) -> None:
 def test_modes_without_graphs_and_the_cpu(gpu: Gpu) -> None:
     model = gpu.paged(build)
     memory = shown_memory_of(model)
-    for mode, captures in (("default", False), ("max-autotune-no-cudagraphs", False), ("reduce-overhead", True)):
+    others = ({"mode": "default"}, {"mode": "max-autotune-no-cudagraphs"}, {"backend": "eager"})
+    ways = (*others, {"mode": "reduce-overhead"})
+    for how in ways:
         layer = nn.Linear(4, 4)
-        layer.forward = torch.compile(layer.forward, mode=mode)  # type: ignore[method-assign]
-        assert bool(layer.forward.get_compiler_config().get(SETTING)) is captures
+        layer.forward = torch.compile(layer.forward, **how)  # type: ignore[method-assign]
+        captures = how is ways[-1]
+        assert bool((layer.forward.get_compiler_config() or {}).get(SETTING)) is captures
         if captures:
             with pytest.raises(UnsupportedError, match=r"Linear is compiled"):
                 refuse_graph_modes(layer, memory)
