@@ -25,6 +25,7 @@ from tests.support.models import TinyGPT, batch, gpt2, llama, mixtral, mlp, next
 from tests.support.paging import EVICTING, RESIDENT, SERIAL, TIGHT, Paging, plain
 
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.1}
+NO_DECAY = {"weight_decay": 0.0}
 OURS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1}
 
 
@@ -206,18 +207,49 @@ def test_deepspeeds_configuration(nvme_path: Path, tmp_path: Path) -> None:
         engine.close()
 
 
-def test_skipped_steps_of_fp16(nvme_path: Path) -> None:
-    """A step with an overflow changes neither momentum nor master; deferred as without paging."""
+class ScaledLoop:
+    """Torch's two optimizers over fp32 masters of an fp16 model, whose losses are scaled."""
 
-    def trained(budget: str, overlap: str) -> Any:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        model = mlp(depth=4)
+        masters = {name: nn.Parameter(param.detach().clone()) for name, param in model.named_parameters()}
+        self.model = model.half()
+        found = {id(param): masters[name] for name, param in self.model.named_parameters()}
+        object.__setattr__(self.model, "fp32_masters", found)
+        self.loops = [
+            PlainLoop(self.model, lambda params: torch.optim.Muon(params, lr=0.02, weight_decay=0.0), self._of(2)),
+            PlainLoop(self.model, lambda params: torch.optim.AdamW(params, lr=0.02, **ADAM | NO_DECAY), self._of(1)),
+        ]
+        self.skipped = 0
+
+    def _of(self, dim: int) -> list[Tensor]:
+        return [param for param in self.model.parameters() if param.dim() == dim]
+
+    def step(self, step: int, scale: float) -> None:
+        loss = self.model(rows(seed=step).half()).float().square().mean() * 100
+        (loss * scale).backward()
+        if all(bool(param.grad.isfinite().all()) for param in self.model.parameters()):  # type: ignore[union-attr]
+            for loop in self.loops:
+                loop.step(1 / scale)
+        else:
+            self.skipped += 1
+        self.model.zero_grad()
+
+
+def test_skipped_steps_of_fp16(nvme_path: Path) -> None:
+    """A step with an overflow changes neither momentum nor master; deferred as without paging, and as in plain
+    PyTorch."""
+
+    def trained(budget: str, overlap: str, clipping: float = 0.5) -> Any:
         torch.manual_seed(0)
         model = mlp(depth=4)
         config = config_of(
             nvme_path,
-            {"type": "Muon", "params": {"lr": 0.02}},
+            {"type": "Muon", "params": {"lr": 0.02, "ns_method": "standard"}},
             host_budget=budget,
             step_overlap=overlap,
-            gradient_clipping=0.5,
+            gradient_clipping=clipping,
             fp16={"enabled": True, "initial_scale_power": 20, "hysteresis": 1},
         )
         engine, optimizer, _, _ = deepoffload.initialize(model=model, config=config)
@@ -240,6 +272,13 @@ def test_skipped_steps_of_fp16(nvme_path: Path) -> None:
             engine.close()
 
     assert_same_bits(trained("64MiB", "none"), trained("192KiB", "deferred"))
+    seen, got, _ = trained("192KiB", "deferred", clipping=0.0)
+    plain_loop, scale = ScaledLoop(), 2.0**20
+    for step, (next_scale, skipped) in enumerate(seen):
+        plain_loop.step(step, scale)
+        assert plain_loop.skipped == skipped
+        scale = next_scale
+    assert_same_bits(weights_of(plain_loop.model), got)
 
 
 def test_what_is_refused(nvme_path: Path) -> None:
@@ -252,9 +291,27 @@ def test_what_is_refused(nvme_path: Path) -> None:
         deepoffload.Muon(model, ns_method="newton")
     with pytest.raises(ValueError, match="state_dtype must be"):
         deepoffload.Muon(model, momentum_dtype="8bit")
-    for params in ({"lr": -1}, {"ns_method": "newton"}, {"beta": 1}):
+    with pytest.raises(ValueError, match="momentum must be from 0 to 1, got 2"):
+        deepoffload.Muon(model, momentum=2)
+    for params in ({"lr": -1}, {"ns_method": "newton"}, {"beta": 1}, {"momentum": 2}):
         with pytest.raises(ConfigError):
             deepoffload.initialize(model=model, config=config_of(nvme_path, {"type": "Muon", "params": params}))
+
+
+def test_embeddings_are_not_for_muon(paging: Paging) -> None:
+    """Known by their names, or by their modules; an attribute of a matrix goes first."""
+    model = paging.build(gpt, TIGHT)
+    table, matrix = model.embedding.weight, model.blocks[0].mlp[0].weight
+    for params in ([table], iter([matrix, table]), [("token_embedding", matrix)], [("lm_head.weight", matrix)]):
+        with pytest.raises(UsageError, match=r"use_muon=True has \S*(embedding|lm_head).*use_muon=False"):
+            deepoffload.Muon([{"params": params, "use_muon": True}])
+    table.use_muon = True
+    with pytest.raises(UsageError, match=r"embedding\.weight\.use_muon is True, but it is an embedding"):
+        deepoffload.Muon(model)
+    del table.use_muon
+    matrix.use_muon = True
+    groups = [{"params": [("embedded", matrix)], "use_muon": True}, {"params": [("table", table)], "use_muon": False}]
+    assert deepoffload.Muon(groups).param_groups[0]["params"][0] is matrix
 
 
 def test_the_serial_step_has_the_same_bits(paging: Paging) -> None:

@@ -12,11 +12,14 @@ from deepoffload.errors import UsageError
 from deepoffload.optim import checks
 from deepoffload.optim.foreign.muon_step import MuonWithAdamW
 from deepoffload.optim.foreign.paged_optimizer import PagedOptimizer
+from deepoffload.optim.handles import handle_of
 
 log = logging.getLogger("deepoffload")
 
 _NAMES_OF_OTHERS = ("embed", "lm_head")
 """DeepSpeed's rule: what has one of these in its name is not for Muon."""
+
+_FOR_MUON = "Muon is for hidden matrices; give it to a group with use_muon=False"
 
 _MUON_KEYS = ("lr", "momentum", "nesterov", "weight_decay", "ns_method", "ns_steps", "ns_coefficients", "adjust_lr_fn")
 _ADAM_KEYS = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
@@ -40,8 +43,9 @@ class Muon(PagedOptimizer):
         max_grad_norm: as for :class:`~deepoffload.optim.adam.CPUAdam`.
 
     Raises:
-        UsageError: parameters that say nothing of ``use_muon``. ValueError: a vector in a group for Muon, or a setting
-        out of range. UnsupportedError: as :func:`~deepoffload.optim.foreign.paged_optimizer.paged`.
+        UsageError: parameters that say nothing of ``use_muon``; an embedding or the head in a group for Muon.
+        ValueError: a vector in such a group, or a setting out of range. UnsupportedError: as
+        :func:`~deepoffload.optim.foreign.paged_optimizer.paged`.
     """
 
     def __init__(
@@ -64,6 +68,8 @@ class Muon(PagedOptimizer):
         max_grad_norm: float | None = None,
     ) -> None:
         checks.state_dtype(momentum_dtype, "fp32", "bf16")
+        if not 0.0 <= checks.number("momentum", momentum) <= 1.0:
+            raise ValueError(f"momentum must be from 0 to 1, got {momentum}")
         if isinstance(params, nn.Module):
             params = split_groups(params, [p for p in params.parameters() if p.requires_grad])
         shared = {"lr": lr, "weight_decay": weight_decay}
@@ -78,7 +84,11 @@ class Muon(PagedOptimizer):
                     "parameters it cannot tell embeddings and the head"
                 )
             known = {**muon, "state_dtype": momentum_dtype} if group["use_muon"] else adam
-            groups.append({**{key: value for key, value in known.items() if value is not None}, **group})
+            listed = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+            if group["use_muon"]:
+                _refuse_others(listed)
+            said = {key: value for key, value in known.items() if value is not None}
+            groups.append({**said, **group, "params": listed})
         super().__init__(MuonWithAdamW, groups, {}, max_grad_norm=max_grad_norm)
 
 
@@ -88,17 +98,35 @@ def hidden_matrices(model: nn.Module) -> set[int]:
     These are matrices, and stacks of experts' matrices, but not: weights of ``nn.Embedding`` (tied ones too), the head
     (what ``get_output_embeddings()`` gives, or the last ``nn.Linear`` if it has an embedding's shape), and what has
     "embed" or "lm_head" in its name. A parameter's attribute ``use_muon`` goes first.
+
+    Raises:
+        UsageError: the attribute of an embedding's weight is True.
     """
     embeddings = [m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     others = {id(weight) for weight in embeddings} | _head(model, {tuple(weight.shape) for weight in embeddings})
     found = set()
     for name, param in model.named_parameters():
         said = param.__dict__.get("use_muon")
+        if said and any(param is weight for weight in embeddings):
+            raise UsageError(f"{name}.use_muon is True, but it is an embedding: {_FOR_MUON}")
         is_matrix = param.dim() == 2 or (param.dim() == 3 and "expert" in name)
         is_other = id(param) in others or any(word in name.lower() for word in _NAMES_OF_OTHERS)
         if said or (said is None and is_matrix and not is_other):
             found.add(id(param))
     return found
+
+
+def _refuse_others(params: Sequence[Any]) -> None:
+    """Raise UsageError for embeddings and heads in a group that says ``use_muon``, as far as names are known."""
+    for each in params:
+        named, param = each if isinstance(each, tuple) else ("", each)
+        handle = handle_of(param)
+        name = named or ("" if handle is None else handle.name)
+        if any(word in name.lower() for word in _NAMES_OF_OTHERS) and not param.__dict__.get("use_muon"):
+            raise UsageError(
+                f"a group with use_muon=True has {name}, by its name an embedding or the head: {_FOR_MUON}. A matrix "
+                "that is neither can say so by its attribute (param.use_muon = True)"
+            )
 
 
 def _head(model: nn.Module, shapes: set[tuple[int, ...]]) -> set[int]:

@@ -47,7 +47,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         filled = {**self._muon.defaults, **MUON_DEFAULTS, **group}
         if filled["ns_method"] not in NS_METHODS:
             raise ValueError(f"ns_method must be one of {', '.join(NS_METHODS)}, got {filled['ns_method']!r}")
-        for param in group["params"]:
+        for each in group["params"]:
+            param = each[1] if isinstance(each, tuple) else each
             if param.dim() not in (2, 3):
                 raise ValueError(
                     f"Muon only supports 2D parameters and stacks of them, and one has the shape {tuple(param.shape)}: "
