@@ -28,18 +28,16 @@ class TokensInTiles:
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         run: Callable[..., Tensor] = super().forward  # type: ignore[misc]
         others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        if others or not isinstance(input, Tensor) or input.dim() < 2:
-            raise UnsupportedError(
-                f"tile_mlp: {type(self).__name__} is called with other tensors than one [..., tokens, features], and "
-                "only that can be cut; leave this module out of modules="
-            )
+        _check_call(self, input, others)  # type: ignore[arg-type]  # it stands before a module
         tiles = input.chunk(min(self.num_tiles, max(input.shape[-2], 1)), dim=-2)
         found = []
-        for tile in tiles:
+        for number, tile in enumerate(tiles):
+            own = [_part(value, len(tiles), number) for value in args]
+            named = {name: _part(value, len(tiles), number) for name, value in kwargs.items()}
             if torch.is_grad_enabled():
-                out = checkpoint(run, tile, *args, use_reentrant=False, **kwargs)
+                out = checkpoint(run, tile, *own, use_reentrant=False, **named)
             else:
-                out = run(tile, *args, **kwargs)
+                out = run(tile, *own, **named)
             if not isinstance(out, Tensor) or out.shape[:-1] != tile.shape[:-1]:
                 raise UnsupportedError(
                     f"tile_mlp: {type(self).__name__} gives something else than one tensor with a row for each token; "
@@ -51,6 +49,27 @@ class TokensInTiles:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class below has no name under which pickle could find it.
         return _unpickled, (type(self).__mro__[2], self.num_tiles), self.__dict__
+
+
+def _check_call(module: nn.Module, input: Any, others: Sequence[Tensor]) -> None:
+    """Raise UnsupportedError for a call that cannot be cut by tokens."""
+    leave_out = "leave this module out of modules="
+    one = isinstance(input, Tensor) and input.dim() >= 2
+    if not one or (others and not (input.dim() == 2 and all(each.shape[:1] == input.shape[:1] for each in others))):
+        raise UnsupportedError(
+            f"tile_mlp: {type(module).__name__} is called with other tensors than one [..., tokens, features], or "
+            f"several [tokens, ...] as stacked experts are, and only these can be cut; {leave_out}"
+        )
+    if not others and any(param is not None and param.dim() == 3 for param in module._parameters.values()):
+        raise UnsupportedError(
+            f"tile_mlp: {type(module).__name__} has stacked experts and is called without their routing, so it tells "
+            f"them by the places of tokens, which parts would not have; {leave_out}"
+        )
+
+
+def _part(value: Any, count: int, number: int) -> Any:
+    """What one of ``count`` parts of the tokens gets of an argument."""
+    return value.chunk(count)[number] if isinstance(value, Tensor) else value
 
 
 def tile_mlp(model: nn.Module, tiles: int = 8, modules: Iterable[str | type[nn.Module]] | None = None) -> list[str]:
@@ -66,7 +85,8 @@ def tile_mlp(model: nn.Module, tiles: int = 8, modules: Iterable[str | type[nn.M
         tiles: how many parts; a sequence of fewer tokens has fewer. The last part may be shorter.
         modules: classes, or names or endings of names (``"mlp"`` is every ``layers.3.mlp``). Not said: modules
             whose class is called ``...MLP``, ``...FeedForward`` or ``...FFN``. Each has to compute every token by
-            itself, from one tensor ``[..., tokens, features]``.
+            itself, from one tensor ``[..., tokens, features]``. Stacked experts (``modules="experts"``) do so from
+            tensors ``[tokens, ...]``: states, chosen experts and their weights.
 
     Returns:
         The names of the modules.

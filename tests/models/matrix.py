@@ -31,6 +31,10 @@ def transformers_only(family: Family) -> bool:
     return family.is_transformer
 
 
+def with_tiles(family: Family) -> bool:
+    return family.name in programs.MLPS
+
+
 def generating(family: Family) -> bool:
     return family.generates
 
@@ -121,6 +125,20 @@ OWN = (
         build=lambda family, _: programs.add_lora(family, family.build()),
     ),
     OwnModel("paging, then LoRA", partial(programs.lora, late=True)),
+    OwnModel(
+        "`tile_linear` and `tile_mlp`",
+        partial(programs.train, seed=7, steps=2, accumulate=2, clip=0.5),
+        suits=with_tiles,
+        build=lambda family, _: programs.in_tiles(family, family.build()),
+        reference="the same tiles in memory",
+    ),
+    OwnModel(
+        "LoRA, then tiles",
+        partial(programs.train, seed=7, steps=2),
+        suits=with_tiles,
+        build=lambda family, _: programs.in_tiles(family, programs.add_lora(family, family.build())),
+        reference="the same tiles in memory",
+    ),
     OwnModel("Trainer as it is", partial(programs.trainer, own_optimizer=False, accumulate=1)),
     OwnModel("Trainer with `CPUAdamW`", partial(programs.trainer, own_optimizer=True, accumulate=2)),
 )

@@ -297,6 +297,25 @@ def lora(subject: Subject, *, late: bool) -> Any:
     return trained, merged, train(subject, seed=10)
 
 
+MLPS: dict[str, str | None] = {
+    "Llama": None,
+    "Mixtral": "experts",
+    "T5": "DenseReluDense",
+    "BERT": "intermediate",
+}
+"""Families whose MLPs are computed in tiles, and what these are called where their class does not say so."""
+
+
+def in_tiles(family: Family, model: Any) -> Any:
+    """With MLPs in tiles, and the linear layers of all but the head, to which embeddings may be tied."""
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = whole.get_output_embeddings()
+    bodies = [child for child in whole.children() if not isinstance(child, nn.Linear) and head not in child.modules()]
+    assert sum(len(deepoffload.tile_linear(body, 3000)) for body in bodies) > 0
+    assert deepoffload.tile_mlp(model, 3, MLPS[family.name])
+    return model
+
+
 def add_lora(family: Family, model: Any) -> Any:
     import peft
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import deepoffload
 from deepoffload import offload_context
 from deepoffload.errors import DeepOffloadError
+from tests.support.inspect import is_paged
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import CONTEXT, VOCABULARY, Block, batch
 from tests.support.paging import EVICTING, TIGHT, Paging, Setting
@@ -140,7 +141,7 @@ def trained(models: list[nn.Module], optimizers: list[Any], schedule: str, how: 
 
 
 def faults_of(models: list[nn.Module]) -> float:
-    return sum(deepoffload.stats(model)["faults"] for model in models if hasattr(next(model.parameters()), "_slot"))
+    return sum(deepoffload.stats(model)["faults"] for model in models if is_paged(model))
 
 
 def train_stages(file: str, folder: str, cells: list[tuple[str, str, str]]) -> list[dict[str, Any]]:

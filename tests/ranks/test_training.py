@@ -32,7 +32,8 @@ def test_a_gpt_on_two_ranks(tmp_path: Path) -> None:
 
 def test_families_on_two_ranks(tmp_path: Path) -> None:
     models = ("llama", "gpt2", "mixtral", "t5", "gpt-checkpointed", "gpt-reentrant")
-    check_all([Job(model=model, config=ALL_IN_MEMORY) for model in models], tmp_path)
+    in_memory = [Job(model=model, config=ALL_IN_MEMORY) for model in (*models, "llama-tiles")]
+    check_all([*in_memory, Job(model="gpt-tiles", micro_batches=2, config=ALWAYS_EVICTED)], tmp_path)
 
 
 def test_four_ranks(tmp_path: Path) -> None:

@@ -22,6 +22,13 @@ from tests.models.zoo import language, small_gpt2, small_llama, t5, translation
 from tests.support.models import TinyGPT, batch, mixtral, next_token_loss
 from tests.support.rank_processes import ENDS_WITHIN_S, values_of
 
+
+def tiled(model: Any, max_bytes: int, modules: Any = None) -> Any:
+    """With layers and MLPs in tiles."""
+    assert deepoffload.tile_linear(model, max_bytes) and deepoffload.tile_mlp(model, 3, modules)
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: TinyGPT(dropout=0.0),
     "gpt-wide": lambda: TinyGPT(width=96, depth=2, dropout=0.0),
@@ -31,6 +38,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": small_gpt2,
     "mixtral": mixtral,
     "t5": t5,
+    "gpt-tiles": lambda: tiled(TinyGPT(dropout=0.0), 12288, ["mlp"]),
+    "llama-tiles": lambda: tiled(small_llama(), 4096),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload.schedules import layer_drop
-from tests.schedules.models import DroppingGPT
+from tests.schedules.long import trained
+from tests.schedules.models import DroppingGPT, DroppingLayers
 from tests.support.loops import PlainAdamW, assert_same_bits, train
-from tests.support.models import batch, next_token_loss
+from tests.support.models import batch, llama, mixtral, next_token_loss
 from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging, Setting, plain
 
 THETA = 0.5
@@ -54,6 +56,29 @@ def test_losses_gradients_and_weights_are_those_of_the_plain_model(
     assert_same_bits(expected.first_gradients, got.first_gradients)
     for one, other in zip(expected.losses, got.losses, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("build", "checkpointing", "setting"), [(llama, False, TIGHT), (llama, True, EVICTING), (mixtral, True, TIGHT)]
+)
+def test_layers_of_transformers(
+    paging: Paging, build: Callable[..., nn.Module], checkpointing: bool, setting: Setting
+) -> None:
+    make = partial(DroppingLayers, build, checkpointing)
+    found = []
+    for model in (plain(make), paging.build(make, setting, key=("dropping", build, checkpointing))):
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+        found.append((vars(train(model, optimizer, steps=5, accumulate=2, loss_of=loss_of)), model.left_out))
+        assert model.left_out > 5
+    assert_same_bits(*found)
+
+
+def test_with_a_curriculum_and_tiles(tmp_path: Path) -> None:
+    """``python -m tests.schedules.long`` makes a thousand steps of these."""
+    found = trained(12, str(tmp_path), total_curriculum_step=6, gamma=0.2, depth=4)
+    assert found["apart"] == 0.0, "other losses than in memory"
+    assert found["left_out"] == found["left_out_by_plain"] > 4
+    assert found["faults"] <= 2 * found["left_out"], found
 
 
 class Counted:

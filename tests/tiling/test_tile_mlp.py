@@ -21,7 +21,11 @@ from tests.support.models import TinyGPT, batch, llama, mixtral, next_token_loss
 from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging, Same, plain
 from tests.tiling.tiled_models import SMALLER
 
-NAMED: dict[str, tuple[Callable[..., nn.Module], Any]] = {"gpt": (TinyGPT, ["mlp"]), "llama": (llama, None)}
+NAMED: dict[str, tuple[Callable[..., nn.Module], Any]] = {
+    "gpt": (TinyGPT, ["mlp"]),
+    "llama": (llama, None),
+    "mixtral": (mixtral, "experts"),
+}
 """Models, and the modules that are MLPs."""
 
 
@@ -37,7 +41,9 @@ def five_steps(model: nn.Module) -> Any:
     return vars(train(model, optimizer, steps=5, accumulate=2))
 
 
-@pytest.mark.parametrize("name, changes", [("gpt", {}), ("gpt", {"checkpointing": False}), ("llama", {})])
+@pytest.mark.parametrize(
+    "name, changes", [("gpt", {}), ("gpt", {"checkpointing": False}), ("llama", {}), ("mixtral", {})]
+)
 def test_the_numbers_of_the_same_parts_in_memory(same: Same, name: str, changes: dict[str, Any]) -> None:
     same(partial(with_tiles, name, **changes), five_steps, key=(name, "parts"))
 
@@ -155,12 +161,34 @@ class Mixing(nn.Module):
         return (y, y) if self.result == "two" else y.mean(-2)
 
 
+class Stacked(nn.Module):
+    """Experts that get their tokens one after the other: which expert a token is for depends on its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(2, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.view(2, -1, 8), self.weights).view(-1, 8)
+
+
+def test_experts_keep_the_router_whole() -> None:
+    """What the router puts out, and the loss that balances experts, are those of all tokens."""
+    found = []
+    for tiles in (1, 3):
+        model: Any = plain(partial(with_tiles, "mixtral", tiles, output_router_logits=True)).eval()
+        out = model(input_ids=batch(0), labels=batch(0))
+        found.append((out.router_logits, out.aux_loss.detach(), out.loss.detach()))
+    assert_same_bits(found[0][:2], found[1][:2])
+    torch.testing.assert_close(found[0][2], found[1][2])
+
+
 def test_what_cannot_be_cut_is_refused() -> None:
     for tiles in (0, -1, 2.0, True):
         with pytest.raises(UsageError, match="tiles=.* has to be a whole number from 1 on"):
             deepoffload.tile_mlp(llama(), tiles)
-    with pytest.raises(UsageError, match=r"MixtralForCausalLM has no module whose class is called \.\.\.MLP"):
-        deepoffload.tile_mlp(mixtral(**SMALLER["mixtral"]))
+    with pytest.raises(UsageError, match=r"TinyGPT has no module whose class is called \.\.\.MLP"):
+        deepoffload.tile_mlp(TinyGPT())
     with pytest.raises(UsageError, match="no module that .*nothing.* names"):
         deepoffload.tile_mlp(llama(), modules=["nothing"])
     with pytest.raises(UsageError, match="takes names and classes of modules, not 3"):
@@ -173,8 +201,9 @@ def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(UsageError, match="takes a torch.nn.Module"):
         deepoffload.tile_mlp("model")
     x = torch.ones(1, 4, 8)
-    for module, given in ((Mixing("two"), (x,)), (Mixing("mean"), (x,)), (Mixing("two"), (x, x))):
+    ways = ((Mixing("two"), (x,)), (Mixing("mean"), (x,)), (Mixing("two"), (x, x)), (Mixing("two"), (x[0], x)))
+    for module, given in (*ways, (Stacked(), (x[0],))):
         holder = nn.ModuleDict({"it": module})
-        deepoffload.tile_mlp(holder, 2, modules=Mixing)
-        with pytest.raises(UnsupportedError, match="tile_mlp: Mixing .* leave this module out"):
+        deepoffload.tile_mlp(holder, 2, modules=(Mixing, Stacked))
+        with pytest.raises(UnsupportedError, match=r"tile_mlp: (Mixing|Stacked) .* leave this module out"):
             holder["it"](*given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -174,11 +175,11 @@ def test_a_head_that_does_more_than_its_weight_says_is_refused() -> None:
 class Language(nn.Module):
     """A body and a head of a unit of its own, larger than all else."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 48)
         self.body = nn.Sequential(*[nn.Sequential(nn.Linear(48, 48), nn.GELU()) for _ in range(4)])
-        self.head = nn.Linear(48, 8 * VOCABULARY, bias=False)
+        self.head = nn.Linear(48, 8 * VOCABULARY, bias=bias)
 
 
 def tiled(model: Any, tokens: Tensor) -> Tensor:
@@ -193,6 +194,7 @@ def chunked(model: Any, tokens: Tensor) -> Tensor:
         hidden[:, :-1].flatten(0, 1),
         model.head.weight,
         tokens[:, 1:].flatten(),
+        linear_bias=model.head.bias,
         options=nn.LinearCrossEntropyOptions(),
     )
 
@@ -367,6 +369,20 @@ def test_models_with_other_losses_are_refused() -> None:
 def test_everything_in_memory_has_the_same_bits(paging: Paging) -> None:
     build = with_tile_loss(llama)
     assert_same_bits(training(plain(build)), training(paging.build(build, RESIDENT)))
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
+def test_the_bias_of_a_head(paging: Paging) -> None:
+    """The recipe of torch's loss gives it by name; the loss is that of all logits."""
+    build = partial(Language, bias=True)
+    found = []
+    for model in (plain(build), paging.build(build, EVICTING, key="language with a bias")):
+        loss = chunked(model, batch(0))
+        loss.backward()
+        found.append((loss.detach(), [param.grad.clone() for param in model.parameters()]))
+    assert_same_bits(*found)
+    logits = model.head(model.body(model.embedding(batch(0))))[:, :-1].flatten(0, 1)
+    torch.testing.assert_close(found[0][0], F.cross_entropy(logits, batch(0)[:, 1:].flatten()))
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
