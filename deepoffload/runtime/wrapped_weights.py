@@ -1,5 +1,5 @@
-"""Weights that are tensors around other tensors (torchao's, bitsandbytes'; torch's DTensors, which are around this rank's
-shard): what is inside becomes frozen parameters, which are paged.
+"""Weights that are tensors around other tensors (torchao's, bitsandbytes'; torch's DTensors around this rank's shard):
+what is inside becomes frozen parameters, which are paged.
 
 A parametrization (``torch.nn.utils.parametrize``) puts the weight together again whenever its module asks for it. For
 torchao's it does so by the two methods that ``torch.compile`` takes such tensors apart with: ``__tensor_flatten__`` and
@@ -31,9 +31,7 @@ class _Kind(Protocol):
         """Its weight is about to leave the layer."""
 
 
-def page_wrapped_weights(
-    roots: Iterable[nn.Module], adopt: Callable[[nn.Parameter, str], Any], *, alone: bool
-) -> None:
+def page_wrapped_weights(roots: Iterable[nn.Module], adopt: Callable[[nn.Parameter, str], Any], *, alone: bool) -> None:
     """Let the inner tensors of weights on the CPU be paged. Weights that several modules share stay as they are, and
     those whose inner tensors are such ones, too.
 
