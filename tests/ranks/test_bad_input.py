@@ -7,7 +7,7 @@ from tests.support.rank_processes import values_of
 
 REFUSED = {
     "version": "ConfigError: the configuration differs between ranks: the version of deepoffload is ",
-    "DTensor": "UnsupportedError: 1.weight is a DTensor: a model that is sharded already cannot be paged yet",
+    "DTensor": "UnsupportedError: 1.weight is a DTensor: a model that is sharded already can be paged for inference",
     "DistributedDataParallel": "UnsupportedError: DistributedDataParallel around a paged model would not average",
     "replicate": "UnsupportedError: DistributedDataParallel around a paged model would not average",
     "fully_shard": "UnsupportedError: 0.weight is paged and cannot be sharded",
