@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.nn import functional as F
 
 import deepoffload
@@ -27,7 +33,14 @@ from tests.support.paging import EVICTING, TIGHT, Paging, Setting
 from tests.support.rank_processes import own_group
 
 WIDTH, DEPTH, MICRO_BATCHES, STEPS = 48, {1: 2, 3: 1}, 4, 5
-SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero bubble": ScheduleInterleavedZeroBubble,
+}
+TWO_STAGES = ("interleaved", "zero bubble")
+"""Schedules for which each process has two."""
 SETTINGS = {"tight": TIGHT, "evicting": EVICTING}
 
 
@@ -82,7 +95,7 @@ class LocalPaging(Paging):
 
 def stages_of(schedule: str) -> list[int]:
     """The numbers of this process's stages."""
-    return [rank(), rank() + 2] if schedule == "interleaved" else [rank()]
+    return [rank(), rank() + 2] if schedule in TWO_STAGES else [rank()]
 
 
 def builds(schedule: str) -> list[Callable[[], nn.Module]]:
@@ -111,7 +124,7 @@ def trained(models: list[nn.Module], optimizers: list[Any], schedule: str, how: 
     ]
     looks = how == "looked at"
     runs = SCHEDULES[schedule](
-        stages if schedule == "interleaved" else stages[0],
+        stages if schedule in TWO_STAGES else stages[0],
         MICRO_BATCHES,
         loss_fn=loss_of if looks else share_of_loss,
         scale_grads=looks,

@@ -13,6 +13,7 @@ CELLS = [
     ("1f1b", "tight", "given"),
     ("1f1b", "evicting", "looked at"),
     ("interleaved", "tight", "given"),
+    ("zero bubble", "tight", "given"),
 ]
 
 
