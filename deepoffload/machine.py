@@ -24,8 +24,8 @@ _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 writes a limit near 2**63 where there is none."""
 
 FREED_BYTES_MAX = 64 << 20
-"""Threads that take turns may keep so much freed memory. A process that has grown by less gives nothing back, which is
-always so with small models. With large ones giving back takes little time, compared with filling so much memory."""
+"""Micro-batches that take turns may keep so much freed memory. A process that has grown by less gives nothing back,
+which is always so with small models. With large ones giving back takes little time, compared with filling so much."""
 
 
 def return_free_memory() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepoffload.accumulation.activations import Activations, activation_mode
 from deepoffload.accumulation.call_gradients import CallGradients
-from deepoffload.accumulation.caller_state import CallerState
+from deepoffload.accumulation.caller_state import refuse_modes_of_caller
 from deepoffload.accumulation.orders import runs_one_by_one, vertical_order
 from deepoffload.accumulation.random_streams import RandomStreams
 from deepoffload.accumulation.recomputed import second_run_differed
@@ -100,11 +100,12 @@ def run_micro_batches(
     _check(engine, batches)
     vertical = vertical_order(engine, model, order, len(batches))
     mode = activation_mode(engine, activations)
-    caller = CallerState(engine.pager.memory.device.type) if vertical is not None and engine is not None else None
+    if vertical is not None:
+        refuse_modes_of_caller()
     work = _Work(model, engine, batches, loss or model_loss, prepare)
     try:
-        if caller is not None and engine is not None and vertical is not None:
-            work.run_vertically(engine, caller, mode, asked=vertical.asked)
+        if engine is not None and vertical is not None:
+            work.run_vertically(engine, mode, asked=vertical.asked)
         else:
             work.run_horizontally(mode)
     except BaseException as error:
@@ -193,7 +194,7 @@ class _OneByOne:
     def number(self) -> None:
         return None
 
-    def enter(self, window: object) -> None:
+    def enter(self, window: object, args: object, kwargs: object) -> None:
         return None
 
     def region(self, window: Window, module: nn.Module, args: Any, kwargs: Any) -> ActivationRegion | None:
@@ -235,21 +236,19 @@ class _Work:
     def losses(self) -> list[Tensor]:
         return [self._found[number] for number in range(len(self._batches))]
 
-    def run_vertically(self, engine: Engine, caller: CallerState, mode: ActivationMode, *, asked: bool) -> None:
+    def run_vertically(self, engine: Engine, mode: ActivationMode, *, asked: bool) -> None:
         """``asked``: the program has said that it wants this order."""
         attributes = _attributes_of(engine, self._model)
         first_alone: Callable[[], bool] | None = None
         if attributes.first is None:
             first_alone = partial(runs_one_by_one, self._model, attributes, asked=asked)
         turns = Turns(
-            engine.pager.hooks,
-            engine.pager.order.visits,
+            engine.pager,
+            engine.gradients,
             RandomStreams(len(self._batches)),
-            caller,
             Activations(mode, len(self._batches), engine.pager, attributes),
             len(self._batches),
             forward=self._forward,
-            backward=self._backward,
             resumed=self._resumed,
             changes=lambda: _changes(engine),
             first_alone=first_alone,
@@ -258,7 +257,7 @@ class _Work:
         try:
             turns.run()
         finally:
-            self.failed_at = None if turns.failure is None else turns.failure[0]
+            self.failed_at = turns.failed_at
 
     def run_horizontally(self, mode: ActivationMode) -> None:
         """Autograd keeps the activations of one micro-batch, where they are not to be computed again: those that every
@@ -279,7 +278,7 @@ class _Work:
                     if activations is not None:
                         activations.forward_ended(number)
                     self._resumed(number)
-                    self._backward(number, loss)
+                    loss.backward()
                     del loss
         except BaseException:
             if hooks is not None:
@@ -304,9 +303,6 @@ class _Work:
     def _changes(self, number: int) -> int:
         """How often a micro-batch has changed gradients, from some moment on."""
         return 0 if self._engine is None else _changes(self._engine) - self._changes_of_others(number)
-
-    def _backward(self, number: int, loss: Tensor) -> None:
-        loss.backward()
 
     def _resumed(self, number: int) -> None:
         """The backward of a micro-batch goes on. What updates units inside backward has to know the last one."""

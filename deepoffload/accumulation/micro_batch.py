@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from enum import IntEnum
 
+from greenlet import greenlet
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from deepoffload.accumulation.loss_graph import LossGraph
 from deepoffload.params.window import Window
 
 Visit = tuple[Window, int]
@@ -14,7 +18,7 @@ Visit = tuple[Window, int]
 
 
 class TurnPhase(IntEnum):
-    """Micro-batches in an earlier phase go first."""
+    """Of a micro-batch."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -25,49 +29,46 @@ class MicroBatch:
     """One micro-batch on its way.
 
     Attributes:
-        turn: locked while the micro-batch is not to run.
-        place: in its phase; the least one goes first.
-        path: its visits in the forward, in their order. indices: where in it each of them is.
-        reached: the index of the visit that its backward has come to.
+        runs: its forward, which stops and goes on.
+        place: in its forward; the least one goes first.
+        path: its visits in the forward, in their order.
         latest: how often each window was visited before its latest visit.
         without_graph: its visits in the forward that autograd does not record.
-        entered: those visits whose put out gradient its backward has come to.
-        region: the reentrant checkpoint that its backward has come to last.
         changes_of_others: how often gradients have changed while it was parked.
-        at: what it came to last, for people.
+        graph: of its loss, when the forward is over.
+        roots: what its backward begins with, and the gradients of that.
+        entering: the tensors that enter its last unit, with what stands for them inside; empty where it is not known to
+            be the last one.
+        entering_from: the number that nodes of the last unit have at least.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.turn = threading.Lock()
-        self.turn.acquire()
-        self.thread: threading.Thread | None = None
+        self.runs: greenlet | None = None
         self.phase = TurnPhase.FORWARD
         self.place = -math.inf
         self.path: list[Visit] = []
-        self.indices: dict[Visit, int] = {}
-        self.reached = 0
         self.latest: dict[Window, int] = {}
         self.without_graph: set[Visit] = set()
-        self.entered: set[Visit] = set()
-        self.region: object = None
         self.changes_of_others = 0
-        self.at = "its beginning"
+        self.graph: LossGraph | None = None
+        self.roots: list[tuple[Tensor | GradientEdge, Tensor | None]] = []
+        self.entering: list[tuple[Tensor, Tensor]] = []
+        self.entering_from = 0
 
-    def begin_visit(self, visit: Visit) -> None:
-        """In the forward."""
-        self.indices[visit] = len(self.path)
-        self.path.append(visit)
+    def forget_graph(self) -> None:
+        """Its backward has begun: nothing of its graph is to live longer than it would by itself."""
+        self.graph, self.roots, self.entering = None, [], []
 
-    def begin_backward(self) -> None:
-        """The forward is over."""
-        self.phase, self.place = TurnPhase.BACKWARD, -math.inf
-        self.reached = len(self.path)
-        self.at = "its loss"
+    def hidden_uses(self) -> bool:
+        """Whether a reentrant checkpoint, which records no graph in the forward, hides uses of trained weights."""
+        handles = (handle for window, _ in self.without_graph for handle in window.handles())
+        tensors = (handle.tensor for handle in handles)
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
     def may_land_twice(self) -> bool:
-        """Whether one backward may make two gradients of a weight: a reentrant checkpoint, which records no graph in
-        the forward, has a separate backward, and the weight is used elsewhere, too."""
+        """Whether one backward may make two gradients of a weight: a reentrant checkpoint has a separate backward, and
+        the weight is used elsewhere, too."""
         uses = Counter(handle for window, _ in self.path for handle in window.handles())
         hidden = {handle for window, _ in self.without_graph for handle in window.handles() if uses[handle] > 1}
         tensors = [handle.tensor for handle in hidden]

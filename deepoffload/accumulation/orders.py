@@ -96,7 +96,7 @@ def _unavailable(engine: Engine, model: nn.Module) -> str | None:
     if engine.link is not None:
         return f"{engine.ranks.world_size} ranks train it together"
     if device.type != "cpu":
-        return f"{device} runs all backwards in one thread of its own"
+        return f"{device} computes, and the vertical order is made for the CPU"
     if type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None:
         return "torch.compile has the whole model, and micro-batches stop between its layers: compile the layers"
     return None

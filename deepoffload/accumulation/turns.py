@@ -1,4 +1,4 @@
-"""Micro-batches take turns: each has a thread, one runs at a time, and each stops before it comes to the next unit.
+"""Micro-batches take turns: one runs at a time, and each stops before it comes to the next unit.
 
 [Note: turns] With three micro-batches and a model of an embedding, two layers and a head, the order of work is::
 
@@ -6,53 +6,68 @@
     forward and backward   head and loss 0 0 1 1 2 2
     backward               layer B 0 1 2   layer A 0 1 2   embedding 0 1 2
 
-A thread *parks* where a unit begins. In the forward this is before the unit's window opens. In backward it is when the
-gradient of what the unit has put out is complete: a tensor hook, which autograd calls with no lock held. It does not
-park between its loss and the backward of its last unit: what these two need, such as logits, is that of one micro-batch
-at a time. Each thread runs the ordinary ``loss.backward()`` of its own graph. So a gradient is summed and rounded
-exactly as in the ordinary loop, also of tied weights and of tensors that leave a unit by a side door, and the gradients
-of the micro-batches land in each parameter one after the other, in the order of their numbers.
+All of it runs in the thread that has called ``accumulate``. Each forward is a *greenlet*: a call with its own stack,
+which can stop in the middle and go on. It *parks* before a unit's window opens. What torch keeps for the thread is set
+aside then (see ``params.torch_thread``). With a thread for each micro-batch nothing would have to be set aside. But
+each thread has its own team of OpenMP, and where the teams have more threads than the machine has cores, libgomp lets
+them sleep between operations instead of spin: everything takes a third longer.
 
-Who goes next is decided from where all of them stand, by the one that parks: the least place in the order of visits
-(see ``schedule.visits``), then the least number. Nobody ever waits for a particular other one, so a micro-batch that
-skips a layer, or ends early, only changes who is next. While no order is known, the first micro-batch goes ahead to the
-end of its forward. It shows the order, which weights are used twice, and how large its activations are.
+Who goes next is decided from where all of them stand: the least place in the order of visits (see ``schedule.visits``),
+then the least number. Nobody ever waits for a particular other one, so a micro-batch that skips a layer, or ends early,
+only changes who is next. While no order is known, the first micro-batch goes ahead to the end of its forward. It shows
+the order, which weights are used twice, and how large its activations are.
+
+There is one backward, from all losses. Autograd takes the node first, of those that may run, that was made last: each
+node has a number for that. Within one graph this is the order of the ordinary backward. Before it begins, the numbers
+of all nodes are moved, those of a micro-batch in a unit together (``Legs.shifts``). So the graphs are gone through
+unit by unit, and within a unit micro-batch by micro-batch; the order within each graph stays, and with it all bits. The
+gradients of a weight are kept apart by micro-batch, see ``accumulation.kept_apart``.
+
+The head and the loss come first, at the end of each forward: what these two need, such as logits, is that of one
+micro-batch at a time. For that, what enters the last unit is put into a node of ours there, at which a backward can
+stop. Where it is not certain that all this changes no number, backwards run one after the other
+(``JointBackward.run``).
 """
 
 from __future__ import annotations
 
 import contextvars
-import math
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from deepoffload.accumulation.activations import Activations
-from deepoffload.accumulation.caller_state import CallerState
 from deepoffload.accumulation.freed_memory import FreedMemory
-from deepoffload.accumulation.landing_order import LandingOrder
-from deepoffload.accumulation.micro_batch import MicroBatch, TurnPhase, Visit
+from deepoffload.accumulation.joint_backward import JointBackward
+from deepoffload.accumulation.kept_apart import KeptApart
+from deepoffload.accumulation.loss_graph import Leg, Legs, LossGraph
+from deepoffload.accumulation.micro_batch import MicroBatch, TurnPhase
 from deepoffload.accumulation.random_streams import RandomStreams
-from deepoffload.errors import UsageError
 from deepoffload.memory.lock import SHIELD
-from deepoffload.params.hook_stack import HookStack
+from deepoffload.params.pager import Pager
 from deepoffload.params.ports import ActivationRegion, GradientDoor
-from deepoffload.params.torch_private import current_node, get_grad, in_backward, set_grad, tree_flatten
+from deepoffload.params.torch_private import (
+    autograd_backward,
+    get_grad,
+    in_backward,
+    modes_active,
+    sequence_number,
+    set_grad,
+    tree_flatten,
+    tree_map,
+)
+from deepoffload.params.torch_thread import TorchThread
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.window import Window
-from deepoffload.schedule.visits import VisitOrder, places_of
-
-WAIT_LIMIT_S = 1800.0
-"""So long a micro-batch may compute between two units, and one that was told to end until it has."""
 
 
 class Ended(BaseException):
-    """Unwinds the thread of a micro-batch that is not to go on."""
+    """Unwinds a micro-batch that is not to go on."""
 
 
 class Turns:
@@ -61,213 +76,155 @@ class Turns:
     It has more attributes than other classes, because everything that one call knows is one: it is made for each.
 
     Args:
-        hooks: what runs now in each thread; the windows ask it who takes turns.
-        order: of visits in a forward, as far as it is known.
+        pager: its windows ask who takes turns.
+        gradients: where gradients land.
         forward: of the micro-batch with a number; returns what is differentiated.
-        backward: of what ``forward`` has returned.
-        resumed: called with the number when a micro-batch continues its backward.
+        resumed: called with the number before a gradient of a micro-batch lands.
         changes: how often gradients have changed so far.
         first_alone: whether the first micro-batch goes to the end of its forward before the others begin. It is called
             then, and says whether they only begin when those before them are over.
+
+    Attributes:
+        failed_at: the micro-batch that has raised.
     """
 
     def __init__(
         self,
-        hooks: HookStack,
-        order: VisitOrder,
+        pager: Pager,
+        gradients: GradientDoor,
         streams: RandomStreams,
-        caller: CallerState,
         activations: Activations,
         count: int,
         *,
         forward: Callable[[int], Tensor],
-        backward: Callable[[int, Tensor], None],
         resumed: Callable[[int], None],
         changes: Callable[[], int],
         first_alone: Callable[[], bool] | None,
     ) -> None:
-        self._hooks = hooks
-        self._order = order
+        self._hooks, self._casts = pager.hooks, pager.casts
+        self._order = pager.order.visits
+        self._gradients = gradients
         self._streams = streams
-        self._caller = caller
         self._activations = activations
-        self._forward, self._backward, self._resumed = forward, backward, resumed
+        self._forward, self._resumed = forward, resumed
         self._changes = changes
         self._all = [MicroBatch(number) for number in range(count)]
         self._first_alone = first_alone
-        self._leader = None if order.is_learned and first_alone is None else self._all[0]
+        self._leader = None if self._order.is_learned and first_alone is None else self._all[0]
+        self._has_leader = self._leader is not None
         self._one_by_one = False
-        self._by_thread: dict[int, MicroBatch] = {}
         self._running = self._all[0]
-        self._places: dict[Visit, int] | None = None
-        self._landing_order: LandingOrder | None = LandingOrder(self._all)
-        self._gradients: GradientDoor | None = None
+        self._thread = TorchThread(pager.memory.device.type)
+        self._caller = getcurrent()
         self._freed = FreedMemory()
-        self._finished = threading.Event()
+        self._legs = Legs()
+        self._backwards = JointBackward(self._legs, KeptApart(self._land_apart), gradients, self._run_as)
         self._stopping = False
-        self._switches = 0
-        self.failure: tuple[int, BaseException] | None = None
+        self.failed_at: int | None = None
 
-    # -- the caller's thread ---------------------------------------------------------------------------------------
+    # -- who runs --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """All forwards, then all backwards. Returns when every thread has ended.
+        """All forwards, then all backwards.
 
         Raises:
-            UsageError: a micro-batch has not come to its next unit within the limit. Else what the first micro-batch
-            has raised, whose number ``failure`` has.
+            Exception: what a micro-batch has raised.
         """
-        with SHIELD:  # a Ctrl-C arrives in the waits, where everything is in order
+        with SHIELD:  # a Ctrl-C arrives where micro-batches run, as in every loop
             self._hooks.turns = self
             try:
-                for one in self._all:
-                    run = contextvars.copy_context().run
-                    name = f"deepoffload micro-batch {one.number}"
-                    one.thread = threading.Thread(target=run, args=(self._live, one), name=name, daemon=True)
-                    one.thread.start()
-                self._streams.switch(0)
-                self._running.turn.release()
-                SHIELD.outside(self._wait)
+                following = self._next()
+                while following is not None:
+                    self._let_run(following)
+                    following = self._next()
+                SHIELD.let_through(self._backwards.run, ([one for one in self._all if one.graph is not None],))
+            except BaseException:
+                self.failed_at = self._running.number
+                raise
             finally:
                 self._stop()
                 self._hooks.turns = None
                 self._streams.switch(None)
-        if self.failure is not None:
-            raise self.failure[1]
         self._order.learn([one.path for one in self._all])
 
-    def _wait(self) -> None:
-        switches = -1
-        while not self._finished.wait(WAIT_LIMIT_S):
-            if switches == self._switches:
-                raise UsageError(f"accumulate: {self._where(self._running)} for {WAIT_LIMIT_S:g} s")
-            switches = self._switches
+    def _let_run(self, one: MicroBatch) -> None:
+        """Until it parks, or its forward is over."""
+        self._run_as(one)
+        if one.runs is None:
+            one.runs = greenlet(self._live)
+            one.runs.gr_context = contextvars.copy_context()
+            SHIELD.let_through(one.runs.switch, (one,))
+        else:
+            SHIELD.let_through(one.runs.switch)
 
-    def _where(self, one: MicroBatch) -> str:
-        phase = "forward" if one.phase is TurnPhase.FORWARD else "backward"
-        return f"the {phase} of micro-batch {one.number} has been at {one.at}"
+    def _run_as(self, one: MicroBatch) -> None:
+        self._running = one
+        self._streams.switch(one.number)
 
     def _stop(self) -> None:
-        """End the micro-batches that are not over, the running one first, and wait for their threads."""
+        """End the micro-batches that are not over."""
         self._stopping = True
-        for one in sorted(self._all, key=lambda other: other is not self._running):
-            if one.thread is None or one.thread.ident is None:
-                continue
-            with suppress(RuntimeError):  # the interrupt came while another one was letting it run
-                one.turn.release()
-            one.thread.join(WAIT_LIMIT_S)
-            if one.thread.is_alive():
-                raise UsageError(f"accumulate: {self._where(one)} for {WAIT_LIMIT_S:g} s, and does not end")
-
-    # -- the threads of micro-batches ------------------------------------------------------------------------------
-
-    def _live(self, one: MicroBatch) -> None:
-        self._by_thread[threading.get_ident()] = one
-        try:
-            self._await(one)
-            with self._caller.here():
-                loss = self._forward(one.number)
-                if one is self._leader:
-                    self._leader = None
-                    self._order.learn([one.path])
-                    self._one_by_one = self._first_alone is not None and self._first_alone()
-                self._activations.forward_ended(one.number)
-                one.begin_backward()
-                self._go_on(one)
-                self._backward(one.number, loss)
-                del loss
-                one.phase = TurnPhase.OVER
-                self._land_held(one)
-                self._freed.look()
-        except Ended:
-            one.at = "its end"
-        except BaseException as error:  # raised again in the caller's thread
-            if self.failure is None:
-                self.failure = one.number, error
-            self._stopping = True
-        finally:
-            try:
-                self._hooks.close_leaked()
-                self._hooks.stand_back()
-            finally:
-                self._end(one)
-
-    def _end(self, one: MicroBatch) -> None:
-        one.phase, one.region = TurnPhase.OVER, None  # a node has hooks that have this: nobody would find such a cycle
-        following = None if self._stopping else self._next()
-        if following is None:
-            self._finished.set()
-        else:
-            self._hand_over(following)
+        for one in self._all:
+            if one.runs is not None and not one.runs.dead:
+                self._running = one
+                while not one.runs.dead:
+                    with suppress(BaseException):  # the first one is raised
+                        one.runs.throw(Ended)
+            one.runs = None
+            one.forget_graph()
 
     def _next(self) -> MicroBatch | None:
         if self._leader is not None:
             return self._leader
-        left = [one for one in self._all if one.phase is not TurnPhase.OVER]
+        left = [one for one in self._all if one.phase is TurnPhase.FORWARD]
         if self._one_by_one:
             return next(iter(left), None)
-        if self._places is None and not any(one.phase is TurnPhase.FORWARD for one in self._all):
-            self._forwards_are_over()
-        return min(left, key=lambda one: (one.phase, one.place, one.number), default=None)
+        return min(left, key=lambda one: (one.place, one.number), default=None)
 
-    def _forwards_are_over(self) -> None:
-        """From now on it is known which way each micro-batch has gone."""
-        one_by_one = any(one.may_land_twice() for one in self._all)  # else their gradients would land mixed
-        places = {} if one_by_one else places_of([one.path for one in self._all]) or {}
-        self._places = places  # empty: one whole backward after another
-        for one in self._all:
-            visit = one.path[one.reached] if one.reached < len(one.path) else None
-            one.place = -places[visit] if places and visit is not None else -math.inf
-        if self._landing_order is not None and not self._landing_order.is_needed:
-            self._landing_order = None
+    # -- forwards --------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, following: MicroBatch) -> None:
-        self._streams.switch(following.number)
-        self._switches += 1
-        self._running = following
-        following.turn.release()
+    def _live(self, one: MicroBatch) -> None:
+        self._legs.begin(Leg(one.number, -1))
+        try:
+            loss = self._forward(one.number)
+            if one is self._leader:
+                self._leader = None
+                self._order.learn([one.path])
+                self._one_by_one = self._first_alone is not None and self._first_alone()
+            self._activations.forward_ended(one.number)
+            one.phase = TurnPhase.BACKWARD
+            one.graph = LossGraph(loss)
+            self._backwards.forward_ended(one, loss)
+            if self._one_by_one:
+                del loss
+                self._backwards.run_alone(one)
+        finally:
+            one.phase = max(one.phase, TurnPhase.BACKWARD)
+            self._hooks.close_leaked()
+            self._hooks.stand_back()
 
     def _pass(self, one: MicroBatch, place: float) -> None:
         """Come to a place, let those go first that stand before it, and go on."""
         one.place = place
         if self._stopping:
             raise Ended
-        following = self._next()
-        if following is not None and following is not one:
-            self._hooks.stand_back()
-            if one.phase is TurnPhase.FORWARD and self._activations.are_kept:
-                self._freed.expect_growth()
-            else:
-                self._freed.look()
-            before = self._changes()
-            self._hand_over(following)
-            self._await(one)
-            one.changes_of_others += self._changes() - before
-        elif one.phase is TurnPhase.BACKWARD:
-            self._go_on(one)
-
-    def _come_to(self, one: MicroBatch, visit: Visit) -> None:
-        """In backward. The first one is the last unit of the forward, which is there."""
-        first = one.reached == len(one.path)
-        one.reached = one.indices[visit]
-        one.at = visit[0].name
-        if first and visit == one.path[-1] and self._places is None:
+        if self._next() is one:
             return
-        if self._places is None or self._places:
-            self._pass(one, -self._places[visit] if self._places else -math.inf)
-
-    def _await(self, one: MicroBatch) -> None:
-        if not one.turn.acquire(timeout=2 * WAIT_LIMIT_S * len(self._all)):
-            raise UsageError(f"accumulate: micro-batch {one.number} was never told to go on")
-        if self._stopping:
-            raise Ended
-        if one.phase is TurnPhase.BACKWARD:
-            self._go_on(one)
-
-    def _go_on(self, one: MicroBatch) -> None:
-        """With its backward."""
-        self._land_held(one)
-        self._resumed(one.number)
+        if not self._activations.are_kept:
+            self._freed.look()
+        with SHIELD:
+            back = self._thread.set_aside()
+            if back is None:
+                return
+            with back:
+                if self._casts.held_by is not None:
+                    self._casts.drop()  # they have the graph of this micro-batch
+                aside, before = self._hooks.stand_back(), self._changes()
+                try:
+                    SHIELD.leaving(self._caller.switch)
+                finally:
+                    self._hooks.go_on(aside)
+                one.changes_of_others += self._changes() - before
 
     def changes_of_others(self, number: int) -> int:
         """How often gradients have changed while a micro-batch was parked."""
@@ -275,85 +232,93 @@ class Turns:
 
     # -- what windows tell -----------------------------------------------------------------------------------------
 
+    def _here(self) -> MicroBatch | None:
+        """The micro-batch whose forward has called this; None for other threads, and in backward."""
+        return self._running if getcurrent() is self._running.runs else None
+
     def number(self) -> int | None:
-        """Which micro-batch the calling thread runs while others are on their way, too."""
-        one = self._by_thread.get(threading.get_ident())
+        """Which micro-batch runs here while others are on their way, too."""
+        one = self._here()
         return None if one is None or one is self._leader else one.number
 
-    def enter(self, window: Window) -> None:
-        """A module is called whose window is about to open."""
-        one = self._by_thread.get(threading.get_ident())
-        if one is None:
-            return
-        if in_backward():
-            self._run_again(one, window)
-            return
-        if one.phase is not TurnPhase.FORWARD:
-            return
+    def enter(self, window: Window, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A module is called whose window is about to open. Returns other arguments for it, where it gets such."""
+        one = None if in_backward() else self._here()
+        if one is None or one.phase is not TurnPhase.FORWARD:
+            return None
         count = one.latest[window] = one.latest.get(window, -1) + 1
         visit = window, count
-        one.at = window.name
         if not torch.is_grad_enabled():
             one.without_graph.add(visit)
         self._pass(one, self._order.place(visit, len(one.path)))
-        one.begin_visit(visit)
+        self._legs.begin(Leg(one.number, len(one.path)))
+        one.path.append(visit)
+        one.entering = []
+        if self._has_leader or not self._order.is_last(visit) or not torch.is_grad_enabled() or modes_active():
+            return None
+        one.entering_from = sequence_number()
+        stands_for: dict[int, Tensor] = {}
+        args, kwargs = tree_map(partial(_stand_for, stands_for, one.entering), (args, kwargs))
+        return args, kwargs
 
     def region(self, window: Window, module: nn.Module, args: Any, kwargs: Any) -> ActivationRegion | None:
         """The window opens in a forward with gradients."""
-        one = self._by_thread.get(threading.get_ident())
-        if one is None or one.phase is not TurnPhase.FORWARD or in_backward():
+        one = None if in_backward() else self._here()
+        if one is None or one.phase is not TurnPhase.FORWARD:
             return None
         return self._activations.region(one.number, window, module, args, kwargs)
 
     def leave(self, window: Window, output: Any) -> None:
         """The call of a module is over."""
-        one = self._by_thread.get(threading.get_ident())
-        if one is None or one.phase is not TurnPhase.FORWARD or in_backward():
+        one = None if in_backward() else self._here()
+        if one is None or one.phase is not TurnPhase.FORWARD:
             return
         self._activations.call_ended(one.number, window)
-        visit = window, one.latest[window]
         for value in tree_flatten(output)[0]:
             if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
-                value.register_hook(partial(self._came_back, one, visit))
+                value.register_hook(partial(self._came_back, one))
 
-    def _came_back(self, one: MicroBatch, visit: tuple[Window, int], gradient: Tensor) -> None:
-        """Backward of a micro-batch comes to a visit."""
-        if (
-            visit in one.entered
-            or one.phase is not TurnPhase.BACKWARD
-            or self._by_thread.get(threading.get_ident()) is not one
-        ):
-            return
-        one.entered.add(visit)
-        self._come_to(one, visit)
+    # -- backwards -------------------------------------------------------------------------------------------------
+
+    def _came_back(self, one: MicroBatch, gradient: Tensor) -> None:
+        """Backward comes to what a micro-batch has got from a unit."""
+        if one.phase is TurnPhase.BACKWARD:
+            self._run_as(one)
 
     def land(self, param: Tensor, handle: ParamHandle, gradients: GradientDoor) -> None:
-        """The gradient of a parameter is complete in the backward that runs."""
-        one = self._by_thread.get(threading.get_ident())
-        order = self._landing_order
-        self._gradients = gradients
-        if one is not None and one.phase is TurnPhase.BACKWARD and order is not None and not gradients.is_users(handle):
-            if order.holds_back(one, param, handle):
-                return
+        """Autograd itself has completed the gradient of a parameter. It has nothing to add where all was kept apart."""
+        if get_grad(param) is None:
+            return
+        self._resumed(self._running.number)
         gradients.land(param, handle)
 
-    def _land_held(self, one: MicroBatch) -> None:
-        """Land what has waited and need not wait any more."""
-        if self._landing_order is None or self._gradients is None:
+    def _land_apart(self, number: int, leaf: Tensor, gradient: Tensor) -> None:
+        """The gradient that a micro-batch gives to a leaf is complete."""
+        handle = leaf.__dict__.get("_slot")
+        gradients = self._gradients
+        if (
+            not isinstance(handle, ParamHandle)
+            or not gradients.is_tracked(handle)
+            or gradients.is_users(handle)
+            or gradient.layout is not torch.strided
+            or get_grad(leaf) is not None
+        ):
+            running, self._running = self._running, self._all[number]
+            autograd_backward((leaf,), (gradient,))
+            self._running = running
             return
-        for held in self._landing_order.ready():
-            self._resumed(held.number)
-            before = get_grad(held.param)  # autograd's own, where an earlier one did not land: it is sparse
-            set_grad(held.param, held.gradient if before is None else before + held.gradient)
-            self._gradients.land(held.param, held.handle)
+        self._resumed(number)
+        set_grad(leaf, gradient)
+        gradients.land(leaf, handle)
+        if get_grad(leaf) is not None:  # it stays, and may be the memory of another gradient
+            set_grad(leaf, torch.empty_like(gradient).copy_(gradient))
 
-    def _run_again(self, one: MicroBatch, window: Window) -> None:
-        """A reentrant checkpoint runs its forward again inside backward: it begins with its first unit. (Another one
-        does so when it comes to its last unit, where the tensor hook was.)"""
-        node = current_node()
-        region = node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
-        visit = window, one.latest.get(window, -1)
-        if one.phase is not TurnPhase.BACKWARD or region is None or region is one.region or visit not in one.indices:
-            return
-        one.region = region
-        self._come_to(one, visit)
+
+def _stand_for(known: dict[int, Tensor], entering: list[tuple[Tensor, Tensor]], value: Any) -> Any:
+    """A node of ours in the graph, behind a tensor that enters a unit."""
+    if not isinstance(value, Tensor) or value.grad_fn is None or value.layout is not torch.strided:
+        return value
+    if id(value) not in known:
+        known[id(value)] = torch.ops.aten.alias.default(value)
+        entering.append((value, known[id(value)]))
+    return known[id(value)]

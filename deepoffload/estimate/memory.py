@@ -166,10 +166,9 @@ def _activations(run: DryRun, has_device: bool, together: int, leaving: Leaving)
         once = ", written and read once per step" if places.nvme else ""
         note = f"in their part of the host budget{' and on NVMe' if places.nvme else ''}{once}"
         rows.append(_near(LEFT, places.part, has_device, nvme=places.nvme, note=note))
-    if together > 1:
+    if together > 1 and run.recomputes:
         freed = min((together - 1) * run.largest_chunk_bytes, FREED_BYTES_MAX)
-        nbytes = (together - 1) * RUNTIME_BYTES + freed
-        rows.append(row("threads of micro-batches", nbytes, "scratch memory of libraries, what malloc holds for each"))
+        rows.append(row("freed by micro-batches", freed, "what malloc holds until a micro-batch gives it back"))
     if not has_device:
         chunks = HOLES_CHUNKS_RECOMPUTING if run.recomputes else HOLES_CHUNKS
         most_bytes = run.peak_bytes + (together - 1) * saved - places.part - places.nvme

@@ -110,6 +110,15 @@ class InterruptShield:
         finally:
             self._blocks = before
 
+    def leaving(self, switch: Callable[[], Any]) -> None:
+        """``switch`` leaves this code inside a block of the shield, for other code of the same thread, and comes back.
+        The block is as it was then: in between, blocks are those of the other code."""
+        before = self._blocks
+        try:
+            switch()
+        finally:
+            self._blocks = before
+
     def _is_busy(self) -> bool:
         if self._outside:
             return False

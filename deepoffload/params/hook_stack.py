@@ -1,6 +1,7 @@
 """What runs now: the calls of windows that are open, and the saved-tensor hooks that were pushed for them, per thread.
 
-torch keeps the stack of hooks per thread, and so is this. Both lists are undone in the reverse order in which they were
+torch keeps the stack of hooks per thread, and so is this. Micro-batches that take turns share a thread, and each has
+its own :class:`Running`, which is in place while it runs. Both lists are undone in the reverse order in which they were
 filled. Ctrl-C can end a call without its post hook: what then is left is found here and undone (see
 [Note: the frame's end] in ``params.window_call``).
 """
@@ -32,13 +33,20 @@ if TYPE_CHECKING:
     from deepoffload.params.window_call import WindowCall
 
 
-class _ThreadState(threading.local):
-    """What this thread has opened, innermost last."""
+class Running:
+    """What has been opened, innermost last."""
 
     def __init__(self) -> None:
         self.pushed: list[tuple[SavedTensorHooks, bool]] = []
         """Pairs, and whether it was inside a backward: torch sets the stack back itself then, after each node."""
         self.opened: list[WindowCall] = []
+
+
+class _ThreadState(threading.local):
+    """What this thread has opened."""
+
+    def __init__(self) -> None:
+        self.now = Running()
 
 
 class HookStack:
@@ -47,7 +55,7 @@ class HookStack:
     graphs: are told when autograd is left to save weights itself.
 
     Attributes:
-        turns: micro-batches that take turns, each in a separate thread; None where none do.
+        turns: micro-batches that take turns; None where none do.
         below: the pair of hooks that gets what is no weight where the program has none; None where autograd keeps it.
     """
 
@@ -101,20 +109,20 @@ class HookStack:
                 return False
             hooks = SavedTensorHooks(self._pager, top)
         # in this order: what an interrupt leaves is found and undone
-        self._local.pushed.append((hooks, in_backward()))
+        self._local.now.pushed.append((hooks, in_backward()))
         push_saved_tensors_hooks(hooks.pack, hooks.unpack)
         return True
 
     def pop(self) -> None:
         """Undo one :meth:`push` that returned True."""
         pop_saved_tensors_hooks()
-        self._local.pushed.pop()
+        self._local.now.pushed.pop()
 
     # -- open calls ------------------------------------------------------------------------------------------------
 
     def opened(self) -> list[WindowCall]:
         """The calls of windows that this thread is in, innermost last."""
-        return self._local.opened
+        return self._local.now.opened
 
     def shared_by_threads(self) -> bool:
         """True from the moment on that one thread uses the models while another is in a window of theirs.
@@ -123,7 +131,7 @@ class HookStack:
         """
         me = threading.get_ident()
         opened_by = self._opened_by
-        opened_by[me] = self._local.opened
+        opened_by[me] = self._local.now.opened
         if not self._shared and len(opened_by) > 1:
             others = [entry for thread, opened in opened_by.items() if thread != me for entry in opened]
             if others:
@@ -133,13 +141,19 @@ class HookStack:
                         entry.window.show_doors(entry)
         return self._shared
 
-    def stand_back(self) -> None:
-        """This thread lets another one run and does nothing meanwhile, so the models are not shared by the two. What it
-        has open keeps its bytes. Parameters get their doors back, which the other thread needs."""
+    def stand_back(self) -> Running:
+        """What runs now lets something else run in this thread. What it has open keeps its bytes. Parameters get their
+        doors back, which others need. Returns what :meth:`go_on` takes."""
         with self._lock:
-            for entry in self._local.opened:
+            aside, self._local.now = self._local.now, Running()
+            for entry in aside.opened:
                 entry.window.show_doors(entry)
             self._opened_by.pop(threading.get_ident(), None)
+        return aside
+
+    def go_on(self, aside: Running) -> None:
+        """What has stood back runs again."""
+        self._local.now = aside
 
     def refuse_between_turns(self, call: str) -> None:
         """Raise where ``accumulate`` has not made all its backwards: ``call`` belongs after it."""
@@ -154,10 +168,10 @@ class HookStack:
         To be called where no forward of these models is running on this thread.
         """
         with self._lock:
-            while self._local.opened:
-                self._close(self._local.opened.pop())
-            while self._local.pushed:
-                hooks, _ = self._local.pushed.pop()
+            while self._local.now.opened:
+                self._close(self._local.now.opened.pop())
+            while self._local.now.pushed:
+                hooks, _ = self._local.now.pushed.pop()
                 if self._is_on_top(hooks):
                     pop_saved_tensors_hooks()
 
@@ -170,7 +184,7 @@ class HookStack:
             running.add(id(frame))
             frame = frame.f_back
         with self._lock:
-            opened = self._local.opened
+            opened = self._local.now.opened
             while opened and (opened[-1].over or opened[-1].frame_id not in running):
                 self._close(opened.pop())
 
@@ -183,7 +197,7 @@ class HookStack:
         """
         if entry.pushed:
             entry.pushed = False
-            hooks, inside_backward = self._local.pushed.pop()
+            hooks, inside_backward = self._local.now.pushed.pop()
             if self._is_on_top(hooks) or (not inside_backward and self._is_any_on_top()):
                 pop_saved_tensors_hooks()
         entry.window.close(entry)

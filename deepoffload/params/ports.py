@@ -132,14 +132,14 @@ class ActivationRegion(Protocol):
 
 
 class TurnPort(Protocol):
-    """Micro-batches of one call of ``accumulate``, which may take turns in threads (implemented by
+    """Micro-batches of one call of ``accumulate``, which may take turns (implemented by
     :class:`deepoffload.accumulation.turns.Turns`)."""
 
     def number(self) -> int | None:
-        """Which of them the calling thread runs while others are in the middle of their forwards; None else."""
+        """Which of them runs while others are in the middle of their forwards; None else."""
 
-    def enter(self, window: Window) -> None:
-        """The window of a module is about to open: let others go first."""
+    def enter(self, window: Window, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The window of a module is about to open: let others go first. Returns other arguments for the call."""
 
     def region(self, window: Window, module: nn.Module, args: Any, kwargs: Any) -> ActivationRegion | None:
         """The window opens in a forward with gradients. None: autograd keeps the activations as ever."""
@@ -148,7 +148,7 @@ class TurnPort(Protocol):
         """The call of a window's module is over."""
 
     def land(self, param: Tensor, handle: ParamHandle, gradients: GradientDoor) -> None:
-        """A gradient is complete: have it land now, or after those of earlier micro-batches."""
+        """A gradient is complete, and lands."""
 
 
 class PagerPort(Protocol):

@@ -31,7 +31,8 @@ TESTED_VERSIONS = "torch 2.12 to 2.15"
 """What ``make test-versions`` tests the ends of, and ``pyproject.toml`` asks for the least of."""
 
 
-def _need(owner: Any, name: str) -> Any:
+def need(owner: Any, name: str) -> Any:
+    """A private name of torch. Raises UnsupportedError where this torch lacks it."""
     found = getattr(owner, name, None)
     if found is None:
         raise UnsupportedError(
@@ -42,43 +43,45 @@ def _need(owner: Any, name: str) -> Any:
 
 
 _autograd = torch._C._autograd
-push_saved_tensors_hooks: Callable[[Any, Any], None] = _need(_autograd, "_push_saved_tensors_default_hooks")
-pop_saved_tensors_hooks: Callable[[], None] = _need(_autograd, "_pop_saved_tensors_default_hooks")
-top_saved_tensors_hooks: Callable[[bool], Any] = _need(_autograd, "_top_saved_tensors_default_hooks")
-saved_tensors_hooks_enabled: Callable[[], bool] = _need(_autograd, "_saved_tensors_hooks_is_enabled")
-set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = _need(_autograd, "_unsafe_set_version_counter")
-storage_use_count: Callable[[int], int] = _need(torch._C, "_storage_Use_Count")
-tensor_use_count: Callable[[Tensor], int] = _need(torch._C.TensorBase, "_use_count")
-refuse_writes: Callable[[Tensor], None] = _need(torch._C, "_set_throw_on_mutable_data_ptr")
+push_saved_tensors_hooks: Callable[[Any, Any], None] = need(_autograd, "_push_saved_tensors_default_hooks")
+pop_saved_tensors_hooks: Callable[[], None] = need(_autograd, "_pop_saved_tensors_default_hooks")
+top_saved_tensors_hooks: Callable[[bool], Any] = need(_autograd, "_top_saved_tensors_default_hooks")
+saved_tensors_hooks_enabled: Callable[[], bool] = need(_autograd, "_saved_tensors_hooks_is_enabled")
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = need(_autograd, "_unsafe_set_version_counter")
+storage_use_count: Callable[[int], int] = need(torch._C, "_storage_Use_Count")
+tensor_use_count: Callable[[Tensor], int] = need(torch._C.TensorBase, "_use_count")
+refuse_writes: Callable[[Tensor], None] = need(torch._C, "_set_throw_on_mutable_data_ptr")
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
-_call_past_doors = _need(torch._C, "_disabled_torch_function_impl")
-is_functorch_wrapped: Callable[[Tensor], bool] = _need(torch._C._functorch, "is_functorch_wrapped_tensor")
-get_unwrapped: Callable[[Tensor], Tensor] = _need(torch._C._functorch, "get_unwrapped")
-_peek_interpreter_stack = _need(torch._C._functorch, "peek_interpreter_stack")
-storage_at: Callable[[int, torch.device, int], Any] = _need(torch._C, "_construct_storage_from_data_pointer")
-_swap_implementation = _need(torch._C, "_swap_tensor_impl")
-_disable_current_modes = _need(_python_dispatch, "_disable_current_modes")
-is_wrapper: Callable[[Any], bool] = _need(_python_dispatch, "is_traceable_wrapper_subclass")  # DTensor and the like
-_dispatch_mode = _need(torch._C, "_get_dispatch_mode")
-no_dispatch: Callable[[], object] = _need(torch._C, "_DisableTorchDispatch")
-_PROXY = _need(_need(torch._C, "_TorchDispatchModeKey"), "PROXY")
-current_node = _need(torch._C, "_current_autograd_node")
-graph_task: Callable[[], int] = _need(torch._C, "_current_graph_task_id")  # the innermost backward's; -1 outside
-call_at_end_of_backward: Any = _need(_need(torch.autograd.Variable, "_execution_engine"), "queue_callback")
-function_mode_at: Callable[[int], object] = _need(torch._C, "_get_function_stack_at")
-len_dispatch_stack, len_function_stack = (_need(torch._C, f"_len_torch_{n}_stack") for n in ("dispatch", "function"))
-checkpoint_around: Callable[..., Iterator[None]] = _need(checkpoint, "_checkpoint_without_reentrant_generator")
-int8_product: Callable[..., Tensor] = _need(torch.ops.aten, "_weight_int8pack_mm")
-int4_product: Callable[..., Tensor] = _need(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
-pack_int4: Callable[..., Tensor] = _need(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu")
-unscale_and_check: Callable[..., None] = _need(torch, "_amp_foreach_non_finite_check_and_unscale_")
-make_subclass, make_wrapper = (_need(Tensor, name) for name in ("_make_subclass", "_make_wrapper_subclass"))
-rebuild_tensor: Callable[..., Tensor] = _need(_utils, "_rebuild_tensor_v2")
-active_ddp_module: Callable[[], Any] = _need(nn.parallel.DistributedDataParallel, "_get_active_ddp_module")
-parameter_registration_hooks: Mapping[int, Any] = _need(_modules, "_global_parameter_registration_hooks")
-forward_pre_hooks_of_all: Mapping[int, Any] = _need(_modules, "_global_forward_pre_hooks")
-forward_hooks_of_all: Mapping[int, Any] = _need(_modules, "_global_forward_hooks")
-TorchDispatchMode: Any = _need(_python_dispatch, "TorchDispatchMode")
+_call_past_doors = need(torch._C, "_disabled_torch_function_impl")
+is_functorch_wrapped: Callable[[Tensor], bool] = need(torch._C._functorch, "is_functorch_wrapped_tensor")
+get_unwrapped: Callable[[Tensor], Tensor] = need(torch._C._functorch, "get_unwrapped")
+_peek_interpreter_stack = need(torch._C._functorch, "peek_interpreter_stack")
+storage_at: Callable[[int, torch.device, int], Any] = need(torch._C, "_construct_storage_from_data_pointer")
+_swap_implementation = need(torch._C, "_swap_tensor_impl")
+disable_current_modes = need(_python_dispatch, "_disable_current_modes")
+is_wrapper: Callable[[Any], bool] = need(_python_dispatch, "is_traceable_wrapper_subclass")  # DTensor and the like
+_dispatch_mode = need(torch._C, "_get_dispatch_mode")
+no_dispatch: Callable[[], object] = need(torch._C, "_DisableTorchDispatch")
+_PROXY = need(need(torch._C, "_TorchDispatchModeKey"), "PROXY")
+current_node = need(torch._C, "_current_autograd_node")
+graph_task: Callable[[], int] = need(torch._C, "_current_graph_task_id")  # the innermost backward's; -1 outside
+sequence_number: Callable[[], int] = need(_autograd, "_get_sequence_nr")  # that the next node of this thread gets
+AccumulateGrad: Any = need(torch._C._functions, "AccumulateGrad")
+call_at_end_of_backward: Any = need(need(torch.autograd.Variable, "_execution_engine"), "queue_callback")
+function_mode_at: Callable[[int], object] = need(torch._C, "_get_function_stack_at")
+len_dispatch_stack, len_function_stack = (need(torch._C, f"_len_torch_{n}_stack") for n in ("dispatch", "function"))
+checkpoint_around: Callable[..., Iterator[None]] = need(checkpoint, "_checkpoint_without_reentrant_generator")
+int8_product: Callable[..., Tensor] = need(torch.ops.aten, "_weight_int8pack_mm")
+int4_product: Callable[..., Tensor] = need(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+pack_int4: Callable[..., Tensor] = need(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu")
+unscale_and_check: Callable[..., None] = need(torch, "_amp_foreach_non_finite_check_and_unscale_")
+make_subclass, make_wrapper = (need(Tensor, name) for name in ("_make_subclass", "_make_wrapper_subclass"))
+rebuild_tensor: Callable[..., Tensor] = need(_utils, "_rebuild_tensor_v2")
+active_ddp_module: Callable[[], Any] = need(nn.parallel.DistributedDataParallel, "_get_active_ddp_module")
+parameter_registration_hooks: Mapping[int, Any] = need(_modules, "_global_parameter_registration_hooks")
+forward_pre_hooks_of_all: Mapping[int, Any] = need(_modules, "_global_forward_pre_hooks")
+forward_hooks_of_all: Mapping[int, Any] = need(_modules, "_global_forward_hooks")
+TorchDispatchMode: Any = need(_python_dispatch, "TorchDispatchMode")
 tree_flatten, tree_map, tree_map_only = _pytree.tree_flatten, _pytree.tree_map, _pytree.tree_map_only
 
 _say_why: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
@@ -140,14 +143,14 @@ def _with_inner(code: CodeType) -> frozenset[CodeType]:
     return frozenset((code, *(inner for inner in code.co_consts if isinstance(inner, CodeType))))
 
 
-MODULE_APPLY: CodeType = _need(nn.Module, "_apply").__code__
+MODULE_APPLY: CodeType = need(nn.Module, "_apply").__code__
 """What ``model.to(...)``, ``model.half()`` and the like run for each parameter."""
-MODULE_CALL: CodeType = _need(nn.Module, "_call_impl").__code__
+MODULE_CALL: CodeType = need(nn.Module, "_call_impl").__code__
 """What runs for as long as a module is called."""
-MODULE_SAVE: CodeType = _need(nn.Module, "_save_to_state_dict").__code__
-VMAP_SIZES: frozenset[CodeType] = _with_inner(_need(_vmap, "_validate_and_get_batch_size").__code__)
+MODULE_SAVE: CodeType = need(nn.Module, "_save_to_state_dict").__code__
+VMAP_SIZES: frozenset[CodeType] = _with_inner(need(_vmap, "_validate_and_get_batch_size").__code__)
 """What ``torch.vmap`` runs for what it maps over, before native code takes it apart, with comprehensions in it."""
-make_dual: Any = _need(torch._VF, "_make_dual")  # gives a tensor its tangent, in forward-mode differentiation
+make_dual: Any = need(torch._VF, "_make_dual")  # gives a tensor its tangent, in forward-mode differentiation
 PARAMETER_NEW: CodeType = nn.Parameter.__new__.__code__
 
 _base: Any = torch._C.TensorBase
@@ -194,7 +197,7 @@ def set_data_elsewhere(tensor: Tensor, value: Tensor) -> None:
         _swap_implementation(tensor, value.detach().requires_grad_(tensor.requires_grad))
 
 
-swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = _need(
+swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = need(
     torch.UntypedStorage, "_swap_data_ptr_"
 )
 """Of two storages: exchanges what they refer to. Views of the one then show the other's memory. torch 2.12 has it."""
@@ -330,23 +333,23 @@ def _unasked(function: Any, *, needed: bool) -> Any:
 
 autograd_grad = _unasked(torch.autograd.grad, needed=True)
 autograd_backward = _unasked(torch.autograd.backward, needed=False)  # not every torch checks there
-make_grads = _need(torch.autograd, "_make_grads")
+make_grads = need(torch.autograd, "_make_grads")
 lobpcg = _unasked(torch.lobpcg, needed=True)
 triplet_loss = _unasked(nn.functional.triplet_margin_with_distance_loss, needed=True)
-Operators = (_need(_ops, "OpOverload"), _need(_ops, "OpOverloadPacket"))
+Operators = (need(_ops, "OpOverload"), need(_ops, "OpOverloadPacket"))
 """What ``torch.ops`` holds: torch's operators, and those that programs register."""
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, what: str) -> list[Callable[..., Any]]:
     """The hooks of an optimizer around ``what``: ``state_dict_pre``, ``load_state_dict_post`` and so on."""
-    return list(_need(optimizer, f"_optimizer_{what}_hooks").values())
+    return list(need(optimizer, f"_optimizer_{what}_hooks").values())
 
 
 def place_in_distributed_file(file: str, begin: int, nbytes: int) -> Any:
     """What ``torch.distributed.checkpoint`` pickles as the place of an item. Imported late: it takes half a second."""
     from torch.distributed.checkpoint import filesystem
 
-    return _need(filesystem, "_StorageInfo")(file, begin, nbytes)
+    return need(filesystem, "_StorageInfo")(file, begin, nbytes)
 
 
 @contextlib.contextmanager
@@ -428,7 +431,7 @@ def outside_user_modes() -> Iterator[None]:
 
             stack.enter_context(temporarily_clear_interpreter_stack())
         if len_dispatch_stack():
-            stack.enter_context(_disable_current_modes())
+            stack.enter_context(disable_current_modes())
         if len_function_stack():
             stack.enter_context(torch._C.DisableTorchFunction())
         else:

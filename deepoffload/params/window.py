@@ -177,12 +177,12 @@ class Window:
 
     # -- the two hooks ---------------------------------------------------------------------------------------------
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         pager = self.pager
         if module is not self._module() or pager.life.closed_because is not None:
             if module is self._module():
                 pager.life.refuse_closed(self.name)
-            return
+            return None
         refuse_tracing()
         refuse_wrappers()
         if not pager.memory.on_host:
@@ -190,8 +190,9 @@ class Window:
             if not pager.hooks.opened():
                 refuse_graph_mode_outside(pager.memory)
         turns = pager.hooks.turns
-        if turns is not None:
-            turns.enter(self)
+        changed = None if turns is None else turns.enter(self, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
         with pager.lock:
             opened = pager.hooks.opened()
             if opened:
@@ -211,6 +212,7 @@ class Window:
             frame_end = FrameEnd()  # see [Note: the frame's end] in params.window_call
             entry.frame_end = weakref.ref(frame_end, partial(frame_ended, entry))
             frame.f_locals["_deepoffload_window"] = frame_end
+        return changed
 
     def _open(self, entry: WindowCall, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Bring the bytes, and end the time of doors."""

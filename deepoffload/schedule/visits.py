@@ -49,14 +49,20 @@ class VisitOrder:
     def __init__(self) -> None:
         self.is_learned = False
         self._places: dict[Hashable, int] = {}
+        self._last = -1
 
     def guess(self, visits: Iterable[Hashable]) -> None:
         """The order in which no step has been made yet, such as that in which modules are registered."""
         self._places = {visit: place for place, visit in enumerate(visits)}
+        self._last = -1
 
     def place(self, visit: Hashable, count: int) -> int:
         """Where a visit stands. Not known yet: after ``count`` visits, those that the micro-batch has made so far."""
         return self._places.get(visit, count)
+
+    def is_last(self, visit: Hashable) -> bool:
+        """Whether the last step has made no visit after this one."""
+        return self._places.get(visit, -2) == self._last
 
     def learn(self, paths: Sequence[Path]) -> None:
         """Take over the order of a step. A visit that this step did not make keeps its place among the others, if that
@@ -64,9 +70,9 @@ class VisitOrder:
         self.is_learned = True
         known = sorted(self._places, key=self._places.__getitem__)
         seen = {visit for path in paths for visit in path}
-        if self._places and seen.issubset(self._places) and all(map(self._grows, paths)):
-            return
-        self._places = places_of([*paths, known]) or places_of(paths) or {}
+        if not (self._places and seen.issubset(self._places) and all(map(self._grows, paths))):
+            self._places = places_of([*paths, known]) or places_of(paths) or {}
+        self._last = max((self._places[visit] for visit in seen if visit in self._places), default=-1)
 
     def _grows(self, path: Path) -> bool:
         places = [self._places[visit] for visit in path]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from greenlet import getcurrent
 
 import deepoffload
 from tests.accumulation.loops import HORIZONTAL, VERTICAL
@@ -80,9 +81,8 @@ class Run:
             ctrl_c.call_off()
         self.trouble.left = None
         self.optimizer.zero_grad()
-        threads = [thread.name for thread in threading.enumerate() if "micro-batch" in thread.name]
         hooks = pager_of(self.model).hooks
-        assert not threads and not hooks.opened() and hooks.turns is None, (threads, ended_by)
+        assert getcurrent().parent is None and not hooks.opened() and hooks.turns is None, ended_by
         assert not leases_of(self.model), ended_by
         assert not has_saved_tensor_hooks(), (ended_by, how)
         return ended_by

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import signal
-import threading
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from greenlet import getcurrent
 from torch import Tensor, nn
 
 import deepoffload
@@ -32,10 +32,6 @@ COUNT = 3
 
 def batches(step: int) -> list[Tensor]:
     return [batch(100 * step + micro) for micro in range(COUNT)]
-
-
-def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("deepoffload micro-batch")]
 
 
 MOMENTS = COUNT * 5
@@ -63,7 +59,7 @@ def test_steps_after_trouble_are_those_of_an_undisturbed_run(
                 caplog.clear()
                 assert "gradients are dropped" in notes
                 assert trouble.raised is KeyboardInterrupt or "in micro-batch" in notes
-                assert not our_threads()
+                assert getcurrent().parent is None
                 assert all(param.grad is None for param in model.parameters())
                 assert not pager_of(model).hooks.opened() and pager_of(model).hooks.turns is None
                 with torch.no_grad():
@@ -170,7 +166,7 @@ def test_a_wrong_loss_function_is_refused(paging: Paging, loss: Any, message: st
         model = paging.build(TinyGPT, TIGHT)
         with pytest.raises(UsageError, match=message):
             deepoffload.accumulate(model, batches(0), loss, order=order)
-        assert not our_threads()
+        assert getcurrent().parent is None
 
 
 def test_what_cannot_be_is_refused_before_anything_runs(paging: Paging) -> None:
@@ -212,7 +208,7 @@ def test_the_order_follows_from_what_stays_in_memory_and_from_the_disk(paging: P
         engine.placement = replace(engine.placement, bandwidths=Bandwidths(rate, rate, rate, rate))
 
         def loss(model: nn.Module, tokens: Tensor) -> Tensor:
-            seen.append(threading.current_thread() is threading.main_thread())
+            seen.append(getcurrent().parent is None)
             return next_token_loss(model, tokens)
 
         deepoffload.accumulate(model, batches(0), loss)
@@ -244,14 +240,14 @@ def test_what_one_unit_leaves_on_a_module_for_another_is_seen_by_auto(paging: Pa
         engine = engine_of(model)
         assert engine is not None and engine.placement is not None
         engine.placement = replace(engine.placement, bandwidths=Bandwidths(1.0, 1.0, 1.0, 1.0))
-        threads = []
+        alone = []
 
-        def on_thread(model: nn.Module, inputs: Tensor, threads: list[bool] = threads) -> Any:
-            threads.append(threading.current_thread() is threading.main_thread())
+        def noting(model: nn.Module, inputs: Tensor, alone: list[bool] = alone) -> Any:
+            alone.append(getcurrent().parent is None)
             return loss(model, inputs)
 
         torch.manual_seed(2)
-        losses = [deepoffload.accumulate(model, micro_batches, on_thread, order=order) for _ in range(2)]
+        losses = [deepoffload.accumulate(model, micro_batches, noting, order=order) for _ in range(2)]
         found.append((losses, [param.grad.clone() for param in model.parameters() if param.grad is not None]))
-    assert threads == [False] * COUNT + [True] * COUNT  # in its first call the first forward has shown it
+    assert alone == [False] * COUNT + [True] * COUNT  # in its first call the first forward has shown it
     assert_same_bits(*found)

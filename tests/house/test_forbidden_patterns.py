@@ -26,7 +26,7 @@ NATIVE_CALLERS = ("memory", "copies", "optim", "checkpoint", "ranks")
 """Parts of the package that give native code the addresses of their own tensors."""
 PRINTING_PARTS = ("cli", "estimate")
 """Parts of the package whose job is to print."""
-TORCH_PRIVATE = ROOT / "deepoffload" / "params" / "torch_private.py"
+TORCH_PRIVATE = [ROOT / "deepoffload" / "params" / f"torch_{what}.py" for what in ("private", "thread")]
 PROGRAMS_GROUPS = ROOT / "deepoffload" / "deepspeed" / "comm.py"
 """Gives a program torch's process groups by other names; the engine uses none of them."""
 FOREACH = "_foreach_"
@@ -191,7 +191,7 @@ RULES: tuple[tuple[Rule, list[Path]], ...] = (
     (asserts_that_act, [*PACKAGE, *OTHERS]),
     (prints, [path for path in PACKAGE if path.relative_to(ROOT).parts[1] not in PRINTING_PARTS]),
     (mocks, [*PACKAGE, *TESTS]),
-    (private_names_of_torch, [path for path in PACKAGE if path != TORCH_PRIVATE]),
+    (private_names_of_torch, [path for path in PACKAGE if path not in TORCH_PRIVATE]),
     (long_functions, [*PACKAGE, *OTHERS]),
     (
         process_groups,

@@ -1,0 +1,176 @@
+"""The backwards of several micro-batches, as one backward or one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+
+from deepoffload.accumulation.kept_apart import KeptApart
+from deepoffload.accumulation.loss_graph import LeafUse, Leg, Legs, LossGraph
+from deepoffload.accumulation.micro_batch import MicroBatch, Visit
+from deepoffload.params.ports import GradientDoor
+from deepoffload.params.torch_private import autograd_backward, autograd_grad, past_doors
+from deepoffload.params.unit import ParamHandle
+from deepoffload.schedule.visits import places_of
+
+
+def _count_hooks(leaf: Any) -> int:
+    return len(leaf._backward_hooks or ()) + len(leaf._post_accumulate_grad_hooks or ())
+
+
+class JointBackward:
+    """Of one call. See [Note: turns] in ``accumulation.turns``.
+
+    Args:
+        legs: in which the forwards have run.
+        apart: keeps the gradients of micro-batches apart, where one backward makes those of all.
+        gradients: which leaves have a hook of ours.
+        starts: called with a micro-batch whose backward goes on.
+    """
+
+    def __init__(
+        self,
+        legs: Legs,
+        apart: KeptApart,
+        gradients: GradientDoor,
+        starts: Callable[[MicroBatch], None],
+    ) -> None:
+        self._legs, self._apart, self._gradients, self._starts = legs, apart, gradients, starts
+        self._outside: set[int] = set()
+        self._early = 0
+
+    # -- the last unit and the loss, at the end of each forward ----------------------------------------------------
+
+    def forward_ended(self, one: MicroBatch, loss: Tensor) -> None:
+        """Make what is there of the backward of a micro-batch: the loss, and the last unit, if it is known to be that.
+
+        What these two need, such as logits, is then that of one micro-batch at a time.
+        """
+        graph = one.graph
+        assert graph is not None
+        one.roots = [(loss, None)]
+        self._apart.expect(one.number, graph)
+        entered = {entering.grad_fn: original for original, entering in one.entering}
+        begin = one.entering_from
+        if self._early != one.number or not entered or not graph.ends_at(set(entered), begin):
+            self._outside.update(map(id, graph.leaves()))
+            return
+        self._outside.update(id(leaf) for use in graph.uses if use.sequence < begin for _, leaf in use.leaves)
+        uses = [use for use in graph.uses if use.sequence >= begin]
+        if any(self._is_watched(leaf) for use in uses for _, leaf in use.leaves):
+            return
+        waiting = [use for use in uses if any(id(leaf) in self._outside for _, leaf in use.leaves)]
+        if any(use.leads_further() for use in waiting):
+            return
+        self._early += 1
+        graph.keep_before(begin, waiting)
+        leaves = {id(leaf): leaf for use in uses for _, leaf in use.leaves if id(leaf) not in self._outside}
+        del uses, entered
+        self._run_early(one, loss, list(leaves.values()), waiting)
+
+    def _run_early(self, one: MicroBatch, loss: Tensor, leaves: list[Tensor], waiting: list[LeafUse]) -> None:
+        """Where older nodes use a leaf, too, its gradient waits in front of the nodes that make it (``waiting``):
+        autograd stops at the inputs that it is given only where no older node leads to one of them."""
+        self._starts(one)
+        entering, one.entering = one.entering, []
+        ends = [GradientEdge(use.node, 0) for use in waiting]
+        found = autograd_grad((loss,), [*(inside for _, inside in entering), *leaves, *ends], allow_unused=True)
+        first, last = len(entering), len(entering) + len(leaves)
+        roots: list[Tensor | GradientEdge] = [*(original for original, _ in entering), *ends]
+        made = [*found[:first], *found[last:]]
+        one.roots = [(root, gradient) for root, gradient in zip(roots, made, strict=True) if gradient is not None]
+        self._apart.complete(one.number, zip(leaves, found[first:last], strict=True))
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def run(self, every: Sequence[MicroBatch]) -> None:
+        """All backwards, as far as they have not been made. The forwards are over."""
+        if not every:
+            return
+        self._legs.begin(None)
+        if self._put_in_order(every):
+            self._backward(every)
+            return
+        for one in every:
+            self.run_alone(one)
+
+    def _put_in_order(self, every: Sequence[MicroBatch]) -> bool:
+        """Prepare one backward of all. False, with nothing done, where there cannot be one."""
+        found, places = self._legs_of(every), self._places(every)
+        if found is None or places is None:
+            return False
+        shifts = self._legs.shifts(places)
+        for one, graph, legs in found:
+            for (node, sequence), leg in zip(graph.nodes, legs, strict=True):
+                node._set_sequence_nr(sequence + shifts[leg])
+                if isinstance(node, BackwardCFunction):  # a reentrant checkpoint has no other begin
+                    node.register_prehook(partial(self._comes_to, one))
+            self._apart.hook(one.number, graph.uses)
+        return True
+
+    def _comes_to(self, one: MicroBatch, _: Any) -> None:
+        self._starts(one)
+
+    def _legs_of(self, every: Sequence[MicroBatch]) -> list[tuple[MicroBatch, LossGraph, list[int]]] | None:
+        """Each micro-batch with its graph, and the leg that each node of it comes from. None where two graphs have
+        a node in common, or the program wants to see each gradient of a weight."""
+        found, looked_at = [], set()
+        for one in every:
+            graph = one.graph
+            assert graph is not None
+            legs = [self._legs.index_of(sequence, one.number) for _, sequence in graph.nodes]
+            if -1 in legs:
+                return None
+            found.append((one, graph, legs))
+            for leaf in graph.leaves():
+                if id(leaf) not in looked_at:
+                    looked_at.add(id(leaf))
+                    if self._is_watched(leaf):
+                        return None
+        return found
+
+    def _is_watched(self, leaf: Tensor) -> bool:
+        """Whether the program has put a hook on a leaf, to see its gradient when it is complete."""
+        handle = leaf.__dict__.get("_slot")
+        ours = isinstance(handle, ParamHandle) and self._gradients.is_tracked(handle)
+        return past_doors(_count_hooks, (leaf,)) > int(ours)
+
+    @staticmethod
+    def _places(every: Sequence[MicroBatch]) -> dict[Leg, int] | None:
+        """Where the legs stand in the order of visits. None where gradients of weights would land mixed."""
+        if any(one.may_land_twice() for one in every):
+            return None
+        differ = any(one.path != every[0].path for one in every)
+        if differ and any(one.hidden_uses() for one in every):
+            return None
+        places: dict[Visit, int] | None = places_of([one.path for one in every])
+        if places is None:
+            return None
+        found = {Leg(one.number, -1): -1 for one in every}
+        for one in every:
+            found.update((Leg(one.number, index), places[visit]) for index, visit in enumerate(one.path))
+        return found
+
+    def run_alone(self, one: MicroBatch) -> None:
+        """The backward of one micro-batch, as the ordinary order has it, but for what it has made already."""
+        graph = one.graph
+        assert graph is not None
+        self._apart.leave_to_autograd(one.number, graph.leaves())
+        del graph
+        self._backward([one])
+
+    def _backward(self, every: Iterable[MicroBatch]) -> None:
+        roots: list[tuple[Any, Tensor | None]] = []
+        for one in every:
+            for root, gradient in one.roots:
+                if isinstance(root, Tensor):
+                    root.register_hook(partial(self._comes_to, one))
+                roots.append((root, gradient))
+            one.forget_graph()
+        if roots:
+            autograd_backward([root for root, _ in roots], [gradient for _, gradient in roots])

@@ -1,0 +1,91 @@
+"""What each micro-batch adds to the gradient of each leaf, where one backward goes through the graphs of several.
+
+All uses of a leaf, such as a weight, lead to one node that accumulates its gradient. In one backward of several graphs
+it would add up the gradients of all micro-batches and come once, with other roundings. So a hook on each node that
+makes gradients of leaves takes them away before they get there. Those of one micro-batch are added up in the order in
+which they come, which is what autograd does. When the last one has come, the sum lands; in the order of the
+micro-batches.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from deepoffload.accumulation.loss_graph import LeafUse, LossGraph
+
+Land = Callable[[int, Tensor, Tensor], None]
+"""Takes the number of a micro-batch, a leaf, and the gradient that it gets."""
+
+
+class _LeafSum:
+    """Of one micro-batch and leaf. left: gradients that are still to come."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.leaf = leaf
+        self.left = 0
+        self.total: Tensor | None = None
+
+
+class KeptApart:
+    """Of one call. Leaves are known by their ids: they live as long as the graphs."""
+
+    def __init__(self, land: Land) -> None:
+        self._land = land
+        self._sums: dict[tuple[int, int], _LeafSum] = {}
+        self._due: dict[int, list[int]] = {}
+
+    def expect(self, number: int, graph: LossGraph) -> None:
+        """A micro-batch has this graph."""
+        for leaf in graph.leaves():
+            found = self._sums.get((number, id(leaf)))
+            if found is None:
+                found = self._sums[number, id(leaf)] = _LeafSum(leaf)
+                insort(self._due.setdefault(id(leaf), []), number)
+            found.left += 1
+
+    def leave_to_autograd(self, number: int, leaves: Iterable[Tensor]) -> None:
+        """These gradients of a micro-batch are not gathered, and it is their turn."""
+        for leaf in leaves:
+            if self._sums.pop((number, id(leaf)), None) is not None:
+                self._due[id(leaf)].remove(number)
+
+    def complete(self, number: int, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """All of these gradients of a micro-batch have come, and it is their turn."""
+        for leaf, gradient in gradients:
+            self.leave_to_autograd(number, (leaf,))
+            if gradient is not None:
+                self._land(number, leaf, gradient)
+
+    def hook(self, number: int, uses: Iterable[LeafUse]) -> None:
+        """Take gradients away where they are made."""
+        for use in uses:
+            taken = tuple((output, id(leaf)) for output, leaf in use.leaves)
+            use.node.register_hook(partial(self._take, number, taken))
+
+    def _take(self, number: int, taken: tuple[tuple[int, int], ...], made: Any, _: Any) -> Any:
+        rest = list(made)
+        for output, leaf in taken:
+            gradient, rest[output] = rest[output], None
+            self._came(number, leaf, gradient)
+        return tuple(rest)
+
+    def _came(self, number: int, leaf: int, gradient: Tensor | None) -> None:
+        found = self._sums[number, leaf]
+        found.left -= 1
+        if gradient is not None:
+            before = found.total
+            if before is None:
+                found.total = gradient
+            else:  # as autograd does it
+                found.total = gradient + before if before.is_sparse else before + gradient
+        due = self._due[leaf]
+        while due and not self._sums[due[0], leaf].left:
+            number = due.pop(0)
+            found = self._sums.pop((number, leaf))
+            if found.total is not None:
+                self._land(number, found.leaf, found.total)

@@ -1,0 +1,136 @@
+"""What torch keeps per thread, where several forwards share one thread: each finds its own when it goes on.
+
+[Note: one thread] Whether gradients are recorded, autocast, the hooks on saved tensors, the stacks of modes: torch
+keeps each of these once per thread, and the ``with`` blocks of a program change them for what runs inside. Now let a
+forward stop inside such blocks, so that another one runs in the same thread::
+
+    with torch.autocast("cpu"):      # of the first forward
+        x = layer(x)                 # stops at the beginning of the layer; the second forward begins, outside the block
+
+So a forward that stops sets aside what its blocks have changed, and everything is as it was at the beginning. It puts
+it back when it goes on. A ``with`` block, in Python or in C++, restores at its end what it has found at its begin. Both
+belong to the same forward, so that is right, too.
+
+What has no switch is compared: the sets of dispatch keys that C++ guards include and exclude. Where these differ from
+those at the beginning, the forward does not stop. So it is inside a transform of ``torch.func`` and forward-mode
+differentiation.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from deepoffload.params.torch_private import (
+    disable_current_modes,
+    in_functorch,
+    len_dispatch_stack,
+    len_function_stack,
+    need,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks_enabled,
+    top_saved_tensors_hooks,
+)
+
+_autograd = torch._C._autograd
+_disabled_message = need(_autograd, "_saved_tensors_hooks_get_disabled_error_message")
+_disable_hooks = need(_autograd, "_saved_tensors_hooks_disable")
+_enable_hooks = need(_autograd, "_saved_tensors_hooks_enable")
+_set_grad_enabled = need(torch._C, "_set_grad_enabled")
+_fwd_grad_enabled = need(torch._C, "_is_fwd_grad_enabled")
+_set_fwd_grad_enabled = need(torch._C, "_set_fwd_grad_enabled")
+_pop_function_mode = need(torch._C, "_pop_torch_function_stack")
+_push_function_mode = need(torch._C, "_push_on_torch_function_stack")
+_torch_function_enabled = need(torch._C, "_is_torch_function_enabled")
+_enable_torch_function = need(torch._C, "_EnableTorchFunction")
+_included_keys = need(torch._C, "_dispatch_tls_local_include_set")
+_excluded_keys = need(torch._C, "_dispatch_tls_local_exclude_set")
+_swap_compiler = need(torch._C._dynamo.eval_frame, "set_eval_frame")
+
+
+class TorchThread:
+    """What torch keeps for this thread, at the moment in which it is made. See [Note: one thread] at the top.
+
+    Args:
+        device_type: of the device that computes, whose autocast counts together with the CPU's.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._inference = torch.is_inference_mode_enabled()
+        self._grad, self._fwd_grad = torch.is_grad_enabled(), _fwd_grad_enabled()
+        self._kinds = tuple(dict.fromkeys(("cpu", device_type)))
+        self._autocast = self._autocast_now()
+        self._function_modes = len_function_stack()
+        self._keys = self._keys_now()
+
+    def set_aside(self) -> ExitStack | None:
+        """Everything is as it was at the beginning. Closing what is returned puts back what was set aside. None, with
+        nothing done, where a forward cannot stop."""
+        if in_functorch() or forward_ad._current_level >= 0:
+            return None
+        back = ExitStack()
+        try:
+            self._set_aside(back)
+            stops = self._keys_now() == self._keys
+        except BaseException:
+            back.close()
+            raise
+        if stops:
+            return back
+        back.close()
+        return None
+
+    def _set_aside(self, back: ExitStack) -> None:
+        compiler = _swap_compiler(None)
+        if compiler is not None:
+            back.callback(_swap_compiler, compiler)
+        if not _torch_function_enabled():
+            back.enter_context(_enable_torch_function())
+        if len_dispatch_stack():
+            back.enter_context(disable_current_modes())
+        while len_function_stack() > self._function_modes:
+            back.callback(_push_function_mode, _pop_function_mode())
+        self._set_hooks_aside(back)
+        if torch.is_inference_mode_enabled() != self._inference:
+            back.enter_context(torch.inference_mode(self._inference))
+        if torch.is_grad_enabled() != self._grad:
+            back.callback(_set_grad_enabled, not self._grad)
+            _set_grad_enabled(self._grad)
+        if _fwd_grad_enabled() != self._fwd_grad:
+            back.callback(_set_fwd_grad_enabled, not self._fwd_grad)
+            _set_fwd_grad_enabled(self._fwd_grad)
+        now = self._autocast_now()
+        if now != self._autocast:
+            back.callback(self._set_autocast, now)
+            self._set_autocast(self._autocast)
+
+    @staticmethod
+    def _set_hooks_aside(back: ExitStack) -> None:
+        if not saved_tensors_hooks_enabled():
+            back.callback(_disable_hooks, _disabled_message())
+            _enable_hooks()
+        hooks = top_saved_tensors_hooks(True)
+        while hooks is not None:
+            pop_saved_tensors_hooks()
+            back.callback(push_saved_tensors_hooks, *hooks)
+            hooks = top_saved_tensors_hooks(True)
+
+    def _autocast_now(self) -> tuple[Any, ...]:
+        of_kinds = ((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds)
+        return torch.is_autocast_cache_enabled(), *of_kinds
+
+    @staticmethod
+    def _set_autocast(state: tuple[Any, ...]) -> None:
+        cache, *of_kinds = state
+        torch.set_autocast_cache_enabled(cache)
+        for kind, enabled, dtype in of_kinds:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+
+    @staticmethod
+    def _keys_now() -> tuple[int, int]:
+        return _included_keys().raw_repr(), _excluded_keys().raw_repr()
