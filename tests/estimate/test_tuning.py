@@ -209,6 +209,15 @@ def _interrupted(*_: object) -> StepsRun:
     raise KeyboardInterrupt
 
 
+def test_a_run_that_was_ended_early_counts_by_its_last_steps() -> None:
+    (candidate,) = Choices(2, (2,), (False,), (False,), (HORIZONTAL,)).candidates()
+    prediction = Prediction(candidate, 64, 1 << 20, seconds=8.0)
+    for done, expected in (([9.0, 5.0], 5.0), ([9.0, 5.0, 4.0], 4.0), ([9.0, 5.0, 4.0, 2.0, 3.0], 3.0)):
+        made = with_known(lambda *_, steps=done: StepsRun(steps, 1))
+        found = made.measure(prediction, 1)
+        assert not found.problem and found.seconds == expected and found.steps == max(1, len(done) - 2)
+
+
 def test_less_memory_leads_to_settings_that_need_less() -> None:
     """With little memory the candidates that keep the logits and activations of large micro-batches are out."""
     plenty = tuner(Runs(), batch=4, runs=0).rows()

@@ -83,12 +83,13 @@ def next_to_run(order: Sequence[Prediction], done: Sequence[Candidate]) -> Predi
 
 
 def best(rows: Sequence[CandidateRow]) -> CandidateRow | None:
-    """The fastest that ran; where none did, the best prediction of those that were not run. None: none can be used."""
+    """The fastest that ran; where none did, the best prediction of those that were not run, of which those with timed
+    operators come first: usual rates do not compare with them. None: none can be used."""
     usable = [row for row in rows if not row.problem]
     ran = [row for row in usable if row.measurement is not None]
     if ran:
         return min(ran, key=lambda row: row.seconds)
-    return min(usable, key=lambda row: row.prediction.weighed, default=None)
+    return min(usable, key=lambda row: (not row.prediction.measured_operators, row.prediction.weighed), default=None)
 
 
 def micro_batches_to_run(least_s: float, whole_s: float, least: int, count: int, room_s: float) -> int:

@@ -21,6 +21,8 @@ PROGRAM = "deepoffload.tuned_steps"
 """It builds and trains, with packages that the estimators do not know; so it is started by its name."""
 SAMPLE_S = 0.02
 """Between two looks at the memory of the process."""
+STEPS_MIN = 2
+"""Steps that tell something where there is no time for more: the first one learns the order."""
 END_S = 15.0
 """What a process has to end by itself when it is told to."""
 _ERROR_LINES = 3
@@ -40,7 +42,7 @@ def run_steps(said: Mapping[str, Any], steps: int, limit_s: float, progress: Rep
     process ends with it.
 
     Args:
-        limit_s: after so many seconds the process is ended; steps that are complete count.
+        limit_s: after so many seconds the process is ended; from two complete steps on, they count.
     """
     run = StepsRun()
     with tempfile.TemporaryFile("w+") as errors, _process(errors) as process:
@@ -61,7 +63,8 @@ def run_steps(said: Mapping[str, Any], steps: int, limit_s: float, progress: Rep
                     _take(run, json.loads(line))
                 progress("step", len(run.seconds), steps)
             elif time.monotonic() > end:
-                run.problem = f"ended after {limit_s:.0f} s, with {len(run.seconds)} of {steps} steps"
+                if len(run.seconds) < STEPS_MIN:
+                    run.problem = f"ended after {limit_s:.0f} s, with {len(run.seconds)} of {steps} steps"
                 return run
         status = process.wait()
         if not run.problem and (status or len(run.seconds) < steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,8 @@ TIMED = 8
 """Candidates whose operators are timed: the best by usual rates."""
 RUN_S = 30.0
 """About how long the steps of one run take at most; of more micro-batches only some are run."""
+RETRY_S = 90.0
+"""For so long others are tried in the place of those that failed."""
 LIMIT_S, LIMIT_FACTOR = 60.0, 4.0
 """A run is ended after so many seconds, and so many times what is predicted."""
 
@@ -81,11 +84,12 @@ class Tuner:
         return timed or order
 
     def _measured(self, order: list[Prediction]) -> dict[Candidate, Measurement]:
-        """Runs until enough have come to their end, or twice as many were tried."""
+        """Runs until enough have come to their end, twice as many were tried, or there is no time to try more."""
         found: dict[Candidate, Measurement] = {}
+        end = time.monotonic() + RETRY_S
         while len(found) < 2 * self.runs and sum(not each.problem for each in found.values()) < self.runs:
             following = next_to_run(order, list(found))
-            if following is None:
+            if following is None or (len(found) >= self.runs and time.monotonic() > end):
                 break
             found[following.candidate] = self.measure(following, len(found) + 1)
         return found
@@ -105,7 +109,7 @@ class Tuner:
         }
         limit_s = LIMIT_S + LIMIT_FACTOR * steps * part_s
         run = self.run(task, steps, limit_s, lambda what, *count: self.progress(f"run {number}, {what}", *count))
-        timed = run.seconds[said.start_profile_step - 1 :]
+        timed = run.seconds[said.start_profile_step - 1 :] or run.seconds[-1:]  # these of a run that was ended
         problem = run.problem
         most = self.memory_bytes or self.model.machine.host_memory_bytes
         if not problem and run.peak_bytes > most:
