@@ -82,6 +82,7 @@ class Pager:
         commits: what makes steps durable; None where nothing does.
         origins: find what is registered in checkpoints; None where all is copied.
         partial: ids of blocks of which only some bytes are in memory, for a call that needs no others.
+        routed: ids of blocks of which the last call needed a few experts. They are not fetched ahead.
         mapped_copies: of weights, for values of state dicts that were asked for an address.
     """
 
@@ -114,13 +115,15 @@ class Pager:
         self.inference = inference
         self.origins: MappedOrigins | None = None
         self.partial: set[int] = set()
+        self.routed: set[int] = set()
         self.units: list[Unit] = []
         self.storages: dict[int, TensorSlot] = {}
         self.gradients: GradientDoor | None = None
         self.life = Lifetime(tiers.lock, engine)
         self.casts = CastCache()
         self.hooks = HookStack(self, self.memory, tiers.lock, graphs)
-        self.prefetcher = Prefetcher(tiers, order.trace, order.next_use, self.units, fetches_static=inference)
+        not_ahead = self.routed if inference else None
+        self.prefetcher = Prefetcher(tiers, order.trace, order.next_use, self.units, not_ahead=not_ahead)
         self.commits: CommitPort | None = None
         self.mapped_copies = MappedCopies(None if tiers.space is None else str(tiers.space.paths[0]))
         self.held = HeldUntilStep(self.memory_of)

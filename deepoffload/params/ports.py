@@ -159,6 +159,7 @@ class PagerPort(Protocol):
     link: RankPort | None
     inference: bool
     partial: set[int]
+    routed: set[int]
     lock: BooksLock
     storages: dict[int, TensorSlot]
     units: list[Unit]

@@ -26,14 +26,15 @@ EVENTS_PER_PLAN = 3
 """How many events may pass without a plan while the disk has enough to do in both directions."""
 
 
-class _PresentStatic:
-    """The blocks that stay in memory for good, and are there."""
+class _LeftAlone:
+    """The blocks that stay in memory for good, and are there, and those that are not to come ahead."""
 
-    def __init__(self, tiers: TierManager) -> None:
+    def __init__(self, tiers: TierManager, not_ahead: Container[int]) -> None:
         self._tiers = tiers
+        self._not_ahead = not_ahead
 
     def __contains__(self, block: object) -> bool:
-        return block in self._tiers.static and not self._tiers.is_away(block)
+        return block in self._not_ahead or (block in self._tiers.static and not self._tiers.is_away(block))
 
 
 class Prefetcher:
@@ -42,8 +43,8 @@ class Prefetcher:
     Args:
         next_use: events until a block is used again.
         units: of the models; how many there are says what counts as far in the future.
-        fetches_static: blocks that stay in memory for good are fetched ahead, too, while they are away. (Elsewhere they
-            come when they are first used, and give up their extents then.)
+        not_ahead: blocks that are not fetched ahead. Those that stay in memory for good are then, too, while they are
+            away. (With None they come when they are first used, and give up their extents then.)
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Prefetcher:
         next_use: Callable[[int], float],
         units: Sized,
         *,
-        fetches_static: bool = False,
+        not_ahead: Container[int] | None = None,
     ) -> None:
         self._lookahead_bytes = tiers.arena.capacity_bytes
         self._reserve_bytes = 0
@@ -62,7 +63,7 @@ class Prefetcher:
         self._trace = trace
         self._next_use = next_use
         self._units = units
-        self._static: Container[int] = _PresentStatic(tiers) if fetches_static else tiers.static
+        self._static: Container[int] = tiers.static if not_ahead is None else _LeftAlone(tiers, not_ahead)
         self._unplanned = 0
         self._stuck_at: tuple[int, int] | None = None
 

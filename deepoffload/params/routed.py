@@ -3,7 +3,8 @@
 transformers stacks the experts of a layer: ``gate_up_proj`` has the shape ``[experts, ...]``. The module is called with
 the experts of each token (``top_k_index``), so its window knows them before anything is computed. Two ways in which
 transformers computes (``batched_mm`` and ``grouped_mm``) touch no other expert. Then the block gets memory, but of the
-others nothing is read; after the call the memory is given back.
+others nothing is read; after the call the memory is given back. Until a call needs most experts again, nothing of such a
+block is fetched ahead: the order of uses is learned from other passes (a prompt's), too.
 """
 
 from __future__ import annotations
@@ -48,16 +49,28 @@ def experts_of_call(module: nn.Module, units: Sequence[Unit], args: Any) -> list
     handles = [handle for unit in units for handle in unit.handles]
     if {id(handle.tensor) for handle in handles} != {id(param) for param in module.parameters()}:
         return None
-    tiers = handles[0].pager.tiers
-    for unit in units:
-        if unit.weights.id in tiers.static or not can_read_parts(tiers, unit.weights) or unit.pending is not None:
-            return None
-    if not handles[0].pager.memory.on_host or any(h.given() or h.stride[0] != h.numel // number for h in handles):
+    pager = handles[0].pager
+    if all(unit.weights.id in pager.tiers.static for unit in units):
         return None
     with outside_user_modes():
         experts: list[int] = torch.unique(args[1].detach()).tolist()
     within = bool(experts) and experts[0] >= 0 and experts[-1] < number
-    return experts if within and ROUTED_SHARE * len(experts) <= number else None
+    few = within and ROUTED_SHARE * len(experts) <= number
+    blocks = {unit.weights.id for unit in units}
+    if few:
+        pager.routed |= blocks
+    else:
+        pager.routed -= blocks
+    return experts if few and _can_come_in_parts(units, handles, number) else None
+
+
+def _can_come_in_parts(units: Sequence[Unit], handles: Sequence[ParamHandle], number: int) -> bool:
+    tiers = handles[0].pager.tiers
+    for unit in units:
+        if unit.weights.id in tiers.static or not can_read_parts(tiers, unit.weights) or unit.pending is not None:
+            return False
+    whole = any(h.given() or h.stride[0] != h.numel // number for h in handles)
+    return handles[0].pager.memory.on_host and not whole
 
 
 def bring_experts(unit: Unit, experts: Sequence[int]) -> None:

@@ -180,6 +180,23 @@ def test_of_stacked_experts_only_the_routed_ones_are_read(tmp_path: Path) -> Non
 
 
 @torch.no_grad()
+def test_after_a_prompt_that_needed_every_expert_tokens_read_only_theirs(tmp_path: Path) -> None:
+    """What one pass needed as a whole is not fetched ahead for passes that need parts of it."""
+    build = partial(mixtral, num_local_experts=8, hidden_size=64, intermediate_size=128, num_hidden_layers=8)
+    generation = Generation.of(build, torch.bfloat16, tmp_path)
+    plain, paged = generation.plain(), generation.paged(2 * generation.least_bytes())
+    prompt = torch.arange(3, 21).view(3, 6)
+    for number in range(4):
+        found = paged(prompt).logits
+        assert torch.equal(found, plain(prompt).logits)
+        for _ in range(4):
+            token = found[:1, -1:].argmax(-1)
+            found = paged(token).logits
+            assert torch.equal(found, plain(token).logits)
+            assert stats(paged)["forward_bytes_read"] < 0.3 * weight_bytes(paged), number
+
+
+@torch.no_grad()
 def test_two_engines_read_one_checkpoint(generation: Generation) -> None:
     least = generation.least_bytes()
     one, other = generation.paged(least), generation.paged(least)
