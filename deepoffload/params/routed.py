@@ -3,8 +3,8 @@
 transformers stacks the experts of a layer: ``gate_up_proj`` has the shape ``[experts, ...]``. The module is called with
 the experts of each token (``top_k_index``), so its window knows them before anything is computed. Two ways in which
 transformers computes (``batched_mm`` and ``grouped_mm``) touch no other expert. Then the block gets memory, but of the
-others nothing is read; after the call the memory is given back. Until a call needs most experts again, nothing of such a
-block is fetched ahead: the order of uses is learned from other passes (a prompt's), too.
+others nothing is read; after the call the memory is given back. Until a call needs most experts again, such a block is
+not fetched ahead: the order of uses is learned from other passes (a prompt's), too.
 """
 
 from __future__ import annotations
