@@ -95,7 +95,7 @@ def test_the_last_line_says_what_works():
     subject = replace(from_counts(20_000_000, 4, 256, vocabulary=1000), loss_of=None)
     given, disks, wrong, seen = 0, 0, [], set()
     for memory in (300 * MIB, 420 * MIB, 1 * GIB):
-        for budget in (1 * MIB, 60 * MIB, 200 * MIB, 2 * GIB, None):
+        for budget in (1 * MIB, 60 * MIB, None):
             for disk, no_nvme in ((0, None), (40 * MIB, None), (10 * GIB, None), (10 * GIB, 0)):
                 machine = MachineSpec(host_memory_bytes=memory, nvme_bytes=disk, process_bytes=64 * MIB)
                 config = Config(precision=Precision.BF16, host_budget=budget, nvme_budget=no_nvme)
@@ -121,7 +121,7 @@ def test_the_last_line_says_what_works():
                 if found.fits != said.startswith("Train"):
                     wrong.append(f"{memory} {budget} {disk}: fits is {found.fits}: {said}")
     assert not wrong, "\n".join(wrong)
-    assert given > 10 and disks > 20 and len(seen) > 2
+    assert given > 5 and disks > 10 and len(seen) > 2
 
 
 def test_both_orders_of_accumulation_are_shown(machine_file, capsys):
