@@ -28,7 +28,7 @@ def as_written(config: Config) -> dict[str, str]:
             said |= {f"{key}.params.{name}": in_full(each) for name, each in value.params.items()}
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             parts = dataclasses.fields(value)
-            said |= {f"{key}.{part.name}": in_full(getattr(value, part.name)) for part in parts}
+            said |= {key_of(f"{field.name}.{part.name}"): in_full(getattr(value, part.name)) for part in parts}
         else:
             said[key] = "not set" if value is None else in_full(value)
     return said

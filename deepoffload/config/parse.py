@@ -142,6 +142,7 @@ def _build(fields: dict[str, Any], notes: tuple[str, ...], where: str, world_siz
         "device",
         "device_budget",
         "host_budget",
+        "memory_may_grow",
         "nvme_budget",
         "offload_param",
         "offload_optimizer",

@@ -10,9 +10,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from deepoffload.config.as_written import key_of
 from deepoffload.config.hjson import NoHjson, read_hjson
 from deepoffload.config.keys import AUTO
-from deepoffload.config.schema import Config, SchedulerConfig
+from deepoffload.config.lr_schedules import SCHEDULES
+from deepoffload.config.schema import Config, DurabilityConfig, SchedulerConfig
 from deepoffload.errors import ConfigError
 
 
@@ -39,25 +41,36 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, object] | Config |
 
 
 def config_to_mapping(config: Config) -> dict[str, Any]:
-    """The keys of ours that give ``config`` again, without those that have their defaults."""
+    """The keys that give ``config`` again, without those that have their defaults."""
     result: dict[str, Any] = {}
     for item in dataclasses.fields(Config):
         value = getattr(config, item.name)
         if item.name in ("notes", "warnings") or value == getattr(_DEFAULTS, item.name):
             continue
-        if item.name == "zero_stage":
-            result["zero_optimization"] = {"stage": value}
-        elif isinstance(value, SchedulerConfig):
-            params = {name: AUTO if given is None else given for name, given in value.params.items()}
-            result[item.name] = {"type": value.type, "params": params}
-        elif dataclasses.is_dataclass(value):
-            result[item.name] = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
+        if isinstance(value, SchedulerConfig):
+            result[item.name] = {"type": value.type, "params": _schedule_params(value)}
+        elif dataclasses.is_dataclass(value) and not isinstance(value, DurabilityConfig):
+            for part in dataclasses.fields(value):
+                _put(result, key_of(f"{item.name}.{part.name}"), getattr(value, part.name))
         else:
-            result[item.name] = value
+            _put(result, key_of(item.name), value)
     return result
 
 
 _DEFAULTS = Config()
+
+
+def _schedule_params(schedule: SchedulerConfig) -> dict[str, Any]:
+    """None in a schedule of DeepSpeed's is what "auto" became; torch's have it as a value."""
+    other = AUTO if schedule.type in SCHEDULES else None
+    return {name: other if given is None else given for name, given in schedule.params.items()}
+
+
+def _put(mapping: dict[str, Any], path: str, value: object) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        mapping = mapping.setdefault(section, {})
+    mapping[name] = value
 
 
 def _read_file(path: str) -> dict[str, Any]:

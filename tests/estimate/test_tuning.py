@@ -148,6 +148,9 @@ def test_what_is_written_says_the_same_batch_and_keeps_the_rest() -> None:
     assert config.accumulation_order is VERTICAL and config.host_budget == 1 << 30
     assert config.precision is Precision.BF16 and config.scheduler is not None
     assert "autotuning" not in told and told["zero_optimization"] == base["zero_optimization"]
+    durable = {"durability": {"every": 2, "path": "/mnt/durable"}}
+    run = parse_config(settings_to_run({**base, **durable}, prediction, 1))
+    assert run.durability is None and run.nvme_path == ("/mnt/durable",), "the disk that was planned with"
     run = parse_config(settings_to_run(base, prediction, 1))
     assert run.scheduler is None and run.train_batch_size == 2 and run.accumulation_order is HORIZONTAL
     assert run.optimizer is not None
@@ -250,7 +253,9 @@ def test_a_tiny_model_really_runs(tmp_path: Path) -> None:
 
 def test_a_process_that_takes_too_long_or_dies_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "PROGRAM", "no_such_program")
-    assert "ended after 0 s, with 0 of 3 steps" in run_steps({}, 3, 0.0).problem
+    with monkeypatch.context() as soon:
+        soon.setattr(measured, "SAMPLE_S", 0.0)  # nothing ends in that
+        assert "ended after 0 s, with 0 of 3 steps" in run_steps({}, 3, 0.0).problem
     run = run_steps({}, 3, 60.0)
     assert "status 1" in run.problem and "no_such_program" in run.problem and run.seconds == []
     with pytest.raises(BudgetError):
@@ -298,6 +303,17 @@ def test_the_command_prints_a_configuration_and_writes_results(tmp_path: Path, m
     assert all(not each["predicted"]["problem"] for each in found["candidates"])
 
 
+def test_what_a_file_leaves_open_or_misspells_is_told(tmp_path: Path, machine_file: str, capsys: Any) -> None:
+    """Such a file is a trainer's: nobody fills it in here, and the model is tuned as it is registered."""
+    said = {"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "gradient_cliping": 1.0}
+    file = _file(tmp_path, {**said, "autotuning": {"enabled": True, "num_tuning_micro_batch_sizes": 1}})
+    command = ["--tune", file, *SIZES, "--machine", machine_file, "--train-batch-size", "2"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "gradient_cliping: unknown key" in text and "bf16.enabled became precision = 'keep'" in text
+    assert "train_batch_size became" not in text and "nothing is tuned" not in text
+
+
 def test_an_interrupted_command_writes_nothing(
     tmp_path: Path, machine_file: str, capsys: Any, monkeypatch: Any
 ) -> None:
@@ -319,6 +335,7 @@ def test_an_interrupted_command_writes_nothing(
         ({"train_batch_size": 8, "autotuning": {"end_profile_step": 2}}, [], "no step would be timed"),
         ({"train_batch_size": 8, "autotuning": {"metric": "beauty"}}, [], "autotuning.metric"),
         ({"train_batch_size": 8, "autotuning": {"results_dir": "/proc/no"}}, [], "autotuning.results_dir /proc/no"),
+        ({"train_batch_size": 8, "autotuning": {"results_dir": "/proc"}}, [], "autotuning.results_dir /proc"),
         ({"train_batch_size": 8, "inference": True}, [], "nothing to tune"),
         ({"train_batch_size": 8}, ["--batch", "4"], "--batch is what --tune chooses"),
         ({"train_batch_size": 8}, ["--precision", "fp32"], "--precision"),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from deepoffload.config import AccumulationOrder, Config, parse_config
+from deepoffload.config.keys import AUTO
 from deepoffload.config.resolve import may_use_nvme
 from deepoffload.config.source import read_source
 from deepoffload.device import Tier
@@ -65,7 +66,7 @@ class Asked:
         if options.train_batch_size is not None:
             base = {key: value for key, value in base.items() if key not in _BATCH_KEYS}
             base["train_batch_size"] = options.train_batch_size
-        config = parse_config(base, world_size=ranks)
+        config = parse_config(_for_tuning(base), world_size=ranks)
         model_path = options.tune if is_model else options.config
         if not (model_path or options.parameters):
             raise ConfigError(
@@ -97,6 +98,15 @@ class Asked:
 
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def _for_tuning(base: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` without what this command itself decides: its warnings are then about the rest."""
+    said = {key: value for key, value in base.items() if not (key in _BATCH_KEYS and value == AUTO)}
+    tuning = said.get("autotuning")
+    if isinstance(tuning, Mapping) and tuning.get("enabled") is True:
+        said["autotuning"] = {**tuning, "enabled": False}
+    return said
 
 
 def tune(
@@ -140,7 +150,7 @@ def tune(
         settings = settings_of(asked.base, chosen.prediction, machine.ranks)
         program = program_lines(chosen.prediction, by_transformers=form.shape is None)
     took_s = time.monotonic() - begun
-    notes = (*subject.notes, *notes)
+    notes = (*asked.config.warnings, *subject.notes, *notes)
     if len(asked.config.nvme_path) > 1 and not options.machine:
         notes = (*notes, f"of the directories in nvme_path {asked.config.nvme_path[0]} alone was measured")
     name = f"{subject.name}, {form.length} tokens per sequence"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ def settings_of(base: Mapping[str, Any], found: Prediction, ranks: int) -> dict[
 def settings_to_run(base: Mapping[str, Any], found: Prediction, accumulation: int) -> dict[str, Any]:
     """The same for a run on one rank with fewer micro-batches in a step, and with an optimizer."""
     told = {key: value for key, value in settings_of(base, found, 1).items() if key not in _NOT_RUN}
+    durability = base.get("durability")
+    if isinstance(durability, Mapping) and durability.get("path"):
+        told["nvme_path"] = durability["path"]
     told["gradient_accumulation_steps"] = accumulation
     told["train_batch_size"] = found.candidate.micro_batch * accumulation
     told.setdefault("optimizer", {"type": "AdamW"})
@@ -81,6 +85,8 @@ def check_results_dir(directory: str | None, *, overwrite: bool) -> None:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise ConfigError(f"autotuning.results_dir {directory}: {error.strerror}; name another one") from error
 
