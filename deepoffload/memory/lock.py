@@ -5,6 +5,9 @@ block would leave books that nobody could trust, so that a program which catches
 go on. Therefore an interrupt that arrives while the main thread holds a :class:`BooksLock` is delivered when it lets
 go; waits for the disk, which may take long, are taken outside. Where there is no lock to hold, ``with SHIELD:`` does
 the same: a switch of torch's that must be set back, and a door that has taken leases.
+
+Handlers of other signals are the program's, and run at once. One that raises in the middle of a change leaves books
+that are wrong. That is seen when the exception passes the lock: the engine then refuses further use.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 _RLock: Any = type(threading.RLock())
@@ -149,13 +152,21 @@ class BooksLock(_RLock):  # type: ignore[misc]
 
     Taking it is Python's own lock and nothing else (the interrupt handler asks who has it), since every event of
     a model takes it several times.
+
+    Attributes:
+        when_torn: is told why the books are wrong, where a handler of another signal has raised under the lock.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.when_torn: Callable[[str], None] | None = None
         SHIELD.guard(self)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object = None, error: BaseException | None = None, traceback: object = None) -> None:
+        if error is not None and self.when_torn is not None:
+            because = _torn_by(error)
+            if because:
+                self.when_torn(because)
         _release(self)
         if SHIELD.held_back:
             SHIELD.let_go()
@@ -176,3 +187,30 @@ class BooksLock(_RLock):  # type: ignore[misc]
 
 
 _release: Callable[[Any], None] = _RLock.release
+
+
+def _torn_by(error: BaseException) -> str:
+    """Which handler of a signal has raised ``error`` in the middle of a change; "" where none has."""
+    numbers = {_code_of(signal.getsignal(number)): number for number in signal.valid_signals()}
+    step = error.__traceback__
+    while step is not None and step.tb_frame.f_code not in _LETTING_THROUGH:
+        code = step.tb_frame.f_code
+        if code in numbers:
+            name = getattr(numbers[code], "name", f"signal {numbers[code]}")
+            return (
+                f"{code.co_name}, the handler of {name}, has raised {type(error).__name__} in the middle of a change "
+                "of memory. Let it set a flag that the loop looks at; build the model again, and load a checkpoint"
+            )
+        step = step.tb_next
+    return ""
+
+
+_LETTING_THROUGH = (InterruptShield.outside.__code__, InterruptShield.let_through.__code__)
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """That of a handler that is written in Python."""
+    if not callable(handler):
+        return None
+    inner = getattr(handler, "func", handler)  # of a functools.partial
+    return getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)

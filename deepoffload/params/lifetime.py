@@ -36,6 +36,7 @@ class Lifetime:
         self._owner = owner
         self._alive = 0
         self.unit_count = 0
+        lock.when_torn = self.close
 
     def parameter_registered(self) -> None:
         with self._lock:
@@ -62,8 +63,8 @@ class Lifetime:
         self.minds_deaths = False
 
     def close(self, because: str) -> None:
-        """Nothing can be used from now on."""
-        self.closed_because = because
+        """Nothing can be used from now on. The first reason is the one that is told."""
+        self.closed_because = self.closed_because or because
 
     def refuse_closed(self, name: str) -> None:
         raise ClosedError(f"{name or 'the model'} belongs to a closed engine: {self.closed_because}")

@@ -99,9 +99,10 @@ _OTHERWISE = """
 - `copy.deepcopy` of a paged model is an ordinary model, outside of every budget, unless an `offload_context` is open:
   then the copy is paged, too (a teacher). The log mentions a large one (64 MiB, and a tenth of `host_budget`).
   `deepoffload.initialize` pages a copy afterwards.
-- Only Ctrl-C (SIGINT) is held back while books are being changed. A handler of another signal that raises
-  (`signal.alarm`, SIGTERM) may break the engine; let it set a flag. A Ctrl-C in the instant in which `step()` returns
-  comes after the step.
+- Only Ctrl-C (SIGINT) is held back while books are being changed. A handler of another signal that raises then
+  (`signal.alarm`, SIGTERM) ends the engine: what comes after it raises `ClosedError`, which names the handler. Let it
+  set a flag that the loop looks at. While a layer computes, or the disk is waited for, it may raise. A Ctrl-C in the
+  instant in which `step()` returns comes after the step.
 """
 
 

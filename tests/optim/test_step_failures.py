@@ -179,10 +179,11 @@ def test_the_other_engine_makes_its_step_too(paging: Paging, monkeypatch: pytest
 
 
 class Interrupting:
-    """Sends a real SIGINT at the ``line``-th line of deepoffload's Python that runs inside; none for 0."""
+    """Sends a real SIGINT, or another signal, at the ``line``-th line of deepoffload's Python that runs inside; none
+    for 0."""
 
-    def __init__(self, line: int) -> None:
-        self.lines, self._line = 0, line
+    def __init__(self, line: int, number: int = signal.SIGINT) -> None:
+        self.lines, self._line, self._number = 0, line, number
 
     def __enter__(self) -> Interrupting:
         sys.settrace(self._enter_call)
@@ -198,7 +199,7 @@ class Interrupting:
         self.lines += event == "line"
         if self.lines == self._line:
             sys.settrace(None)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self._number)
         return self._see_line
 
 
