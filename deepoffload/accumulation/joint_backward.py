@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
+from deepoffload.accumulation.joined_uses import join_uses
 from deepoffload.accumulation.kept_apart import KeptApart
-from deepoffload.accumulation.loss_graph import LeafUse, Leg, Legs, LossGraph
+from deepoffload.accumulation.loss_graph import LeafUse, Leg, Legs, LossGraph, runs_backward
 from deepoffload.accumulation.micro_batch import MicroBatch, Visit
 from deepoffload.params.ports import GradientDoor
 from deepoffload.params.torch_private import autograd_backward, autograd_grad, past_doors
@@ -21,6 +24,12 @@ from deepoffload.schedule.visits import places_of
 
 def _count_hooks(leaf: Any) -> int:
     return len(leaf._backward_hooks or ()) + len(leaf._post_accumulate_grad_hooks or ())
+
+
+def _behind(door: Any) -> GradientEdge:
+    """Where the gradient goes on that comes to a door, which keeps what is there alive."""
+    node, output = door.next_functions[0]
+    return GradientEdge(node, output, door)
 
 
 class JointBackward:
@@ -55,9 +64,12 @@ class JointBackward:
         assert graph is not None
         one.roots = [(loss, None)]
         self._apart.expect(one.number, graph)
-        entered = {entering.grad_fn: original for original, entering in one.entering}
+        doors = {door for _, door in one.entering}
         begin = one.entering_from
-        if self._early != one.number or not entered or not graph.ends_at(set(entered), begin):
+        if doors and not graph.ends_at(doors, begin):
+            join_uses(graph, begin, {*doors, *(inside.grad_fn for inside, _ in one.entering)})
+            doors.clear()
+        if self._early != one.number or not doors or graph.runs_backward_from(begin):
             self._outside.update(map(id, graph.leaves()))
             return
         self._outside.update(id(leaf) for use in graph.uses if use.sequence < begin for _, leaf in use.leaves)
@@ -65,12 +77,12 @@ class JointBackward:
         if any(self._is_watched(leaf) for use in uses for _, leaf in use.leaves):
             return
         waiting = [use for use in uses if any(id(leaf) in self._outside for _, leaf in use.leaves)]
-        if any(use.leads_further() for use in waiting):
+        if any(use.leads_further() or isinstance(use.node, BackwardCFunction) for use in waiting):
             return
         self._early += 1
         graph.keep_before(begin, waiting)
         leaves = {id(leaf): leaf for use in uses for _, leaf in use.leaves if id(leaf) not in self._outside}
-        del uses, entered
+        del uses, doors
         self._run_early(one, loss, list(leaves.values()), waiting)
 
     def _run_early(self, one: MicroBatch, loss: Tensor, leaves: list[Tensor], waiting: list[LeafUse]) -> None:
@@ -79,9 +91,10 @@ class JointBackward:
         self._starts(one)
         entering, one.entering = one.entering, []
         ends = [GradientEdge(use.node, 0) for use in waiting]
-        found = autograd_grad((loss,), [*(inside for _, inside in entering), *leaves, *ends], allow_unused=True)
+        inside = [GradientEdge(door, 0) for _, door in entering]
+        found = autograd_grad((loss,), [*inside, *leaves, *ends], allow_unused=True)
         first, last = len(entering), len(entering) + len(leaves)
-        roots: list[Tensor | GradientEdge] = [*(original for original, _ in entering), *ends]
+        roots = [*(_behind(door) for _, door in entering), *ends]
         made = [*found[:first], *found[last:]]
         one.roots = [(root, gradient) for root, gradient in zip(roots, made, strict=True) if gradient is not None]
         self._apart.complete(one.number, zip(leaves, found[first:last], strict=True))
@@ -95,6 +108,7 @@ class JointBackward:
         self._legs.begin(None)
         if self._put_in_order(every):
             self._backward(every)
+            self._apart.finish()
             return
         for one in every:
             self.run_alone(one)
@@ -102,7 +116,7 @@ class JointBackward:
     def _put_in_order(self, every: Sequence[MicroBatch]) -> bool:
         """Prepare one backward of all. False, with nothing done, where there cannot be one."""
         found, places = self._legs_of(every), self._places(every)
-        if found is None or places is None:
+        if found is None or places is None or torch.is_anomaly_enabled():  # which looks at gradients as they are made
             return False
         shifts = self._legs.shifts(places)
         for one, graph, legs in found:
@@ -126,6 +140,8 @@ class JointBackward:
             legs = [self._legs.index_of(sequence, one.number) for _, sequence in graph.nodes]
             if -1 in legs:
                 return None
+            if self._hides_uses(one, graph, legs):
+                return None
             found.append((one, graph, legs))
             for leaf in graph.leaves():
                 if id(leaf) not in looked_at:
@@ -133,6 +149,16 @@ class JointBackward:
                     if self._is_watched(leaf):
                         return None
         return found
+
+    def _hides_uses(self, one: MicroBatch, graph: LossGraph, legs: list[int]) -> bool:
+        """Whether there is a reentrant checkpoint around something else than units: nobody knows its weights. One
+        around units is the last of such nodes before these are visited without a graph."""
+        around = Counter(leg for (node, _), leg in zip(graph.nodes, legs, strict=True) if runs_backward(node))
+        for leg, count in around.items():
+            inside = self._legs.visit_of(leg) + 1
+            if count > 1 or inside >= len(one.path) or one.path[inside] not in one.without_graph:
+                return True
+        return False
 
     def _is_watched(self, leaf: Tensor) -> bool:
         """Whether the program has put a hook on a leaf, to see its gradient when it is complete."""
@@ -168,8 +194,8 @@ class JointBackward:
         roots: list[tuple[Any, Tensor | None]] = []
         for one in every:
             for root, gradient in one.roots:
-                if isinstance(root, Tensor):
-                    root.register_hook(partial(self._comes_to, one))
+                node: Any = root.grad_fn if isinstance(root, Tensor) else root.node
+                node.register_prehook(partial(self._comes_to, one))
                 roots.append((root, gradient))
             one.forget_graph()
         if roots:

@@ -22,6 +22,13 @@ Land = Callable[[int, Tensor, Tensor], None]
 """Takes the number of a micro-batch, a leaf, and the gradient that it gets."""
 
 
+def added(before: Tensor | None, gradient: Tensor) -> Tensor:
+    """As autograd adds up the gradients of one tensor."""
+    if before is None:
+        return gradient
+    return gradient + before if before.is_sparse else before + gradient
+
+
 class _LeafSum:
     """Of one micro-batch and leaf. left: gradients that are still to come."""
 
@@ -61,6 +68,15 @@ class KeptApart:
             if gradient is not None:
                 self._land(number, leaf, gradient)
 
+    def finish(self) -> None:
+        """The backward is over, and no more gradients come: not all nodes got one."""
+        for due in self._due.values():
+            due.clear()
+        for (number, _), found in sorted(self._sums.items(), key=lambda item: item[0][0]):
+            if found.total is not None:
+                self._land(number, found.leaf, found.total)
+        self._sums.clear()
+
     def hook(self, number: int, uses: Iterable[LeafUse]) -> None:
         """Take gradients away where they are made."""
         for use in uses:
@@ -78,11 +94,7 @@ class KeptApart:
         found = self._sums[number, leaf]
         found.left -= 1
         if gradient is not None:
-            before = found.total
-            if before is None:
-                found.total = gradient
-            else:  # as autograd does it
-                found.total = gradient + before if before.is_sparse else before + gradient
+            found.total = added(found.total, gradient)
         due = self._due[leaf]
         while due and not self._sums[due[0], leaf].left:
             number = due.pop(0)

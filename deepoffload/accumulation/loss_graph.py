@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from deepoffload.params.torch_private import AccumulateGrad, sequence_number
 
@@ -21,6 +23,15 @@ class LeafUse(NamedTuple):
     def leads_further(self) -> bool:
         """Whether the node makes gradients of something else, too."""
         return sum(following is not None for following, _ in self.node.next_functions) > len(self.leaves)
+
+
+def runs_backward(node: Any) -> bool:
+    """Whether a node calls backward itself, as that of a reentrant checkpoint does. Which weights it uses is not known,
+    and it cannot run inside ``torch.autograd.grad``."""
+    if not isinstance(node, BackwardCFunction):
+        return False
+    code = getattr(unwrap(node._forward_cls.backward), "__code__", None)  # type: ignore[attr-defined]
+    return code is None or "backward" in code.co_names
 
 
 class LossGraph:
@@ -61,6 +72,10 @@ class LossGraph:
             for following, _ in node.next_functions
         )
 
+    def runs_backward_from(self, begin: int) -> bool:
+        """Whether one of the nodes that were made from number ``begin`` on calls backward itself."""
+        return any(sequence >= begin and runs_backward(node) for node, sequence in self.nodes)
+
     def keep_before(self, begin: int, more: Collection[LeafUse]) -> None:
         """Forget the nodes that were made from number ``begin`` on, but for those that make these uses."""
         kept = {use.node for use in more}
@@ -92,6 +107,11 @@ class Legs:
         found = bisect_right(self._begins, sequence) - 1
         leg = self._legs[found] if found >= 0 else None
         return found if leg is not None and leg.number == number else -1
+
+    def visit_of(self, found: int) -> int:
+        """Which visit of its micro-batch the leg ``found`` begins with."""
+        leg = self._legs[found]
+        return -1 if leg is None else leg.visit
 
     def shifts(self, places: dict[Leg, int]) -> list[int]:
         """What to add to the numbers of each leg's nodes, so that these follow each other by their places, and at

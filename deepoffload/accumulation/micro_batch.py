@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from enum import IntEnum
+from typing import Any
 
 from greenlet import greenlet
 from torch import Tensor
@@ -37,8 +38,8 @@ class MicroBatch:
         changes_of_others: how often gradients have changed while it was parked.
         graph: of its loss, when the forward is over.
         roots: what its backward begins with, and the gradients of that.
-        entering: the tensors that enter its last unit, with what stands for them inside; empty where it is not known to
-            be the last one.
+        entering: what stands inside its last unit for the tensors that enter it, with the nodes in between (the doors):
+            a tensor that is edited in place gets another node. Empty where the unit is not known to be the last one.
         entering_from: the number that nodes of the last unit have at least.
     """
 
@@ -53,7 +54,7 @@ class MicroBatch:
         self.changes_of_others = 0
         self.graph: LossGraph | None = None
         self.roots: list[tuple[Tensor | GradientEdge, Tensor | None]] = []
-        self.entering: list[tuple[Tensor, Tensor]] = []
+        self.entering: list[tuple[Tensor, Any]] = []
         self.entering_from = 0
 
     def forget_graph(self) -> None:

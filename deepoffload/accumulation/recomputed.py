@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointError, noop_context_fn
 from deepoffload.errors import UnsupportedError
 from deepoffload.params.kept_attributes import KeptAttributes
 from deepoffload.params.torch_private import checkpoint_around, outside_user_modes
+from deepoffload.params.torch_thread import lend_process, process_now
 
 _COPIED_BYTES = 1 << 20
 """Buffers up to this size are compared by value: native kernels change running statistics and move no version."""
@@ -71,6 +72,7 @@ class Recomputed:
         self._module = module
         self._structure = structure
         self._attributes, self._then = attributes, attributes.now()
+        self._process = process_now()
         self._buffers = _Buffers(module)
         self._around: Iterator[None] | None = checkpoint_around(  # what runs between two calls of next() runs again
             self._run_again, True, noop_context_fn, "default", False, True, *leaves
@@ -85,7 +87,9 @@ class Recomputed:
 
     def _run_again(self, *leaves: Any) -> None:
         args, kwargs = self._structure.unflatten(leaves)
-        with self._attributes.lent(self._then), self._buffers.as_they_were(type(self._module).__name__):
+        name = type(self._module).__name__
+        with ExitStack() as back, self._attributes.lent(self._then), self._buffers.as_they_were(name):
+            lend_process(self._process, back)
             self._module(*args, **kwargs)
 
 

@@ -59,7 +59,6 @@ from deepoffload.params.torch_private import (
     sequence_number,
     set_grad,
     tree_flatten,
-    tree_map,
 )
 from deepoffload.params.torch_thread import TorchThread
 from deepoffload.params.unit import ParamHandle
@@ -257,9 +256,8 @@ class Turns:
         if self._has_leader or not self._order.is_last(visit) or not torch.is_grad_enabled() or modes_active():
             return None
         one.entering_from = sequence_number()
-        stands_for: dict[int, Tensor] = {}
-        args, kwargs = tree_map(partial(_stand_for, stands_for, one.entering), (args, kwargs))
-        return args, kwargs
+        stand = partial(_stand_for, {}, one.entering)
+        return tuple(map(stand, args)), {name: stand(value) for name, value in kwargs.items()}
 
     def region(self, window: Window, module: nn.Module, args: Any, kwargs: Any) -> ActivationRegion | None:
         """The window opens in a forward with gradients."""
@@ -314,11 +312,14 @@ class Turns:
             set_grad(leaf, torch.empty_like(gradient).copy_(gradient))
 
 
-def _stand_for(known: dict[int, Tensor], entering: list[tuple[Tensor, Tensor]], value: Any) -> Any:
-    """A node of ours in the graph, behind a tensor that enters a unit."""
-    if not isinstance(value, Tensor) or value.grad_fn is None or value.layout is not torch.strided:
+def _stand_for(known: dict[int, Tensor], entering: list[tuple[Tensor, Any]], value: Any) -> Any:
+    """A node of ours in the graph, behind a tensor that enters a unit. Lists and the like are the program's: a unit may
+    put something into them. So are tensors with attributes or a class of the program's."""
+    if type(value) is tuple:
+        return tuple(_stand_for(known, entering, part) for part in value)
+    if type(value) is not Tensor or value.grad_fn is None or value.layout is not torch.strided or vars(value):
         return value
     if id(value) not in known:
-        known[id(value)] = torch.ops.aten.alias.default(value)
-        entering.append((value, known[id(value)]))
+        inside = known[id(value)] = torch.ops.aten.alias.default(value)
+        entering.append((inside, inside.grad_fn))
     return known[id(value)]

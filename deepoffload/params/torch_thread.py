@@ -11,13 +11,19 @@ So a forward that stops sets aside what its blocks have changed, and everything 
 it back when it goes on. A ``with`` block, in Python or in C++, restores at its end what it has found at its begin. Both
 belong to the same forward, so that is right, too.
 
+So it is with what torch keeps once for the whole process, and blocks change for a while: the default type, the kernels
+that attention may use (``sdpa_kernel``), the search for anomalies. Two such blocks that end in the order in which they
+have begun would leave the change of the one behind for good.
+
 What has no switch is compared: the sets of dispatch keys that C++ guards include and exclude. Where these differ from
 those at the beginning, the forward does not stop. So it is inside a transform of ``torch.func`` and forward-mode
-differentiation.
+differentiation, and in a coroutine: a thread runs one event loop at a time.
 """
 
 from __future__ import annotations
 
+from asyncio import _get_running_loop
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -50,6 +56,45 @@ _enable_torch_function = need(torch._C, "_EnableTorchFunction")
 _included_keys = need(torch._C, "_dispatch_tls_local_include_set")
 _excluded_keys = need(torch._C, "_dispatch_tls_local_exclude_set")
 _swap_compiler = need(torch._C._dynamo.eval_frame, "set_eval_frame")
+_set_anomaly_enabled = need(torch._C, "set_anomaly_enabled")
+
+
+def _set_deterministic(found: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(found[0], warn_only=found[1])
+
+
+def _set_anomalies(found: tuple[bool, bool]) -> None:
+    _set_anomaly_enabled(*found)
+
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+_OF_PROCESS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    *((need(torch._C, f"_get_{kind}_sdp_enabled"), need(torch._C, f"_set_sdp_use_{kind}")) for kind in _ATTENTION),
+    (need(torch._C, "_get_sdp_priority_order"), need(torch._C, "_set_sdp_priority_order")),
+    (need(torch._C, "_get_mkldnn_enabled"), need(torch._C, "_set_mkldnn_enabled")),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        _set_deterministic,
+    ),
+    (lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()), _set_anomalies),
+)
+"""What torch keeps once for the process, and how it is set."""
+
+
+def process_now() -> list[Any]:
+    """What torch keeps once for the process."""
+    return [read() for read, _ in _OF_PROCESS]
+
+
+def lend_process(then: list[Any], back: ExitStack) -> None:
+    """The process is as it was ``then``, until ``back`` closes."""
+    for (read, write), before in zip(_OF_PROCESS, then, strict=True):
+        found = read()
+        if found != before:
+            back.callback(write, found)
+            write(before)
 
 
 class TorchThread:
@@ -65,12 +110,14 @@ class TorchThread:
         self._kinds = tuple(dict.fromkeys(("cpu", device_type)))
         self._autocast = self._autocast_now()
         self._function_modes = len_function_stack()
+        self._process = process_now()
+        self._loop = _get_running_loop()
         self._keys = self._keys_now()
 
     def set_aside(self) -> ExitStack | None:
         """Everything is as it was at the beginning. Closing what is returned puts back what was set aside. None, with
         nothing done, where a forward cannot stop."""
-        if in_functorch() or forward_ad._current_level >= 0:
+        if in_functorch() or forward_ad._current_level >= 0 or _get_running_loop() is not self._loop:
             return None
         back = ExitStack()
         try:
@@ -107,6 +154,7 @@ class TorchThread:
         if now != self._autocast:
             back.callback(self._set_autocast, now)
             self._set_autocast(self._autocast)
+        lend_process(self._process, back)
 
     @staticmethod
     def _set_hooks_aside(back: ExitStack) -> None:

@@ -1,0 +1,67 @@
+"""The gradient of a tensor that enters the last unit and is used after it, too.
+
+Inside the unit another tensor stands for it, with a node of ours between the two (the door). All uses inside would be
+added up at the door first, and then to those outside: ``outside + (first + second)``. Without the door autograd makes
+``(outside + first) + second``, with other roundings. So hooks take the gradients of the uses outside away where they
+are made, and add up all of them one by one. The door, which comes last of all, hands on the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from deepoffload.accumulation.kept_apart import added
+from deepoffload.accumulation.loss_graph import LossGraph
+from deepoffload.errors import UnsupportedError
+
+
+def join_uses(graph: LossGraph, begin: int, doors: Iterable[Any]) -> None:
+    """Put hooks on the nodes that were made from number ``begin`` on."""
+    newer = [node for node, sequence in graph.nodes if sequence >= begin]
+    for door in doors:
+        if door in newer:
+            _JoinedUses(door, newer)
+
+
+class _JoinedUses:
+    """Of one tensor. ``door``: the node of what stands for it."""
+
+    def __init__(self, door: Any, newer: list[Any]) -> None:
+        self._total: Tensor | None = None
+        self._is_over = False
+        door.register_hook(self._hand_on)
+        inside, outside = (door, 0), door.next_functions[0]
+        for node in newer:
+            if node is not door:
+                uses = [(i, end == outside) for i, end in enumerate(node.next_functions) if end in (inside, outside)]
+                if uses:
+                    node.register_hook(partial(self._take, uses))
+
+    def _take(self, uses: list[tuple[int, bool]], made: Any, _: Any) -> Any:
+        """``uses``: the numbers of outputs, and whether each is one of the uses outside."""
+        if self._is_over:
+            return None
+        rest = list(made)
+        for output, is_outside in uses:
+            gradient = rest[output]
+            if gradient is not None:
+                self._total = added(self._total, gradient)
+                if is_outside:
+                    rest[output] = None
+        return tuple(rest)
+
+    def _hand_on(self, made: Any, _: Any) -> Any:
+        self._is_over = True
+        total, self._total = self._total, None
+        if total is None:
+            return None
+        if made[0] is None:  # torch lets no hook put a gradient where there is none
+            raise UnsupportedError(
+                "accumulate: the last unit gives no gradient to a tensor that is used after it, too; "
+                'use order="horizontal"'
+            )
+        return (total, *made[1:])

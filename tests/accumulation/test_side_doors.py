@@ -1,0 +1,242 @@
+"""What enters and leaves units by another way than a tensor as an argument, and what blocks change for the whole
+process: vertical order gives the bits of a plain loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from tests.accumulation.loops import PLAIN, VERTICAL, VERTICAL_AGAIN, Steps
+from tests.support.loops import assert_same_bits
+from tests.support.models import batch
+from tests.support.paging import EVICTING, Paging
+
+STEPS = Steps(lambda model, seed: model(seed), int, 3, 3)
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """Uses its input three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5 + torch.tanh(x @ self.first) * torch.sigmoid(x @ self.second)
+
+
+class Net(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module] = Block, last: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, WIDTH)
+        self.layers = nn.ModuleList((block(), block(), block(), (last or block)()))
+
+    def last(self, *args: Any) -> Tensor:
+        found: Tensor = self.layers[-1](*args)
+        return found
+
+    def body(self, seed: int) -> Tensor:
+        x: Tensor = self.embedding(batch(seed))
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        return x
+
+
+class UsedOutside(Net):
+    """What enters the last unit is used after it, too."""
+
+    def forward(self, seed: int) -> Tensor:
+        x = self.body(seed)
+        return (x * 1.3 + self.last(x)).square().mean() + x.exp().mean()
+
+
+class Router(nn.Module):
+    """Puts its loss into a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, losses: list[Tensor], state: dict[str, Any]) -> Tensor:
+        found: Tensor = self.router(x)
+        losses.append(found.logsumexp(-1).mean())
+        state["seen"] = x * 2
+        return torch.tanh(found) + state["scale"]
+
+
+class IntoLists(Net):
+    def __init__(self) -> None:
+        super().__init__(Router)
+
+    def forward(self, seed: int) -> Tensor:
+        x, losses = self.embedding(batch(seed)), list[Tensor]()
+        state = {"scale": x.mean()}
+        for layer in self.layers:
+            x = layer(x, losses, state)
+        return x.square().mean() + sum(losses) + state["seen"].square().mean()
+
+
+class Own(Tensor):
+    """A class of the program's."""
+
+
+class Tagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        factor = getattr(x, "factor", 7.0) * (3.0 if type(y) is Own else 1.0)
+        return self.linear(x) * factor
+
+
+class Attributes(Net):
+    """Tensors with attributes, and with a class of the program's."""
+
+    def __init__(self) -> None:
+        super().__init__(last=Tagged)
+
+    def forward(self, seed: int) -> Tensor:
+        x: Any = self.body(seed)
+        x.factor = 2.0
+        return self.last(x, (x * 2).as_subclass(Own)).square().mean()
+
+
+class CheckpointedLoss(Net):
+    """A reentrant checkpoint cannot run inside ``torch.autograd.grad``."""
+
+    def forward(self, seed: int) -> Tensor:
+        return checkpoint(lambda y: y.logsumexp(-1).mean(), self.last(self.body(seed)), use_reentrant=True)
+
+
+class CheckpointedHead(Net):
+    """Reentrant checkpoints use a weight that a unit uses, too."""
+
+    def forward(self, seed: int) -> Tensor:
+        def loss(y: Tensor) -> Tensor:
+            return F.linear(y, self.embedding.weight).logsumexp(-1).mean()
+
+        chunks = self.last(self.body(seed)).chunk(2, 1)
+        return sum(checkpoint(loss, chunk, use_reentrant=True) for chunk in chunks)
+
+
+class Stopped(torch.autograd.Function):
+    """Gives no gradient to what comes from some micro-batches."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stops: bool) -> Tensor:
+        ctx.stops = stops
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None if ctx.stops else gradients[0] * 2, None
+
+
+class StopsSome(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, stops: bool) -> Tensor:
+        found: Tensor = self.linear(Stopped.apply(x, stops))
+        return found
+
+
+class NoGradient(Net):
+    """The first micro-batch gives no gradients to the layers below, and the others do."""
+
+    def __init__(self) -> None:
+        super().__init__(last=StopsSome)
+
+    def forward(self, seed: int) -> Tensor:
+        return self.last(self.body(seed), seed % 100 == 0).square().mean()
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(lambda y: torch.tanh(self.linear(y)), x, use_reentrant=True)
+
+
+class CheckpointsInside(Net):
+    """Units that are called twice, with a reentrant checkpoint inside each."""
+
+    def __init__(self) -> None:
+        super().__init__(Inside)
+
+    def forward(self, seed: int) -> Tensor:
+        x = self.body(seed)
+        for layer in self.layers:
+            x = layer(x)
+        return x.logsumexp(-1).mean()
+
+
+class Coroutine(Net):
+    """Layers run in an event loop, of which a thread has one at a time."""
+
+    def forward(self, seed: int) -> Tensor:
+        async def body() -> Tensor:
+            return self.body(seed)
+
+        return self.last(asyncio.run(body())).square().mean()
+
+
+@contextmanager
+def default_type(dtype: torch.dtype) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class OfProcess(nn.Module):
+    """Sees what blocks around it have changed for the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attention = torch.backends.cuda.flash_sdp_enabled() + 2 * torch.backends.cuda.math_sdp_enabled()
+        return self.linear(x) * (torch.full((), 0.1).double() + attention).float()
+
+
+class Switched(Net):
+    def __init__(self) -> None:
+        super().__init__(OfProcess)
+
+    def forward(self, seed: int) -> Tensor:
+        x = self.embedding(batch(seed))
+        with sdpa_kernel(SDPBackend.MATH), default_type(torch.float64):
+            x = self.layers[1](self.layers[0](x))
+        return self.last(self.layers[2](x)).square().mean()
+
+
+MODELS = (
+    *(UsedOutside, IntoLists, Attributes, CheckpointedLoss, CheckpointedHead, CheckpointsInside),
+    *(Coroutine, Switched, NoGradient),
+)
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_the_bits_are_those_of_a_plain_loop(paging: Paging, build: type[nn.Module]) -> None:
+    expected, *others = (STEPS.run(paging.build(build, EVICTING), how) for how in (PLAIN, VERTICAL, VERTICAL_AGAIN))
+    for how, got in zip((VERTICAL, VERTICAL_AGAIN), others, strict=True):
+        assert_same_bits(expected, got, how)
+    assert torch.backends.cuda.flash_sdp_enabled() and torch.get_default_dtype() is torch.float32
