@@ -17,6 +17,7 @@ class BlockCopy:
     Attributes:
         offset: where they lie in the device's arena.
         leases: how many users need them to stay.
+        leased_by: the thread that has all leases, 0 when several have some. It means nothing while there are none.
         dirty: the program wrote to them, and they alone are right.
         ready: the event of their coming, until it is known to have happened.
         streams: on which they have been used, by id.
@@ -28,6 +29,7 @@ class BlockCopy:
     block: Block
     offset: int
     leases: int = 0
+    leased_by: int = 0
     dirty: bool = False
     ready: Any = None
     streams: dict[int, Any] = field(default_factory=dict)

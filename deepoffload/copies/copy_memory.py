@@ -7,6 +7,7 @@ before it leaves, and before the host's bytes are used (:meth:`CopyMemory.settle
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -117,6 +118,8 @@ class CopyMemory:
         """
         with self.tiers.lock:
             copy = self._residency.need(block, load=load)
+            thread = threading.get_ident()
+            copy.leased_by = thread if copy.leases == 0 or copy.leased_by == thread else 0
             copy.leases += 1
             try:
                 self._movement.use(copy)
@@ -200,6 +203,10 @@ class CopyMemory:
             self.transfers.poll()
             copy = self._residency.of(block)
             return copy is None or (not copy.leases and copy.coming is None and copy.may_go())
+
+    def is_used_elsewhere(self, block: Block) -> bool:
+        copy = self._residency.of(block)
+        return copy is not None and copy.leases > 0 and copy.leased_by != threading.get_ident()
 
     def settle(self, block: Block) -> None:
         """The host's bytes are right when this returns: waits for what the program computes into the copy."""

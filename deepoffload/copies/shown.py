@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -71,6 +72,9 @@ class ShownMemory(Protocol):
 
     def is_idle(self, block: Block) -> bool:
         """Whether no copy of a block is in use, seen by the program or on its way; also where there are no copies."""
+
+    def is_used_elsewhere(self, block: Block) -> bool:
+        """Whether another thread is in the middle of a use: what it has been shown must not go away under it."""
 
     def settle(self, block: Block) -> None:
         """From now on, and until somebody writes to what is shown, the host's bytes of the block are right."""
@@ -148,6 +152,9 @@ class HostMemory:
 
     def is_idle(self, block: Block) -> bool:
         return True
+
+    def is_used_elsewhere(self, block: Block) -> bool:
+        return block.leases > 0 and block.leased_by != threading.get_ident()
 
     def settle(self, block: Block) -> None:
         """Nothing to do: what is shown are the host's bytes."""

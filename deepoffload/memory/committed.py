@@ -78,8 +78,8 @@ class CommittedBlocks:
         tiers.guards.add(self)
 
     def freeze(self, block: Block, *, at_once: bool = False) -> CommittedBlock:
-        """From now on what the block holds will not be lost. One that the program holds views of is written at once,
-        because nobody will tell of the next change, and so is one ``at_once``.
+        """From now on what the block holds will not be lost. One that the program holds views of, or uses in this
+        moment, is written at once, because nobody will tell of the next change, and so is one ``at_once``.
 
         Raises:
             IoFailure: such a block cannot be written. BudgetError: there is no room for it.
@@ -91,7 +91,7 @@ class CommittedBlocks:
             self._look(frozen)
         if not frozen.done:
             owner = host_view_owner(block)
-            if at_once or (owner is not None and not can_hide(owner)):
+            if at_once or (owner is not None and (block.leases or not can_hide(owner))):
                 self._write_now(frozen)
             elif owner is not None:
                 owner.release()  # so that the next who wants to see the bytes is noticed

@@ -98,10 +98,11 @@ class HostUpdate:
         next.
 
         A unit whose weights or gradients the program has views of is never deferred: it would see old values through
-        them. The weights of the others are not shown until then, for what comes to them past the doors. No unit is
-        deferred where everything stays in memory: there is nothing to overlap with then. With several ranks that is
-        said of what this rank owns: what is updated at once can be gathered before it is used. Raises what the
-        transfers raise; :meth:`Pager.catch_up_all` resumes with the rest then.
+        them. Nor is one whose weights another thread is using right now. The weights of the others are not shown until
+        then, for what comes to them past the doors. No unit is deferred where everything stays in memory: there is
+        nothing to overlap with then. With several ranks that is said of what this rank owns: what is updated at once
+        can be gathered before it is used. Raises what the transfers raise; :meth:`Pager.catch_up_all` resumes with the
+        rest then.
         """
         with self.pager.lock:
             stays = self.memory if self.pager.link is None else self.tiers
@@ -109,7 +110,8 @@ class HostUpdate:
             for unit in self._units:
                 if unit.pending is not self:
                     continue
-                if not defer or self._left.get(unit.index) == [] or self.is_watched(unit):
+                in_use = self.is_watched(unit) or self.memory.is_used_elsewhere(unit.weights)
+                if not defer or self._left.get(unit.index) == [] or in_use:
                     self.pager.catch_up(unit)
                 else:
                     unit.owner.release()

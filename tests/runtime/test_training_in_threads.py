@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 import deepoffload
 from tests.support.loops import assert_same_bits, weights_of
-from tests.support.paging import Paging
+from tests.support.paging import TIGHT, Paging
 
 THREADS = 8
 STEPS = 4
@@ -113,3 +114,45 @@ def test_a_step_of_one_optimizer_does_not_end_that_of_another(paging: Paging) ->
         interfere()
         with pytest.raises(deepoffload.errors.UsageError, match="second backward before step"):
             first(x).sum().backward()
+
+
+@pytest.mark.parametrize("read", ["weight", "state dict"])
+def test_a_step_while_another_thread_begins_to_read_a_weight(paging: Paging, read: str) -> None:
+    """The reader has been shown the weight, and stops before it reads. The step leaves it what it has been shown."""
+    torch.manual_seed(0)
+    plain, shown = build(), threading.Event()
+    model = paging.build(build, replace(TIGHT, room=2.5), key="threads")
+    optimizers = [deepoffload.CPUAdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
+    stepped, seen = threading.Event(), []
+
+    def stop(frame: Any, event: str, argument: Any) -> None:
+        if frame.f_code.co_name == "past_doors" and not shown.is_set() and weight._slot.block.leases:
+            shown.set()
+            assert stepped.wait(60)
+
+    def reader() -> None:
+        sys.settrace(stop)
+        try:
+            seen.append(values.sum())
+        except Exception as error:
+            seen.append(error)
+        finally:
+            sys.settrace(None)
+
+    for step in range(3):
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
+        for each in (plain, model):
+            each(x).square().mean().backward()
+        weight = model[2][1].weight
+        values = weight if read == "weight" else model.state_dict()["2.1.weight"]
+        shown.clear(), stepped.clear()
+        thread = threading.Thread(target=reader, daemon=True)
+        thread.start()
+        assert shown.wait(60)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        stepped.set()
+        thread.join(60)
+        assert_same_bits(seen.pop(), plain[2][1].weight.sum())
+    assert_same_bits(weights_of(plain), weights_of(model))
