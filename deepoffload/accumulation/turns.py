@@ -168,7 +168,7 @@ class Turns:
                 self._running = one
                 while not one.runs.dead:
                     with suppress(BaseException):  # the first one is raised
-                        one.runs.throw(Ended)
+                        SHIELD.leaving(partial(one.runs.throw, Ended))
             one.runs = None
             one.forget_graph()
 

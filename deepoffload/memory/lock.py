@@ -116,6 +116,9 @@ class InterruptShield:
     def leaving(self, switch: Callable[[], Any]) -> None:
         """``switch`` leaves this code inside a block of the shield, for other code of the same thread, and comes back.
         The block is as it was then: in between, blocks are those of the other code."""
+        if threading.get_ident() != self._main:
+            switch()
+            return
         before = self._blocks
         try:
             switch()

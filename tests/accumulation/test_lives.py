@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import signal
+import threading
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import deepoffload
 from deepoffload.accumulation.accumulate import model_loss
 from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.memory.lock import SHIELD
 from deepoffload.runtime.context import engine_of
 from deepoffload.schedule.cost_model import Bandwidths
 from tests.accumulation.loops import HORIZONTAL, VERTICAL, Steps
@@ -60,6 +62,8 @@ def test_steps_after_trouble_are_those_of_an_undisturbed_run(
                 assert "gradients are dropped" in notes
                 assert trouble.raised is KeyboardInterrupt or "in micro-batch" in notes
                 assert getcurrent().parent is None
+                with pytest.raises(KeyboardInterrupt):  # nothing holds it back any more
+                    signal.raise_signal(signal.SIGINT)
                 assert all(param.grad is None for param in model.parameters())
                 assert not pager_of(model).hooks.opened() and pager_of(model).hooks.turns is None
                 with torch.no_grad():
@@ -70,6 +74,29 @@ def test_steps_after_trouble_are_those_of_an_undisturbed_run(
             optimizer.zero_grad()
         ends.append((losses, {name: param.detach().clone() for name, param in model.named_parameters()}))
     assert_same_bits(*ends)
+
+
+@pytest.mark.parametrize("left", [7, None])
+def test_a_thread_that_accumulates_holds_back_no_interrupts_of_the_main_one(paging: Paging, left: int | None) -> None:
+    """It is ended in the middle, or goes to its end, while the main thread is inside a block of the shield."""
+    model = paging.build(TinyGPT, TIGHT)
+    trouble = Trouble(model)
+    trouble.left, trouble.raised = left, ArithmeticError
+    ended: list[Any] = []
+
+    def accumulate() -> None:
+        try:
+            ended.append(deepoffload.accumulate(model, batches(0), trouble.loss, order=VERTICAL))
+        except ArithmeticError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=accumulate, daemon=True)
+    with SHIELD:
+        thread.start()
+        thread.join(60)
+    assert isinstance(ended[0], ArithmeticError) is (left is not None)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_a_gradient_that_was_there_before_is_added_to(paging: Paging) -> None:
