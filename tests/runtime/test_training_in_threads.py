@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import deepoffload
+from tests.support.inspect import handle_of
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.paging import TIGHT, Paging
 
@@ -126,7 +127,7 @@ def test_a_step_while_another_thread_begins_to_read_a_weight(paging: Paging, rea
     stepped, seen = threading.Event(), []
 
     def stop(frame: Any, event: str, argument: Any) -> None:
-        if frame.f_code.co_name == "past_doors" and not shown.is_set() and weight._slot.block.leases:
+        if frame.f_code.co_name == "past_doors" and not shown.is_set() and handle_of(weight).block.leases:
             shown.set()
             assert stepped.wait(60)
 
