@@ -98,7 +98,7 @@ class HostUpdate:
         next.
 
         A unit whose weights or gradients the program has views of is never deferred: it would see old values through
-        them. The same is true of one whose weights another thread is using. The weights of the others are not shown until
+        them. So would a thread that is using them right now. The weights of the others are not shown until
         then, for what comes to them past the doors. No unit is deferred where everything stays in memory: there is
         nothing to overlap with then. With several ranks that is said of what this rank owns: what is updated at once
         can be gathered before it is used. Raises what the transfers raise; :meth:`Pager.catch_up_all` resumes with the
