@@ -54,7 +54,13 @@ def take(
     Raises:
         ShortageError: memory of ``capacity_bytes`` cannot hold it, now or ever.
         BudgetError: it could, if the program did not keep views of others.
+        UsageError: it was made in torch's inference mode.
     """
+    if param.is_inference():
+        raise UsageError(
+            f"{name} was made under torch.inference_mode(), where torch does not tell whether a tensor has changed: "
+            "build or load the model outside of it, and call it inside"
+        )
     what = f"{name} ({param.nbytes:,} bytes)"
     if round_up(param.nbytes) > capacity_bytes:
         raise ShortageError(_above_budget(pager, what, capacity_bytes))

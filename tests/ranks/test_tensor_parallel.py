@@ -119,3 +119,14 @@ def test_one_rank_infers_with_a_mesh_that_is_gone_later(paging: Paging) -> None:
         assert_same_bits(expected, model(rows()))
         assert stats(model)["parameters"] == sum(param.numel() for param in mlp().parameters())
     assert_same_bits(outcome(twin), outcome(model))
+
+
+def test_initialize_leaves_a_sharded_model_as_it_was() -> None:
+    """Ordinary layers among DTensors, too."""
+    with one_rank() as mesh:
+        sharded = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
+        for model in (nn.Sequential(sharded), nn.Sequential(nn.Linear(8, 8), sharded)):
+            kinds = {type(param) for param in model.parameters()}
+            with pytest.raises(UnsupportedError, match=r"weight is a DTensor.*can be paged for inference only"):
+                deepoffload.initialize(model=model, config={"host_budget": "4MiB"})
+            assert {type(param) for param in model.parameters()} == kinds and model(torch.ones(1, 8)).shape == (1, 8)

@@ -234,6 +234,20 @@ def test_parameters_still_on_meta(paging: Paging) -> None:
     assert type(nn.Linear(2, 2).weight) is nn.Parameter
 
 
+def test_a_model_that_is_built_in_inference_mode(paging: Paging) -> None:
+    with pytest.raises(UsageError, match=r"made under torch.inference_mode\(\).*build or load the model outside"):
+        with torch.inference_mode(), context(paging, inference=True):
+            TinyGPT()
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=r"0.weight was made under torch.inference_mode\(\)"):
+        deepoffload.initialize(model=model, config={"host_budget": "4MiB"})
+    with context(paging, inference=True):
+        model = nn.Sequential(nn.Linear(2, 2))
+    with torch.inference_mode():
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
 def test_a_step_inside_the_context(paging: Paging) -> None:
     with pytest.raises(UsageError, match="after the context has ended"), context(paging):
         train_a_step(TinyGPT())
