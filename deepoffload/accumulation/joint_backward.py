@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -118,14 +120,24 @@ class JointBackward:
         found, places = self._legs_of(every), self._places(every)
         if found is None or places is None or torch.is_anomaly_enabled():  # which looks at gradients as they are made
             return False
-        shifts = self._legs.shifts(places)
+        shifts, runs = self._legs.shifts(places), list[tuple[int, Any, MicroBatch]]()
         for one, graph, legs in found:
             for (node, sequence), leg in zip(graph.nodes, legs, strict=True):
                 node._set_sequence_nr(sequence + shifts[leg])
+                runs.append((sequence + shifts[leg], node, one))
                 if isinstance(node, BackwardCFunction):  # a reentrant checkpoint has no other begin
                     node.register_prehook(partial(self._comes_to, one))
             self._apart.hook(one.number, graph.uses)
+        runs.sort(key=itemgetter(0), reverse=True)
+        if runs:
+            self._starts(runs[0][2])
+        for (_, node, one), (_, _, following) in pairwise(runs):
+            if following is not one:  # hooks of the program may draw random numbers before the next node runs
+                node.register_hook(partial(self._goes_over, following))
         return True
+
+    def _goes_over(self, following: MicroBatch, *_: Any) -> None:
+        self._starts(following)
 
     def _comes_to(self, one: MicroBatch, _: Any) -> None:
         self._starts(one)
@@ -186,6 +198,7 @@ class JointBackward:
         """The backward of one micro-batch, as the ordinary order has it, but for what it has made already."""
         graph = one.graph
         assert graph is not None
+        self._starts(one)
         self._apart.leave_to_autograd(one.number, graph.leaves())
         del graph
         self._backward([one])

@@ -153,6 +153,17 @@ class StopsSome(nn.Module):
         return found
 
 
+class NoisyGradients(Net):
+    """Hooks on tensors between layers draw random numbers."""
+
+    def forward(self, seed: int) -> Tensor:
+        x = self.embedding(batch(seed))
+        for layer in self.layers:
+            x = layer(x) * 1.5
+            x.register_hook(lambda gradient: gradient + 1e-3 * torch.randn_like(gradient))
+        return x.square().mean()
+
+
 class NoGradient(Net):
     """The first micro-batch gives no gradients to the layers below, and the others do."""
 
@@ -230,7 +241,7 @@ class Switched(Net):
 
 MODELS = (
     *(UsedOutside, IntoLists, Attributes, CheckpointedLoss, CheckpointedHead, CheckpointsInside),
-    *(Coroutine, Switched, NoGradient),
+    *(Coroutine, Switched, NoGradient, NoisyGradients),
 )
 
 
