@@ -10,7 +10,8 @@ All of it runs in the thread that has called ``accumulate``. Each forward is a *
 which can stop in the middle and go on. It *parks* before a unit's window opens. What torch keeps for the thread is set
 aside then (see ``params.torch_thread``). With a thread for each micro-batch nothing would have to be set aside. But
 each thread has its own team of OpenMP, and where the teams have more threads than the machine has cores, libgomp lets
-them sleep between operations instead of spin: everything takes a third longer.
+them sleep between operations instead of spin: everything takes a third longer. Nothing refers to a greenlet when the
+call is over: where its thread has ended and a garbage collection comes to it, the process crashes (greenlet 3.5).
 
 Who goes next is decided from where all of them stand: the least place in the order of visits (see ``schedule.visits``),
 then the least number. Nobody ever waits for a particular other one, so a micro-batch that skips a layer, or ends early,
@@ -114,7 +115,6 @@ class Turns:
         self._one_by_one = False
         self._running = self._all[0]
         self._thread = TorchThread(pager.memory.device.type)
-        self._caller = getcurrent()
         self._freed = FreedMemory()
         self._legs = Legs()
         self._backwards = JointBackward(self._legs, KeptApart(self._land_apart), gradients, self._run_as)
@@ -152,9 +152,7 @@ class Turns:
         if one.runs is None:
             one.runs = greenlet(self._live)
             one.runs.gr_context = contextvars.copy_context()
-            SHIELD.let_through(one.runs.switch, (one,))
-        else:
-            SHIELD.let_through(one.runs.switch)
+        SHIELD.let_through(_switch_to, (one,))
 
     def _run_as(self, one: MicroBatch) -> None:
         self._running = one
@@ -168,7 +166,7 @@ class Turns:
                 self._running = one
                 while not one.runs.dead:
                     with suppress(BaseException):  # the first one is raised
-                        SHIELD.leaving(partial(one.runs.throw, Ended))
+                        SHIELD.leaving(partial(_end, one))
             one.runs = None
             one.forget_graph()
 
@@ -220,7 +218,7 @@ class Turns:
                     self._casts.drop()  # they have the graph of this micro-batch
                 aside, before = self._hooks.stand_back(), self._changes()
                 try:
-                    SHIELD.leaving(self._caller.switch)
+                    SHIELD.leaving(_park)
                 finally:
                     self._hooks.go_on(aside)
                 one.changes_of_others += self._changes() - before
@@ -310,6 +308,22 @@ class Turns:
         gradients.land(leaf, handle)
         if get_grad(leaf) is not None:  # it stays, and may be the memory of another gradient
             set_grad(leaf, torch.empty_like(gradient).copy_(gradient))
+
+
+# An exception keeps the variables of the functions that it has passed. So no variable ever has a greenlet, which must
+# not live longer than its thread.
+
+
+def _switch_to(one: MicroBatch) -> None:
+    one.runs.switch(one)  # type: ignore[union-attr]
+
+
+def _end(one: MicroBatch) -> None:
+    one.runs.throw(Ended)  # type: ignore[union-attr]
+
+
+def _park() -> None:
+    getcurrent().parent.switch()
 
 
 def _stand_for(known: dict[int, Tensor], entering: list[tuple[Tensor, Any]], value: Any) -> Any:

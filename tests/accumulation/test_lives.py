@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from greenlet import getcurrent
+from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 import deepoffload
@@ -28,6 +28,7 @@ from tests.support.inspect import pager_of
 from tests.support.loops import assert_same_bits, notes_of
 from tests.support.models import TinyGPT, batch, next_token_loss
 from tests.support.paging import RESIDENT, TIGHT, Paging
+from tests.support.waiting import wait_until
 
 COUNT = 3
 
@@ -97,6 +98,8 @@ def test_a_thread_that_accumulates_holds_back_no_interrupts_of_the_main_one(pagi
     assert isinstance(ended[0], ArithmeticError) is (left is not None)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+    # A collection that meets a greenlet of a thread which has ended crashes the process, sooner or later.
+    wait_until(lambda: [found for found in gc.get_objects() if issubclass(type(found), greenlet)] == [getcurrent()])
 
 
 def test_a_gradient_that_was_there_before_is_added_to(paging: Paging) -> None:
