@@ -28,8 +28,7 @@ from deepoffload.estimate import measure
 from deepoffload.estimate.decoder import DecoderShape
 from deepoffload.estimate.progress import MeasuringProgress
 from deepoffload.estimate.tuning.candidates import Choices, micro_batches
-from deepoffload.estimate.tuning.choice import CandidateRow, best
-from deepoffload.estimate.tuning.command import MEMORY_SHARE
+from deepoffload.estimate.tuning.choice import MEMORY_SHARE, CandidateRow, best
 from deepoffload.estimate.tuning.model import ModelForm
 from deepoffload.estimate.tuning.prediction import CostModel
 from deepoffload.estimate.tuning.table import name

@@ -55,10 +55,10 @@ class Estimate:
     """Everything about one model on one machine. Bytes are one rank's; budgets of the configuration are a node's.
 
     capacity_bytes: the budget of the arena: as said, or what the engine would take. nvme_bytes: what may be used of
-    NVMe; None: there is none. whole_bytes: weights, gradients and optimizer state. room_bytes: the largest budget that
-    leaves room for the activations of this batch. problem: why it does not fit (then only ``run`` and
-    ``smallest_bytes`` may be known). smallest_bytes: the least budget with which it can be placed. with_disk: how it
-    fits with more NVMe; None where it fits, or where NVMe is not what is missing.
+    NVMe; None: there is none. whole_bytes: weights, gradients and optimizer state. beside_bytes: of host memory, what
+    everything but the budget takes with this batch. room_bytes: the largest budget that leaves so much. problem: why it
+    does not fit (then only ``run`` and ``smallest_bytes`` may be known). smallest_bytes: the least budget with which it
+    can be placed. with_disk: how it fits with more NVMe; None where it fits, or where NVMe is not what is missing.
     order: in which micro-batches are run. other_order: the same in the other one, where there are several micro-batches
     and both orders.
     steps_of_endurance: optimizer steps after which the node's drives are worn out; None where nothing is known of that.
@@ -71,6 +71,7 @@ class Estimate:
     nvme_bytes: int | None
     whole_bytes: int
     room_bytes: int
+    beside_bytes: int
     smallest_bytes: int | None
     run: DryRun | None
     blocks: BlockPlan | None
@@ -146,7 +147,8 @@ def estimate(
     run = runs.of(order)
     gone = _leaving(machine, config)
     on: dict[str, Any] = {"process_bytes": process, "has_device": machine.has_device, "leaving": gone}
-    room = _room(known, run, machine, together_in(config, order), on)
+    beside = _beside(known, run, together_in(config, order), on)
+    room = max(0, machine.host_memory_bytes // machine.devices_per_node - beside)
     smallest = _smallest(planner, nvme_planned, bandwidths)
     whole = sum(block.nbytes for block in known.placement.blocks)
     found = Estimate(
@@ -157,6 +159,7 @@ def estimate(
         nvme_bytes=nvme,
         whole_bytes=-(-whole // parts),
         room_bytes=room,
+        beside_bytes=beside,
         smallest_bytes=None if smallest is None else -(-smallest // parts),
         run=run,
         blocks=None,
@@ -272,13 +275,11 @@ def surely_too_large(subject: Subject, machine: MachineSpec, config: Config) -> 
     return sum(block.nbytes for block in whole.placement.blocks) > (capacity + (nvme or 0)) * parts
 
 
-def _room(blocks: BlockPlan, run: DryRun | None, machine: MachineSpec, together: int, on: dict[str, Any]) -> int:
-    """The largest budget that leaves memory for everything else. ``together``, ``on``: as of
-    :func:`estimate_memory`."""
+def _beside(blocks: BlockPlan, run: DryRun | None, together: int, on: dict[str, Any]) -> int:
+    """Memory that everything but the budget takes. ``together``, ``on``: as of :func:`estimate_memory`."""
     empty = replace(blocks, placement=replace(blocks.placement, capacity_bytes=0), largest_bytes=0)
     others = estimate_memory(empty, run, together=together, **on)
-    near = sum(row.pageable for row in others.rows if row.name not in _MODEL_ROWS)
-    return max(0, machine.host_memory_bytes // machine.devices_per_node - near - blocks.largest_bytes)
+    return sum(row.pageable for row in others.rows if row.name not in _MODEL_ROWS) + blocks.largest_bytes
 
 
 _MODEL_ROWS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,9 @@ def test_less_memory_leads_to_settings_that_need_less() -> None:
     assert 0 < len(usable) < len(plenty) and all(each.peak_bytes <= memory for each in usable)
     by = {row.prediction.candidate: row.prediction for row in plenty}
     assert all(by[row.prediction.candidate].peak_bytes > memory for row in little if row.problem)
+    short = min(row.prediction.least_memory_bytes for row in little if row.problem)
+    again = tuner(Runs(), batch=4, memory=short, runs=0).rows()
+    assert len(usable) < sum(not row.problem for row in again), "what is said to be enough is"
     assert len(little) == len(plenty) and {each.tokens for each in usable} == {4 * 32}
 
 
@@ -312,6 +316,11 @@ def test_what_a_file_leaves_open_or_misspells_is_told(tmp_path: Path, machine_fi
     text = capsys.readouterr().out
     assert "gradient_cliping: unknown key" in text and "bf16.enabled became precision = 'keep'" in text
     assert "train_batch_size became" not in text and "nothing is tuned" not in text
+    assert main([*command, "--memory", "50MiB"]) == 1, "less than the process itself takes"
+    text = capsys.readouterr().out
+    assert "None of them can be used." in text
+    (memory,) = re.findall(r"With (.*) of memory this one fits: ", text)
+    assert main([*command, "--memory", memory.replace(" ", "")]) == 0 and "chosen by" in capsys.readouterr().out
 
 
 def test_an_interrupted_command_writes_nothing(

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 from deepoffload.estimate.tuning.candidates import Candidate
 
+MEMORY_SHARE = 0.95
+"""Of the memory that may be used, for what is predicted: predictions of peaks are some hundredths off."""
+
 WORTH_PER_CHANGE = 0.01
 """What each change of the program has to save of a step, or it is left out."""
 
@@ -14,7 +17,8 @@ WORTH_PER_CHANGE = 0.01
 @dataclass(frozen=True)
 class Prediction:
     """What the cost model says of a candidate. Seconds and disk bytes are those of one optimizer step; memory is a
-    node's. ``problem``: why it cannot be used; then numbers may be 0."""
+    node's. ``problem``: why it cannot be used; then numbers may be 0. ``least_memory_bytes``: with so much memory it
+    could be; 0: not known, or memory is not what is missing."""
 
     candidate: Candidate
     tokens: int
@@ -25,6 +29,7 @@ class Prediction:
     moved_bytes: int = 0
     measured_operators: bool = False
     problem: str = ""
+    least_memory_bytes: int = 0
 
     @property
     def seconds_per_token(self) -> float:
@@ -90,6 +95,12 @@ def best(rows: Sequence[CandidateRow]) -> CandidateRow | None:
     if ran:
         return min(ran, key=lambda row: row.seconds)
     return min(usable, key=lambda row: (not row.prediction.measured_operators, row.prediction.weighed), default=None)
+
+
+def most_frugal(rows: Sequence[CandidateRow]) -> CandidateRow | None:
+    """Of those that do not fit, the one that needs the least memory; None: none would fit into more."""
+    short = [row for row in rows if row.prediction.problem and row.prediction.least_memory_bytes]
+    return min(short, key=lambda row: row.prediction.least_memory_bytes, default=None)
 
 
 def micro_batches_to_run(least_s: float, whole_s: float, least: int, count: int, room_s: float) -> int:

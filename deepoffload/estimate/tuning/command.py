@@ -23,15 +23,12 @@ from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.progress import Report
 from deepoffload.estimate.subject import Subject
 from deepoffload.estimate.tuning.candidates import Choices, micro_batches
-from deepoffload.estimate.tuning.choice import best
+from deepoffload.estimate.tuning.choice import MEMORY_SHARE, best
 from deepoffload.estimate.tuning.model import ModelForm, possible
 from deepoffload.estimate.tuning.prediction import CostModel
 from deepoffload.estimate.tuning.table import TuningResult, as_json, as_text
 from deepoffload.estimate.tuning.tuner import Tuner
 from deepoffload.estimate.tuning.written import check_results_dir, program_lines, settings_of, write_results
-
-MEMORY_SHARE = 0.95
-"""Of the memory that may be used, for what is predicted: predictions of peaks are some hundredths off."""
 
 
 @dataclass(frozen=True)

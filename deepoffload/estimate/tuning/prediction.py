@@ -58,7 +58,10 @@ class CostModel:
         budget = found.config.host_budget or 0
         in_order = self._in_order(candidate, found)
         if in_order is None:
-            return Prediction(candidate, tokens, budget, problem=found.problem or "its activations are not known")
+            problem = found.problem or "its activations are not known"
+            return Prediction(
+                candidate, tokens, budget, problem=problem, least_memory_bytes=self._least_memory(candidate, found)
+            )
         step, memory = in_order.step, in_order.memory
         whole = int(found.whole_bytes * WHOLE_SHARE * self.machine.devices_per_node) + WHOLE_MORE_BYTES
         if candidate.offload_activations is None:
@@ -73,6 +76,16 @@ class CostModel:
             found.of_node(step.times.read_bytes + step.times.written_bytes + 2 * step.activation_bytes),
             self.times_operators,
         )
+
+    def _least_memory(self, candidate: Candidate, found: Estimate) -> int:
+        """Memory of a machine on which a candidate fits. Not looked for where activations leave: more of them stay
+        then, which is another candidate; nor where the budget that was said is too small."""
+        least, said = found.smallest_bytes, self.config.host_budget
+        if least is None or candidate.offload_activations is not None:
+            return 0
+        if said is not None and said < found.of_node(least):
+            return 0
+        return found.of_node(found.beside_bytes + least) + _MIB
 
     @staticmethod
     def _in_order(candidate: Candidate, found: Estimate) -> InOrder | None:

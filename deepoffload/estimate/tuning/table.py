@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deepoffload.config.units import format_bytes
+from deepoffload.config.units import at_least, format_bytes
 from deepoffload.estimate.report import table
-from deepoffload.estimate.tuning.choice import CandidateRow
+from deepoffload.estimate.tuning.choice import MEMORY_SHARE, CandidateRow, most_frugal
 
 ROWS_MAX = 12
 """Candidates that are shown to people; JSON has all."""
@@ -48,7 +49,7 @@ def as_text(result: TuningResult) -> str:
         lines += ["~: by usual rates; the others by this machine's operators"]
     lines += _problems(result)
     if result.chosen is None:
-        return "\n".join([*lines, "", "None of them can be used."])
+        return "\n".join([*lines, "", "None of them can be used.", *_way_out(result.rows)])
     row = result.chosen
     how = "measured" if row.measurement is not None else "predicted, not run"
     tokens = row.prediction.tokens
@@ -109,6 +110,14 @@ def _problems(result: TuningResult) -> list[str]:
         most = max(counts, key=lambda reason: counts[reason])
         lines.append(f"{sum(counts.values())} do not fit, most of them because {most}")
     return [*lines, *result.notes]
+
+
+def _way_out(rows: Sequence[CandidateRow]) -> list[str]:
+    row = most_frugal(rows)
+    if row is None:
+        return []
+    memory = at_least(math.ceil(row.prediction.least_memory_bytes / MEMORY_SHARE))
+    return [f"With {memory} of memory this one fits: {name(row)}. Free or allow so much, or use shorter sequences."]
 
 
 def name(row: CandidateRow) -> str:
