@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -52,17 +53,28 @@ class Windowed(nn.Module):
 
 
 class Long(GPT):
-    """The model for one long sequence: every layer behind a checkpoint."""
+    """The model for one long sequence: every layer behind a checkpoint. Where the perceptron goes in tiles, each tile
+    and the attention have one of their own: a tile inside of the layer's checkpoint would be computed a third time."""
 
     tiles_logits = False
     tiles_perceptron = False
 
     def layer(self, block: Any, x: Tensor) -> Tensor:
-        x = x + block.attention(block.norm_1(x))
-        parts = x.chunk(TILES if self.tiles_perceptron else 1, dim=1)
         if not self.tiles_perceptron:
-            return self.perceptron(block, x)
-        return torch.cat([checkpoint(self.perceptron, block, part, use_reentrant=False) for part in parts], dim=1)
+            return self.checkpointed(lambda block, x: self.perceptron(block, self.attend(block, x)), block, x)
+        x = self.checkpointed(self.attend, block, x)
+        parts = x.chunk(TILES, dim=1)
+        return torch.cat([self.checkpointed(self.perceptron, block, part) for part in parts], dim=1)
+
+    @staticmethod
+    def checkpointed(part: Callable[[Any, Tensor], Tensor], block: Any, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(part, block, x, use_reentrant=False)
+        return found
+
+    @staticmethod
+    def attend(block: Any, x: Tensor) -> Tensor:
+        found: Tensor = x + block.attention(block.norm_1(x))
+        return found
 
     @staticmethod
     def perceptron(block: Any, x: Tensor) -> Tensor:
@@ -72,7 +84,7 @@ class Long(GPT):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
         for block in self.blocks:
-            x = checkpoint(self.layer, block, x, use_reentrant=False)
+            x = self.layer(block, x)
         x = self.norm(x).flatten(0, 1)
         if self.tiles_logits:
             options = nn.LinearCrossEntropyOptions()
