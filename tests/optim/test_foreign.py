@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import deepoffload
+from deepoffload.optim.foreign import update as update_module
+from deepoffload.optim.foreign.elementwise import ELEMENTWISE
 from tests.optim.deferred import backward
 from tests.optim.deferred import build as small
 from tests.optim.foreign_kinds import CountingAdam, PlainLoop, ScheduleFree
@@ -109,6 +111,21 @@ def test_same_bits_as_the_class_itself(paging: Paging, kind: Kind, setting: Sett
     arrays = {tuple(piece.format.fields) for handle in held for piece in handle.unit.pieces}
     mine = [key for entry in optimizer.state.values() for key, value in entry.items() if torch.is_tensor(value)]
     assert not any(key in fields for fields in arrays for key in mine), "an array is in memory and in pieces"
+
+
+def test_classes_whose_elements_are_independent_are_stepped_in_runs(
+    paging: Paging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits are those of whole parameters, and what stays in memory of the state counts the step once."""
+    monkeypatch.setattr(update_module, "RUN_NUMEL", 192)
+    kinds = [kind for kind in KINDS if kind.made in ELEMENTWISE]
+    assert {kind.made for kind in kinds} == ELEMENTWISE
+    for kind in kinds:
+        model, optimizer, twin, reference = pair(paging, SETTINGS[3], kind)
+        assert max(param.numel() for param in model.parameters()) > 3 * 192
+        assert_same_bits(train(twin, reference, range(2)), train(model, optimizer, range(2)))
+        assert_same_bits(weights_of(twin), weights_of(model))
+        assert_same_bits(shown(reference.inner), shown(optimizer))
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], ADAFACTOR, NADAM, KINDS[14]], ids=str)

@@ -16,6 +16,7 @@ from torch import nn
 import deepoffload
 from deepoffload.errors import IoFailure, UsageError
 from deepoffload.io.engine import IoEngine
+from deepoffload.optim.foreign import update as update_module
 from deepoffload.runtime import disk as disk_module
 from tests.checkpoint.durable_model import PLACES, Run
 from tests.optim.deferred import backward
@@ -81,17 +82,19 @@ def test_inside_backward(paging: Paging, precision: str) -> None:
 
 
 def test_a_parameter_larger_than_a_piece(paging: Paging) -> None:
-    """Its state lies in pieces of its own, and is copied together for the step."""
+    """Its state lies in pieces of its own. They are stepped one after the other where elements are independent, and
+    copied together where they are not."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 512, bias=False), nn.GELU(), *mlp(512, depth=1), nn.Linear(512, 64))
 
-    for precision in ("keep", "bf16", "fp16"):
+    nadam = torch.optim.NAdam
+    for made, precision in ((nadam, "keep"), (nadam, "bf16"), (CountingAdam, "bf16"), (nadam, "fp16")):
         outcomes = []
         for room in (None, 1.2):
             setting = replace(EVICTING, room=room, precision=precision, evict_always=room is not None)
             model = paging.build(build, setting, key="large")
-            optimizer = deepoffload.paged(torch.optim.NAdam, model.parameters(), lr=0.01)
+            optimizer = deepoffload.paged(made, model.parameters(), lr=0.01)
             outcomes.append((train(model, optimizer, range(3)), weights_of(model), shown(optimizer)))
             spread = [len([p for p in unit.pieces if h in p.handles]) for unit in units_of(model) for h in unit.handles]
         assert max(spread) > 1, "every parameter lies in one piece: this tested nothing"
@@ -101,14 +104,16 @@ def test_a_parameter_larger_than_a_piece(paging: Paging) -> None:
             assert_same_bits(*outcomes, nan_is_wrong=False)
 
 
-def test_pieces_of_a_large_parameter_leave_memory_once_a_step(paging: Paging) -> None:
-    """They are read, and written when the class has stepped. Between the two nothing makes room of them."""
+@pytest.mark.parametrize("made", [torch.optim.AdamW, CountingAdam])
+def test_pieces_of_a_large_parameter_leave_memory_once_a_step(paging: Paging, made: Any) -> None:
+    """They are read, and written when the class has stepped. Between the two nothing makes room of them. Where elements
+    are independent, each is used once."""
     model = paging.build(
         lambda: mlp(512, depth=8),
         replace(EVICTING, room=3.0, evict_always=False, prefetch=True, step_overlap="none"),
         key="once",
     )
-    optimizer = ADAMW(model.parameters())
+    optimizer = deepoffload.paged(made, model.parameters(), lr=0.01)
     seen = []
     for seed in range(4):
         model(rows(width=512, seed=seed)).square().mean().backward()
@@ -120,18 +125,26 @@ def test_pieces_of_a_large_parameter_leave_memory_once_a_step(paging: Paging) ->
     assert 0 < min(seen[1:]) <= 1.4 * blocks, f"{seen} evictions in four steps, of {blocks} blocks"
 
 
-@pytest.mark.parametrize("overlap", ["none", "deferred"])
-def test_again_after_a_disk_error(paging: Paging, monkeypatch: pytest.MonkeyPatch, overlap: str) -> None:
+@pytest.mark.parametrize(("overlap", "precision"), [("none", "keep"), ("deferred", "bf16")])
+def test_again_after_a_disk_error(
+    paging: Paging, monkeypatch: pytest.MonkeyPatch, overlap: str, precision: str
+) -> None:
+    monkeypatch.setattr(update_module, "RUN_NUMEL", 5000)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+
     def build() -> nn.Module:
         return mlp(128, depth=3)
 
     def trained(retries: int = 0) -> tuple[Any, list[int], int]:
-        model = paging.build(build, replace(SERIAL, step_overlap=overlap), key="failing")
+        model = paging.build(build, replace(SERIAL, step_overlap=overlap, precision=precision), key="failing")
         optimizer = ADAMW(model.parameters())
         io, seen, failed = io_of(model), [], 0
         for seed in range(3):
             seen.append(io.stats()["chunks_done"])
-            for call in (lambda s=seed: model(rows(width=128, seed=s)).square().mean().backward(), optimizer.step):
+            for call in (
+                lambda s=seed: model(rows(width=128, seed=s).to(dtype)).square().mean().backward(),
+                optimizer.step,
+            ):
                 while True:
                     try:
                         call()

@@ -1,7 +1,9 @@
 """The update of paged parameters by a class of another package: unit by unit, parameter by parameter.
 
-A parameter whose state lies in one piece is stepped where its bytes are. Where it lies in several, they are copied
-together first and back afterwards: only so much memory is taken beyond the budget.
+A class whose elements are independent is stepped run by run, where the bytes are: each is read once, and what has to be
+copied (16-bit weights in fp32, gradients with another factor) is small enough for the processor's cache. Another class
+gets whole parameters. One whose state lies in one piece is stepped where its bytes are. Where it lies in several, they
+are copied together first and back afterwards: only so much memory is taken beyond the budget.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import Tensor
 from deepoffload.errors import DeepOffloadError, UsageError
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType, StateDType, StateLayout
+from deepoffload.optim.foreign.elementwise import RUN_NUMEL, is_elementwise, runs_of
 from deepoffload.optim.foreign.maker import Maker
 from deepoffload.optim.foreign.one_step import ForeignHyper, OneStep, Operands
 from deepoffload.optim.foreign.state_form import StateForm
@@ -60,6 +63,8 @@ class ForeignUpdate(HostUpdate):
         self._forms = forms
         self._entries = entries
         self._stepped: dict[ParamHandle, Operands] = {}
+        self._elements: dict[ParamHandle, int] = {}  # so many of a parameter are stepped
+        self._rooms: dict[str, Tensor] = {}
         self._failed: dict[ParamHandle, BaseException] = {}
 
     def blocks_to_change(self, unit: Unit) -> None:
@@ -110,6 +115,8 @@ class ForeignUpdate(HostUpdate):
                     for handle in unit.handles:
                         handle.rewritten()  # the parameters before this one were no edit by the program
                 raise
+            finally:
+                self._rooms.clear()
         if not started:
             self.memory.settle(unit.weights)
         self.memory.refresh(unit.weights)
@@ -118,7 +125,9 @@ class ForeignUpdate(HostUpdate):
         if handle in self._failed:
             raise _not_again(handle, self._failed[handle])
         with outside_user_modes():
-            if len(places) <= 1:
+            if places and self._by_elements(handle):
+                self._step_by_elements(unit, handle, places)
+            elif len(places) <= 1:
                 self._step_in_place(handle, places)
             else:
                 if handle not in self._stepped:
@@ -137,6 +146,77 @@ class ForeignUpdate(HostUpdate):
         except BaseException as error:
             self._failed[handle] = error
             raise
+
+    # -- run by run ------------------------------------------------------------------------------------------------
+
+    def _by_elements(self, handle: ParamHandle) -> bool:
+        hyper: ForeignHyper = self.jobs[handle].hyper
+        is_plain = hyper.method == "step" and bool(handle.shape)
+        return is_plain and is_elementwise(self._maker.made_class, hyper.settings)
+
+    def _step_by_elements(self, unit: Unit, handle: ParamHandle, places: list[_Place]) -> None:
+        """All runs begin with the numbers that the step before has left; the last one keeps the new ones."""
+        blocks = tuple(block.id for block in self._blocks(unit))
+        for index, (piece, part) in enumerate(places):
+            if part.start + part.numel <= self._elements.get(handle, 0):
+                continue
+            if index:
+                self.pager.use_update(unit, unit.pieces.index(piece), (*blocks, piece.block.id))
+            with ExitStack() as lease:
+                self._lease(lease, [piece.block])
+                self.tiers.will_change(piece.block)
+                if handle.master_stale:
+                    follow_weight(self.tiers, piece, part, handle)
+                keep: list[Tensor] = []
+                address, dtype = self.gradients.address(handle, 0, keep)
+                grad = values_at(address, handle.numel, _DTYPES[dtype])
+                for run in runs_of(part, self._run_numel(handle, piece, dtype)):
+                    if run.start >= self._elements.get(handle, 0):
+                        self._step_run(handle, piece, run, grad)
+        del self._elements[handle]
+
+    def _run_numel(self, handle: ParamHandle, piece: StatePiece, grad_dtype: DType) -> int:
+        """Where nothing is copied, shorter runs save nothing; neither do they on a device."""
+        has_copies = piece.kind is not StateLayout.FP32 or piece.format.dtype is not StateDType.FP32
+        has_copies = has_copies or self.grad_factor != 1.0 or grad_dtype is not DType.FP32
+        return RUN_NUMEL if has_copies and handle.device.type == "cpu" else handle.numel
+
+    def _step_run(self, handle: ParamHandle, piece: StatePiece, run: PieceSegment, grads: Tensor) -> None:
+        job, view = self.jobs[handle], PieceView(self.tiers, piece)
+        weight = _run_of(self._weight(handle), run)
+        if piece.kind is StateLayout.SPLIT_BF16:
+            master = self._room_of("weight", run.numel)
+            _merge(run, view, weight, master)
+        else:
+            master = _master(handle, piece, run, view, weight, flat=True)
+        grad = grads[run.start : run.start + run.numel]
+        if grad.dtype is not torch.float32 or self.grad_factor != 1.0:
+            grad = self._room_of("grad", run.numel).copy_(grad).mul_(self.grad_factor)
+        is_fp32 = piece.format.dtype is StateDType.FP32
+        arrays = {}
+        for key in job.fields:
+            if is_fp32:
+                arrays[key] = values_at(view.array(key, run), run.numel, torch.float32)
+                continue
+            arrays[key] = self._room_of(key, run.numel)
+            if not job.first:
+                view.load_fp32(key, run, arrays[key].data_ptr())
+        end = run.start + run.numel
+        entry = self._entries[handle]
+        if end < handle.numel:
+            entry = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
+        self._run(handle, Operands(master, grad, arrays, entry))
+        _put_master(piece, run, view, weight, master)
+        for key in () if is_fp32 else arrays:
+            view.store_fp32(key, run, arrays[key].data_ptr())
+        self._elements[handle] = end
+
+    def _room_of(self, name: str, numel: int) -> Tensor:
+        """Memory for one run; the same for all runs of a unit, because fresh memory costs more than it is used for."""
+        room = self._rooms.get(name)
+        if room is None or room.numel() < numel:
+            room = self._rooms[name] = torch.empty(numel, dtype=torch.float32, device="cpu")
+        return room[:numel]
 
     # -- where the bytes are ---------------------------------------------------------------------------------------
 
@@ -273,9 +353,13 @@ def _master(
         found = values_at(view.lead(part), part.numel, torch.float32)
     else:
         found = torch.empty(part.numel, dtype=torch.float32, device="cpu")
-        threads = num_threads()
-        cpu_adam.merge_fp32(weight.data_ptr(), view.lead(part), found.data_ptr(), part.numel, num_threads=threads)
+        _merge(part, view, weight, found)
     return found if flat else _shaped(found, handle)
+
+
+def _merge(part: PieceSegment, view: PieceView, weight: Tensor, target: Tensor) -> None:
+    threads = num_threads()
+    cpu_adam.merge_fp32(weight.data_ptr(), view.lead(part), target.data_ptr(), part.numel, num_threads=threads)
 
 
 def _put_master(piece: StatePiece, part: PieceSegment, view: PieceView, weight: Tensor, master: Tensor) -> None:
