@@ -233,19 +233,23 @@ class DeviceCalls:
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
-    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """A page-locked copy; the tensor itself on a CPU, which copies nothing to a device."""
+    def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
+        """A page-locked copy; the tensor itself on a CPU, which copies nothing to a device.
+
+        Args:
+            make_copy, match_shape: accepted; the copy has the values and the shape.
+        """
         return tensor if self._module is None else tensor.pin_memory()
 
     def is_pinned(self, tensor: Tensor) -> bool:
         return False if self._module is None else tensor.is_pinned()
 
-    def range_push(self, msg: str) -> None:
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
         """Open a range for a profiler of the device's vendor."""
         if self._name == "cuda":
             torch.cuda.nvtx.range_push(msg)
 
-    def range_pop(self) -> None:
+    def range_pop(self, domain: Any = None) -> None:
         if self._name == "cuda":
             torch.cuda.nvtx.range_pop()
 

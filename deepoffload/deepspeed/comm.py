@@ -32,6 +32,12 @@ _RENAMED = {
     "allgather_fn": "all_gather_into_tensor",
     "reduce_scatter_fn": "reduce_scatter_tensor",
 }
+_KEYWORDS = {
+    "all_gather_into_tensor": {"tensor": "input_tensor"},
+    "reduce_scatter_tensor": {"output_tensor": "output", "tensor": "input"},
+    "all_to_all_single": {"tensor": "input"},
+}
+"""Arguments that DeepSpeed calls otherwise than torch, by torch's function."""
 _NOT_HERE = {
     "log_summary": "communication is not logged; torch.profiler shows it",
     "initialize_mesh_device": "all ranks are data-parallel; torch.distributed.device_mesh makes meshes",
@@ -187,10 +193,12 @@ def __getattr__(name: str) -> Any:
 
 def _without_own_arguments(name: str) -> Any:
     function = getattr(dist, _RENAMED.get(name, name))
+    keywords = _KEYWORDS.get(function.__name__, {})
 
     def passed_on(*args: Any, **kwargs: Any) -> Any:
         _need_group(name)
-        return function(*args, **{key: value for key, value in kwargs.items() if key not in _OWN_ARGUMENTS})
+        given = {keywords.get(key, key): value for key, value in kwargs.items() if key not in _OWN_ARGUMENTS}
+        return function(*args, **given)
 
     passed_on.__name__ = name
     passed_on.__doc__ = f"``torch.distributed.{function.__name__}``; prof, log_name and debug are accepted."

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from deepoffload.config import Config, GradientDtype, Precision
+from deepoffload.deepspeed.optimizer_section import deepspeeds_name
 from deepoffload.deepspeed.tools import EngineTools
 from deepoffload.deepspeed.utils.timer import ThroughputTimer
 from deepoffload.device import Tier
@@ -125,11 +126,14 @@ class EngineNames:
         return self._config.wall_clock_breakdown
 
     def optimizer_name(self) -> str | None:
-        """The optimizer's class."""
+        """DeepSpeed's name of the configuration's optimizer; the class of one that was passed in."""
+        said = self._config.optimizer
+        if said is not None:
+            return deepspeeds_name(said)
         return None if self.optimizer is None else type(self.optimizer).__name__
 
     def optimizer_params(self) -> dict[str, object] | None:
-        """Parameters in the configuration's ``optimizer``."""
+        """Parameters in the configuration's ``optimizer``, where that one trains."""
         return None if self._config.optimizer is None else dict(self._config.optimizer.params)
 
     def scheduler_name(self) -> str | None:
@@ -300,17 +304,27 @@ class EngineNames:
         strict: bool = True,
         custom_load_fn: Callable[..., object] | None = None,
         fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Iterable[str] | None = None,
     ) -> None:
         """Put the weights of ``checkpoint["module"]``, or of a ``state_dict``, into the model.
 
+        Args:
+            fetch_z3_params, z3_params_to_fetch: accepted, unnecessary.
+            allowed_missing_keys: what ``strict`` does not miss.
+
         Raises:
-            UsageError: it is no mapping.
+            UsageError: it is no mapping. RuntimeError: names that ``strict`` misses or does not know, as torch says it.
         """
         if not isinstance(checkpoint, Mapping):
             raise UsageError(f"load_module_state_dict takes a mapping, not a {type(checkpoint).__name__}")
         state = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
         if custom_load_fn is not None:
             custom_load_fn(src=state, dst=self.module)
+        elif strict and allowed_missing_keys is not None:
+            own = self.module.state_dict()
+            present = {name: own[name] for name in set(allowed_missing_keys) & own.keys() - state.keys()}
+            self.module.load_state_dict({**state, **present})
         else:
             self.module.load_state_dict(state, strict=strict)
 

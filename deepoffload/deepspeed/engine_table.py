@@ -39,7 +39,10 @@ ENGINE_NAMES: Mapping[str, PeerName] = {
     **all_of("sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain", absent(_SPARSE)),
     "clip_fp32_gradients": absent("step() clips, inside the update; the key gradient_clipping says to what"),
     # -- questions --
-    **all_of("get_global_grad_norm get_lr global_steps skipped_steps micro_steps loss_scale", HERE),
+    **all_of("get_global_grad_norm get_lr global_steps skipped_steps micro_steps", HERE),
+    "loss_scale": otherwise(
+        "a number, the present scale; DeepSpeed has a method, which gives that of the section fp16"
+    ),
     "get_mom": otherwise("Adam's betas or SGD's momentum of each group; None for a group that has neither"),
     "get_type": HERE,
     **all_of("fp16_enabled bfloat16_enabled fp16_auto_cast dynamic_loss_scale initial_dynamic_scale", HERE),
@@ -60,7 +63,8 @@ ENGINE_NAMES: Mapping[str, PeerName] = {
     "set_train_batch_size": otherwise("refused in the middle of an update"),
     "set_train_micro_batch_size": HERE,
     **all_of("dataloader_drop_last wall_clock_breakdown steps_per_print", HERE),
-    **all_of("optimizer_name optimizer_params scheduler_name scheduler_params", HERE),
+    **all_of("optimizer_name scheduler_name scheduler_params", HERE),
+    "optimizer_params": otherwise("those of the optimizer that trains; None where it was passed in"),
     "optimizer_legacy_fusion": absent("the update is always one fused pass"),
     "get_optimizer_configuration": absent(_SET_UP),
     "get_wall_clock_timers": absent("engine.summary() has the times of the last steps"),

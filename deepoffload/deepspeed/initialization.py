@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from deepoffload.config import TOOL_SECTIONS, TRAINING_FIELDS, Config, Precision, StepOverlap, key_of, parse_config
 from deepoffload.deepspeed.data import make_loader, split_over_ranks
 from deepoffload.deepspeed.engine import TrainingEngine
-from deepoffload.deepspeed.optimizer_section import make_optimizer
+from deepoffload.deepspeed.optimizer_section import listed_parameters, make_optimizer
 from deepoffload.deepspeed.schedulers import make_schedule
 from deepoffload.deepspeed.tools import check_tools
 from deepoffload.deepspeed.utils.groups import refuse_cut_models
@@ -134,7 +134,7 @@ def set_up(
         refuse_cut_models("initialize", mpu)
     if mesh_param is not None:
         raise UnsupportedError("initialize: model parallelism (mesh_param) is not available; leave it out")
-    core = _paging_engine(model)
+    core = paging_engine(model)
     source = _config_source(args, config, config_params)
     if core is not None and choice.is_said:
         raise UsageError(
@@ -157,6 +157,8 @@ def set_up(
     loader = split_over_ranks(loader, core, settings, collate_fn)
     if built is None:
         log.info("initialize: no optimizer, so the engine only infers")
+    if optimizer is not None:
+        settings = dataclasses.replace(settings, optimizer=None)  # its section is not used
     scale = configured_loss_scale(settings.fp16) if settings.precision is Precision.FP16 else None
     return TrainingEngine(model, core, settings, built, scheduler, clipping, scale, loader), built, loader, scheduler
 
@@ -187,7 +189,7 @@ def take_over(config: Config, model: nn.Module, choice: RankChoice) -> Engine:
 
 def page(config: Config, model: nn.Module) -> Engine:
     """The engine of a model that was built in a context; one that was not is taken over, with the values of rank 0."""
-    core = _paging_engine(model)
+    core = paging_engine(model)
     return take_over(config, model, RankChoice(values_of_rank_0=True)) if core is None else core
 
 
@@ -203,7 +205,7 @@ def _tell_pager(optimizer: torch.optim.Optimizer | None) -> None:
 # -- configuration ---------------------------------------------------------------------------------------------------
 
 
-def _paging_engine(model: nn.Module) -> Engine | None:
+def paging_engine(model: nn.Module) -> Engine | None:
     """The engine of a model built in a context; None for an ordinary model."""
     if not any(isinstance(param.__dict__.get("_slot"), ParamHandle) for param in model.parameters()):
         return None
@@ -349,18 +351,17 @@ def _optimizer(
         log.warning("initialize: the optimizer passed in is used, the configuration's optimizer section is not")
     if given is None and config.optimizer is None:
         return None
-    params = model_parameters
-    if params is None:
-        params = [param for param in model.parameters() if param.requires_grad]
     if isinstance(given, torch.optim.Optimizer):
         built = given
-    elif given is not None:
-        built = given(params)
+    else:
+        trained = (param for param in model.parameters() if param.requires_grad)
+        params = listed_parameters(trained if model_parameters is None else model_parameters)
+        if given is None:
+            built = make_optimizer(config.optimizer, params, model)  # type: ignore[arg-type]  # one of both is there
+        else:
+            built = given(params)
         if not isinstance(built, torch.optim.Optimizer):
             raise UsageError(f"the function passed as optimizer gave {type(built).__name__}, not a torch optimizer")
-        _check_fp16(config, built)
-    else:
-        built = make_optimizer(config.optimizer, params, model)  # type: ignore[arg-type]  # one of both is there
         _check_fp16(config, built)
     _check_parameters(built, model)
     if isinstance(built, HostOptimizer):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepoffload.config import OptimizerConfig
-from deepoffload.errors import ConfigError, DeepOffloadError
+from deepoffload.errors import ConfigError, DeepOffloadError, UsageError
 from deepoffload.optim.adagrad import CPUAdagrad
 from deepoffload.optim.adam import CPUAdam
 from deepoffload.optim.foreign.muon import Muon, split_groups
@@ -35,6 +35,27 @@ _TORCHS: Mapping[str, type[torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "rprop": torch.optim.Rprop,
 }
+
+
+def listed_parameters(parameters: Any) -> list[Any]:
+    """Parameters or groups that were passed in. Raises UsageError: there are none, or it is no iterable."""
+    if isinstance(parameters, (torch.Tensor, str)) or not isinstance(parameters, Iterable):
+        raise UsageError(
+            f"initialize(model_parameters=...) takes parameters or groups of them, not {type(parameters).__name__}"
+        )
+    found = [parameters] if isinstance(parameters, Mapping) else list(parameters)
+    if not found:
+        raise UsageError(
+            "initialize(model_parameters=...) is empty (what model.parameters() gives can be read once); leave it out "
+            "to train all parameters that require gradients"
+        )
+    return found
+
+
+def deepspeeds_name(said: OptimizerConfig) -> str:
+    """What DeepSpeed calls the optimizer of a configuration: its own in small letters, torch's by their class."""
+    torchs = torch.optim.SGD if said.type == "sgd" else _TORCHS.get(said.type)
+    return said.type if torchs is None else torchs.__name__
 
 
 def make_optimizer(said: OptimizerConfig, params: Any, model: nn.Module) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepoffload.config import Config, Precision, parse_config
 from deepoffload.deepspeed import comm
-from deepoffload.deepspeed.initialization import take_over
+from deepoffload.deepspeed.initialization import paging_engine, take_over
 from deepoffload.deepspeed.names import look_up
 from deepoffload.deepspeed.utils.groups import refuse_cut_models
 from deepoffload.errors import ConfigError, UnsupportedError, UsageError
@@ -41,7 +41,7 @@ class Init:
     arguments. Within another one it adds nothing. It starts the process group that scripts then use, as DeepSpeed's.
 
     Args:
-        module: a model that is built already: it is paged at once.
+        module: a model that is built already: it is paged at once. One that is paged stays as it is.
         data_parallel_group: the ranks that train the model; not said: all.
         config_dict_or_path, config: the configuration; the one that ``initialize`` is given. Without one the budgets
             are those of the machine, and ``initialize`` can add nothing that concerns placement.
@@ -72,6 +72,7 @@ class Init:
         zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: Any = None,
         param_swapper: Any = None,
+        tensor_overrides: Any = None,
     ) -> None:
         groups = (zero_param_parallel_group, sequence_data_parallel_group)
         self._context: offload_context | None = None
@@ -85,6 +86,8 @@ class Init:
                 raise UnsupportedError(f"zero.Init({name}=...): all ranks are data-parallel; leave it out")
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise UnsupportedError("zero.Init: weights are never quantised; leave zero_quantized_weights out")
+        if tensor_overrides:
+            raise UnsupportedError("zero.Init(tensor_overrides=...): only parameters are changed; leave it out")
         if not comm.is_initialized():
             comm.init_distributed()
         self._group = data_parallel_group
@@ -93,7 +96,8 @@ class Init:
         if module is not None:
             if not isinstance(module, nn.Module):
                 raise UsageError(f"zero.Init(module=...) takes a torch.nn.Module, not {type(module).__name__}")
-            take_over(self._config, module, self._choice)
+            if paging_engine(module) is None:
+                take_over(self._config, module, self._choice)
 
     def __enter__(self) -> Init:
         if self._enabled and not context_is_open():

@@ -116,6 +116,12 @@ def test_a_process_alone_gets_a_group(monkeypatch):
     comm.all_gather(gathered, value)
     into = torch.zeros(1)
     comm.allgather_fn(into, value)
+    for call in (comm.all_gather_into_tensor, comm.reduce_scatter_tensor, comm.reduce_scatter_fn):
+        into.zero_()
+        call(output_tensor=into, tensor=value, log_name="mine")  # DeepSpeed's names of the arguments
+        assert torch.equal(into, value)
+    comm.all_to_all_single(output=into.zero_(), tensor=value, prof=False)
+    assert torch.equal(into, value)
     comm.barrier()
     assert value.item() == gathered[0].item() == into.item() == 3.0
     assert comm.get_world_size(group=comm.new_group([0])) == 1
@@ -326,6 +332,9 @@ def test_a_configuration_by_deepspeeds_attributes():
     assert config.optimizer_name == "adamw" and config.optimizer_params["lr"] == 0.5
     assert config.scheduler_name == "WarmupLR" and config.config.zero_stage == 3
     assert "train_batch_size" in config.print_user_config() and not hasattr(config, "sparse_attention")
+    assert config.gradient_clipping == 1.0  # what the engine clips to when nothing is said, as DeepSpeed's
+    other = deepspeed.DeepSpeedConfig({"optimizer": {"type": "RMSprop"}, "gradient_clipping": 0})
+    assert other.gradient_clipping == 0.0 and other.optimizer_name == "RMSprop"
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="zero_optimization.stage"):
         deepspeed.DeepSpeedConfig({"zero_optimization": {"stage": 9}})
 
@@ -337,7 +346,12 @@ def test_optimizers_by_deepspeeds_names():
     assert isinstance(adam, deepoffload.CPUAdam) and group["adamw_mode"] is False and group["betas"] == (0.8, 0.9)
     assert deepspeed.ops.adam.DeepSpeedCPUAdam is deepoffload.CPUAdam
     assert isinstance(deepspeed.ops.lion.FusedLion(params, lr=0.1), deepspeed.ops.lion.DeepSpeedCPULion)
-    assert deepspeed.ops.adagrad.DeepSpeedCPUAdagrad(params).defaults["lr"] == 1e-2
+    adagrad = deepspeed.ops.adagrad.DeepSpeedCPUAdagrad
+    assert adagrad(model_params=params).defaults["lr"] == 1e-2
+    made = adagrad(params, 0.1, 1e-6, 0.01, False, True).defaults  # DeepSpeed's order, which is not torch's
+    assert (made["lr"], made["eps"], made["weight_decay"], made["lr_decay"]) == (0.1, 1e-6, 0.01, 0.0)
+    with pytest.raises(UnsupportedError, match="fp32_optimizer_states"):
+        adagrad(params, fp32_optimizer_states=False)
     with pytest.raises(UnsupportedError, match="amsgrad"):
         deepspeed.ops.adam.FusedAdam(params, amsgrad=True)
 

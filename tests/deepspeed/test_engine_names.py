@@ -74,7 +74,7 @@ def test_questions_about_zero(engine_of, nvme_path):
 def test_questions_about_the_run(engine_of):
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}
     engine = engine_of(scheduler=schedule, steps_per_print=7, wall_clock_breakdown=True, **BATCH)
-    assert engine.optimizer_name() == "CPUAdam" and engine.optimizer_params()["lr"] == 1e-2
+    assert engine.optimizer_name() == "adamw" and engine.optimizer_params()["lr"] == 1e-2
     assert engine.scheduler_name() == "WarmupLR" and engine.scheduler_params()["warmup_num_steps"] == 5
     assert engine.steps_per_print() == 7 and engine.wall_clock_breakdown() and not engine.dataloader_drop_last()
     assert (
@@ -93,6 +93,13 @@ def test_questions_about_the_run(engine_of):
     assert infers.optimizer_name() is infers.optimizer_params() is infers.scheduler_name() is None
     assert infers.get_type() == [] and not infers.zero_use_cpu_optimizer()
     infers.close()
+    assert engine_of(optimizer={"type": "SGD", "params": {"lr": 0.1}}).optimizer_name() == "SGD"
+    model = plain(mlp)  # the section of the configuration is not used
+    given = deepoffload.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters()), config={"optimizer": ADAM}
+    )
+    assert given[0].optimizer_name() == "SGD" and given[0].optimizer_params() is None
+    given[0].close()
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -194,6 +201,11 @@ def test_state_dicts(engine_of):
     assert_same_bits(changed | {"0.weight": expected["0.weight"]}, weights_of(engine.module))
     engine.load_module_state_dict(changed, custom_load_fn=lambda src, dst: dst.load_state_dict(src))
     assert_same_bits(changed, weights_of(engine.module))
+    part = {name: value for name, value in expected.items() if name != "0.bias"}
+    engine.load_module_state_dict(part, z3_params_to_fetch=[], allowed_missing_keys=["0.bias", "no_such"])
+    assert_same_bits(expected | {"0.bias": changed["0.bias"]}, weights_of(engine.module))
+    with pytest.raises(RuntimeError, match="Missing key.*2.bias"):
+        engine.load_module_state_dict({"0.weight": expected["0.weight"]}, allowed_missing_keys=["0.bias"])
     with pytest.raises(RuntimeError, match="Missing key"):
         engine.load_module_state_dict({"module": {}})
     with pytest.raises(UsageError, match="takes a mapping"):

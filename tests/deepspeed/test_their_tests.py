@@ -67,3 +67,43 @@ def test_a_suite_is_run_and_read(tmp_path):
     assert "| `ops/test_small.py::test_left_out` |  |  | 1 |  |" in run.stdout
     assert "NotInDeepOffload: deepspeed.ops.op_builder.CPUAdamBuilder" in run.stdout
     assert "not as in their_tests.json: ops/test_small.py::TestOne::test_here, which is not there" in run.stdout
+
+
+HANGS = """
+import multiprocessing, threading
+import pytest
+
+def test_waits_for_ever_with_a_process_of_its_own():
+    multiprocessing.get_context("fork").Process(target=threading.Event().wait).start()
+    threading.Event().wait()
+
+def test_behind_it():
+    pass
+
+def test_ends_the_run():
+    pytest.exit("Test hanged, exiting", returncode=7)
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_last(number):
+    pass
+"""
+
+
+def test_a_case_that_hangs_or_ends_the_run_is_one_failure(tmp_path):
+    folder = tmp_path / "unit" / "ops"
+    folder.mkdir(parents=True)
+    (folder / "test_hangs.py").write_text(HANGS)
+    (folder / "test_broken.py").write_text("import no_such_module")
+    files = ["ops/test_hangs.py", "ops/test_broken.py"]
+    counts, errors = tool().run(tmp_path, files, [], limit_s=1.5)
+    failed, passed = {"passed": 0, "failed": 1, "skipped": 0}, {"passed": 1, "failed": 0, "skipped": 0}
+    assert counts == {
+        "ops/test_broken.py": failed,
+        "ops/test_hangs.py::test_behind_it": passed,
+        "ops/test_hangs.py::test_ends_the_run": failed,
+        "ops/test_hangs.py::test_last": {**passed, "passed": 2},
+        "ops/test_hangs.py::test_waits_for_ever_with_a_process_of_its_own": failed,
+    }
+    assert errors["ops/test_hangs.py::test_waits_for_ever_with_a_process_of_its_own"] == "it did not end within 1.5 s"
+    assert errors["ops/test_hangs.py::test_ends_the_run"] == "the run ended in it, with exit status 7"
+    assert "no_such_module" in errors["ops/test_broken.py"]

@@ -58,6 +58,7 @@ def test_a_model_built_in_init_trains_as_plain_pytorch(config, tmp_path, closing
     if how == "module=":
         model = mlp()
         Init(module=model, config_dict_or_path=config)
+        Init(module=model, config_dict_or_path=config)  # it is paged
     elif how == "nested":
         with Init(config_dict_or_path=config):
             with Init(config_dict_or_path=config), Init():

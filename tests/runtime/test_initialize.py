@@ -300,6 +300,8 @@ def refused() -> list[tuple[dict[str, Any], type[Exception], str]]:
         ({"config": {"scheduler": {"type": "WarmupLR"}}}, UsageError, "needs an optimizer"),
         ({"optimizer": torch.optim.SGD(mlp().parameters())}, UsageError, "no parameter of the optimizer"),
         ({"model_parameters": mlp().parameters(), **frozen}, UsageError, "no parameter of the optimizer"),
+        ({"model_parameters": iter(()), **frozen}, UsageError, "is empty .what model.parameters.. gives"),
+        ({"model_parameters": mlp()[0].weight, **frozen}, UsageError, "takes parameters or groups of them"),
         ({"model_parameters": [1, 2], **frozen}, TypeError, "can only optimize Tensors"),
         ({"optimizer": lambda params: torch.optim.SGD(params, lr=-1)}, ValueError, "Invalid learning rate"),
         ({"lr_scheduler": StepLR(torch.optim.SGD(mlp().parameters()), 1), **frozen}, UsageError, "another optimizer"),

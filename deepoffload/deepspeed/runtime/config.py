@@ -6,7 +6,9 @@ from typing import Any
 
 from deepoffload.config import Config, Precision, parse_config
 from deepoffload.config.source import read_source
+from deepoffload.deepspeed.initialization import DEFAULT_GRADIENT_CLIPPING
 from deepoffload.deepspeed.names import AbsentNameError
+from deepoffload.deepspeed.optimizer_section import deepspeeds_name
 from deepoffload.device import Tier
 from deepoffload.errors import ConfigError as DeepSpeedConfigError
 
@@ -65,7 +67,8 @@ class DeepSpeedConfig:
         self.train_batch_size = said.train_batch_size
         self.train_micro_batch_size_per_gpu = said.train_micro_batch_size_per_gpu
         self.gradient_accumulation_steps = said.gradient_accumulation_steps
-        self.gradient_clipping = said.gradient_clipping or 0.0
+        clipping = said.gradient_clipping
+        self.gradient_clipping = DEFAULT_GRADIENT_CLIPPING if clipping is None else clipping
         self.steps_per_print = said.steps_per_print
         self.wall_clock_breakdown = said.wall_clock_breakdown
         self.zero_config = ZeroConfig(said)
@@ -73,7 +76,7 @@ class DeepSpeedConfig:
         self.zero_enabled = self.zero_config.stage > 0
         self.fp16_enabled = self.float16_enabled = said.precision is Precision.FP16
         self.bfloat16_enabled = said.precision is Precision.BF16
-        self.optimizer_name = None if said.optimizer is None else said.optimizer.type
+        self.optimizer_name = None if said.optimizer is None else deepspeeds_name(said.optimizer)
         self.optimizer_params = None if said.optimizer is None else dict(said.optimizer.params)
         self.scheduler_name = None if said.scheduler is None else said.scheduler.type
         self.scheduler_params = None if said.scheduler is None else dict(said.scheduler.params)
