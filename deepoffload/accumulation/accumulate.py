@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deepoffload.accumulation.activations import Activations, activation_mode
@@ -47,8 +48,8 @@ def accumulate(
     (docs/accumulation.md).
 
     Random numbers: one seed per micro-batch is drawn from torch's CPU generator, and each micro-batch draws from a
-    separate stream, in every order. A plain loop that calls ``torch.manual_seed`` with the same seeds draws the same.
-    A device's generator is left as it is.
+    separate stream, in every order; so it does from the generator of the device. A plain loop that calls
+    ``torch.manual_seed`` with the same seeds draws the same.
 
     Args:
         model: paged, or an ordinary one, which is trained in the ordinary order.
@@ -245,7 +246,7 @@ class _Work:
         turns = Turns(
             engine.pager,
             engine.gradients,
-            RandomStreams(len(self._batches)),
+            RandomStreams(len(self._batches), self._device()),
             Activations(mode, len(self._batches), engine.pager, attributes),
             len(self._batches),
             forward=self._forward,
@@ -262,7 +263,7 @@ class _Work:
     def run_horizontally(self, mode: ActivationMode) -> None:
         """Autograd keeps the activations of one micro-batch, where they are not to be computed again: those that every
         loop keeps."""
-        streams = RandomStreams(len(self._batches))
+        streams = RandomStreams(len(self._batches), self._device())
         engine = self._engine
         activations = None
         if engine is not None and mode is ActivationMode.RECOMPUTE:
@@ -287,6 +288,12 @@ class _Work:
         finally:
             if hooks is not None:
                 hooks.turns = None
+
+    def _device(self) -> torch.device:
+        """On which the model computes."""
+        if self._engine is not None:
+            return self._engine.pager.memory.device
+        return next((param.device for param in self._model.parameters()), torch.device("cpu"))
 
     def _forward(self, number: int) -> Tensor:
         changes = self._changes(number)

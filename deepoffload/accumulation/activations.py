@@ -15,6 +15,7 @@ from deepoffload.accumulation.asked import choose
 from deepoffload.accumulation.recomputed import Caches, Recomputed
 from deepoffload.config import ActivationMode
 from deepoffload.config.units import format_bytes
+from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.params.kept_attributes import KeptAttributes
 from deepoffload.params.ports import ActivationRegion, PagerPort
 from deepoffload.params.saved import SavedTensor, SavedTensorHooks, saved_for_checkpoint
@@ -46,15 +47,23 @@ def _fits(pager: PagerPort, count: int) -> bool | None:
     where none has been measured. A unit that leaves an attribute another one is not run twice: they have to fit."""
     if pager.order.attributes is not None and pager.order.attributes.first:
         return True
-    room, arena = pager.order.activations, pager.tiers.arena
+    room = pager.order.activations
     first = room.allowed_bytes is None
-    # holes of the arena may be memory that nobody has touched yet
-    fits = room.holds(count, lambda: machine.measure().memory_available_bytes - arena.free_bytes)
+    fits = room.holds(count, partial(_free_bytes, pager))
     if first and room.micro_batch_bytes is not None and room.allowed_bytes is not None:
         needed, allowed = format_bytes(count * room.micro_batch_bytes), format_bytes(room.allowed_bytes)
         done = "they are kept" if fits else "units run again in backward"
         announce(f"activations of {count} micro-batches take {needed}, and {allowed} may be used: {done}")
     return fits
+
+
+def _free_bytes(pager: PagerPort) -> int:
+    """Of the memory that activations take."""
+    memory = pager.memory
+    if isinstance(memory, CopyMemory) and memory.device.type != "cpu":
+        return memory.accelerator.free_bytes()
+    # holes of the arena may be memory that nobody has touched yet
+    return machine.measure().memory_available_bytes - pager.tiers.arena.free_bytes
 
 
 class Activations:
@@ -74,6 +83,7 @@ class Activations:
         self._fits = partial(_fits, pager, count)
         fits = self._fits() if mode is ActivationMode.AUTO else mode is ActivationMode.KEEP
         self._recompute = not fits
+        self._device = pager.memory.device
         self._counted = Counted(pager) if mode is ActivationMode.AUTO and fits is not False else None
         self._caches: defaultdict[int, Caches] = defaultdict(Caches)
         self._inputs: dict[Window, list[tuple[Tensor, int]]] = {}
@@ -102,7 +112,7 @@ class Activations:
         if window in self._room.edited:
             return None
         kept = self._caches[number].without(leaves)
-        return None if kept is None else Recomputed(module, kept, structure, self._attributes)
+        return None if kept is None else Recomputed(module, kept, structure, self._attributes, self._device)
 
     def call_ended(self, number: int, window: Window) -> None:
         """A call of a window's module by a micro-batch is over."""
@@ -121,6 +131,10 @@ class Activations:
                 self._look_for_edits(window)
             self._recompute = not self._fits()
 
+    def end(self) -> None:
+        """The call is over. The hooks on a graph that an error has left lead here: it would keep itself alive."""
+        self._inputs.clear()
+
     def _look_for_edits(self, window: Window) -> None:
         """Whether the first micro-batch has edited in place what this window's module had been called with: a second
         run would get other arguments."""
@@ -132,7 +146,7 @@ class Counted:
     """Keeps what autograd saves in calls of windows, and counts the bytes.
 
     Attributes:
-        nbytes: of all that was saved, but for weights.
+        nbytes: of all that was saved on the device that computes, but for weights.
     """
 
     def __init__(self, pager: PagerPort) -> None:
@@ -169,7 +183,7 @@ class Counted:
         return SavedTensor(tensor)
 
     def _count(self, tensor: Tensor) -> None:
-        if tensor.layout is torch.strided:
+        if tensor.layout is torch.strided and tensor.device == self._pager.memory.device:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._seen and storage._cdata not in self._pager.storages:
                 self._seen.add(storage._cdata)  # all of them live until backward

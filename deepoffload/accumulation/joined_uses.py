@@ -14,23 +14,25 @@ from typing import Any
 
 from torch import Tensor
 
+from deepoffload.accumulation.gradient_streams import GradientStreams
 from deepoffload.accumulation.kept_apart import added
 from deepoffload.accumulation.loss_graph import LossGraph
 from deepoffload.errors import UnsupportedError
 
 
-def join_uses(graph: LossGraph, begin: int, doors: Iterable[Any]) -> None:
+def join_uses(graph: LossGraph, begin: int, doors: Iterable[Any], streams: GradientStreams) -> None:
     """Put hooks on the nodes that were made from number ``begin`` on."""
     newer = [node for node, sequence in graph.nodes if sequence >= begin]
     for door in doors:
         if door in newer:
-            _JoinedUses(door, newer)
+            _JoinedUses(door, newer, streams)
 
 
 class _JoinedUses:
     """Of one tensor. ``door``: the node of what stands for it."""
 
-    def __init__(self, door: Any, newer: list[Any]) -> None:
+    def __init__(self, door: Any, newer: list[Any], streams: GradientStreams) -> None:
+        self._streams = streams
         self._total: Tensor | None = None
         self._is_over = False
         door.register_hook(self._hand_on)
@@ -49,7 +51,9 @@ class _JoinedUses:
         for output, is_outside in uses:
             gradient = rest[output]
             if gradient is not None:
+                self._streams.come_after((self._total,))
                 self._total = added(self._total, gradient)
+                self._streams.note()
                 if is_outside:
                     rest[output] = None
         return tuple(rest)
@@ -59,6 +63,7 @@ class _JoinedUses:
         total, self._total = self._total, None
         if total is None:
             return None
+        self._streams.come_after((total,))
         if made[0] is None:  # torch lets no hook put a gradient where there is none
             raise UnsupportedError(
                 "accumulate: the last unit gives no gradient to a tensor that is used after it, too; "

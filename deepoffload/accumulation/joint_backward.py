@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
+from deepoffload.accumulation.gradient_streams import GradientStreams
 from deepoffload.accumulation.joined_uses import join_uses
 from deepoffload.accumulation.kept_apart import KeptApart
 from deepoffload.accumulation.loss_graph import LeafUse, Leg, Legs, LossGraph, runs_backward
@@ -41,6 +42,7 @@ class JointBackward:
         legs: in which the forwards have run.
         apart: keeps the gradients of micro-batches apart, where one backward makes those of all.
         gradients: which leaves have a hook of ours.
+        streams: of the device, which have made gradients that are kept.
         starts: called with a micro-batch whose backward goes on.
     """
 
@@ -49,9 +51,11 @@ class JointBackward:
         legs: Legs,
         apart: KeptApart,
         gradients: GradientDoor,
+        streams: GradientStreams,
         starts: Callable[[MicroBatch], None],
     ) -> None:
         self._legs, self._apart, self._gradients, self._starts = legs, apart, gradients, starts
+        self._streams = streams
         self._outside: set[int] = set()
         self._early = 0
 
@@ -68,8 +72,10 @@ class JointBackward:
         self._apart.expect(one.number, graph)
         doors = {door for _, door in one.entering}
         begin = one.entering_from
+        if graph.runs_in_several_threads():
+            doors.clear()
         if doors and not graph.ends_at(doors, begin):
-            join_uses(graph, begin, {*doors, *(inside.grad_fn for inside, _ in one.entering)})
+            join_uses(graph, begin, {*doors, *(inside.grad_fn for inside, _ in one.entering)}, self._streams)
             doors.clear()
         if self._early != one.number or not doors or graph.runs_backward_from(begin):
             self._outside.update(map(id, graph.leaves()))
@@ -99,6 +105,7 @@ class JointBackward:
         roots = [*(_behind(door) for _, door in entering), *ends]
         made = [*found[:first], *found[last:]]
         one.roots = [(root, gradient) for root, gradient in zip(roots, made, strict=True) if gradient is not None]
+        self._streams.note()
         self._apart.complete(one.number, zip(leaves, found[first:last], strict=True))
 
     # -- the rest --------------------------------------------------------------------------------------------------
@@ -119,6 +126,8 @@ class JointBackward:
         """Prepare one backward of all. False, with nothing done, where there cannot be one."""
         found, places = self._legs_of(every), self._places(every)
         if found is None or places is None or torch.is_anomaly_enabled():  # which looks at gradients as they are made
+            return False
+        if any(graph.runs_in_several_threads() for _, graph, _ in found):
             return False
         shifts, runs = self._legs.shifts(places), list[tuple[int, Any, MicroBatch]]()
         for one, graph, legs in found:
@@ -212,4 +221,5 @@ class JointBackward:
                 roots.append((root, gradient))
             one.forget_graph()
         if roots:
+            self._streams.come_after(gradient for _, gradient in roots)
             autograd_backward([root for root, _ in roots], [gradient for _, gradient in roots])

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deepoffload.accumulation.gradient_streams import GradientStreams
 from deepoffload.accumulation.loss_graph import LeafUse, LossGraph
 
 Land = Callable[[int, Tensor, Tensor], None]
@@ -41,8 +42,9 @@ class _LeafSum:
 class KeptApart:
     """Of one call. Leaves are known by their ids: they live as long as the graphs."""
 
-    def __init__(self, land: Land) -> None:
+    def __init__(self, land: Land, streams: GradientStreams) -> None:
         self._land = land
+        self._streams = streams
         self._sums: dict[tuple[int, int], _LeafSum] = {}
         self._due: dict[int, list[int]] = {}
 
@@ -63,6 +65,7 @@ class KeptApart:
 
     def complete(self, number: int, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         """All of these gradients of a micro-batch have come, and it is their turn."""
+        self._streams.note()
         for leaf, gradient in gradients:
             self.leave_to_autograd(number, (leaf,))
             if gradient is not None:
@@ -73,9 +76,9 @@ class KeptApart:
         for due in self._due.values():
             due.clear()
         for (number, _), found in sorted(self._sums.items(), key=lambda item: item[0][0]):
-            if found.total is not None:
-                self._land(number, found.leaf, found.total)
+            self._land_sum(number, found)
         self._sums.clear()
+        self._streams.come_after()
 
     def hook(self, number: int, uses: Iterable[LeafUse]) -> None:
         """Take gradients away where they are made."""
@@ -94,10 +97,16 @@ class KeptApart:
         found = self._sums[number, leaf]
         found.left -= 1
         if gradient is not None:
+            if found.total is not None:
+                self._streams.come_after((found.total,))
             found.total = added(found.total, gradient)
+            self._streams.note()
         due = self._due[leaf]
         while due and not self._sums[due[0], leaf].left:
             number = due.pop(0)
-            found = self._sums.pop((number, leaf))
-            if found.total is not None:
-                self._land(number, found.leaf, found.total)
+            self._land_sum(number, self._sums.pop((number, leaf)))
+
+    def _land_sum(self, number: int, found: _LeafSum) -> None:
+        if found.total is not None:
+            self._streams.come_after((found.total,))
+            self._land(number, found.leaf, found.total)

@@ -7,10 +7,13 @@ from collections.abc import Collection, Iterable
 from inspect import unwrap
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from deepoffload.params.torch_private import AccumulateGrad, sequence_number
+
+_HOST = torch.device("cpu")
 
 
 class LeafUse(NamedTuple):
@@ -34,6 +37,12 @@ def runs_backward(node: Any) -> bool:
     return code is None or "backward" in code.co_names
 
 
+def _device_of(node: Any) -> torch.device:
+    """On which a node computes, as autograd finds it: that of the first gradient it gets that is not on the CPU."""
+    devices = (one.device for one in node._input_metadata)
+    return next((device for device in devices if device.type != "cpu"), _HOST)
+
+
 class LossGraph:
     """All nodes behind a loss, but those of leaves. Nodes have the numbers in whose order they were made.
 
@@ -43,6 +52,7 @@ class LossGraph:
     def __init__(self, loss: Tensor) -> None:
         self.nodes: list[tuple[Any, int]] = []
         self.uses: list[LeafUse] = []
+        self._in_several_threads: bool | None = None
         root = loss.grad_fn
         waiting: list[Any] = [] if root is None else [root]
         seen = set(waiting)
@@ -58,6 +68,14 @@ class LossGraph:
             self.nodes.append((node, sequence))
             if leaves:
                 self.uses.append(LeafUse(node, sequence, tuple(leaves)))
+
+    def runs_in_several_threads(self) -> bool:
+        """Whether backward computes on several devices, or on the CPU and a device. Autograd has a thread for each, and
+        so there is no order among all nodes."""
+        if self._in_several_threads is None:
+            has_devices = torch.accelerator.is_available()
+            self._in_several_threads = has_devices and len({_device_of(node) for node, _ in self.nodes}) > 1
+        return self._in_several_threads
 
     def leaves(self) -> Iterable[Tensor]:
         """Once for each use."""

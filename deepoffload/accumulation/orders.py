@@ -57,7 +57,7 @@ def vertical_order(engine: Engine | None, model: nn.Module, asked: str | None, c
     if known is not None and known.is_of(model) and known.first:
         _say(_left(model, known.first))
         return None
-    found = faster_order(placement, count)
+    found = faster_order(placement, count, on_device=engine.pager.memory.device.type != "cpu")
     how = "takes all micro-batches through each unit together" if found.is_vertical else ONE_BY_ONE
     _say(f"accumulation of {type(model).__name__} {how}: {found.why}")
     return TogetherOrder(asked=False) if found.is_vertical else None
@@ -92,11 +92,8 @@ def _left(model: nn.Module, name: str) -> str:
 
 def _unavailable(engine: Engine, model: nn.Module) -> str | None:
     """Why this model cannot be run in vertical order, if so."""
-    device = engine.pager.memory.device
     if engine.link is not None:
         return f"{engine.ranks.world_size} ranks train it together"
-    if device.type != "cpu":
-        return f"{device} computes, and the vertical order is made for the CPU"
     if type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None:
         return "torch.compile has the whole model, and micro-batches stop between its layers: compile the layers"
     return None

@@ -66,16 +66,23 @@ class Recomputed:
     Args:
         leaves, structure: the arguments of the call, flattened, as the second run is to get them.
         attributes: of the model's modules, that its forwards change.
+        device: that computes.
     """
 
-    def __init__(self, module: nn.Module, leaves: list[Any], structure: Any, attributes: KeptAttributes) -> None:
+    def __init__(
+        self, module: nn.Module, leaves: list[Any], structure: Any, attributes: KeptAttributes, device: torch.device
+    ) -> None:
         self._module = module
         self._structure = structure
         self._attributes, self._then = attributes, attributes.now()
         self._process = process_now()
         self._buffers = _Buffers(module)
+        with (
+            outside_user_modes()
+        ):  # torch sees to random numbers and autocast of the devices of tensors that it is given
+            there = torch.empty(0, device=device)
         self._around: Iterator[None] | None = checkpoint_around(  # what runs between two calls of next() runs again
-            self._run_again, True, noop_context_fn, "default", False, True, *leaves
+            self._run_again, True, noop_context_fn, "default", False, True, there, *leaves
         )
         next(self._around)
 
@@ -85,7 +92,7 @@ class Recomputed:
             next(around, None)
             self._buffers.compare()
 
-    def _run_again(self, *leaves: Any) -> None:
+    def _run_again(self, _: Tensor, *leaves: Any) -> None:
         args, kwargs = self._structure.unflatten(leaves)
         name = type(self._module).__name__
         with ExitStack() as back, self._attributes.lent(self._then), self._buffers.as_they_were(name):

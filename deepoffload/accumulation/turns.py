@@ -44,6 +44,7 @@ from torch import Tensor, nn
 
 from deepoffload.accumulation.activations import Activations
 from deepoffload.accumulation.freed_memory import FreedMemory
+from deepoffload.accumulation.gradient_streams import GradientStreams
 from deepoffload.accumulation.joint_backward import JointBackward
 from deepoffload.accumulation.kept_apart import KeptApart
 from deepoffload.accumulation.loss_graph import Leg, Legs, LossGraph
@@ -57,13 +58,18 @@ from deepoffload.params.torch_private import (
     get_grad,
     in_backward,
     modes_active,
+    past_doors,
     sequence_number,
     set_grad,
+    tensor_use_count,
     tree_flatten,
 )
 from deepoffload.params.torch_thread import TorchThread
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.window import Window
+
+_USERS_LONE = 2
+"""Of a gradient that autograd gives to a hook and to nothing else: autograd, and the object in Python."""
 
 
 class Ended(BaseException):
@@ -114,10 +120,13 @@ class Turns:
         self._has_leader = self._leader is not None
         self._one_by_one = False
         self._running = self._all[0]
-        self._thread = TorchThread(pager.memory.device.type)
-        self._freed = FreedMemory()
-        self._legs = Legs()
-        self._backwards = JointBackward(self._legs, KeptApart(self._land_apart), gradients, self._run_as)
+        device = pager.memory.device
+        self._thread = TorchThread(device)
+        self._copies_leave = device.type != "cpu"
+        self._freed = None if self._copies_leave else FreedMemory()
+        self._legs, self._streams_used = Legs(), GradientStreams(device)
+        apart = KeptApart(self._land_apart, self._streams_used)
+        self._backwards = JointBackward(self._legs, apart, gradients, self._streams_used, self._run_as)
         self._stopping = False
         self.failed_at: int | None = None
 
@@ -143,6 +152,7 @@ class Turns:
             finally:
                 self._stop()
                 self._hooks.turns = None
+                self._activations.end()
                 self._streams.switch(None)
         self._order.learn([one.path for one in self._all])
 
@@ -207,7 +217,7 @@ class Turns:
             raise Ended
         if self._next() is one:
             return
-        if not self._activations.are_kept:
+        if self._freed is not None and not self._activations.are_kept:
             self._freed.look()
         with SHIELD:
             back = self._thread.set_aside()
@@ -300,10 +310,13 @@ class Turns:
             or get_grad(leaf) is not None
         ):
             running, self._running = self._running, self._all[number]
+            self._streams_used.come_after()  # one of them may have made what is there
             autograd_backward((leaf,), (gradient,))
             self._running = running
             return
         self._resumed(number)
+        if self._copies_leave and past_doors(tensor_use_count, (gradient,)) > _USERS_LONE:
+            gradient = gradient.clone()  # as autograd does; it leaves later, and the other user may write to it
         set_grad(leaf, gradient)
         gradients.land(leaf, handle)
         if get_grad(leaf) is not None:  # it stays, and may be the memory of another gradient

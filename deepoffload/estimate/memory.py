@@ -166,7 +166,7 @@ def _activations(run: DryRun, has_device: bool, together: int, leaving: Leaving)
         once = ", written and read once per step" if places.nvme else ""
         note = f"in their part of the host budget{' and on NVMe' if places.nvme else ''}{once}"
         rows.append(_near(LEFT, places.part, has_device, nvme=places.nvme, note=note))
-    if together > 1 and run.recomputes:
+    if together > 1 and run.recomputes and not has_device:
         freed = min((together - 1) * run.largest_chunk_bytes, FREED_BYTES_MAX)
         rows.append(row("freed by micro-batches", freed, "what malloc holds until a micro-batch gives it back"))
     if not has_device:

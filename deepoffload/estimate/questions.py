@@ -212,9 +212,9 @@ def _orders(machine: MachineSpec, config: Config) -> tuple[AccumulationOrder, Ac
     other one, where there is one."""
     vertical, horizontal = AccumulationOrder.VERTICAL, AccumulationOrder.HORIZONTAL
     said = config.accumulation_order
-    if machine.has_device or machine.ranks > 1:
+    if machine.ranks > 1:
         if said is vertical:
-            raise ConfigError('accumulation_order = "vertical" needs one rank whose device is a CPU; say "horizontal"')
+            raise ConfigError('accumulation_order = "vertical" needs one rank; say "horizontal"')
         return horizontal, None
     order = vertical if said is vertical else horizontal
     other = horizontal if said is vertical else vertical

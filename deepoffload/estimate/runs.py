@@ -53,8 +53,10 @@ class RunsByOrder:
             return mode is ActivationMode.RECOMPUTE
         machine, room = self._machine, ActivationRoom()
         room.measured(usual.saved_bytes - usual.head_bytes)
-        taken = machine.process_bytes + self._blocks.placement.capacity_bytes
-        free_bytes = machine.host_memory_bytes // machine.devices_per_node - taken
+        free_bytes = machine.host_memory_bytes // machine.devices_per_node
+        free_bytes -= machine.process_bytes + self._blocks.placement.capacity_bytes
+        if machine.has_device:
+            free_bytes = machine.device_memory_bytes - self._blocks.in_use_bytes()
         return not room.holds(together, lambda: free_bytes)
 
 

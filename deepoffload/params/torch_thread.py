@@ -97,17 +97,49 @@ def lend_process(then: list[Any], back: ExitStack) -> None:
             write(before)
 
 
+class _Devices:
+    """The current device and streams of this thread, at the moment in which it is made.
+
+    Args:
+        device: one of their kind.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._count = int(self._module.device_count())
+        self._then = self._now()
+
+    def _now(self) -> tuple[int, list[Any]]:
+        return self._module.current_device(), [self._module.current_stream(index) for index in range(self._count)]
+
+    def _set(self, found: tuple[int, list[Any]]) -> None:
+        index, streams = found
+        for now, stream in zip(self._now()[1], streams, strict=True):
+            if now != stream:
+                self._module.set_stream(stream)
+        self._module.set_device(index)  # the stream that is set makes its device the current one
+
+    def lend(self, back: ExitStack) -> None:
+        """They are as they were, until ``back`` closes."""
+        now = self._now()
+        if now != self._then:
+            back.callback(self._set, now)
+            self._set(self._then)
+
+
 class TorchThread:
     """What torch keeps for this thread, at the moment in which it is made. See [Note: one thread] at the top.
 
     Args:
-        device_type: of the device that computes, whose autocast counts together with the CPU's.
+        device: that computes. Its autocast counts together with the CPU's; the current device of its kind, and the
+            current streams, are this thread's, too.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._inference = torch.is_inference_mode_enabled()
         self._grad, self._fwd_grad = torch.is_grad_enabled(), _fwd_grad_enabled()
-        self._kinds = tuple(dict.fromkeys(("cpu", device_type)))
+        self._kinds = tuple(dict.fromkeys(("cpu", device.type)))
+        self._devices = None if device.type == "cpu" else _Devices(device)
         self._autocast = self._autocast_now()
         self._function_modes = len_function_stack()
         self._process = process_now()
@@ -154,6 +186,8 @@ class TorchThread:
         if now != self._autocast:
             back.callback(self._set_autocast, now)
             self._set_autocast(self._autocast)
+        if self._devices is not None:
+            self._devices.lend(back)
         lend_process(self._process, back)
 
     @staticmethod

@@ -33,12 +33,14 @@ class OrderChoice(NamedTuple):
         return self.order is AccumulationOrder.VERTICAL
 
 
-def faster_order(placement: Placement, micro_batches: int) -> OrderChoice:
+def faster_order(placement: Placement, micro_batches: int, *, on_device: bool = False) -> OrderChoice:
     """The order in which a step of so many micro-batches takes less time.
 
     Vertical order moves weights and gradients once per step. Optimizer state moves once in either order, but an update
     has all forwards to hide behind (with ``IN_BACKWARD`` all backwards), and not only those of one micro-batch. What
     it costs is that micro-batches switch at each unit.
+
+    ``on_device``: tensors show copies on a device. How long these take is not known here, and they are not counted.
     """
     overlap, rates = placement.step_overlap, placement.bandwidths
     switch_s = 2 * micro_batches * len({block.unit for block in placement.blocks}) * SWITCH_S
@@ -51,7 +53,8 @@ def faster_order(placement: Placement, micro_batches: int) -> OrderChoice:
     state_s = rates.seconds(traffic_of(placement, Workload(micro_batches, overlap), BlockKind.STATE))
     switches = f"switches between micro-batches take {switch_s * 1e3:.3g} ms"
     if not placement.paged:
-        return OrderChoice(AccumulationOrder.HORIZONTAL, "everything stays in memory", "")
+        where = "host memory, and copies to the device are not counted" if on_device else "memory"
+        return OrderChoice(AccumulationOrder.HORIZONTAL, f"everything stays in {where}", "")
     if micro_batches > 1 and saved_s > switch_s:
         figures = f"{human_bytes(saved_bytes)} less per step, {saved_s:.3g} s of the disk; {switches}"
         return OrderChoice(AccumulationOrder.VERTICAL, "what does not stay in memory moves once per step", figures)
@@ -64,17 +67,20 @@ def faster_order(placement: Placement, micro_batches: int) -> OrderChoice:
     return OrderChoice(AccumulationOrder.HORIZONTAL, "the vertical order would save less than it costs", figures)
 
 
-def with_order(placement: Placement, said: AccumulationOrder, micro_batches: int) -> Placement:
-    """The placement that says in which order micro-batches are run, and why, where one process runs them on a CPU.
+def with_order(
+    placement: Placement, said: AccumulationOrder, micro_batches: int, *, on_device: bool = False
+) -> Placement:
+    """The placement that says in which order micro-batches are run, and why, where one process runs them.
 
     Args:
         said: what the configuration says.
+        on_device: as of :func:`faster_order`.
     """
     if micro_batches == 1:
         return placement
     if said is not AccumulationOrder.AUTO:
         return replace(placement, accumulation=f"{said.value}, as accumulation_order says")
-    order, why, figures = faster_order(placement, micro_batches)
+    order, why, figures = faster_order(placement, micro_batches, on_device=on_device)
     text = f"where deepoffload.accumulate or train_batch runs the micro-batches, {order.value}: {why}"
     return replace(placement, accumulation=f"{text} ({figures})" if figures else text)
 

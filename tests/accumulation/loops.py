@@ -31,14 +31,18 @@ def draw_seeds(count: int) -> list[int]:
 def plain_accumulation(model: Any, batches: list[Any], loss_of: LossOf) -> list[Tensor]:
     """What ``accumulate`` stands for: backwards one after the other, each micro-batch with its own seed."""
     seeds, losses = draw_seeds(len(batches)), []
-    program = torch.get_rng_state()
+    device: Any = torch.accelerator.current_accelerator()
+    there: Any = None if device is None else torch.get_device_module(device)
+    program, of_device = torch.get_rng_state(), None if there is None else there.get_rng_state()
     for seed, batch in zip(seeds, batches, strict=True):
-        torch.default_generator.manual_seed(seed)  # as accumulate: not that of a device
+        torch.manual_seed(seed)
         loss = loss_of(model, batch)
         losses.append(loss.detach())
         narrow = loss.dtype in (torch.float16, torch.bfloat16) and len(batches) > 1
         ((loss.float() if narrow else loss) / len(batches)).backward()
     torch.set_rng_state(program)
+    if there is not None:
+        there.set_rng_state(of_device)
     return losses
 
 
@@ -65,7 +69,7 @@ class Steps:
     seen: list[Any] = field(default_factory=list)
 
     def run(self, model: nn.Module, how: str, optimizer: Any = None) -> dict[str, Any]:
-        """Losses, norms, the gradients of the last step, the weights after it, and what the generator then draws."""
+        """Losses, norms, the gradients of the last step, the weights after it, and what the generators then draw."""
         model.train()
         trained = [param for param in model.parameters() if param.requires_grad]
         optimizer = optimizer or deepoffload.CPUAdamW(trained, lr=1e-2, max_grad_norm=0.5)
@@ -83,7 +87,7 @@ class Steps:
             optimizer.zero_grad()
             norms.append(getattr(optimizer, "grad_norm", None))
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        drawn = torch.rand(4)
+        drawn = [torch.rand(4, device=device) for device in ("cpu", trained[0].device)]
         return {
             "losses": losses,
             "norms": norms,

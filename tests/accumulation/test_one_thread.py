@@ -73,7 +73,7 @@ BLOCKS = {
 @pytest.mark.parametrize("names", [*((name,) for name in BLOCKS), tuple(BLOCKS)[:7]], ids=str)
 def test_what_blocks_have_changed_is_set_aside_and_put_back(names: tuple[str, ...]) -> None:
     before = thread_now()
-    thread = TorchThread("cpu")
+    thread = TorchThread(torch.device("cpu"))
     with ExitStack() as blocks:
         for name in names:
             blocks.enter_context(BLOCKS[name]())
@@ -82,7 +82,7 @@ def test_what_blocks_have_changed_is_set_aside_and_put_back(names: tuple[str, ..
         back = thread.set_aside()
         assert back is not None and thread_now() == before
         with torch.no_grad(), torch.autocast("cpu"):  # another forward, which is in the middle of its blocks, too
-            other = TorchThread("cpu")
+            other = TorchThread(torch.device("cpu"))
             assert other.set_aside() is not None
         back.close()
         assert thread_now() == inside
@@ -90,7 +90,7 @@ def test_what_blocks_have_changed_is_set_aside_and_put_back(names: tuple[str, ..
 
 
 def test_inside_a_transform_or_what_has_no_switch_it_stays() -> None:
-    thread, seen = TorchThread("cpu"), []
+    thread, seen = TorchThread(torch.device("cpu")), []
 
     def transformed(x: Tensor) -> Tensor:
         seen.append((in_functorch(), thread.set_aside()))
