@@ -61,11 +61,13 @@ class FourBits(_Fixed):
         kind: its class.
         attributes: of the weight.
         state: its ``quant_state`` without scales.
+        laid_out_early: for evaluation, before the layer has evaluated.
     """
 
     kind: Any
     attributes: dict[str, Any]
     state: Any
+    laid_out_early: bool
 
     def together(self, inner: Sequence[Tensor]) -> Tensor:
         numbers, scales = inner
@@ -77,6 +79,8 @@ class FourBits(_Fixed):
 
     def prepare(self, layer: Any) -> None:
         layer.quant_state = None  # it has the scales; the weight has another one
+        if self.laid_out_early:
+            layer.register_forward_pre_hook(_EvaluationFirst())
         layer.register_forward_pre_hook(_refuse_gradients)
         layer.register_state_dict_pre_hook(_refuse_state_dict)
 
@@ -106,7 +110,8 @@ def _four_bits(layer: Any, weight: Any, functional: Any) -> tuple[FourBits, tupl
     if weight.quant_state is None or not weight.bnb_quantized or lays_out_again is None:
         return None
     numbers, state = weight.data, _copied(weight.quant_state)
-    if lays_out_again and not getattr(state, "packing_format_for_cpu", False):
+    early = lays_out_again and not getattr(state, "packing_format_for_cpu", False)
+    if early:
         if layer.training:
             return None  # it computes in another way until it evaluates
         try:
@@ -115,12 +120,29 @@ def _four_bits(layer: Any, weight: Any, functional: Any) -> tuple[FourBits, tupl
             return None  # a number of rows that it does not take, and its call says so
     attributes = {**weight.__dict__, "quant_state": None, "module": None}
     scales, state.absmax = state.absmax, None
-    return FourBits(type(weight), attributes, state), (numbers, scales)
+    return FourBits(type(weight), attributes, state, early), (numbers, scales)
 
 
 def _forget(layer: Any, args: Any, output: Any) -> None:
     """The layer has kept the weight that it computed with."""
     layer.state.reset_grads()
+
+
+class _EvaluationFirst:
+    """Refuses calls of a layer in ``train()`` until it has evaluated: before that it would compute with scales in fp32,
+    which the weight as it is laid out for evaluation does not have any more."""
+
+    def __init__(self) -> None:
+        self._has_evaluated = False
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if layer.training and not self._has_evaluated:
+            raise UnsupportedError(
+                f"a call of {type(layer).__name__} in train() before its first one in eval(): with inference=True the "
+                "weights of bitsandbytes are laid out for evaluation when the offload_context ends; call the model in "
+                "eval() first, or leave inference=True out"
+            )
+        self._has_evaluated = True
 
 
 def _refuse_gradients(layer: nn.Module, args: tuple[Any, ...]) -> None:

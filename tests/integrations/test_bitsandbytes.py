@@ -103,6 +103,28 @@ def test_layers_that_do_not_lay_their_weights_out_again_are_read_where_they_lie(
     assert all(is_backed(unit.weights) for unit in units_of(model))
 
 
+@torch.no_grad()
+def test_calls_in_train_have_the_bits_of_memory_or_are_refused(generation: Quantized) -> None:
+    """A layer in 4 bits computes otherwise in ``train()`` until it has evaluated; then it does not."""
+    from bitsandbytes.nn import modules
+    from transformers import BitsAndBytesConfig
+
+    def logits(model: Any) -> torch.Tensor:
+        torch.manual_seed(3)  # dropout
+        found: torch.Tensor = model(TOKENS).logits
+        return found
+
+    for said in ({"load_in_8bit": True}, FOUR):
+        generation.said = BitsAndBytesConfig(**said)
+        plain, model = generation.plain().train(), generation.paged(64 << 20).train()
+        if said is FOUR and modules.has_avx512bf16():
+            with pytest.raises(UnsupportedError, match=r"Linear4bit in train\(\) before its first one in eval\(\)"):
+                model(TOKENS)
+            plain.eval(), model.eval()
+        assert torch.equal(logits(model), logits(plain))
+        assert torch.equal(logits(model.train()), logits(plain.train()))
+
+
 def test_what_cannot_be_done_says_so(generation: Quantized) -> None:
     from transformers import BitsAndBytesConfig
 
