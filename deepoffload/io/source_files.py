@@ -12,6 +12,7 @@ import os
 import threading
 import warnings
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,6 +25,9 @@ from deepoffload.native.aio import ffi
 
 Content = tuple[int, int]
 """The size of a file, and the time of its last change."""
+
+NAMES_IN_ERRORS = 3
+"""Of the tensors in a whole file that an error is about."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,13 @@ class SourceFiles:
 
     Args:
         engine: does the transfers; it must outlive them.
-        says_buffered: warn of files that are read through the page cache.
+        says_buffered: warn of files that are read through the page cache, once for each file system.
     """
 
     def __init__(self, engine: IoEngine, *, says_buffered: bool = True) -> None:
         self._engine = engine
         self._says_buffered = says_buffered
+        self._said_buffered: set[int] = set()
         self._files: list[SourceFile] = []
         self._numbers: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
@@ -93,7 +98,8 @@ class SourceFiles:
         except BaseException:
             os.close(fd)
             raise
-        if not file.direct and self._says_buffered:
+        if not file.direct and self._says_buffered and device not in self._said_buffered:
+            self._said_buffered.add(device)
             name = errno.errorcode.get(file.direct_errno, str(file.direct_errno))
             warnings.warn(
                 f"{path}: O_DIRECT does not work there ({name}); weights are read through the page cache, which costs "
@@ -157,8 +163,11 @@ class SourceFiles:
         segment.address, segment.offset, segment.file = address, offset, source.file.file_id
         segment.nbytes = min(nbytes, source.content[0] - offset)
 
-    def check_all(self) -> None:
+    def check_all(self, tensors_of: Callable[[int], Sequence[str]] | None = None) -> None:
         """Raise where a file does not hold any more what it held at first.
+
+        Args:
+            tensors_of: names of what is read from the file of a number, for the error.
 
         Raises:
             IoFailure: naming the file.
@@ -166,7 +175,8 @@ class SourceFiles:
         for number in range(len(self._files)):
             failure = self._stale(number, None)
             if failure is not None:
-                raise failure
+                names = () if tensors_of is None else tensors_of(number)
+                raise failure if not names else IoFailure.about(_listed(names), failure)
 
     def _stale(self, number: int, extent: SourceExtent | None) -> IoFailure | None:
         """The failure of what was read of a file that was written to; None where it was not."""
@@ -192,6 +202,11 @@ class SourceFiles:
         self._files.clear()
         self._numbers.clear()
         _close_all(self._fds)
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = len(names) - NAMES_IN_ERRORS
+    return ", ".join(names[:NAMES_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _close_all(fds: list[int]) -> None:

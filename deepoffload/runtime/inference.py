@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
+from deepoffload.io.extents import SourceExtent
 from deepoffload.io.mapped_origin import MappedOrigins
 from deepoffload.params.pager import Pager
 from deepoffload.params.window import Window
@@ -24,5 +26,15 @@ def begin_inference(pager: Pager, windows: Iterable[Window]) -> None:
     """
     if pager.inference:
         if pager.tiers.space is not None:
-            pager.tiers.space.sources.check_all()
+            pager.tiers.space.sources.check_all(partial(_tensors_in, pager))
         pager.expect(window.expected_units() for window in windows)
+
+
+def _tensors_in(pager: Pager, number: int) -> list[str]:
+    """Names of the tensors that are read from a file, by its number."""
+    found: list[str] = []
+    for unit in pager.units:
+        extent = unit.weights.extent
+        if isinstance(extent, SourceExtent) and any(piece.path_index == number for piece in extent.pieces):
+            found += extent.tensors
+    return found

@@ -149,6 +149,15 @@ def test_a_checkpoint_that_is_written_to_is_an_error(generation: Generation, dam
     assert str(generation.file) in str(caught.value)
 
 
+def test_a_checkpoint_that_is_written_to_inside_the_context_is_an_error_when_that_ends(generation: Generation) -> None:
+    context = deepoffload.offload_context(inference=True, host_budget="64MiB", nvme_path=str(generation.nvme_path))
+    with pytest.raises(IoFailure, match=r"model\.embed_tokens\.weight.* more: .*written to") as caught, context:
+        model = generation.plain()
+        with open(generation.file, "ab") as file:
+            file.write(b"?")
+    assert model is not None and str(generation.file) in str(caught.value)
+
+
 @torch.no_grad()
 def test_of_a_table_only_the_rows_are_read_that_are_looked_up(generation: Generation) -> None:
     plain, model = generation.plain(), generation.paged(generation.least_bytes())
