@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
