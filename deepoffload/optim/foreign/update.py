@@ -191,7 +191,9 @@ class ForeignUpdate(HostUpdate):
             master = _master(handle, piece, run, view, weight, flat=True)
         grad = grads[run.start : run.start + run.numel]
         if grad.dtype is not torch.float32 or self.grad_factor != 1.0:
-            grad = self._room_of("grad", run.numel).copy_(grad).mul_(self.grad_factor)
+            grad = self._room_of("grad", run.numel).copy_(grad)
+            if self.grad_factor != 1.0:
+                grad.mul_(self.grad_factor)
         is_fp32 = piece.format.dtype is StateDType.FP32
         arrays = {}
         for key in job.fields:
