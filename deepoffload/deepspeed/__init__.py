@@ -50,7 +50,10 @@ _HOMES = {
     "logger": "deepoffload.deepspeed.utils.logging:logger",
 }
 
-_MODULES = ("accelerator", "checkpoint", "checkpointing", "comm", "moe", "ops", "pipe", "runtime", "utils", "zero")
+_MODULES = (
+    *("accelerator", "checkpoint", "checkpointing", "comm", "inference", "linear", "moe", "monitor", "ops", "pipe"),
+    *("profiling", "runtime", "sequence", "utils", "zero"),
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ _PIPELINE = (
     "use torch.nn.Sequential and initialize()"
 )
 _PARALLEL = "no layer is cut between ranks: what does not fit on the device is in host memory and on NVMe"
+_SEQUENCE = "no sequence is cut between ranks; docs/long_sequences.md says how long ones fit"
 _MOE = "use the experts of the model itself; only those that run are read"
 _ONEBIT = "gradients are not compressed; use CPUAdamW (type AdamW)"
 _LAMB = "use CPUAdamW (type AdamW), or torch's own optimizers, which work on paged parameters"
@@ -26,7 +27,6 @@ _MUON = "use deepoffload.Muon(model), or type Muon; it finds the hidden matrices
 _KERNEL = "layers are the model's; use torch.nn or transformers"
 _INTERNAL = "only DeepSpeed's own code uses it"
 _LEAF = "no module is marked: units follow from the budget, and a weight comes when it is used"
-_TOOL = "use torch.profiler; engine.stats() has the bytes moved"
 
 
 def _of(module: str, names: str, name: PeerName) -> dict[str, PeerName]:
@@ -42,11 +42,11 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
     "DeepSpeedConfigError": otherwise("our ConfigError"),
     "DeepSpeedEngine": otherwise("the class of the engine, for isinstance; it is no torch.nn.Module, its .module is"),
     **all_of(
-        "accelerator checkpoint checkpointing comm ops pipe moe runtime utils zero",
+        "accelerator checkpoint checkpointing comm inference linear monitor ops pipe profiling moe runtime utils zero",
         otherwise("a module with the names below"),
     ),
     **all_of("init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config", absent(_INFERENCE)),
-    **all_of("inference model_implementations module_inject replace_transformer_layer", absent(_INFERENCE)),
+    **all_of("model_implementations module_inject replace_transformer_layer", absent(_INFERENCE)),
     "DeepSpeedHybridEngine": absent("the model generates as it is; call engine.generate(...)"),
     **all_of("PipelineModule PipelineEngine DualPipeVEngine DualPipeVModule", absent(_PIPELINE)),
     **all_of(
@@ -58,12 +58,27 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
     "DeepSpeedDataLoader": absent("initialize() gives a torch DataLoader"),
     **all_of("MUON_OPTIMIZER set_optimizer_flags resolve_per_head_muon_after_sharding", absent(_MUON)),
     **all_of("autotuning", absent("python -m deepoffload.estimate --tune chooses settings (docs/estimators.md)")),
-    **all_of("linear", absent("use peft for LoRA; frozen weights have no optimizer state and are written once")),
-    **all_of("monitor", absent("the keys of monitors are honoured; deepoffload.Monitor is for a plain loop")),
-    **all_of("profiling", absent(_TOOL)),
+    **_of(
+        "linear",
+        "LoRAConfig OptimizedLinear QuantizationConfig",
+        absent("use peft for LoRA; frozen weights have no optimizer state and are written once"),
+    ),
+    "monitor.monitor.MonitorMaster": absent("engine.monitor writes events; deepoffload.Monitor is for a plain loop"),
+    **_of(
+        "profiling.flops_profiler",
+        "FlopsProfiler get_model_profile",
+        absent("the key flops_profiler prints the profile of a step (docs/watching.md)"),
+    ),
+    "inference.engine.InferenceEngine": absent(_INFERENCE),
+    "inference.config.DeepSpeedInferenceConfig": absent(_INFERENCE),
+    "sequence": otherwise("a module with the names below"),
+    "sequence.layer.DistributedAttention": absent(_SEQUENCE),
     **all_of("compile", absent("there is no DeepCompile; docs/compile.md says how layers are compiled")),
     **all_of("datastates io", absent("engine.save_checkpoint streams what it writes (docs/checkpoints.md)")),
     "checkpoint.utils.clone_tensors_for_torch_save": HERE,
+    "checkpoint.DeepSpeedCheckpoint": absent(
+        "python -m deepoffload.checkpoint converts checkpoints (docs/checkpoints.md)"
+    ),
     **all_of("load_ds_config", absent("DeepSpeedConfig(path), or deepoffload.config.parse_config")),
     **all_of(
         "constants KV MLA_KV MLA_Q NOT_HEAD_BLOCKED QUERY TORCH_DISTRIBUTED_DEFAULT_PORT git_branch git_hash "
@@ -113,7 +128,7 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
     **_of(
         "utils",
         "get_full_hp_grad get_full_hp_param get_hp_fragment_mapping link_hp_params lazy_init_hp_params_optimizer_state "
-        "map_to_flat_opt_states set_full_hp_grad set_full_hp_param tensor_fragment fragment_address "
+        "map_to_flat_opt_states set_full_hp_grad set_full_hp_param fragment_address tensor_fragment.fragment_address "
         "get_caller_func get_numactl_cmd recursive_getattr recursive_setattr",
         absent(_INTERNAL),
     ),
@@ -136,6 +151,9 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
         "utils.zero_to_fp32 utils.zero_to_torch", otherwise("reads our checkpoints and DeepSpeed's, tensor by tensor")
     ),
     "utils.timer": otherwise("ThroughputTimer, which engine.tput_timer is"),
+    "utils.timer.SynchronizedWallClockTimer": absent("engine.summary() has the times of the last steps"),
+    "utils.tensor_fragment": otherwise("a module with the safe_* functions"),
+    "utils.init_on_device": HERE,
     # -- deepspeed.checkpointing --
     **_of(
         "checkpointing",
@@ -203,6 +221,7 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
         "is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer",
         otherwise("there are no layers of DeepSpeed's MoE"),
     ),
+    **_of("moe", "experts.Experts sharded_moe.TopKGate sharded_moe.MOELayer", absent(_MOE)),
     **_of("pipe", "PipelineModule LayerSpec TiedLayerSpec ProcessTopology", absent(_PIPELINE)),
     **_of("runtime.fp16.onebit", "OnebitAdam OnebitLamb ZeroOneAdam", absent(_ONEBIT)),
     **_of("runtime.fp16", "FP16_Optimizer FP16_UnfusedOptimizer", absent("the engine scales and keeps fp32 masters")),
@@ -214,12 +233,39 @@ PACKAGE_NAMES: Mapping[str, PeerName] = {
     **_of(
         "runtime.utils", "clip_grad_norm_", absent("use torch.nn.utils.clip_grad_norm_, or the key gradient_clipping")
     ),
-    **_of("runtime", "pipe", absent(_PIPELINE)),
+    "runtime.pipe": otherwise("a module with the names below"),
+    **_of(
+        "runtime.pipe",
+        "engine.PipelineEngine module.PipelineModule module.LayerSpec module.TiedLayerSpec topology.ProcessTopology "
+        "topology.PipeDataParallelTopology topology.PipeModelDataParallelTopology topology.PipelineParallelGrid",
+        absent(_PIPELINE),
+    ),
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": absent(_SEQUENCE),
+    "runtime.hybrid_engine.DeepSpeedHybridEngine": absent("the model generates as it is; call engine.generate(...)"),
+    **_of(
+        "runtime.fp16.loss_scaler",
+        "LossScaler DynamicLossScaler",
+        absent("the engine scales the loss; engine.loss_scale is the present scale"),
+    ),
+    "runtime.bf16_optimizer.BF16_Optimizer": absent("the engine keeps exact fp32 masters"),
+    "runtime.dataloader.DeepSpeedDataLoader": absent("initialize() gives a torch DataLoader"),
+    **_of(
+        "runtime.engine",
+        "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
+        absent("optimizers and schedules are torch's, or functions giving one"),
+    ),
     **_of("runtime", "data_pipeline", absent("the order and the sampling of data are your loader's")),
     **_of(
         "runtime.zero",
         "stage3 stage_1_and_2",
         otherwise("DeepSpeed's estimates; `python -m deepoffload.estimate` has ours"),
     ),
-    **_of("runtime.zero", "partition_parameters offload_config", HERE),
+    **_of("runtime.zero", "partition_parameters offload_config tiling utils", HERE),
+    "runtime.zero.config": otherwise("ZeroStageEnum"),
+    "runtime.zero.config.DeepSpeedZeroConfig": absent("DeepSpeedConfig(...).config has every setting"),
+    **_of(
+        "runtime.zero",
+        "stage3.DeepSpeedZeroOptimizer_Stage3 stage_1_and_2.DeepSpeedZeroOptimizer",
+        absent("engine.optimizer is the one optimizer, a torch.optim.Optimizer"),
+    ),
 }

@@ -26,9 +26,9 @@ import deepoffload.deepspeed as deepspeed
 ```
 
 `from deepspeed.ops.adam import DeepSpeedCPUAdam` becomes `from deepoffload.deepspeed.ops.adam import
-DeepSpeedCPUAdam`, and so on. The names are those of DeepSpeed 0.19.8. One that is not here can be imported, and
-raises an error that says what to use when it is called. On the engine such a name is an error at once, and `hasattr`
-is false.
+DeepSpeedCPUAdam`, and so on. The names are those of DeepSpeed 0.19.8. One that is not here can be imported from
+the modules that scripts use, and raises an error that says what to use when it is called. On the engine such a name is
+an error at once, and `hasattr` is false.
 
 ## What is different
 

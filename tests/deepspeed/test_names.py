@@ -137,19 +137,50 @@ from deepoffload.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepoffload.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepoffload.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepoffload.deepspeed.ops.lamb import FusedLamb
+from deepoffload.deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
+from deepoffload.deepspeed.ops.adam.fused_adam import FusedAdam
+from deepoffload.deepspeed.inference.engine import InferenceEngine
+from deepoffload.deepspeed.linear import LoRAConfig, OptimizedLinear
+from deepoffload.deepspeed.moe.experts import Experts
+from deepoffload.deepspeed.moe.sharded_moe import TopKGate
+from deepoffload.deepspeed.monitor.monitor import MonitorMaster
+from deepoffload.deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+from deepoffload.deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepoffload.deepspeed.pipe import PipelineModule, LayerSpec
 from deepoffload.deepspeed.runtime.activation_checkpointing import checkpointing
 from deepoffload.deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint
 from deepoffload.deepspeed.runtime.config import DeepSpeedConfig
-from deepoffload.deepspeed.runtime.engine import DeepSpeedEngine
+from deepoffload.deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepoffload.deepspeed.runtime.dataloader import RepeatingLoader, DeepSpeedDataLoader
+from deepoffload.deepspeed.runtime.engine import DeepSpeedEngine, DeepSpeedOptimizerCallable
+from deepoffload.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepoffload.deepspeed.runtime.fp16.loss_scaler import LossScaler, DynamicLossScaler
+from deepoffload.deepspeed.runtime.fp16.onebit.lamb import OnebitLamb
+from deepoffload.deepspeed.runtime.fp16.onebit.zoadam import ZeroOneAdam
+from deepoffload.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepoffload.deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
+from deepoffload.deepspeed.runtime.pipe.engine import PipelineEngine
+from deepoffload.deepspeed.runtime.pipe.module import PipelineModule, LayerSpec, TiedLayerSpec
+from deepoffload.deepspeed.runtime.pipe.topology import ProcessTopology
+from deepoffload.deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from deepoffload.deepspeed.runtime.zero import GatheredParameters, Init
+from deepoffload.deepspeed.runtime.zero.config import ZeroStageEnum, DeepSpeedZeroConfig
+from deepoffload.deepspeed.runtime.zero.tiling import TiledLinear
+from deepoffload.deepspeed.runtime.zero.utils import is_zero_param
+from deepoffload.deepspeed.sequence.layer import DistributedAttention
+from deepoffload.deepspeed.utils.init_on_device import OnDevice
+from deepoffload.deepspeed.utils.tensor_fragment import fragment_address, safe_get_full_grad
+from deepoffload.deepspeed.utils.timer import ThroughputTimer, SynchronizedWallClockTimer
 from deepoffload.deepspeed.runtime.fp16.onebit import OnebitAdam
 from deepoffload.deepspeed.runtime.fp16.onebit.adam import OnebitAdam
 from deepoffload.deepspeed.runtime.lr_schedules import WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest
 from deepoffload.deepspeed.runtime.utils import see_memory_usage
 from deepoffload.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepoffload.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, GatheredParameters
-from deepoffload.deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
-from deepoffload.deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_cold
+from deepoffload.deepspeed.runtime.zero.stage3 import (
+    DeepSpeedZeroOptimizer_Stage3, GatheredParameters, estimate_zero3_model_states_mem_needs_all_live)
+from deepoffload.deepspeed.runtime.zero.stage_1_and_2 import (
+    DeepSpeedZeroOptimizer, estimate_zero2_model_states_mem_needs_all_cold)
 from deepoffload.deepspeed.utils import RepeatingLoader, logger, log_dist, safe_get_full_fp32_param
 from deepoffload.deepspeed.utils import set_z3_leaf_modules, get_z3_leaf_modules
 from deepoffload.deepspeed.utils.logging import logger, log_dist

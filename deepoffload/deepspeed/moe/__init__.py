@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from deepoffload.deepspeed.names import submodules
 
-__getattr__ = submodules(__name__, ("layer", "utils"), "moe")
+__getattr__ = submodules(__name__, ("experts", "layer", "sharded_moe", "utils"), "moe")

@@ -84,4 +84,6 @@ def instrument_w_nvtx(func: _Function) -> _Function:
     return func
 
 
-__getattr__ = submodules(__name__, ("groups", "logging", "timer", "zero_to_fp32", "zero_to_torch"), "utils")
+_MODULES = ("groups", "init_on_device", "logging", "tensor_fragment", "timer", "zero_to_fp32", "zero_to_torch")
+
+__getattr__ = submodules(__name__, _MODULES, "utils")

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from deepoffload.deepspeed.names import submodules
 
-__getattr__ = submodules(__name__, ("onebit",), "runtime.fp16")
+__getattr__ = submodules(__name__, ("fused_optimizer", "loss_scaler", "onebit", "unfused_optimizer"), "runtime.fp16")

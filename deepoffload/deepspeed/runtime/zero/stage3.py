@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from deepoffload.deepspeed.zero import unwrap_model_for_generation
+from deepoffload.deepspeed.names import submodules
+from deepoffload.deepspeed.zero import GatheredParameters, Init, unwrap_model_for_generation
 from deepoffload.estimate.deepspeed import estimate_zero3_model_states_mem_needs
 from deepoffload.estimate.deepspeed_tables import (
     estimate_zero3_model_states_mem_needs_all_cold,
@@ -10,8 +11,12 @@ from deepoffload.estimate.deepspeed_tables import (
 )
 
 __all__ = [
+    "GatheredParameters",
+    "Init",
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "unwrap_model_for_generation",
 ]
+
+__getattr__ = submodules(__name__, (), "runtime.zero.stage3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deepoffload.deepspeed.names import submodules
 from deepoffload.estimate.deepspeed import estimate_zero2_model_states_mem_needs
 from deepoffload.estimate.deepspeed_tables import (
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -13,3 +14,5 @@ __all__ = [
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
 ]
+
+__getattr__ = submodules(__name__, (), "runtime.zero.stage_1_and_2")

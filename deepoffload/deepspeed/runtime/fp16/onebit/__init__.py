@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from deepoffload.deepspeed.names import submodules
 
-__getattr__ = submodules(__name__, ("adam",), "runtime.fp16.onebit")
+__getattr__ = submodules(__name__, ("adam", "lamb", "zoadam"), "runtime.fp16.onebit")

@@ -37,4 +37,4 @@ class FusedAdam(CPUAdam):
         super().__init__(params, lr, bias_correction, betas, eps, weight_decay, adamw_mode=adam_w_mode)
 
 
-__getattr__ = submodules(__name__, (), "ops.adam")
+__getattr__ = submodules(__name__, ("cpu_adam", "fused_adam"), "ops.adam")

@@ -1,0 +1,7 @@
+"""``deepspeed.inference``: nothing of it is here."""
+
+from __future__ import annotations
+
+from deepoffload.deepspeed.names import submodules
+
+__getattr__ = submodules(__name__, ("config", "engine"), "inference")
