@@ -150,7 +150,13 @@ _OPTIMIZER = (
         field="optimizer.params.adamw_mode",
     ),
     honoured("optimizer.params.adamw_mode", boolean(), "The same, as the constructor spells it.", True),
-    inapplicable("optimizer.params.torch_adam", boolean(), "there is one Adam, and it agrees with torch's", False),
+    honoured(
+        "optimizer.params.torch_adam",
+        boolean(),
+        "There is one Adam, and it agrees with torch's. With `true` AdamW's weight decay is 0.01 where it is not said: "
+        "torch's default, which DeepSpeed then trains with.",
+        False,
+    ),
     inapplicable("optimizer.params.fused", boolean(), "the update is always one fused pass", None),
     inapplicable("optimizer.params.foreach", boolean(), "the update is always one fused pass", None),
     honoured("optimizer.params.amsgrad", boolean(), "Adam with the largest second moment so far.", False),

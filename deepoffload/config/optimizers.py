@@ -16,6 +16,9 @@ class KnownOptimizer:
     others: tuple[str, ...] = ()
 
 
+TORCHS_WEIGHT_DECAY = 0.01
+"""Of torch's AdamW. DeepSpeed's key ``torch_adam`` makes one of these, and DeepSpeed's own classes decay by 0."""
+
 _ADAM = KnownOptimizer(
     {
         "lr": 1e-3,

@@ -11,7 +11,7 @@ from deepoffload.config.autos import auto_warning
 from deepoffload.config.collect import KEYS, Layer, check, shown
 from deepoffload.config.keys import AUTO
 from deepoffload.config.lr_schedules import SCHEDULES, TORCH_SCHEDULES
-from deepoffload.config.optimizers import OPTIMIZERS
+from deepoffload.config.optimizers import OPTIMIZERS, TORCHS_WEIGHT_DECAY
 from deepoffload.config.schema import (
     AioConfig,
     CheckpointConfig,
@@ -288,6 +288,7 @@ def _optimizer(fields: dict[str, Any], where: str) -> OptimizerConfig | None:
             raise ConfigError(f'{where}optimizer.params without optimizer.type; say "Adam" or "AdamW"')
         return None
     known = OPTIMIZERS[kind]
+    torchs_adam = kind in ("adam", "adamw", "muon") and said.pop("torch_adam", False)
     for name in said:
         if name not in known.defaults and name not in known.others:
             names = ", ".join((*known.defaults, *known.others))
@@ -295,6 +296,8 @@ def _optimizer(fields: dict[str, Any], where: str) -> OptimizerConfig | None:
     params = {**known.defaults, **said}
     if kind == "adamw":
         params["adamw_mode"] = True
+    if torchs_adam and params.get("adamw_mode") and "weight_decay" not in said:
+        params["weight_decay"] = TORCHS_WEIGHT_DECAY
     return OptimizerConfig(kind, params)
 
 

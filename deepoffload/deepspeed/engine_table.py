@@ -88,7 +88,9 @@ ENGINE_NAMES: Mapping[str, PeerName] = {
         otherwise('"cpu", "nvme" or None: what the configuration says; DeepSpeed gives the whole section'),
     ),
     **all_of("zero_cpu_offload zero_nvme_offload_optimizer", HERE),
-    "zero_use_cpu_optimizer": HERE,
+    "zero_use_cpu_optimizer": otherwise(
+        "whether the host updates the weights, also where the configuration offloads nothing"
+    ),
     "zero_gather_16bit_weights_on_model_save": otherwise("True: a state_dict() has every weight, at no cost"),
     **all_of("zero_allow_untested_optimizer zero_ignore_unused_parameters", otherwise("True")),
     **all_of(

@@ -47,7 +47,8 @@ def test_what_is_gone_is_found() -> None:
     assert missing("csrc/aio/engine.c:doff_submitted") == ["csrc/aio/engine.c:doff_submitted"]
 
 
-GROUPS = tuple(f"deepspeed/{folder}/" for folder in ("checkpoint", "moe", "ops", "runtime", "utils"))
+FOLDERS = "checkpoint inference moe monitor ops profiling runtime sequence utils".split()
+GROUPS = tuple(f"deepspeed/{folder}/" for folder in FOLDERS)
 """Folders whose files have DeepSpeed's names, and are in the house together."""
 
 

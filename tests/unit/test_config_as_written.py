@@ -264,6 +264,22 @@ def test_they_are_read():
     assert not refused
 
 
+def test_torch_adam_decays_as_torchs_adamw_where_nothing_is_said():
+    for kind, more, decay in (
+        ("AdamW", {}, 0.01),
+        ("Adam", {}, 0.01),  # AdamW, too
+        ("AdamW", {"adam_w_mode": False}, 0.01),
+        ("Adam", {"adam_w_mode": False}, 0.0),
+        ("AdamW", {"weight_decay": 0.0}, 0.0),
+        ("Adam", {"torch_adam": False}, 0.0),
+    ):
+        config = parse_config({"optimizer": {"type": kind, "params": {"torch_adam": True, **more}}})
+        assert config.optimizer is not None and config.optimizer.params["weight_decay"] == decay
+        assert "torch_adam" not in config.optimizer.params and parse_config(config) == config
+    with pytest.raises(ConfigError, match="sgd has no such parameter"):
+        parse_config({"optimizer": {"type": "SGD", "params": {"torch_adam": True}}})
+
+
 def test_they_are_refused_with_a_reason():
     for name, (config, said) in {**ALL_NUMBERS, **ALL_REFUSED}.items():
         with pytest.raises(ConfigError, match=said):
