@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ SCHEDULES: dict[str, Any] = {
 }
 TWO_STAGES = ("interleaved", "zero bubble")
 """Schedules for which each process has two."""
+BUDGET = "1MiB"
+"""Of one process of two that have a stage together: less than it takes."""
 SETTINGS = {"tight": TIGHT, "evicting": EVICTING}
 
 
@@ -227,3 +229,42 @@ def forget_a_reduction(file: str, path: str) -> dict[str, str]:
     assert_same_bits(weights_of(plain), weights_of(model))
     dist.barrier()
     return found
+
+
+def train_replicas(file: str, folder: str) -> dict[str, Any]:
+    """Two replicas of a pipeline of two stages: in memory with gradients that are averaged by hand, and paged by the
+    processes of each stage together. All is equal within rounding: ranks add up the gradients of each micro-batch, and
+    a step its sums."""
+    own_group(file)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    number, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    found: list[Any] = []
+    said = {"host_budget": BUDGET, "nvme_path": folder, "debug": {"poison": True, "evict_always": True}}
+    for is_paged_one in (False, True):
+        torch.manual_seed(number)
+        with offload_context(mesh=mesh["dp"], **said) if is_paged_one else nullcontext():
+            model = Stage(number, 1)
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, eps=1e-2)  # so that rounding stays rounding
+        group = mesh.get_group("pp")
+        stage = PipelineStage(model, number, 2, torch.device("cpu"), group=group)
+        runs = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=share_of_loss, scale_grads=False)
+        losses: list[Tensor] = []
+        for step in range(2):
+            torch.manual_seed(10 * step + rank())
+            tokens = batch(2 * step + replica, rows=2 * MICRO_BATCHES)
+            given = (tokens,) if number == 0 else ()
+            runs.step(*given, **({"target": tokens, "losses": losses} if number == 1 else {}))
+            if not is_paged_one:
+                for param in model.parameters():
+                    assert param.grad is not None
+                    dist.all_reduce(param.grad, group=mesh.get_group("dp"))
+                    param.grad /= 2
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(([loss.detach() for loss in losses], weights_of(model)))
+    (losses, weights), (paged_losses, paged_weights) = found
+    for one, other in zip((*losses, *weights.values()), (*paged_losses, *paged_weights.values()), strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6), (one - other).abs().max()
+    evictions = deepoffload.stats(model)["evictions"]
+    dist.barrier()
+    return {"evictions": evictions}

@@ -28,6 +28,12 @@ def test_stages_have_the_bits_of_the_pipeline_in_memory(tmp_path: Path) -> None:
                 assert shown["faults"][2] <= 1 and shown["faults"][3:] == [0, 0], (schedule, shown)
 
 
+def test_replicas_of_stages_share_them(tmp_path: Path) -> None:
+    """A mesh of pipeline x data-parallel, as the docs say: its second dimension is given to the context."""
+    for found in values_of(programs.train_replicas, 4, str(tmp_path / "store"), str(tmp_path)):
+        assert found["evictions"] > 0, "nothing was evicted: this tested nothing"
+
+
 def test_a_reduction_that_is_forgotten_is_an_error(tmp_path: Path) -> None:
     one, other = values_of(programs.forget_a_reduction, 2, str(tmp_path / "store"), str(tmp_path))
     assert one == other
