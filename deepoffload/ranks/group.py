@@ -111,9 +111,21 @@ class RankGroup:
     def close(self) -> None:
         """End the private groups. The default group stays for the program, also when we have started it: it ends with
         the process then. Idempotent."""
+        ended = len(self._private)
         while self._private:
             with contextlib.suppress(ValueError, AssertionError):  # the program has ended all groups already
                 dist.destroy_process_group(self._private.pop())
+        with contextlib.suppress(ValueError, AssertionError, RuntimeError):  # and perhaps the store has gone
+            if len(self._members) < dist.get_world_size():
+                self._keep_names(ended)
+
+    @staticmethod
+    def _keep_names(count: int) -> None:
+        """A group that has ended leaves addresses in the store, under its name. torch names groups that not all ranks
+        make by their members and by how many groups there are. The next ones would have the same names, and their ranks
+        would look for each other at the old addresses. Groups of this rank alone keep the number."""
+        for _ in range(count):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def default_world_size() -> int | None:

@@ -82,12 +82,17 @@ def be_on_two_hosts() -> tuple[tuple[int, ...], int, tuple[int, ...], str]:
 
 
 def share_the_program_in_two() -> tuple[list[int], list[int], str, str]:
-    """Four ranks: a group of every second one, and the rows of a mesh; then a group and meshes that do not fit."""
+    """Four ranks: a group of every second one, and the rows of a mesh, twice; then a group and meshes that do not
+    fit."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     by_group = members(open_group(CPU, group=pairs[rank % 2], timeout_s=LONG_S))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    once = open_group(CPU, mesh=mesh["data"], timeout_s=LONG_S)
+    assert once is not None
+    once.new_private_group("more")
+    once.close()
     by_mesh = members(open_group(CPU, mesh=mesh["data"], timeout_s=LONG_S), "group")
     return by_group, by_mesh, error_of(group=pairs[1 - rank % 2]), error_of(mesh=mesh)
 
