@@ -100,10 +100,10 @@ class _Arrival:
             self._results, self._using = self._using.result(), None
 
     def _start(self) -> None:
-        if self.nbytes <= INLINE_BYTES:
+        if self.nbytes <= INLINE_BYTES and self._ring.is_idle():
             self._results = self._use()
         else:
-            self._using = self._ring.worker().submit(self._use)
+            self._using = self._ring.submit(self._use)
 
     def _use(self) -> list[Any]:
         address = self._ring.address_of(self.slot)
@@ -161,6 +161,7 @@ class StagingRing:
         self._slot_bytes = slot_bytes
         self._pack: _Pack | None = None
         self._worker: ThreadPoolExecutor | None = None
+        self._last: Future[list[Any]] | None = None
         self.nbytes = slots * slot_bytes
         arena = link.tiers.arena
         start = arena.allocate(self.nbytes)
@@ -179,6 +180,15 @@ class StagingRing:
             self._worker = ThreadPoolExecutor(1, f"deepoffload {self._what}")
             weakref.finalize(self, self._worker.shutdown, wait=False)
         return self._worker
+
+    def submit(self, use: Callable[[], list[Any]]) -> Future[list[Any]]:
+        """Have the thread use what has arrived, after all that has arrived before."""
+        self._last = self.worker().submit(use)
+        return self._last
+
+    def is_idle(self) -> bool:
+        """Whether the thread has used all that it was given. What comes next may belong to the same bytes."""
+        return self._last is None or self._last.done()
 
     def close(self) -> None:
         """End the thread. Nothing is under way any more."""

@@ -57,7 +57,7 @@ class GradientRecord:
         light: so small that it may stay autograd's own where nothing is moved.
     """
 
-    __slots__ = ("handle", "state", "slot", "sum_sq", "non_finite", "hook", "changed_at", "light")
+    __slots__ = ("handle", "state", "slot", "sum_sq", "non_finite", "hook", "changed_at", "light", "_sums_lost")
 
     def __init__(self, handle: ParamHandle) -> None:
         self.handle = handle
@@ -68,6 +68,7 @@ class GradientRecord:
         self.hook: RemovableHandle | None = None
         self.changed_at = 0
         self.light = False
+        self._sums_lost = 0
 
     # -- transitions (each checks the table itself: a landing pays for every call) -----------------------------------
 
@@ -115,6 +116,18 @@ class GradientRecord:
     def forget_sum(self) -> None:
         """The landed gradient changes: its sum of squares is taken again when it is needed."""
         self.sum_sq = None
+        self._sums_lost += 1
+
+    def measured_later(self) -> Callable[[int, bool], None]:
+        """As :meth:`measured`, of a landing that begins now. Where another one has begun before it is over, its sum is
+        not that of the gradient, and is left out."""
+        number = self._sums_lost
+
+        def measured(sum_sq: int, non_finite: bool) -> None:
+            if number == self._sums_lost:
+                self.measured(sum_sq, non_finite)
+
+        return measured
 
 
 class GradientSlot(TensorSlot):

@@ -214,7 +214,7 @@ class Gradients:
             if on_device:
                 device_gradients.land(self.pager.memory, slot, source, accumulate=accumulate)
             else:
-                self.from_device.take(slot, source, dtype, accumulate=accumulate, measured=record.measured)
+                self.from_device.take(slot, source, dtype, accumulate=accumulate, measured=record.measured_later())
             record.landed(None)
         else:
             timeline = self.tiers.timeline

@@ -144,14 +144,21 @@ def test_other_models(gpu: Gpu, name: str, mode: str) -> None:
     LONG[name].check(gpu, HORIZONTAL, VERTICAL, VERTICAL_AGAIN)
 
 
-@pytest.mark.parametrize("config", [{}, {"offload_optimizer": "device"}], ids=["host", "device"])
-def test_updates_inside_backward_wait_for_the_last_micro_batch(gpu: Gpu, config: dict[str, Any]) -> None:
-    """With optimizer state in host memory, and on the device."""
-    ends = []
+UPDATES = {
+    "clipped": {"step_overlap": "deferred"},
+    "in backward": {"step_overlap": "in_backward"},
+    "in backward on the device": {"step_overlap": "in_backward", "offload_optimizer": "device"},
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_step_follows_at_once(gpu: Gpu, name: str) -> None:
+    """The last gradients are still on their way from the device when the step asks for their norm. Updates inside
+    backward wait for the last micro-batch."""
+    ends, clip = [], 0.5 if name == "clipped" else None
     for how in (PLAIN, VERTICAL):
-        paged = partial(gpu.paged, TinyGPT, step_overlap="in_backward", **config)
-        model = gpu.plain(TinyGPT) if how == PLAIN else paged()
-        optimizer, losses = deepoffload.CPUAdamW(model.parameters(), lr=1e-2), []
+        model = gpu.plain(TinyGPT) if how == PLAIN else gpu.paged(TinyGPT, **UPDATES[name])
+        optimizer, losses = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=clip), []
         for step in range(2):
             torch.manual_seed(step)
             seeds, loss_of = [3 * step + micro for micro in range(3)], partial(text_loss, gpu)
@@ -161,6 +168,7 @@ def test_updates_inside_backward_wait_for_the_last_micro_batch(gpu: Gpu, config:
                 losses += deepoffload.accumulate(model, seeds, loss_of, order=how)
             optimizer.step()
             optimizer.zero_grad()
+            losses.append(torch.tensor(optimizer.grad_norm or 0.0))
         ends.append(on_cpu((losses, weights_of(model))))
     assert_same_bits(*ends)
 
@@ -185,3 +193,19 @@ def test_after_an_error_streams_and_generators_are_those_of_the_caller(gpu: Gpu)
     assert torch.equal(gpu.module.get_rng_state(), generator)
     again = [float(loss) for loss in deepoffload.accumulate(model, [0, 1, 2], loss_of, order=VERTICAL)]
     assert len(again) == len(before)
+
+
+def test_the_logits_are_those_of_one_micro_batch_at_a_time(gpu: Gpu) -> None:
+    """The head and the loss go straight into their backward."""
+    model, order = gpu.paged(partial(TinyGPT, depth=2)), []
+
+    def loss_of(model: Any, seed: int) -> Tensor:
+        logits = model(gpu.put(batch(seed)))
+        logits.register_hook(lambda _: order.append(("backward", seed)))
+        order.append(("forward", seed))
+        return logits.float().logsumexp(-1).mean()
+
+    for _ in range(2):  # the first call shows the order
+        order.clear()
+        deepoffload.accumulate(model, [0, 1, 2], loss_of, order=VERTICAL)
+    assert order == [(at, seed) for seed in range(3) for at in ("forward", "backward")]

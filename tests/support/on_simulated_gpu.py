@@ -31,6 +31,7 @@ class _OnDevice(DeviceContext):
         return super().__torch_function__(func, types, args, kwargs)
 
 
+_OnDevice.__name__ = DeviceContext.__name__  # the mode of torch.device is known by its name
 _OnDevice(torch.device("simgpu")).__enter__()
 
 
