@@ -78,7 +78,7 @@ class Planner:
             raise UsageError(f"{type(model).__name__} has no parameters that could be placed")
         self._config = config
         self._link = link
-        self._no_guesses = why_no_guesses(config, on_device=on_device, several_ranks=link is not None)
+        self._no_guesses = why_no_guesses(config, on_device=on_device)
         self._params = [handle.tensor for handle in handles if handle.tensor is not None]
         self._cutter = cutter_of(pager, gradients, config, [model], handles)
 

@@ -56,8 +56,11 @@ class RankSpeculation(Speculation):
         self.choice.in_backward()
         if unit is None or not self._last.landed(handle):
             return
+        guesses = self.choice.share > 0
+        if not guesses:  # all ranks have these in the same order; in which they complete depends on the link
+            self.choice.completed(unit, self._guessed_bytes(unit))
         for other in list(self._coming):
-            if self._contributions.settle_within(other, LANDS_WITHIN_S if self._waits else 0.0):
+            if self._contributions.settle_within(other, LANDS_WITHIN_S if self._waits and guesses else 0.0):
                 del self._coming[other]
                 self._complete(other)
             else:

@@ -54,10 +54,9 @@ class Room:
     no_guesses: str | None = None
 
 
-def why_no_guesses(config: Config, *, on_device: bool, several_ranks: bool) -> str | None:
+def why_no_guesses(config: Config, *, on_device: bool) -> str | None:
     """Why no unit can be updated on a guess, where nobody asks for it; None where units can."""
     reasons = {
-        "several ranks guess only where step_overlap asks for it": several_ranks,
         "with weights on a device units are guessed only where step_overlap asks for it": on_device,
         "steps are made durable": config.durability is not None,
     }

@@ -213,7 +213,7 @@ class Engine:
             raise landings.no_room
         parts = None if self._building is None else self._building.begin_placing(registered, self.agreement)
         try:
-            plan = self._plan(roots, registered, self._capacity_bytes())
+            plan = self._plan(roots, registered, self._capacity_bytes()).agreed(self.agreement)
         except PlacementError as error:
             raise self._refusals().for_host(error, roots) from None
         self._grain_bytes = plan.grain_bytes

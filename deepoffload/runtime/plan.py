@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 from torch import Tensor, nn
@@ -27,12 +28,13 @@ from deepoffload.params.ports import PlanningPort, RankPort
 from deepoffload.params.slot import dense_stride
 from deepoffload.params.unit import PLAIN_FORMAT, ParamHandle, StateFormat
 from deepoffload.params.use_order import UseOrder
+from deepoffload.runtime.agreement import Agreement
 from deepoffload.runtime.choice import ChosenCut, Room, choose, why_no_guesses
 from deepoffload.runtime.compute_types import compute_types
 from deepoffload.runtime.construct import Assembly, take_edits
 from deepoffload.runtime.cuts import Cutter
 from deepoffload.runtime.draft import UnitDraft
-from deepoffload.schedule.cost_model import Bandwidths, LinkRates
+from deepoffload.schedule.cost_model import Bandwidths, LinkRates, StepOverlap
 from deepoffload.schedule.placement import Placement
 
 NO_DISK = Bandwidths(2e9, 2e9, 2e9, 2e10)
@@ -91,6 +93,20 @@ class ModelPlan:
         """Names and modules that were split."""
         return self.chosen.cut.division.outer
 
+    def agreed(self, agreement: Agreement) -> ModelPlan:
+        """The plan with updates on a guess only where the plans of all ranks have them: one that does not guess would
+        let the others wait. Collective."""
+        mine = self.placement.step_overlap
+        everybody = agreement.gather(mine, "the plan of updates")
+        deferring = [rank for rank, overlap in enumerate(everybody) if overlap is StepOverlap.DEFERRED]
+        if mine is not StepOverlap.SPECULATIVE or not deferring:
+            return self
+        updates = f"deferred: rank {deferring[0]} defers"
+        change = partial(replace, step_overlap=StepOverlap.DEFERRED, updates=updates)
+        return replace(
+            self, chosen=replace(self.chosen, placement=change(self.chosen.placement)), placement=change(self.placement)
+        )
+
     def table(self, host_ranks: int, accumulation_steps: int) -> str:
         """The placement for people; with several ranks also what comes from the others."""
         return self.chosen.table(host_ranks, accumulation_steps, self.link_rates)
@@ -137,7 +153,7 @@ def plan_model(
     """
     cutter = cutter_of(pager, gradients, config, roots, handles)
     exchange = None if pager.link is None else pager.link.exchange
-    why = why_no_guesses(config, on_device=bool(device_bytes), several_ranks=exchange is not None)
+    why = why_no_guesses(config, on_device=bool(device_bytes))
     choice = choose(cutter, config, Room(capacity_bytes, nvme_bytes, bandwidths, device_bytes, exchange, why))
     choice = replace(choice, placement=replace(choice.placement, activations=activations))
     assembly = cutter.declare(choice.cut)

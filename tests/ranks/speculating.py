@@ -33,11 +33,17 @@ BEFORE_STEP = ("evaluation", "looks", "edits", "gradient looks", "gradient edits
 
 
 def guessing(
-    placement: str, clips: str = "never", *, transport: str = "memory", precision: str = "fp32", **changes: Any
+    placement: str,
+    clips: str = "never",
+    *,
+    transport: str = "memory",
+    precision: str = "fp32",
+    asked_for: bool = True,
+    **changes: Any,
 ) -> Job:
     """A training with guesses. ``changes``: fields of the job."""
     config = {**PLACEMENTS[placement], "precision": precision, "ranks": {"transport": transport}}
-    config["step_overlap"] = "speculative"
+    config["step_overlap"] = "speculative" if asked_for else None
     scale = 1024.0 if precision == "fp16" else 1.0
     return Job(**{"steps": STEPS, "clipped": CLIPPED[clips], "config": config, "scale": scale, **changes})
 

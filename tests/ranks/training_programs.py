@@ -58,6 +58,7 @@ class Job:
         limits: of the norm, for each step, where ``clipped`` is given. The one process finds them.
         state: the optimizer's state is looked at, too.
         accumulates: with ``deepoffload.accumulate``. The one process has an ordinary loop.
+        forward_wait_s: what rank 0 has waited for its disk in each forward, as the counters say.
     """
 
     model: str = "gpt"
@@ -75,6 +76,7 @@ class Job:
     overflows: tuple[int, ...] = ()
     state: bool = False
     accumulates: bool = False
+    forward_wait_s: float = 0.0
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -300,6 +302,8 @@ def train(job: Job, path: str | None = None) -> Trained:
                 overflows = step in job.overflows and reader == job.data_ranks - 1
                 with spoiled_embedding(model) if overflows else nullcontext():
                     loss = loss_of(called, job.model, 10_000 * step + 100 * micro + reader)
+                if rank == 0:
+                    engine.pager.tiers.counters.wait_s += job.forward_wait_s
                 (loss * job.scale / job.micro_batches).backward()
                 found.losses.append(float(loss.detach()))
         if world_size == 1:

@@ -93,18 +93,24 @@ class Training:
 
 
 @contextmanager
-def interrupted_at(nth: int) -> Iterator[list[str]]:
-    """Deliver Ctrl-C at the ``nth`` call or return that deepoffload's code makes within the block (from 0).
+def interrupted_at(nth: int, within: str = "") -> Iterator[list[str]]:
+    """Deliver Ctrl-C at the ``nth`` call or return that deepoffload's code makes within the block (from 0), or within
+    the function of ours that is called so.
 
     Yields a list that gets the place when it was reached. With a negative ``nth`` it gets every place instead.
     """
-    count = 0
+    count = depth = 0
     places: list[str] = []
 
     def profile(frame: Any, event: str, _: Any) -> None:
-        nonlocal count
+        nonlocal count, depth
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return
+        if within:
+            if frame.f_code.co_name == within and event in ("call", "return"):
+                depth += 1 if event == "call" else -1
+            if depth == 0:
+                return
         here = f"{event} {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
         if nth < 0:
             places.append(here)
