@@ -25,7 +25,8 @@ GAP_BYTES = 64 << 10
 """What lies between two tensors of a unit in the file is read with them up to this size: one request less."""
 
 RUNS_LATER = 2
-"""A block has room for so many runs of a file that backs it later: one, or two where files are cut inside the unit."""
+"""A block has room for so many runs of files: one is usual, two where files are cut inside the unit. All units have it,
+so that layers of the same sizes take the same room: one that is a page larger would not fit where another was."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def backing_of(names: Sequence[str], ranges: Sequence[SourceRange]) -> Backing |
         offsets[index] = begin + offset - page
     pieces = tuple(ExtentPart(number, start, round_up(end) - start) for number, start, end in runs)
     extent = SourceExtent(sum(piece.nbytes for piece in pieces), pieces, tuple(names))
-    return Backing(tuple(offsets), _nbytes_in_runs(sum(lengths), len(runs)), extent)
+    return Backing(tuple(offsets), _nbytes_in_runs(sum(lengths), max(len(runs), min(len(ranges), RUNS_LATER))), extent)
 
 
 def _nbytes_in_runs(nbytes: int, count: int) -> int:

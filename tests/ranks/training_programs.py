@@ -19,6 +19,7 @@ import deepoffload
 from deepoffload import CPUAdamW, offload_context
 from deepoffload.errors import BudgetError
 from tests.models.zoo import language, small_gpt2, small_llama, t5, translation
+from tests.support.inspect import pager_of
 from tests.support.models import TinyGPT, batch, mixtral, next_token_loss
 from tests.support.rank_processes import ENDS_WITHIN_S, values_of
 
@@ -303,7 +304,7 @@ def train(job: Job, path: str | None = None) -> Trained:
                 with spoiled_embedding(model) if overflows else nullcontext():
                     loss = loss_of(called, job.model, 10_000 * step + 100 * micro + reader)
                 if rank == 0:
-                    engine.pager.tiers.counters.wait_s += job.forward_wait_s
+                    pager_of(model).tiers.counters.wait_s += job.forward_wait_s
                 (loss * job.scale / job.micro_batches).backward()
                 found.losses.append(float(loss.detach()))
         if world_size == 1:

@@ -19,7 +19,7 @@ from deepoffload import stats
 from deepoffload.errors import IoFailure, UsageError
 from deepoffload.memory.block import is_backed
 from tests.support.generation import Generation, weight_bytes
-from tests.support.inspect import units_of
+from tests.support.inspect import tiers_of, units_of
 from tests.support.models import llama, mixtral
 from tests.support.paging import PLENTY_BYTES
 
@@ -105,6 +105,28 @@ def test_a_forward_reads_each_weight_once_whatever_the_batch(generation: Generat
         read.append((stats(model)["disk_bytes_read"] - before) / 4)
     assert max(read) <= 1.02 * min(read) + 8192
     assert max(read) <= weight_bytes(model) + 8192 * len(units_of(model))
+
+
+@torch.no_grad()
+def test_layers_that_are_cut_between_files_are_read_once_at_every_budget(tmp_path: Path) -> None:
+    """Such a layer takes a page more than others, unless all take the same: with room for two layers, each would take
+    the place of the one that was read ahead for it, and every layer would be read twice."""
+    build = partial(llama, vocab_size=64, hidden_size=64, intermediate_size=256, num_hidden_layers=16)
+    generation = Generation.of(build, torch.bfloat16, tmp_path)
+    generation.plain().save_pretrained(generation.checkpoint, max_shard_size="300KB")
+    generation.file.unlink()
+    layer_bytes = weight_bytes(generation.plain().model.layers[0])
+    for layers in (7.2, 9.4, 11.6):
+        model = generation.paged(int(layers * layer_bytes))
+        for _ in range(3):
+            model(TOKENS)
+        before = stats(model)
+        model(TOKENS)
+        found = stats(model)
+        read_bytes = found["disk_bytes_read"] - before["disk_bytes_read"]
+        resident = [unit.weights for unit in units_of(model) if unit.weights.id in tiers_of(model).static]
+        left_bytes = weight_bytes(model) - sum(block.nbytes for block in resident)
+        assert read_bytes <= 1.25 * left_bytes, "a page at each end is much of such small layers"
 
 
 @torch.no_grad()
