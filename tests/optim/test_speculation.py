@@ -117,6 +117,17 @@ def test_a_guess_is_made_in_backward_and_confirmed_by_the_step(paging: Paging) -
 
 def test_the_order_after_an_undone_guess_is_foreseen(paging: Paging) -> None:
     """Else plans for the next two steps are wrong, and each update that was undone waits for the disk."""
+    for _ in range(10):
+        seen, rolled_back = _undone_in_steps_7_and_8(paging)
+        if len({share for share, *_ in seen[4:]}) == 1:  # else other units were chosen, by how long steps waited
+            break
+    assert [rest for _, *rest in seen[6:]] == [[True, 0]] * 6, seen
+    assert rolled_back > 0
+
+
+def _undone_in_steps_7_and_8(paging: Paging) -> tuple[list[tuple[float, bool, int]], float]:
+    """Of each step: the share of the state that is guessed, whether units were, and how many uses were not foreseen.
+    And how many guesses were undone."""
     model = paging.build(partial(mlp, depth=6), guessing(TIGHT, room=2.5), key="mlp")
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=1e6)
     trace, seen = pager_of(model).order.trace, []
@@ -128,9 +139,9 @@ def test_the_order_after_an_undone_guess_is_foreseen(paging: Paging) -> None:
         optimizer.step()
         optimizer.max_grad_norm = 1e6
         optimizer.zero_grad()
-        seen.append((guessed > 0, trace.stats().mismatches - mismatches))
-    assert seen[6:] == [(True, 0)] * 6, seen
-    assert deepoffload.stats(model)["rolled_back"] > 0
+        share = deepoffload.stats(model)["speculation_share"]
+        seen.append((share, guessed > 0, trace.stats().mismatches - mismatches))
+    return seen, deepoffload.stats(model)["rolled_back"]
 
 
 def test_with_a_tenth_of_the_guesses_wrong_bits_are_the_same_and_nothing_grows(paging: Paging) -> None:
