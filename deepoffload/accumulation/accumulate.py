@@ -16,7 +16,6 @@ from deepoffload.accumulation.caller_state import refuse_modes_of_caller
 from deepoffload.accumulation.orders import runs_one_by_one, vertical_order
 from deepoffload.accumulation.random_streams import RandomStreams
 from deepoffload.accumulation.recomputed import second_run_differed
-from deepoffload.accumulation.turns import Turns
 from deepoffload.config import ActivationMode
 from deepoffload.errors import UsageError
 from deepoffload.params.kept_attributes import KeptAttributes
@@ -182,7 +181,7 @@ def _check(engine: Engine | None, batches: list[Any]) -> None:
 
 
 class _OneByOne:
-    """Stands where :class:`Turns` stands while micro-batches run one after the other.
+    """Stands where ``accumulation.turns`` stands while micro-batches run one after the other.
 
     Attributes:
         running: the micro-batch that runs.
@@ -239,6 +238,8 @@ class _Work:
 
     def run_vertically(self, engine: Engine, mode: ActivationMode, *, asked: bool) -> None:
         """``asked``: the program has said that it wants this order."""
+        from deepoffload.accumulation.turns import Turns  # the only order that needs the package greenlet
+
         attributes = _attributes_of(engine, self._model)
         first_alone: Callable[[], bool] | None = None
         if attributes.first is None:

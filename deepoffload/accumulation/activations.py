@@ -27,6 +27,7 @@ from deepoffload.params.torch_private import (
     top_saved_tensors_hooks,
     tree_flatten,
 )
+from deepoffload.params.torch_thread import in_cached_blocks
 from deepoffload.params.window import Window
 from deepoffload.runtime.announce import announce
 from deepoffload.runtime.engine import Engine
@@ -100,6 +101,8 @@ class Activations:
         counted = self._counted if number == 0 else None
         if not (counted or self._recompute) or in_functorch() or not saved_tensors_hooks_enabled():
             return None
+        if self._attributes.weight or in_cached_blocks():
+            return None  # a second run would compute with other weights, or compute them again
         if saved_for_checkpoint():
             return None  # the program's own, around this module or one that encloses it
         leaves, structure = tree_flatten((args, kwargs))

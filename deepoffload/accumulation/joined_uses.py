@@ -1,17 +1,19 @@
-"""The gradient of a tensor that enters the last unit and is used after it, too.
+"""The tensors that enter the last unit, at which an early backward stops.
 
-Inside the unit another tensor stands for it, with a node of ours between the two (the door). All uses inside would be
-added up at the door first, and then to those outside: ``outside + (first + second)``. Without the door autograd makes
-``(outside + first) + second``, with other roundings. So hooks take the gradients of the uses outside away where they
-are made, and add up all of them one by one. The door, which comes last of all, hands on the sum.
+Inside the unit another tensor stands for each, with a node of ours between the two (the door). Where such a tensor is
+used after the unit, too, all uses inside would be added up at the door first, and then to those outside:
+``outside + (first + second)``. Without the door autograd makes ``(outside + first) + second``, with other roundings.
+So hooks take the gradients of the uses outside away where they are made, and add up all of them one by one. The door,
+which comes last of all, hands on the sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from deepoffload.accumulation.gradient_streams import GradientStreams
@@ -20,12 +22,45 @@ from deepoffload.accumulation.loss_graph import LossGraph
 from deepoffload.errors import UnsupportedError
 
 
-def join_uses(graph: LossGraph, begin: int, doors: Iterable[Any], streams: GradientStreams) -> None:
+class Entering(NamedTuple):
+    """A tensor that enters the last unit. ``inside`` stands for it there, and ``door`` is the node in between. One that
+    is edited in place gets another node."""
+
+    tensor: Tensor
+    inside: Tensor
+    door: Any
+
+
+def stand_for(known: dict[int, Tensor], entering: list[Entering], value: Any) -> Any:
+    """What enters in the place of an argument. Lists and the like are the program's: a unit may put something into
+    them. So are tensors with attributes or a class of the program's."""
+    if type(value) is tuple:
+        return tuple(stand_for(known, entering, part) for part in value)
+    if type(value) is not Tensor or value.grad_fn is None or value.layout is not torch.strided or vars(value):
+        return value
+    if id(value) not in known:
+        inside = known[id(value)] = torch.ops.aten.alias.default(value)
+        entering.append(Entering(value, inside, inside.grad_fn))
+    return known[id(value)]
+
+
+def give_hooks_back(entering: Iterable[Entering]) -> None:
+    """Hooks that the unit has put on what stands for a tensor belong to the tensor: its other uses count, too."""
+    for tensor, inside, _ in entering:
+        hooks: Any = inside._backward_hooks
+        if hooks:
+            for hook in hooks.values():
+                tensor.register_hook(hook)
+            hooks.clear()
+
+
+def join_uses(graph: LossGraph, begin: int, entering: Iterable[Entering], streams: GradientStreams) -> None:
     """Put hooks on the nodes that were made from number ``begin`` on."""
     newer = [node for node, sequence in graph.nodes if sequence >= begin]
-    for door in doors:
-        if door in newer:
-            _JoinedUses(door, newer, streams)
+    for _, inside, door in entering:
+        for each in {door, inside.grad_fn}:
+            if each in newer:
+                _JoinedUses(each, newer, streams)
 
 
 class _JoinedUses:

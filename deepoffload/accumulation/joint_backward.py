@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from deepoffload.accumulation.gradient_streams import GradientStreams
-from deepoffload.accumulation.joined_uses import join_uses
+from deepoffload.accumulation.joined_uses import give_hooks_back, join_uses
 from deepoffload.accumulation.kept_apart import KeptApart
 from deepoffload.accumulation.loss_graph import LeafUse, Leg, Legs, LossGraph, runs_backward
 from deepoffload.accumulation.micro_batch import MicroBatch, Visit
@@ -66,18 +66,18 @@ class JointBackward:
 
         What these two need, such as logits, is then that of one micro-batch at a time.
         """
-        graph = one.graph
-        assert graph is not None
+        graph = one.graph = LossGraph(loss)
         one.roots = [(loss, None)]
         self._apart.expect(one.number, graph)
-        doors = {door for _, door in one.entering}
+        give_hooks_back(one.entering)
+        doors = {enters.door for enters in one.entering}
         begin = one.entering_from
         if graph.runs_in_several_threads():
             doors.clear()
         if doors and not graph.ends_at(doors, begin):
-            join_uses(graph, begin, {*doors, *(inside.grad_fn for inside, _ in one.entering)}, self._streams)
+            join_uses(graph, begin, one.entering, self._streams)
             doors.clear()
-        if self._early != one.number or not doors or graph.runs_backward_from(begin):
+        if self._early != one.number or not doors or graph.runs_backward_from(begin) or one.may_land_twice():
             self._outside.update(map(id, graph.leaves()))
             return
         self._outside.update(id(leaf) for use in graph.uses if use.sequence < begin for _, leaf in use.leaves)
@@ -99,10 +99,10 @@ class JointBackward:
         self._starts(one)
         entering, one.entering = one.entering, []
         ends = [GradientEdge(use.node, 0) for use in waiting]
-        inside = [GradientEdge(door, 0) for _, door in entering]
+        inside = [GradientEdge(enters.door, 0) for enters in entering]
         found = autograd_grad((loss,), [*inside, *leaves, *ends], allow_unused=True)
         first, last = len(entering), len(entering) + len(leaves)
-        roots = [*(_behind(door) for _, door in entering), *ends]
+        roots = [*(_behind(enters.door) for enters in entering), *ends]
         made = [*found[:first], *found[last:]]
         one.roots = [(root, gradient) for root, gradient in zip(roots, made, strict=True) if gradient is not None]
         self._streams.note()
@@ -112,8 +112,6 @@ class JointBackward:
 
     def run(self, every: Sequence[MicroBatch]) -> None:
         """All backwards, as far as they have not been made. The forwards are over."""
-        if not every:
-            return
         self._legs.begin(None)
         if self._put_in_order(every):
             self._backward(every)
@@ -153,15 +151,12 @@ class JointBackward:
 
     def _legs_of(self, every: Sequence[MicroBatch]) -> list[tuple[MicroBatch, LossGraph, list[int]]] | None:
         """Each micro-batch with its graph, and the leg that each node of it comes from. None where two graphs have
-        a node in common, or the program wants to see each gradient of a weight."""
+        a node in common, a loss is a weight itself, or the program wants to see each gradient of a weight."""
         found, looked_at = [], set()
         for one in every:
             graph = one.graph
-            assert graph is not None
             legs = [self._legs.index_of(sequence, one.number) for _, sequence in graph.nodes]
-            if -1 in legs:
-                return None
-            if self._hides_uses(one, graph, legs):
+            if -1 in legs or one.loss_is_leaf() or self._hides_uses(one, graph, legs):
                 return None
             found.append((one, graph, legs))
             for leaf in graph.leaves():
@@ -205,11 +200,8 @@ class JointBackward:
 
     def run_alone(self, one: MicroBatch) -> None:
         """The backward of one micro-batch, as the ordinary order has it, but for what it has made already."""
-        graph = one.graph
-        assert graph is not None
         self._starts(one)
-        self._apart.leave_to_autograd(one.number, graph.leaves())
-        del graph
+        self._apart.leave_to_autograd(one.number, one.graph.leaves())
         self._backward([one])
 
     def _backward(self, every: Iterable[MicroBatch]) -> None:
@@ -217,7 +209,8 @@ class JointBackward:
         for one in every:
             for root, gradient in one.roots:
                 node: Any = root.grad_fn if isinstance(root, Tensor) else root.node
-                node.register_prehook(partial(self._comes_to, one))
+                if node is not None:
+                    node.register_prehook(partial(self._comes_to, one))
                 roots.append((root, gradient))
             one.forget_graph()
         if roots:

@@ -44,16 +44,17 @@ def _device_of(node: Any) -> torch.device:
 
 
 class LossGraph:
-    """All nodes behind a loss, but those of leaves. Nodes have the numbers in whose order they were made.
+    """All nodes behind a loss, but those of leaves; none where there is no loss. Nodes have the numbers in whose order
+    they were made.
 
     The objects keep the nodes alive, and what these keep: forget them before a backward.
     """
 
-    def __init__(self, loss: Tensor) -> None:
+    def __init__(self, loss: Tensor | None = None) -> None:
         self.nodes: list[tuple[Any, int]] = []
         self.uses: list[LeafUse] = []
         self._in_several_threads: bool | None = None
-        root = loss.grad_fn
+        root = None if loss is None else loss.grad_fn
         waiting: list[Any] = [] if root is None else [root]
         seen = set(waiting)
         while waiting:
@@ -82,8 +83,8 @@ class LossGraph:
         return (leaf for use in self.uses for _, leaf in use.leaves)
 
     def ends_at(self, doors: set[Any], begin: int) -> bool:
-        """Whether nodes that were made from number ``begin`` on lead to older ones only by ``doors``."""
-        return all(
+        """Whether the loss was made from number ``begin`` on, and such nodes lead to older ones only by ``doors``."""
+        return any(sequence >= begin for _, sequence in self.nodes[:1]) and all(
             following is None or type(following) is AccumulateGrad or following._sequence_nr() >= begin
             for node, sequence in self.nodes
             if sequence >= begin and node not in doors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from torch import nn
@@ -42,10 +43,15 @@ def vertical_order(engine: Engine | None, model: nn.Module, asked: str | None, c
     order = choose(AccumulationOrder, "order", asked, configured)
     if order is AccumulationOrder.HORIZONTAL:
         return None
+    known = None if engine is None else engine.pager.order.attributes
+    if known is not None and not known.is_of(model):
+        known = None
     why_not = "it is not paged" if engine is None else _unavailable(engine, model)
+    if known is not None and known.weight:
+        why_not = _exchanged(known.weight)
     if why_not is not None:
         if order is AccumulationOrder.VERTICAL and engine is not None:
-            raise UnsupportedError(f'accumulation_order = "vertical" is not available: {why_not}; use "horizontal"')
+            raise _refusal(why_not)
         _say(f"accumulation of {type(model).__name__} {ONE_BY_ONE}: {why_not}")
         return None
     if order is AccumulationOrder.VERTICAL or count == 1:
@@ -53,8 +59,7 @@ def vertical_order(engine: Engine | None, model: nn.Module, asked: str | None, c
     placement = None if engine is None else engine.placement
     if engine is None or placement is None:  # inside the context: there are no windows yet
         return None
-    known = engine.pager.order.attributes
-    if known is not None and known.is_of(model) and known.first:
+    if known is not None and known.first:
         _say(_left(model, known.first))
         return None
     found = faster_order(placement, count, on_device=engine.pager.memory.device.type != "cpu")
@@ -69,8 +74,16 @@ def runs_one_by_one(model: nn.Module, attributes: KeptAttributes, *, asked: bool
 
     Args:
         asked: the program wants the vertical order: it keeps it, and is warned.
+
+    Raises:
+        UnsupportedError: the vertical order is asked for, and the forward exchanges weights.
     """
     name = attributes.forward_has_ended()
+    if attributes.weight:
+        if asked:
+            raise _refusal(_exchanged(attributes.weight))
+        _say(f"accumulation of {type(model).__name__} {ONE_BY_ONE}: {_exchanged(attributes.weight)}")
+        return True
     if not name:
         return False
     if not asked:
@@ -85,6 +98,14 @@ def runs_one_by_one(model: nn.Module, attributes: KeptAttributes, *, asked: bool
     return False
 
 
+def _refusal(why: str) -> UnsupportedError:
+    return UnsupportedError(f'accumulation_order = "vertical" is not available: {why}; use "horizontal"')
+
+
+def _exchanged(weight: str) -> str:
+    return f"its forward changes requires_grad of {weight}, or puts another tensor in its place"
+
+
 def _left(model: nn.Module, name: str) -> str:
     what = f"its forward sets the attribute {name}, which another unit may read"
     return f"accumulation of {type(model).__name__} {ONE_BY_ONE}: {what}"
@@ -96,6 +117,8 @@ def _unavailable(engine: Engine, model: nn.Module) -> str | None:
         return f"{engine.ranks.world_size} ranks train it together"
     if type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None:
         return "torch.compile has the whole model, and micro-batches stop between its layers: compile the layers"
+    if find_spec("greenlet") is None:
+        return "forwards stop with the package greenlet, which is not installed (pip install greenlet)"
     return None
 
 

@@ -93,11 +93,18 @@ class Recomputed:
             self._buffers.compare()
 
     def _run_again(self, _: Tensor, *leaves: Any) -> None:
-        args, kwargs = self._structure.unflatten(leaves)
+        args, kwargs = self._structure.unflatten(map(_without_hooks, leaves))
         name = type(self._module).__name__
         with ExitStack() as back, self._attributes.lent(self._then), self._buffers.as_they_were(name):
             lend_process(self._process, back)
             self._module(*args, **kwargs)
+
+
+def _without_hooks(leaf: Any) -> Any:
+    """A tensor on which the second run puts its hooks: the first one has put them on the argument itself."""
+    if type(leaf) is Tensor and leaf.grad_fn is not None:
+        return leaf.detach().requires_grad_()
+    return leaf
 
 
 class _Buffers:

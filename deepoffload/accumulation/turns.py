@@ -45,10 +45,11 @@ from torch import Tensor, nn
 from deepoffload.accumulation.activations import Activations
 from deepoffload.accumulation.freed_memory import FreedMemory
 from deepoffload.accumulation.gradient_streams import GradientStreams
+from deepoffload.accumulation.joined_uses import give_hooks_back, stand_for
 from deepoffload.accumulation.joint_backward import JointBackward
 from deepoffload.accumulation.kept_apart import KeptApart
-from deepoffload.accumulation.loss_graph import Leg, Legs, LossGraph
-from deepoffload.accumulation.micro_batch import MicroBatch, TurnPhase
+from deepoffload.accumulation.loss_graph import Leg, Legs
+from deepoffload.accumulation.micro_batch import MicroBatch
 from deepoffload.accumulation.random_streams import RandomStreams
 from deepoffload.memory.lock import SHIELD
 from deepoffload.params.pager import Pager
@@ -145,7 +146,8 @@ class Turns:
                 while following is not None:
                     self._let_run(following)
                     following = self._next()
-                SHIELD.let_through(self._backwards.run, ([one for one in self._all if one.graph is not None],))
+                if not self._one_by_one:
+                    SHIELD.let_through(self._backwards.run, (self._all,))
             except BaseException:
                 self.failed_at = self._running.number
                 raise
@@ -183,7 +185,7 @@ class Turns:
     def _next(self) -> MicroBatch | None:
         if self._leader is not None:
             return self._leader
-        left = [one for one in self._all if one.phase is TurnPhase.FORWARD]
+        left = [one for one in self._all if not one.forward_is_over]
         if self._one_by_one:
             return next(iter(left), None)
         return min(left, key=lambda one: (one.place, one.number), default=None)
@@ -199,14 +201,13 @@ class Turns:
                 self._order.learn([one.path])
                 self._one_by_one = self._first_alone is not None and self._first_alone()
             self._activations.forward_ended(one.number)
-            one.phase = TurnPhase.BACKWARD
-            one.graph = LossGraph(loss)
+            one.forward_is_over = True
             self._backwards.forward_ended(one, loss)
             if self._one_by_one:
                 del loss
                 self._backwards.run_alone(one)
         finally:
-            one.phase = max(one.phase, TurnPhase.BACKWARD)
+            one.forward_is_over = True
             self._hooks.close_leaked()
             self._hooks.stand_back()
 
@@ -251,7 +252,7 @@ class Turns:
     def enter(self, window: Window, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """A module is called whose window is about to open. Returns other arguments for it, where it gets such."""
         one = None if in_backward() else self._here()
-        if one is None or one.phase is not TurnPhase.FORWARD:
+        if one is None or one.forward_is_over:
             return None
         count = one.latest[window] = one.latest.get(window, -1) + 1
         visit = window, count
@@ -260,24 +261,25 @@ class Turns:
         self._pass(one, self._order.place(visit, len(one.path)))
         self._legs.begin(Leg(one.number, len(one.path)))
         one.path.append(visit)
+        give_hooks_back(one.entering)  # that unit was not the last one
         one.entering = []
         if self._has_leader or not self._order.is_last(visit) or not torch.is_grad_enabled() or modes_active():
             return None
         one.entering_from = sequence_number()
-        stand = partial(_stand_for, {}, one.entering)
+        stand = partial(stand_for, {}, one.entering)
         return tuple(map(stand, args)), {name: stand(value) for name, value in kwargs.items()}
 
     def region(self, window: Window, module: nn.Module, args: Any, kwargs: Any) -> ActivationRegion | None:
         """The window opens in a forward with gradients."""
         one = None if in_backward() else self._here()
-        if one is None or one.phase is not TurnPhase.FORWARD:
+        if one is None or one.forward_is_over:
             return None
         return self._activations.region(one.number, window, module, args, kwargs)
 
     def leave(self, window: Window, output: Any) -> None:
         """The call of a module is over."""
         one = None if in_backward() else self._here()
-        if one is None or one.phase is not TurnPhase.FORWARD:
+        if one is None or one.forward_is_over:
             return
         self._activations.call_ended(one.number, window)
         for value in tree_flatten(output)[0]:
@@ -288,7 +290,7 @@ class Turns:
 
     def _came_back(self, one: MicroBatch, gradient: Tensor) -> None:
         """Backward comes to what a micro-batch has got from a unit."""
-        if one.phase is TurnPhase.BACKWARD:
+        if one.forward_is_over:
             self._run_as(one)
 
     def land(self, param: Tensor, handle: ParamHandle, gradients: GradientDoor) -> None:
@@ -337,16 +339,3 @@ def _end(one: MicroBatch) -> None:
 
 def _park() -> None:
     getcurrent().parent.switch()
-
-
-def _stand_for(known: dict[int, Tensor], entering: list[tuple[Tensor, Any]], value: Any) -> Any:
-    """A node of ours in the graph, behind a tensor that enters a unit. Lists and the like are the program's: a unit may
-    put something into them. So are tensors with attributes or a class of the program's."""
-    if type(value) is tuple:
-        return tuple(_stand_for(known, entering, part) for part in value)
-    if type(value) is not Tensor or value.grad_fn is None or value.layout is not torch.strided or vars(value):
-        return value
-    if id(value) not in known:
-        inside = known[id(value)] = torch.ops.aten.alias.default(value)
-        entering.append((inside, inside.grad_fn))
-    return known[id(value)]

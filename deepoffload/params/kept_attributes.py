@@ -7,6 +7,9 @@ has left there. A unit that runs again in backward would read what came later in
 The first forward of all shows which attributes it changes. It is looked at where a module's window opens and closes,
 too: a mask that the model gives to its layers and takes back is there only in between. After that only those
 attributes are kept and lent.
+
+Weights are no such attributes. A forward that freezes some for a while, or puts others in their places (as
+``torch.func.functional_call`` does), is noticed, and nothing is lent.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from deepoffload.params.torch_private import in_functorch, past_doors
+
 _VALUES = (int, float, complex, str, bytes, bool)
 """Types of which equal values are the same."""
-_OWN_NAMES = frozenset(nn.Module().__dict__)
-"""What every module has: parameters, buffers, hooks."""
+_OWN_NAMES = frozenset(nn.Module().__dict__) - {"training"}
+"""What every module has and no forward leaves there: parameters, buffers, hooks."""
 _LOOKS = 50_000
 """So many modules are looked at in places that have nothing to do with the call of a module: less than a second."""
 _LENT_LENGTH = 1000
@@ -76,6 +81,7 @@ class KeptAttributes:
     Attributes:
         changed: those that a forward changes, each with what it had before the first one.
         first: the name of the first one that was found, or "" where there is none; None before that forward has ended.
+        weight: the name of the first weight that was found to be frozen, unfrozen or another tensor; "" where none was.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,11 +89,13 @@ class KeptAttributes:
         self._modules = {name: weakref.ref(module) for name, module in model.named_modules()}
         self._names = {id(module): name for name, module in model.named_modules()}
         self._before = {name: _attributes(module) for name, module in model.named_modules()}
+        self._weights = {name: _weights(module) for name, module in model.named_modules()}
         # Where a model without a better place leaves things. Other modules are looked at when they are called.
         self._elsewhere = [name for name, module in model.named_modules() if not module._parameters]
         self._looks = _LOOKS
         self.changed: dict[AttributeName, PastValue] = {}
         self.first: str | None = None
+        self.weight = ""
 
     def is_of(self, model: nn.Module) -> bool:
         return self._model() is model
@@ -115,6 +123,7 @@ class KeptAttributes:
                 self._compare(name)
             self.first = str(next(iter(self.changed), ""))
             self._before.clear()
+            self._weights.clear()
         return self.first
 
     def _compare(self, name: str) -> None:
@@ -127,6 +136,14 @@ class KeptAttributes:
             held, value = before.get(key, _NOTHING), now.get(key, _NOTHING).value
             if not held.is_still(value):
                 self.changed.setdefault(AttributeName(name, key), held)
+        if not in_functorch():  # inside a transform no forward stops
+            self._compare_weights(name, module)
+
+    def _compare_weights(self, name: str, module: nn.Module) -> None:
+        for key, (weight, is_trained) in self._weights[name].items():
+            now = module._parameters.get(key)
+            if not self.weight and (now is not weight or _is_trained(now) is not is_trained):
+                self.weight = str(AttributeName(name, key))
 
     # -- for a second run of a call --------------------------------------------------------------------------------
 
@@ -178,3 +195,17 @@ def _attributes(module: nn.Module) -> dict[str, PastValue]:
         for key, value in _values(module).items()
         if key not in _OWN_NAMES and (isinstance(value, Tensor) or not callable(value))  # libraries wrap forward
     }
+
+
+def _weights(module: nn.Module) -> dict[str, tuple[Tensor, bool]]:
+    """By name, with whether each is trained."""
+    found = module._parameters.items()
+    return {key: (weight, _is_trained(weight)) for key, weight in found if weight is not None}
+
+
+def _is_trained(weight: Any) -> bool:
+    return bool(past_doors(_requires_grad, (weight,)))
+
+
+def _requires_grad(weight: Tensor) -> bool:
+    return weight.requires_grad

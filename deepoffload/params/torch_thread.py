@@ -17,7 +17,8 @@ have begun would leave the change of the one behind for good.
 
 What has no switch is compared: the sets of dispatch keys that C++ guards include and exclude. Where these differ from
 those at the beginning, the forward does not stop. So it is inside a transform of ``torch.func`` and forward-mode
-differentiation, and in a coroutine: a thread runs one event loop at a time.
+differentiation, inside ``parametrize.cached()``, whose cache is one for all, and in a coroutine: a thread runs one
+event loop at a time.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 from deepoffload.params.torch_private import (
     disable_current_modes,
@@ -57,6 +59,13 @@ _included_keys = need(torch._C, "_dispatch_tls_local_include_set")
 _excluded_keys = need(torch._C, "_dispatch_tls_local_exclude_set")
 _swap_compiler = need(torch._C._dynamo.eval_frame, "set_eval_frame")
 _set_anomaly_enabled = need(torch._C, "set_anomaly_enabled")
+need(parametrize, "_cache_enabled")
+
+
+def in_cached_blocks() -> int:
+    """How many blocks of ``parametrize.cached()`` the process is in."""
+    found: int = parametrize._cache_enabled
+    return found
 
 
 def _set_deterministic(found: tuple[bool, bool]) -> None:
@@ -144,12 +153,15 @@ class TorchThread:
         self._function_modes = len_function_stack()
         self._process = process_now()
         self._loop = _get_running_loop()
+        self._caches = in_cached_blocks()
         self._keys = self._keys_now()
 
     def set_aside(self) -> ExitStack | None:
         """Everything is as it was at the beginning. Closing what is returned puts back what was set aside. None, with
         nothing done, where a forward cannot stop."""
         if in_functorch() or forward_ad._current_level >= 0 or _get_running_loop() is not self._loop:
+            return None
+        if in_cached_blocks() != self._caches:
             return None
         back = ExitStack()
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import signal
+import sys
 import threading
 import weakref
 from dataclasses import replace
@@ -226,6 +227,17 @@ def test_what_cannot_be_is_refused_before_anything_runs(paging: Paging) -> None:
         model(batch(0))
     hook.remove()
     assert len(accumulate(batches(0)[:2], next_token_loss)) == 2
+
+
+def test_without_the_package_greenlet_micro_batches_run_one_by_one(
+    paging: Paging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "greenlet", None)
+    model = paging.build(TinyGPT, TIGHT)
+    with pytest.raises(UnsupportedError, match="greenlet, which is not installed .pip install greenlet.; use .horizon"):
+        deepoffload.accumulate(model, batches(0), next_token_loss, order=VERTICAL)
+    for order in (HORIZONTAL, "auto"):
+        assert len(deepoffload.accumulate(model, batches(0), next_token_loss, order=order)) == COUNT
 
 
 def test_the_order_follows_from_what_stays_in_memory_and_from_the_disk(paging: Paging) -> None:

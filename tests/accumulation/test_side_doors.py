@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from tests.accumulation.loops import PLAIN, VERTICAL, VERTICAL_AGAIN, Steps
-from tests.support.loops import assert_same_bits
+import deepoffload
+from deepoffload.errors import UnsupportedError
+from deepoffload.runtime.context import engine_of
+from deepoffload.schedule.cost_model import Bandwidths
+from tests.accumulation.loops import HORIZONTAL_AGAIN, PLAIN, VERTICAL, VERTICAL_AGAIN, Steps
+from tests.support.loops import assert_same_bits, gradients_of
 from tests.support.models import batch
 from tests.support.paging import EVICTING, Paging
 
@@ -72,6 +78,19 @@ class Router(nn.Module):
         losses.append(found.logsumexp(-1).mean())
         state["seen"] = x * 2
         return torch.tanh(found) + state["scale"]
+
+
+class Edits(Block):
+    """Edits the gradient of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: gradient * 1.1 + 1e-3)
+        return super().forward(x)
+
+
+class EditedInside(UsedOutside):
+    def __init__(self) -> None:
+        super().__init__(Edits)
 
 
 class IntoLists(Net):
@@ -239,9 +258,27 @@ class Switched(Net):
         return self.last(self.layers[2](x)).square().mean()
 
 
+class Scaled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.9
+
+
+class Cached(Net):
+    """Parametrized weights are computed once in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            parametrize.register_parametrization(layer, "first", Scaled())
+
+    def forward(self, seed: int) -> Tensor:
+        with parametrize.cached():
+            return self.last(self.layers[0](self.body(seed))).square().mean()
+
+
 MODELS = (
-    *(UsedOutside, IntoLists, Attributes, CheckpointedLoss, CheckpointedHead, CheckpointsInside),
-    *(Coroutine, Switched, NoGradient, NoisyGradients),
+    *(UsedOutside, EditedInside, IntoLists, Attributes, CheckpointedLoss, CheckpointedHead, CheckpointsInside),
+    *(Coroutine, Switched, NoGradient, NoisyGradients, Cached),
 )
 
 
@@ -251,3 +288,90 @@ def test_the_bits_are_those_of_a_plain_loop(paging: Paging, build: type[nn.Modul
     for how, got in zip((VERTICAL, VERTICAL_AGAIN), others, strict=True):
         assert_same_bits(expected, got, how)
     assert torch.backends.cuda.flash_sdp_enabled() and torch.get_default_dtype() is torch.float32
+
+
+class EarlyLosses(Net):
+    """The losses of some micro-batches are a weight itself, or are made before the last unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, seed: int) -> Tensor:
+        x = self.body(seed)
+        early = x.square().mean() * self.scale
+        late = self.last(x).square().mean() * self.scale
+        return (self.scale, early, late)[seed % 3]
+
+
+def test_losses_that_are_not_divided_may_be_made_anywhere(paging: Paging) -> None:
+    ends = []
+    for how in ("horizontal", "vertical"):
+        model = paging.build(EarlyLosses, EVICTING)
+        for _ in range(2):
+            deepoffload.accumulate(model, [3, 4, 5, 6, 8, 7], lambda model, seed: model(seed), order=how, scale=False)
+        ends.append(gradients_of(model))
+    assert_same_bits(*ends)
+
+
+class Frozen(Net):
+    """Freezes a layer for a while."""
+
+    def forward(self, seed: int) -> Tensor:
+        made = self.layers[1](self.layers[0](self.embedding(batch(seed))))
+        self.layers[2].requires_grad_(False)
+        found = self.last(self.layers[2](made)).square().mean()
+        self.layers[2].requires_grad_(True)
+        return found + self.last(self.layers[2](made.detach())).exp().mean()
+
+
+class Evaluates(Net):
+    """Calls a layer in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)))
+
+    def forward(self, seed: int) -> Tensor:
+        x = self.layers[0](self.embedding(batch(seed)))
+        x = self.layers[1].eval()(x)
+        self.layers[1].train()
+        return self.last(self.layers[2](x)).square().mean()
+
+
+class Exchanged(Net):
+    """Other tensors are in the places of weights for a while."""
+
+    def forward(self, seed: int) -> Tensor:
+        x = self.embedding(batch(seed))
+        weights = {name: weight * (1 + x.mean()) for name, weight in self.layers.named_parameters()}
+        names = {f"layers.{name}": weight for name, weight in weights.items()}
+        return torch.func.functional_call(Body(self.layers), names, (x,)).square().mean()
+
+
+class Body(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("build", "is_refused"), [(Frozen, True), (Exchanged, True), (Evaluates, False)])
+def test_a_forward_that_changes_what_weights_and_modules_are_runs_one_by_one(
+    paging: Paging, build: type[nn.Module], is_refused: bool
+) -> None:
+    slow = Bandwidths(1.0, 1.0, 1.0, 1.0)
+    expected = STEPS.run(paging.build(build, EVICTING), PLAIN)
+    for how in ("auto", "auto, recompute", HORIZONTAL_AGAIN):
+        model = paging.build(build, EVICTING)
+        engine = engine_of(model)
+        assert engine.placement is not None
+        engine.placement = replace(engine.placement, bandwidths=slow)
+        assert_same_bits(expected, STEPS.run(model, how), how)
+    for _ in range(2 * is_refused):
+        with pytest.raises(UnsupportedError, match=r"changes requires_grad of layers\..* or puts another tensor"):
+            STEPS.run(model, VERTICAL)
+        model.zero_grad()

@@ -8,7 +8,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("transformers", "safetensors", "peft", "psutil", "matplotlib", "rich", "tqdm", "accelerate", "pytest")
+HEAVY = (
+    "transformers",
+    "safetensors",
+    "peft",
+    "psutil",
+    "matplotlib",
+    "rich",
+    "tqdm",
+    "accelerate",
+    "greenlet",
+    "pytest",
+)
 """Packages that only some users need."""
 
 LOADED = """
