@@ -18,14 +18,17 @@ have begun would leave the change of the one behind for good.
 What has no switch is compared: the sets of dispatch keys that C++ guards include and exclude. Where these differ from
 those at the beginning, the forward does not stop. So it is inside a transform of ``torch.func`` and forward-mode
 differentiation, inside ``parametrize.cached()``, whose cache is one for all, and in a coroutine: a thread runs one
-event loop at a time.
+event loop at a time. Nor does it stop inside an operator of ``torch.ops`` whose kernel is a Python function: pybind11
+keeps a list of its calls for each thread, and ends the process where they do not end in the reverse order.
 """
 
 from __future__ import annotations
 
+import sys
 from asyncio import _get_running_loop
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -66,6 +69,19 @@ def in_cached_blocks() -> int:
     """How many blocks of ``parametrize.cached()`` the process is in."""
     found: int = parametrize._cache_enabled
     return found
+
+
+_OPERATOR_CALLS = (torch._ops.OpOverload.__call__.__code__, torch._ops.OpOverloadPacket.__call__.__code__)
+
+
+def _in_operator() -> bool:
+    """Whether this is called by the kernel of an operator."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _OPERATOR_CALLS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _set_deterministic(found: tuple[bool, bool]) -> None:
@@ -161,7 +177,7 @@ class TorchThread:
         nothing done, where a forward cannot stop."""
         if in_functorch() or forward_ad._current_level >= 0 or _get_running_loop() is not self._loop:
             return None
-        if in_cached_blocks() != self._caches:
+        if in_cached_blocks() != self._caches or _in_operator():
             return None
         back = ExitStack()
         try:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -100,7 +101,13 @@ def test_inside_a_transform_or_what_has_no_switch_it_stays() -> None:
     torch.func.jvp(transformed, (torch.ones(2),), (torch.ones(2),))
     with torch._C._AutoDispatchBelowAutograd():
         seen.append((True, thread.set_aside()))
-    assert seen == [(True, None)] * 3
+    with parametrize.cached():
+        seen.append((True, thread.set_aside()))
+    library = torch.library.Library("deepoffload_tests", "DEF")
+    library.define("stops(Tensor x) -> Tensor")
+    library.impl("stops", lambda x: seen.append((True, thread.set_aside())) or x * 2, "CompositeImplicitAutograd")
+    torch.ops.deepoffload_tests.stops(torch.ones(2))
+    assert seen == [(True, None)] * 5
     assert thread_now() == thread_now() and thread.set_aside() is not None
 
 
