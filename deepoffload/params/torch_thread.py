@@ -18,7 +18,7 @@ have begun would leave the change of the one behind for good.
 What has no switch is compared: the sets of dispatch keys that C++ guards include and exclude. Where these differ from
 those at the beginning, the forward does not stop. So it is inside a transform of ``torch.func`` and forward-mode
 differentiation, inside ``parametrize.cached()``, whose cache is one for all, and in a coroutine: a thread runs one
-event loop at a time. Nor does it stop inside an operator of ``torch.ops`` whose kernel is a Python function: pybind11
+event loop at a time. It does not stop inside an operator of ``torch.ops`` whose kernel is a Python function: pybind11
 keeps a list of its calls for each thread, and ends the process where they do not end in the reverse order.
 """
 
