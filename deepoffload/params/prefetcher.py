@@ -8,7 +8,6 @@ from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.schedule.block_state import BlockState
-from deepoffload.schedule.cost_model import BlockKind
 from deepoffload.schedule.placement import Placement
 from deepoffload.schedule.planner import MoveKind, plan_prefetch, plan_write_back
 from deepoffload.schedule.trace import Trace
@@ -86,19 +85,6 @@ class Prefetcher:
         if self._may_wait():
             return
         self._write_behind(in_use)
-        coming = [tiers.block(number) for number in in_use if tiers.is_empty(number) or tiers.is_away(number)]
-        places = [tiers.arena.allocate(block.room_bytes, high=block.kind is BlockKind.STATE) for block in coming]
-        try:  # where there is no place for these, what is fetched ahead would have to leave for them
-            moved = None not in places and self._move_ahead(in_use)
-        finally:
-            for offset in places:
-                if offset is not None:
-                    tiers.arena.free(offset)
-        self._stuck_at = None if moved else (tiers.transfers.settled, tiers.arena.used_bytes)
-
-    def _move_ahead(self, in_use: set[int] | frozenset[int]) -> bool:
-        """Carry out a plan. Returns whether there was one."""
-        tiers = self._tiers
         away = tiers.is_away
         moves = plan_prefetch(
             self._trace.upcoming(),
@@ -111,13 +97,14 @@ class Prefetcher:
             static=self._static,
             is_empty=tiers.is_empty,
             reserve_bytes=self._reserve_bytes,
+            aside_bytes=sum(tiers.room_bytes(b) for b in in_use if tiers.is_empty(b) or tiers.is_away(b)),
         )
         for move in moves:
             block = tiers.block(move.block)
             done = tiers.evict(block) if move.kind is MoveKind.EVICT else self._fetch_ahead(block, in_use)
             if not done:
                 break
-        return bool(moves)
+        self._stuck_at = None if moves else (tiers.transfers.settled, tiers.arena.used_bytes)
 
     def _may_wait(self) -> bool:
         """Whether the plan can be left to the next event or the one after it: the program is where it was expected to
