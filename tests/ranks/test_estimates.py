@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def test_ranks_are_estimated_as_they_run(tmp_path: Path) -> None:
     for config, one, other in zip(configs, first, second, strict=True):
         found = expected(config, one)
         assert found.fits and found.blocks is not None and found.step is not None and found.memory is not None
-        assert one["table"] == other["table"] == found.blocks.table()
+        tables = [one["table"], other["table"], found.blocks.table()]
+        assert len({re.sub(r"\d+\.\d+ s\b", "", table) for table in tables}) == 1, tables  # each measures its rates
         moved, times = one["moved"], found.step.times
         assert found.step.from_others.reduced_bytes == pytest.approx(moved["reduce_bytes"], rel=0.02)
         assert found.step.from_others.gathered_bytes == pytest.approx(moved["gather_bytes"], rel=0.15)
