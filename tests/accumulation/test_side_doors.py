@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from deepoffload.errors import UnsupportedError
 from deepoffload.runtime.context import engine_of
 from deepoffload.schedule.cost_model import Bandwidths
 from tests.accumulation.loops import HORIZONTAL_AGAIN, PLAIN, VERTICAL, VERTICAL_AGAIN, Steps
+from tests.support.default_dtype import default_dtype
 from tests.support.loops import assert_same_bits, gradients_of
 from tests.support.models import batch
 from tests.support.paging import EVICTING, Paging
@@ -225,16 +225,6 @@ class Coroutine(Net):
         return self.last(asyncio.run(body())).square().mean()
 
 
-@contextmanager
-def default_type(dtype: torch.dtype) -> Any:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 class OfProcess(nn.Module):
     """Sees what blocks around it have changed for the process."""
 
@@ -253,7 +243,7 @@ class Switched(Net):
 
     def forward(self, seed: int) -> Tensor:
         x = self.embedding(batch(seed))
-        with sdpa_kernel(SDPBackend.MATH), default_type(torch.float64):
+        with sdpa_kernel(SDPBackend.MATH), default_dtype(torch.float64):
             x = self.layers[1](self.layers[0](x))
         return self.last(self.layers[2](x)).square().mean()
 

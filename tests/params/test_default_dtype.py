@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from torch import nn
 
 import deepoffload
 from deepoffload.errors import UnsupportedError
+from tests.support.default_dtype import default_dtype
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import RESIDENT, TIGHT, Paging, Setting
@@ -25,21 +24,10 @@ ROOT = Path(__file__).parents[2]
 OTHERS = (torch.bfloat16, torch.float64)
 
 
-@contextmanager
-def default(dtype: torch.dtype) -> Iterator[None]:
-    """What Lightning's ``_DtypeContextManager`` and ``forward_context`` do."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def trained(model: nn.Module, dtype: torch.dtype, **settings: Any) -> Any:
     """Weights and state after steps, from step 256 on, which bf16 does not tell from step 257."""
     inputs = rows().to(model[0].weight.dtype)
-    with default(dtype):
+    with default_dtype(dtype):
         optimizer = deepoffload.CPUAdamW(model.parameters(), lr=0.1, max_grad_norm=1.0, **settings)
         for _ in range(3):
             optimizer.load_state_dict(optimizer.state_dict())
@@ -73,7 +61,7 @@ def test_the_state_of_optimizers_keeps_its_type(
 def step(model: nn.Module, optimizer: Any, seed: int) -> torch.Tensor:
     """As Lightning's loop has it with ``bf16-true``: the forward under the other default, the rest not."""
     inputs = rows(seed=seed).to(torch.bfloat16)
-    with default(torch.bfloat16):
+    with default_dtype(torch.bfloat16):
         loss = model(inputs).mul(torch.ones(()) * 0.5).square().mean()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -88,7 +76,7 @@ def test_lightnings_bf16_true(paging: Paging, setting: Setting, how: str) -> Non
     def build() -> nn.Module:
         if how == "converted in the context":
             return mlp().to(torch.bfloat16)
-        with default(torch.bfloat16):  # trainer.init_module()
+        with default_dtype(torch.bfloat16):  # trainer.init_module()
             return mlp()
 
     def program(model: nn.Module) -> Any:
