@@ -3,8 +3,8 @@
     python -m benchmarks.layer_drop --path /mnt/nvme --host-budget 1GiB --theta 0.5
 
 A paged model makes some steps with all of its layers. Then it makes steps in each of which layer ``i`` of ``n`` runs
-with probability ``1 - i / n * (1 - theta)``, drawn in each step. Their time should be at most
-1.05 x (layers that run) x (time per layer), which is the time of a whole step by its layers. Embedding, head and loss run in every step, so the
+with probability ``1 - i / n * (1 - theta)``, drawn in each step. Their time should be at most 1.05 x (layers that run)
+x (time per layer), which is the time of a whole step by its layers. Embedding, head and loss run in every step, so the
 report has the same without them, too: their time is measured in steps that leave out every layer. Bytes are those of
 the disk.
 """
