@@ -24,8 +24,8 @@ _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 writes a limit near 2**63 where there is none."""
 
 FREED_BYTES_MAX = 64 << 20
-"""Micro-batches that take turns may keep so much freed memory. A process that has grown by less gives nothing back,
-which is always so with small models. With large ones giving back takes little time, compared with filling so much."""
+"""So much freed memory may stay. A process that has grown by less gives nothing back, which is always so with small
+models. With large ones giving back takes little time, compared with filling so much."""
 
 
 def return_free_memory() -> None:
@@ -43,6 +43,31 @@ def resident_bytes() -> int:
     """Memory of this process, in bytes: /proc/self/statm, https://man7.org/linux/man-pages/man5/proc_pid_statm.5.html."""
     with open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+class FreedMemory:
+    """Gives freed memory back while something that lives long is made between what lives for a moment.
+
+    glibc keeps what was freed below something that is still in use. What micro-batches that take turns, or activations
+    that leave, let go of lies between tensors that live on. A hole of the size of the next request is too small for it
+    once its alignment is added. So nearly everything that was ever freed would stay.
+
+    What counts is how much the process has grown, since it costs little to ask for. Tensors that stay make it grow,
+    too: they cause one attempt for each ``FREED_BYTES_MAX``. It is for programs that keep little. Where they keep their
+    activations nearly all growth is theirs, and what is given back is soon used again: the system clears it first.
+    """
+
+    def __init__(self) -> None:
+        self._settled_bytes = resident_bytes()
+
+    def look(self) -> None:
+        """Something has just been let go of: give back what it pays to give back."""
+        now_bytes = resident_bytes()
+        if now_bytes > self._settled_bytes + FREED_BYTES_MAX:
+            return_free_memory()
+            self._settled_bytes = resident_bytes()
+        else:
+            self._settled_bytes = min(self._settled_bytes, now_bytes)
 
 
 @dataclass(frozen=True)

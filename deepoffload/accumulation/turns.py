@@ -43,7 +43,6 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from deepoffload.accumulation.activations import Activations
-from deepoffload.accumulation.freed_memory import FreedMemory
 from deepoffload.accumulation.gradient_streams import GradientStreams
 from deepoffload.accumulation.joined_uses import give_hooks_back, stand_for
 from deepoffload.accumulation.joint_backward import JointBackward
@@ -51,6 +50,7 @@ from deepoffload.accumulation.kept_apart import KeptApart
 from deepoffload.accumulation.loss_graph import Leg, Legs
 from deepoffload.accumulation.micro_batch import MicroBatch
 from deepoffload.accumulation.random_streams import RandomStreams
+from deepoffload.machine import FreedMemory
 from deepoffload.memory.lock import SHIELD
 from deepoffload.params.pager import Pager
 from deepoffload.params.ports import ActivationRegion, GradientDoor

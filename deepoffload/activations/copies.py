@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepoffload.copies.host_link import HostLink, host_offset
+from deepoffload.machine import FreedMemory
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.timeline import Lane
@@ -45,11 +46,14 @@ class HostWay:
     def __init__(self, tiers: TierManager) -> None:
         self._tiers = tiers
         self._arena_bytes: Tensor | None = None
+        self._freed = FreedMemory()
 
     def take(self, source: Tensor, block: Block) -> None:
         self._bytes_of(block).copy_(source)
+        self._freed.look()  # where it leaves, its block begins: what the one before has made is gone
 
     def bring(self, block: Block) -> Tensor:
+        self._freed.look()
         return self._bytes_of(block).clone()
 
     def bring_ahead(self, block: Block) -> None:
