@@ -110,6 +110,8 @@ def run_micro_batches(
             work.run_horizontally(mode)
     except BaseException as error:
         _note(error, work.failed_at, work.gradients.drop())
+        if work.advice:
+            _add_note(error, work.advice)
         if mode is not ActivationMode.KEEP and second_run_differed(error):
             _add_note(error, 'a unit could not be run again with the same result: use activations="keep"')
         raise
@@ -119,7 +121,8 @@ def run_micro_batches(
         if engine is not None and engine.gradients.speculation is not None:
             engine.gradients.speculation.announce(None)  # backwards that come now may be those of any loop
         if engine is not None and engine.pager.order.attributes is not None:
-            if engine.pager.order.attributes.first is None:  # the first forward has failed
+            known = engine.pager.order.attributes
+            if known.first is None or known.edited:  # the first forward has failed, or may have set weights up
                 engine.pager.order.attributes = None
     return work.losses
 
@@ -215,6 +218,7 @@ class _Work:
 
     Attributes:
         failed_at: the micro-batch that runs, or has raised.
+        advice: what the program is told about that, if anything.
     """
 
     def __init__(
@@ -231,6 +235,7 @@ class _Work:
         self._changes_of_others: Callable[[int], int] = lambda number: 0
         self.gradients = CallGradients(model, engine)
         self.failed_at: int | None = None
+        self.advice = ""
 
     @property
     def losses(self) -> list[Tensor]:
@@ -259,7 +264,7 @@ class _Work:
         try:
             turns.run()
         finally:
-            self.failed_at = turns.failed_at
+            self.failed_at, self.advice = turns.failed_at, turns.advice
 
     def run_horizontally(self, mode: ActivationMode) -> None:
         """Autograd keeps the activations of one micro-batch, where they are not to be computed again: those that every

@@ -67,6 +67,12 @@ def _free_bytes(pager: PagerPort) -> int:
     return machine.measure().memory_available_bytes - pager.tiers.arena.free_bytes
 
 
+def _limits_rows(module: nn.Module) -> bool:
+    """Whether a call writes to the weight of an embedding (``max_norm``)."""
+    tables = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
+    return any(table.max_norm is not None for table in tables)
+
+
 class Activations:
     """Of one call. Windows ask it when they open in a forward with gradients.
 
@@ -101,8 +107,8 @@ class Activations:
         counted = self._counted if number == 0 else None
         if not (counted or self._recompute) or in_functorch() or not saved_tensors_hooks_enabled():
             return None
-        if self._attributes.weight or in_cached_blocks():
-            return None  # a second run would compute with other weights, or compute them again
+        if self._attributes.weight or self._attributes.edited or in_cached_blocks():
+            return None  # a second run would compute with other weights, write to them, or compute them again
         if saved_for_checkpoint():
             return None  # the program's own, around this module or one that encloses it
         leaves, structure = tree_flatten((args, kwargs))
@@ -115,7 +121,9 @@ class Activations:
         if window in self._room.edited:
             return None
         kept = self._caches[number].without(leaves)
-        return None if kept is None else Recomputed(module, kept, structure, self._attributes, self._device)
+        if kept is None or _limits_rows(module):
+            return None
+        return Recomputed(module, kept, structure, self._attributes, self._device)
 
     def call_ended(self, number: int, window: Window) -> None:
         """A call of a window's module by a micro-batch is over."""

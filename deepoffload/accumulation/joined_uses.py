@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from deepoffload.accumulation.gradient_streams import GradientStreams
 from deepoffload.accumulation.kept_apart import added
 from deepoffload.accumulation.loss_graph import LossGraph
 from deepoffload.errors import UnsupportedError
+from deepoffload.params.torch_private import tree_flatten
 
 
 class Entering(NamedTuple):
@@ -31,17 +33,37 @@ class Entering(NamedTuple):
     door: Any
 
 
+def may_stand_for(value: Any) -> bool:
+    """Whether another tensor may enter in the place of an argument. Those with attributes or a class of the program's
+    are its own."""
+    return type(value) is Tensor and value.grad_fn is not None and value.layout is torch.strided and not vars(value)
+
+
 def stand_for(known: dict[int, Tensor], entering: list[Entering], value: Any) -> Any:
     """What enters in the place of an argument. Lists and the like are the program's: a unit may put something into
-    them. So are tensors with attributes or a class of the program's."""
+    them."""
     if type(value) is tuple:
         return tuple(stand_for(known, entering, part) for part in value)
-    if type(value) is not Tensor or value.grad_fn is None or value.layout is not torch.strided or vars(value):
+    if not may_stand_for(value):
         return value
     if id(value) not in known:
         inside = known[id(value)] = torch.ops.aten.alias.default(value)
         entering.append(Entering(value, inside, inside.grad_fn))
     return known[id(value)]
+
+
+class UnitArguments:
+    """The tensors that a unit is called with, and what has made them."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self._makers = [(value, value.grad_fn) for value in tree_flatten((args, kwargs))[0] if may_stand_for(value)]
+
+    def needs_no_view(self) -> bool:
+        """After the call: whether it has done to one of them what torch refuses for a view, such as what stands for a
+        tensor: ``detach_()``, or an edit by a function with several outputs."""
+        edited = [tensor.grad_fn for tensor, maker in self._makers if tensor.grad_fn is not maker]
+        several = (isinstance(node, BackwardCFunction) and len(node._input_metadata) > 1 for node in edited)
+        return None in edited or any(several)
 
 
 def give_hooks_back(entering: Iterable[Entering]) -> None:

@@ -19,6 +19,7 @@ from deepoffload.accumulation.joined_uses import give_hooks_back, join_uses
 from deepoffload.accumulation.kept_apart import KeptApart
 from deepoffload.accumulation.loss_graph import LeafUse, Leg, Legs, LossGraph, runs_backward
 from deepoffload.accumulation.micro_batch import MicroBatch, Visit
+from deepoffload.accumulation.several_gradients import wait_for_several
 from deepoffload.params.ports import GradientDoor
 from deepoffload.params.torch_private import autograd_backward, autograd_grad, past_doors
 from deepoffload.params.unit import ParamHandle
@@ -61,18 +62,24 @@ class JointBackward:
 
     # -- the last unit and the loss, at the end of each forward ----------------------------------------------------
 
-    def forward_ended(self, one: MicroBatch, loss: Tensor) -> None:
+    def forward_ended(self, one: MicroBatch, loss: Tensor, *, goes_on: bool) -> None:
         """Make what is there of the backward of a micro-batch: the loss, and the last unit, if it is known to be that.
 
         What these two need, such as logits, is then that of one micro-batch at a time.
+
+        Args:
+            goes_on: the whole backward comes now.
         """
         graph = one.graph = LossGraph(loss)
         one.roots = [(loss, None)]
         self._apart.expect(one.number, graph)
+        if goes_on:
+            self._early += 1
+            return
         give_hooks_back(one.entering)
         doors = {enters.door for enters in one.entering}
         begin = one.entering_from
-        if graph.runs_in_several_threads():
+        if graph.runs_in_several_threads() or wait_for_several():
             doors.clear()
         if doors and not graph.ends_at(doors, begin):
             join_uses(graph, begin, one.entering, self._streams)

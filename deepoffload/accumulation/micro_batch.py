@@ -9,7 +9,7 @@ from greenlet import greenlet
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from deepoffload.accumulation.joined_uses import Entering
+from deepoffload.accumulation.joined_uses import Entering, UnitArguments
 from deepoffload.accumulation.loss_graph import LossGraph
 from deepoffload.params.window import Window
 
@@ -31,6 +31,7 @@ class MicroBatch:
         roots: what its backward begins with, and the gradients of that; as long as the graph.
         entering: what stands inside its last unit for the tensors that enter it. Empty where no unit is known to be the
             last one.
+        given: what units were called with that run now; of the first micro-batch of the first call alone.
         entering_from: the number that nodes of the last unit have at least.
     """
 
@@ -46,6 +47,7 @@ class MicroBatch:
         self.graph = LossGraph()
         self.roots: list[tuple[Tensor | GradientEdge, Tensor | None]] = []
         self.entering: list[Entering] = []
+        self.given: dict[Visit, UnitArguments] = {}
         self.entering_from = 0
 
     def forget_graph(self) -> None:

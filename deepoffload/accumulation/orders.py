@@ -76,13 +76,14 @@ def runs_one_by_one(model: nn.Module, attributes: KeptAttributes, *, asked: bool
         asked: the program wants the vertical order: it keeps it, and is warned.
 
     Raises:
-        UnsupportedError: the vertical order is asked for, and the forward exchanges weights.
+        UnsupportedError: the vertical order is asked for, and the forward exchanges weights or writes to them.
     """
     name = attributes.forward_has_ended()
-    if attributes.weight:
+    if attributes.weight or attributes.edited:
+        why_not = _exchanged(attributes.weight) if attributes.weight else _written(attributes.edited)
         if asked:
-            raise _refusal(_exchanged(attributes.weight))
-        _say(f"accumulation of {type(model).__name__} {ONE_BY_ONE}: {_exchanged(attributes.weight)}")
+            raise _refusal(why_not)
+        _say(f"accumulation of {type(model).__name__} {ONE_BY_ONE}: {why_not}")
         return True
     if not name:
         return False
@@ -104,6 +105,10 @@ def _refusal(why: str) -> UnsupportedError:
 
 def _exchanged(weight: str) -> str:
     return f"its forward changes requires_grad of {weight}, or puts another tensor in its place"
+
+
+def _written(weight: str) -> str:
+    return f"its forward writes to the weight {weight}, and backward would see what the last micro-batch has written"
 
 
 def _left(model: nn.Module, name: str) -> str:

@@ -3,12 +3,13 @@ what the call has saved.
 
 The means is torch's own activation checkpoint without reentrant autograd, put around the call by the window. The graph
 is that of the forward, so a backward has the same nodes, the same sums and the same bits. Random numbers, autocast and
-the default device are as they were in the forward: torch sees to it. Three things are ours, because the program has
+the default device are as they were in the forward: torch sees to it. Four things are ours, because the program has
 not asked for a checkpoint and its modules need not be written for one:
 
 - Buffers that the call changes, such as running statistics, are lent to the second run as they were before the first
   one, and nothing of what it does to them stays.
 - So are attributes of modules anywhere in the model, as far as its first forward has changed them.
+- A call that writes to its weights is not run again.
 - A cache of keys and values (transformers makes one in each forward, also in training) is not given to the second run,
   where it was empty before the forward. One with a past cannot be taken back: such a call keeps its activations.
 """
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
 from deepoffload.errors import UnsupportedError
-from deepoffload.params.kept_attributes import KeptAttributes
+from deepoffload.params.kept_attributes import KeptAttributes, edits_of_weight
 from deepoffload.params.torch_private import checkpoint_around, outside_user_modes
 from deepoffload.params.torch_thread import lend_process, process_now
 
@@ -77,6 +78,7 @@ class Recomputed:
         self._attributes, self._then = attributes, attributes.now()
         self._process = process_now()
         self._buffers = _Buffers(module)
+        self._edits: list[tuple[int, int]] | None = _edits_in(module)
         with (
             outside_user_modes()
         ):  # torch sees to random numbers and autocast of the devices of tensors that it is given
@@ -91,13 +93,25 @@ class Recomputed:
         if around is not None:
             next(around, None)
             self._buffers.compare()
+            if self._edits == _edits_in(self._module):
+                self._edits = None
 
     def _run_again(self, _: Tensor, *leaves: Any) -> None:
         args, kwargs = self._structure.unflatten(map(_without_hooks, leaves))
         name = type(self._module).__name__
+        if self._edits is not None:
+            raise UnsupportedError(
+                f"{name}: its forward writes to its weights, and would do so again when it runs a second time; "
+                'use activations="keep"'
+            )
         with ExitStack() as back, self._attributes.lent(self._then), self._buffers.as_they_were(name):
             lend_process(self._process, back)
             self._module(*args, **kwargs)
+
+
+def _edits_in(module: nn.Module) -> list[tuple[int, int]]:
+    """Of each weight. Equal after a call that has written to none."""
+    return [edits_of_weight(weight) for weight in module.parameters()]
 
 
 def _without_hooks(leaf: Any) -> Any:

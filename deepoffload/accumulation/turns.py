@@ -15,7 +15,7 @@ call is over: where its thread has ended and a garbage collection comes to it, t
 
 Who goes next is decided from where all of them stand: the least place in the order of visits (see ``schedule.visits``),
 then the least number. Nobody ever waits for a particular other one, so a micro-batch that skips a layer, or ends early,
-only changes who is next. While no order is known, the first micro-batch goes ahead to the end of its forward. It shows
+only changes who is next. While no order is known, the first micro-batch goes ahead to the end of its backward. It shows
 the order, which weights are used twice, and how large its activations are.
 
 There is one backward, from all losses. Autograd takes the node first, of those that may run, that was made last: each
@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from deepoffload.accumulation.activations import Activations
 from deepoffload.accumulation.gradient_streams import GradientStreams
-from deepoffload.accumulation.joined_uses import give_hooks_back, stand_for
+from deepoffload.accumulation.joined_uses import UnitArguments, give_hooks_back, stand_for
 from deepoffload.accumulation.joint_backward import JointBackward
 from deepoffload.accumulation.kept_apart import KeptApart
 from deepoffload.accumulation.loss_graph import Leg, Legs
@@ -73,6 +73,10 @@ _USERS_LONE = 2
 """Of a gradient that autograd gives to a hook and to nothing else: autograd, and the object in Python."""
 
 
+_REFUSES_VIEWS = ("detach views in-place", "is a view and is being modified", "that is a view of another Tensor")
+"""How torch says that it cannot do something to a tensor, since it is a view."""
+
+
 class Ended(BaseException):
     """Unwinds a micro-batch that is not to go on."""
 
@@ -88,11 +92,12 @@ class Turns:
         forward: of the micro-batch with a number; returns what is differentiated.
         resumed: called with the number before a gradient of a micro-batch lands.
         changes: how often gradients have changed so far.
-        first_alone: whether the first micro-batch goes to the end of its forward before the others begin. It is called
-            then, and says whether they only begin when those before them are over.
+        first_alone: whether the first micro-batch goes to the end of its backward before the others begin. It is called
+            after its forward, and says whether they only begin when those before them are over.
 
     Attributes:
         failed_at: the micro-batch that has raised.
+        advice: what the program is told about that, if anything.
     """
 
     def __init__(
@@ -118,7 +123,6 @@ class Turns:
         self._all = [MicroBatch(number) for number in range(count)]
         self._first_alone = first_alone
         self._leader = None if self._order.is_learned and first_alone is None else self._all[0]
-        self._has_leader = self._leader is not None
         self._one_by_one = False
         self._running = self._all[0]
         device = pager.memory.device
@@ -130,6 +134,7 @@ class Turns:
         self._backwards = JointBackward(self._legs, apart, gradients, self._streams_used, self._run_as)
         self._stopping = False
         self.failed_at: int | None = None
+        self.advice = ""
 
     # -- who runs --------------------------------------------------------------------------------------------------
 
@@ -148,8 +153,9 @@ class Turns:
                     following = self._next()
                 if not self._one_by_one:
                     SHIELD.let_through(self._backwards.run, (self._all,))
-            except BaseException:
+            except BaseException as error:
                 self.failed_at = self._running.number
+                self._learn_from(error)
                 raise
             finally:
                 self._stop()
@@ -157,6 +163,13 @@ class Turns:
                 self._activations.end()
                 self._streams.switch(None)
         self._order.learn([one.path for one in self._all])
+
+    def _learn_from(self, error: BaseException) -> None:
+        """What torch refuses for a view is given to the last unit itself from now on."""
+        one = self._running
+        if one.entering and isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSES_VIEWS):
+            self._order.taken_as_given.add(one.path[-1])
+            self.advice = f"{one.path[-1][0].name} gets its arguments themselves, not views of them, in the next call"
 
     def _let_run(self, one: MicroBatch) -> None:
         """Until it parks, or its forward is over."""
@@ -196,15 +209,16 @@ class Turns:
         self._legs.begin(Leg(one.number, -1))
         try:
             loss = self._forward(one.number)
-            if one is self._leader:
+            leads = one is self._leader
+            if leads:
                 self._leader = None
                 self._order.learn([one.path])
                 self._one_by_one = self._first_alone is not None and self._first_alone()
             self._activations.forward_ended(one.number)
             one.forward_is_over = True
-            self._backwards.forward_ended(one, loss)
-            if self._one_by_one:
-                del loss
+            self._backwards.forward_ended(one, loss, goes_on=leads or self._one_by_one)
+            del loss
+            if leads or self._one_by_one:
                 self._backwards.run_alone(one)
         finally:
             one.forward_is_over = True
@@ -263,7 +277,11 @@ class Turns:
         one.path.append(visit)
         give_hooks_back(one.entering)  # that unit was not the last one
         one.entering = []
-        if self._has_leader or not self._order.is_last(visit) or not torch.is_grad_enabled() or modes_active():
+        if not torch.is_grad_enabled() or modes_active():
+            return None
+        if one is self._leader:
+            one.given[visit] = UnitArguments(args, kwargs)
+        if self._leader is not None or not self._order.is_last(visit) or visit in self._order.taken_as_given:
             return None
         one.entering_from = sequence_number()
         stand = partial(stand_for, {}, one.entering)
@@ -282,6 +300,10 @@ class Turns:
         if one is None or one.forward_is_over:
             return
         self._activations.call_ended(one.number, window)
+        visit = window, one.latest[window]
+        given = one.given.pop(visit, None)
+        if given is not None and given.needs_no_view():
+            self._order.taken_as_given.add(visit)
         for value in tree_flatten(output)[0]:
             if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
                 value.register_hook(partial(self._came_back, one))

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -120,16 +120,19 @@ class HoldingAccelerator(RankAccelerator):
     """One that can keep the losses that a trainer calls backward of, for somebody else to do it.
 
     Attributes:
-        held: the last loss of each thread, scaled as for backward; None: backwards are done.
+        held: the loss of each micro-batch that runs, scaled as for backward; None: backwards are done.
+        running: the micro-batch whose ``training_step`` has called. Several of them run in one thread in turns.
     """
 
     held: dict[int, Tensor] | None = None
+    running: ContextVar[int] = ContextVar("running")
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As accelerate's, or keep the loss.
 
         Raises:
-            UnsupportedError: the optimizer updates inside backward, with the learning rate that it is given (LOMO).
+            UnsupportedError: the optimizer updates inside backward, with the learning rate that it is given (LOMO); or
+                it is the second backward of this micro-batch.
         """
         if self.held is None:
             super().backward(loss, **kwargs)
@@ -139,8 +142,14 @@ class HoldingAccelerator(RankAccelerator):
                 f"backward({', '.join(kwargs)}) while all micro-batches go through the model together: such an "
                 "optimizer needs the Trainer itself"
             )
+        number = self.running.get()
+        if number in self.held:
+            raise UnsupportedError(
+                "training_step calls backward twice for one micro-batch while all of them go through the model "
+                "together; call it once, of the sum of the losses, or use the Trainer itself"
+            )
         loss = loss / self.gradient_accumulation_steps
-        self.held[threading.get_ident()] = loss if self.scaler is None else self.scaler.scale(loss)
+        self.held[number] = loss if self.scaler is None else self.scaler.scale(loss)
 
 
 class Vertical(OnRanks):
@@ -149,7 +158,7 @@ class Vertical(OnRanks):
 
     In which order is the configuration's ``accumulation_order``; the numbers are the same in each. Random numbers are
     those of :func:`deepoffload.accumulate`: each micro-batch has its own stream. ``training_step`` of the other bases
-    runs for each micro-batch, in a separate thread; what it calls backward of, is differentiated later.
+    runs for each micro-batch; what it calls backward of, once, is differentiated later.
     """
 
     _drawn: list[Any] | None = None
@@ -195,8 +204,15 @@ class Vertical(OnRanks):
 
         def loss_of(called: nn.Module, numbered: tuple[int, Any]) -> Tensor:
             number, inputs = numbered
+            self.accelerator.running.set(number)
             losses[number] = one.training_step(called, inputs, *args, **kwargs)
-            return held.pop(threading.get_ident())
+            if number not in held:
+                raise UnsupportedError(
+                    f"training_step has not called backward for micro-batch {number}: where all micro-batches go "
+                    "through the model together each has a loss; return one of zero with a graph, or use the Trainer "
+                    "itself"
+                )
+            return held.pop(number)
 
         self.accelerator.held = held
         try:

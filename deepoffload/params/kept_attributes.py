@@ -9,7 +9,9 @@ too: a mask that the model gives to its layers and takes back is there only in b
 attributes are kept and lent.
 
 Weights are no such attributes. A forward that freezes some for a while, or puts others in their places (as
-``torch.func.functional_call`` does), is noticed, and nothing is lent.
+``torch.func.functional_call`` does), is noticed, and nothing is lent. So is one that writes to weights, such as an
+embedding with ``max_norm``: backward computes with what they had in the forward of the same micro-batch, and a second
+run would write to them again.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from deepoffload.params.torch_private import in_functorch, past_doors
+from deepoffload.params.torch_private import in_functorch, past_doors, version_of
+from deepoffload.params.unit import ParamHandle
 
 _VALUES = (int, float, complex, str, bytes, bool)
 """Types of which equal values are the same."""
@@ -82,6 +86,7 @@ class KeptAttributes:
         changed: those that a forward changes, each with what it had before the first one.
         first: the name of the first one that was found, or "" where there is none; None before that forward has ended.
         weight: the name of the first weight that was found to be frozen, unfrozen or another tensor; "" where none was.
+        edited: the name of the first weight that was written to; "" where none was.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -96,6 +101,7 @@ class KeptAttributes:
         self.changed: dict[AttributeName, PastValue] = {}
         self.first: str | None = None
         self.weight = ""
+        self.edited = ""
 
     def is_of(self, model: nn.Module) -> bool:
         return self._model() is model
@@ -140,10 +146,12 @@ class KeptAttributes:
             self._compare_weights(name, module)
 
     def _compare_weights(self, name: str, module: nn.Module) -> None:
-        for key, (weight, is_trained) in self._weights[name].items():
+        for key, before in self._weights[name].items():
             now = module._parameters.get(key)
-            if not self.weight and (now is not weight or _is_trained(now) is not is_trained):
-                self.weight = str(AttributeName(name, key))
+            if now is not before.tensor or _is_trained(now) is not before.is_trained:
+                self.weight = self.weight or str(AttributeName(name, key))
+            elif not self.edited and edits_of_weight(before.tensor) != before.edits:
+                self.edited = str(AttributeName(name, key))
 
     # -- for a second run of a call --------------------------------------------------------------------------------
 
@@ -197,10 +205,30 @@ def _attributes(module: nn.Module) -> dict[str, PastValue]:
     }
 
 
-def _weights(module: nn.Module) -> dict[str, tuple[Tensor, bool]]:
-    """By name, with whether each is trained."""
-    found = module._parameters.items()
-    return {key: (weight, _is_trained(weight)) for key, weight in found if weight is not None}
+class PastWeight(NamedTuple):
+    """A weight as it was at some moment. ``edits``: how often it had been written to."""
+
+    tensor: Tensor
+    is_trained: bool
+    edits: tuple[int, int]
+
+
+def _weights(module: nn.Module) -> dict[str, PastWeight]:
+    """By name, but for those that get their shapes in a forward."""
+    found = {key: weight for key, weight in module._parameters.items() if weight is not None and not is_lazy(weight)}
+    return {key: PastWeight(weight, _is_trained(weight), edits_of_weight(weight)) for key, weight in found.items()}
+
+
+def edits_of_weight(weight: Tensor) -> tuple[int, int]:
+    """Where the counters of a weight stand, in-place changes and those that were found by its bytes."""
+    handle = weight.__dict__.get("_slot")
+    if not isinstance(handle, ParamHandle):
+        return version_of(weight), 0
+    if handle.escape_crc is not None and handle.storage is not None:  # ``.data`` was asked for, and may be written to
+        with handle.pager.lock:
+            if handle.changed():
+                handle.pager.will_change(handle)
+    return version_of(weight), handle.edits
 
 
 def _is_trained(weight: Any) -> bool:

@@ -44,10 +44,12 @@ class VisitOrder:
 
     Attributes:
         is_learned: from a forward at least; else it is a guess.
+        taken_as_given: visits that need what they are given itself, not something that stands for it.
     """
 
     def __init__(self) -> None:
         self.is_learned = False
+        self.taken_as_given: set[Hashable] = set()
         self._places: dict[Hashable, int] = {}
         self._last = -1
 

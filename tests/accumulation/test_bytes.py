@@ -30,7 +30,7 @@ def test_bytes_per_parameter_do_not_grow_with_the_micro_batches(
     num_params = sum(param.numel() for param in model.parameters())
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
     moved, faults = [], []
-    for step in range(5):
+    for step in range(7):  # the first one shows the order, and the planner needs some to know how long things take
         batches = [batch(100 * step + micro, rows=1) for micro in range(micro_batches)]
         deepoffload.accumulate(model, batches, next_token_loss, order=VERTICAL)
         optimizer.step()
@@ -38,7 +38,7 @@ def test_bytes_per_parameter_do_not_grow_with_the_micro_batches(
         stats = deepoffload.stats(model)
         moved.append(stats["disk_bytes_read"] + stats["disk_bytes_written"])
         faults.append(stats["faults"])
-    per_step = (moved[-1] - moved[2]) / 2 / num_params
+    per_step = (moved[-1] - moved[4]) / 2 / num_params
     assert 20 < per_step <= BYTES_PER_PARAM
     assert faults[-1] == faults[2]
     if checkpointing is None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deepoffload
-from deepoffload.errors import UsageError
+from deepoffload.errors import UnsupportedError, UsageError
 from tests.accumulation.loops import draw_seeds
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import batch, llama
@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 from transformers import Trainer, TrainerCallback  # noqa: E402
 
-from deepoffload.integrations.transformers import VerticalTrainer  # noqa: E402
+from deepoffload.integrations.transformers import Vertical, VerticalTrainer  # noqa: E402
 
 MICRO_BATCHES = 4
 ROWS = 18
@@ -112,6 +112,43 @@ def test_losses_weights_callbacks_and_resuming_are_those_of_the_trainer(nvme_pat
     again = trained(resumed, resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
     assert_same_bits(expected[2], again[2])
     assert again[0][:-1] == found[0][:-1]  # all steps, without the mean of the run
+
+
+class Looking(Trainer):
+    """Calls the model once more when it has called backward, as often as it is told to."""
+
+    backwards = 1
+
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+        loss = None
+        for _ in range(self.backwards):
+            loss = super().training_step(model, inputs, *args)
+        with torch.no_grad():
+            looked = model(**inputs).loss
+        return looked if loss is None else loss
+
+
+class VerticalLooking(Vertical, Looking):
+    pass
+
+
+class SeededLooking(Seeded, Looking):
+    pass
+
+
+def test_each_micro_batch_calls_backward_once(nvme_path: Path, tmp_path: Path) -> None:
+    """It may stop inside the model afterwards."""
+    few = {"save_strategy": "no", "max_steps": 2}
+    expected, found = (
+        trained(trainer_of(kind, tmp_path / kind.__name__, nvme_path, **few))
+        for kind in (SeededLooking, VerticalLooking)
+    )
+    assert_same_bits(expected[2], found[2])
+    for backwards, said in ((0, "has not called backward for micro-batch 0"), (2, "calls backward twice")):
+        trainer = trainer_of(VerticalLooking, tmp_path / said, nvme_path, **few)
+        trainer.backwards = backwards
+        with pytest.raises(UnsupportedError, match=said):
+            trainer.train()
 
 
 def test_who_changes_inputs_goes_behind_it(nvme_path: Path, tmp_path: Path) -> None:

@@ -163,6 +163,8 @@ def assert_same_bits(expected: Any, got: Any, where: str = "", *, nan_is_wrong: 
         assert len(expected) == len(got), f"{where}: {len(got)} instead of {len(expected)}"
         for index, (one, other) in enumerate(zip(expected, got, strict=True)):
             assert_same_bits(one, other, f"{where}[{index}]", nan_is_wrong=nan_is_wrong)
+    elif expected != expected and not nan_is_wrong:
+        assert got != got, f"{where}: {got!r} instead of NaN"
     else:
         assert expected == got, f"{where}: {got!r} instead of {expected!r}"
 
