@@ -61,9 +61,14 @@ class UnitArguments:
     def needs_no_view(self) -> bool:
         """After the call: whether it has done to one of them what torch refuses for a view, such as what stands for a
         tensor: ``detach_()``, or an edit by a function with several outputs."""
-        edited = [tensor.grad_fn for tensor, maker in self._makers if tensor.grad_fn is not maker]
-        several = (isinstance(node, BackwardCFunction) and len(node._input_metadata) > 1 for node in edited)
+        edited: list[Any] = [tensor.grad_fn for tensor, maker in self._makers if tensor.grad_fn is not maker]
+        several = (len(node._input_metadata) > 1 for node in edited if _is_programs(node))
         return None in edited or any(several)
+
+
+def _is_programs(node: Any) -> bool:
+    """Whether a node is that of a function of the program's."""
+    return isinstance(node, BackwardCFunction)
 
 
 def give_hooks_back(entering: Iterable[Entering]) -> None:
