@@ -12,7 +12,10 @@ from torch import nn
 
 import deepoffload
 from deepoffload.errors import PlacementError
+from deepoffload.memory.transfers import TierCounters
+from deepoffload.optim.speculation.unit_choice import StepOutcome, UnitChoice
 from deepoffload.runtime.context import engine_of
+from deepoffload.schedule.speculation import PhaseWaits
 from tests.optim.deferred import sorted_state, units_guessed
 from tests.optim.speculation_campaign import compare
 from tests.optim.speculation_matrix import FROZEN, LORA, UNUSED, Cell
@@ -235,3 +238,25 @@ def test_where_nothing_is_said_all_is_accepted_that_deferred_updates_are(paging:
     deferred, unsaid = placed("deferred", **more), placed(None, **more)
     assert (deferred.rows, deferred.nvme_bytes) == (unsaid.rows, unsaid.nvme_bytes)
     assert unsaid.updates.startswith("deferred: ") or config.get("inference"), unsaid.updates
+
+
+class Numbered:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def test_units_that_a_step_leaves_out_do_not_change_the_choice() -> None:
+    """Layer drop leaves out others in each step. The order of the rest is known only as long as the same are chosen."""
+    choice = UnitChoice(TierCounters(), asked_for=True)
+    units: list[Any] = [Numbered(index) for index in range(8)]
+
+    def step(left_out: tuple[int, ...]) -> set[int]:
+        found = {unit.index for unit in units if unit.index not in left_out and choice.completed(unit, 1000)}
+        choice.step_ended({}, StepOutcome(PhaseWaits(1.0, 0.0, 0.0), wrong=False, confirms=False))
+        return found
+
+    step(())
+    chosen = step(())
+    assert 0 < len(chosen) < 8
+    for left_out in ((0, 3), (1,), (2, 5, 7), ()):
+        assert step(left_out) == chosen - set(left_out)

@@ -48,6 +48,7 @@ class UnitChoice:
         self._trust = Trust()
         self._pauses: weakref.WeakKeyDictionary[Unit, UnitPause] = weakref.WeakKeyDictionary()
         self._order: dict[Unit, int] = {}
+        self._known: dict[int, int] = {}  # what moves of each unit, in the order in which they have completed
         self._sizes: tuple[tuple[int, int], ...] = ()
         self._chosen: frozenset[int] = frozenset()
         self._step_began_s = time.perf_counter()
@@ -102,8 +103,10 @@ class UnitChoice:
         self._waited_before_backward_s = None
 
     def _choose(self) -> None:
-        sizes = tuple((unit.index, nbytes) for unit, nbytes in self._order.items())
+        """Units that a step leaves out, as layer drop does, change nothing."""
+        self._known |= {unit.index: nbytes for unit, nbytes in self._order.items()}
         self._order = {}
+        sizes = tuple(self._known.items())
         if sizes and sizes != self._sizes:
             self._sizes = sizes
             chosen = choose_evenly([nbytes for _, nbytes in sizes], self._share.share)
