@@ -41,7 +41,8 @@ def step_seconds(said: Mapping[str, Any]) -> Iterator[float]:
 
     def loss(called: Any, _: object) -> Tensor:
         def with_tokens(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = _random((args, kwargs), vocabulary)
+            if vocabulary:
+                args, kwargs = _random((args, kwargs), vocabulary)
             return called(*args, **kwargs)
 
         return loss_of(with_tokens)

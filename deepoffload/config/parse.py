@@ -98,8 +98,8 @@ def parse_config(
     if config.autotuning.enabled and not isinstance(source, Config):
         warned.append(
             f"{where}autotuning.enabled: nothing is tuned in a program that trains, and the settings stay as they are: "
-            f"`python -m deepoffload.estimate --tune {file_name or 'FILE'} --config MODEL` chooses better ones before "
-            "it (docs/estimators.md)"
+            f"`python -m deepoffload.estimate --tune {file_name or 'FILE'} --config MODEL` (or --model "
+            "FILE.py:FUNCTION, for a model of your own) chooses better ones before it (docs/estimators.md)"
         )
     autos = [path for path in (*said_before, *top.autos) if not _said(path, top)]
     if autos:

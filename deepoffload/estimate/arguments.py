@@ -25,7 +25,7 @@ _SAID_BY_TUNE = {
     "inference": False,
 }
 """The same of ``--tune``: its file says them, or they are what it chooses."""
-_OF_TUNE = {"train_batch_size": None, "memory": None, "runs": 2}
+_OF_TUNE = {"train_batch_size": None, "memory": None, "runs": 2, "model": None}
 """The same of everything but ``--tune``."""
 
 
@@ -50,6 +50,8 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     tuning = parser.add_argument_group("tuning")
     text = "choose settings for the training that this configuration (ours or DeepSpeed's) says, or for this model"
     tuning.add_argument("--tune", metavar="FILE", help=text)
+    text = "FILE.py:FUNCTION or package.module:FUNCTION of your program, which makes the model and its loss"
+    tuning.add_argument("--model", metavar="FUNCTION", help=text)
     tuning.add_argument("--train-batch-size", type=_count, metavar="N", help="sequences per step, which stay the same")
     text = "of the host, for everything; not said: what is available"
     tuning.add_argument("--memory", type=_bytes, metavar="BYTES", help=text)
@@ -107,6 +109,7 @@ def _check(options: argparse.Namespace) -> None:
     by_counts = [name for name in ("parameters", "layers", "hidden") if getattr(options, name) is not None]
     ways = [name for name, said in (("--config", options.config), ("--largest", options.largest)) if said]
     ways += ["--parameters, --layers and --hidden"] if by_counts else []
+    ways += ["--model"] if options.model else []
     if len(ways) > 1:
         raise ConfigError(f"{' and '.join(ways)} are different ways to say the model; give one")
     if not ways and not (options.zero_infinity or options.plot_efficiency or options.tune):

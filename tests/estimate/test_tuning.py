@@ -307,6 +307,74 @@ def test_the_command_prints_a_configuration_and_writes_results(tmp_path: Path, m
     assert all(not each["predicted"]["problem"] for each in found["candidates"])
 
 
+OWN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+class Own(nn.Module):
+    def __init__(self, checkpointing):
+        super().__init__()
+        self.table, self.checkpointing = nn.Embedding(500, 64), checkpointing
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+        self.head = nn.Linear(64, 500)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x))
+        return self.head(x)
+
+def make(micro_batch, seq, checkpointing=False):
+    def loss(call):
+        tokens = torch.randint(500, (micro_batch, seq))
+        return F.cross_entropy(call(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    return Own(checkpointing), loss
+
+def alone(micro_batch):
+    return Own(False)
+
+def bare():
+    return None
+
+def fails(micro_batch):
+    raise RuntimeError("no data")
+"""
+
+
+def test_a_model_of_the_program(tmp_path: Path, machine_file: str, capsys: Any) -> None:
+    """Its function says by its arguments what can be varied."""
+    (tmp_path / "own_program.py").write_text(OWN)
+    place = f"{tmp_path}/own_program.py"
+    file = _file(tmp_path, {"train_batch_size": 2, "autotuning": {"num_tuning_micro_batch_sizes": 1}})
+    command = ["--tune", file, "--machine", machine_file, "--seq", "32", "--json", "--model"]
+    assert main([*command, f"{place}:make"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "Own, 32 tokens per sequence"
+    assert any("has no argument tiled_loss" in note for note in found["notes"])
+    assert {(each["checkpointing"], each["tiled_loss"]) for each in found["candidates"]} == {
+        (False, False),
+        (True, False),
+    }
+    task = {"config": settings_to_run({}, Prediction(Candidate(1, 1, True, False), 32, 8 << 20), 1), "steps": 2}
+    form = ModelForm(32, function=f"{place}:make").as_json()
+    seconds = step_seconds({"model": form, "micro_batch": 1, "checkpointing": True, "tiled_loss": False, **task})
+    assert len(list(seconds)) == 2
+    for name, message in (
+        (f"{place}:none", "has no function none"),
+        (place, "expected FILE.py:FUNCTION"),
+        (f"{tmp_path}/no.py:make", "importing .* fails: FileNotFoundError"),
+        (f"{place}:alone", "gave a Own; expected a model and a function"),
+        (f"{place}:bare", "needs an argument micro_batch"),
+        (f"{place}:fails", "fails: RuntimeError: no data"),
+    ):
+        assert main([*command, name]) == 2
+        assert re.search(message, capsys.readouterr().err)
+    assert main([*SIZES, "--machine", machine_file, "--model", f"{place}:make"]) == 2
+    assert "are different ways to say the model" in capsys.readouterr().err
+
+
 def test_what_a_file_leaves_open_or_misspells_is_told(tmp_path: Path, machine_file: str, capsys: Any) -> None:
     """Such a file is a trainer's: nobody fills it in here, and the model is tuned as it is registered."""
     said = {"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "gradient_cliping": 1.0}

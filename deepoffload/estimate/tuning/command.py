@@ -21,7 +21,7 @@ from deepoffload.errors import ConfigError, UnsupportedError
 from deepoffload.estimate.configuration import HIDDEN_KEYS
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.progress import Report
-from deepoffload.estimate.subject import Subject
+from deepoffload.estimate.subject import LENGTH, Subject
 from deepoffload.estimate.tuning.candidates import Choices, micro_batches
 from deepoffload.estimate.tuning.choice import MEMORY_SHARE, best
 from deepoffload.estimate.tuning.model import ModelForm, possible
@@ -49,8 +49,8 @@ class Asked:
         path = Path(options.tune)
         said, _ = ({}, "") if path.is_dir() else read_source(options.tune)
         is_model = path.is_dir() or "model_type" in said or any(key in said for key in HIDDEN_KEYS)
-        if is_model and (options.config or options.parameters):
-            raise ConfigError(f"--tune {path} is a model's configuration: leave --config and --parameters out")
+        if is_model and (options.config or options.parameters or options.model):
+            raise ConfigError(f"--tune {path} is a model's configuration: leave --config, --parameters and --model out")
         if options.precision and not is_model:
             raise ConfigError(f"--precision: {path} says it, or can: leave it out")
         base: dict[str, Any] = {"precision": options.precision or "bf16"} if is_model else dict(said)
@@ -65,9 +65,10 @@ class Asked:
             base["train_batch_size"] = options.train_batch_size
         config = parse_config(_for_tuning(base), world_size=ranks)
         model_path = options.tune if is_model else options.config
-        if not (model_path or options.parameters):
+        if not (model_path or options.parameters or options.model):
             raise ConfigError(
-                f"--tune {path} says how to train: say the model, too, with --config PATH or --parameters"
+                f"--tune {path} says how to train: say the model, too, with --config PATH, --parameters, or --model "
+                "FILE.py:FUNCTION for one of your own"
             )
         return cls(base, config, model_path)
 
@@ -127,8 +128,12 @@ def tune(
     tuning = asked.config.autotuning
     _check(options, asked)
     options.config, options.measure = asked.model_path, next(iter(asked.config.nvme_path), None)
-    subject = subject_of(options)
-    form = ModelForm.of(subject, asked.model_path)
+    if options.model:
+        form = ModelForm(options.seq or LENGTH, function=options.model)
+        subject = form.subject(1, checkpointing=False, tiled=False)
+    else:
+        subject = subject_of(options)
+        form = ModelForm.of(subject, asked.model_path)
     check_results_dir(tuning.results_dir, overwrite=tuning.overwrite)
     batch = asked.batch(ranks)
     choices, notes = _choices(asked, form, batch, options)
@@ -145,7 +150,7 @@ def tune(
     program: list[str] = []
     if chosen is not None:
         settings = settings_of(asked.base, chosen.prediction, machine.ranks)
-        program = program_lines(chosen.prediction, by_transformers=form.shape is None)
+        program = program_lines(chosen.prediction, form)
     took_s = time.monotonic() - begun
     notes = (*asked.config.warnings, *subject.notes, *notes)
     if len(asked.config.nvme_path) > 1 and not options.machine:

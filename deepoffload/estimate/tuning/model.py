@@ -16,18 +16,20 @@ from deepoffload.estimate.decoder import Decoder, DecoderShape
 from deepoffload.estimate.dry_run import LossOf
 from deepoffload.estimate.inputs import transformers_loss
 from deepoffload.estimate.meta_model import by_transformers
-from deepoffload.estimate.subject import Batch, Subject, from_config, from_shape
+from deepoffload.estimate.subject import Batch, Subject, from_config, from_module, from_shape
+from deepoffload.estimate.tuning.own_model import OwnModel
 from deepoffload.tiling.tile_loss import tile_loss
 
 
 @dataclass(frozen=True)
 class ModelForm:
-    """How a model is made again: by transformers from the configuration at ``path``, or as a decoder of ``shape``.
-    ``length``: tokens in a sequence."""
+    """How a model is made again: by transformers from the configuration at ``path``, as a decoder of ``shape``, or by
+    ``function`` of the program. ``length``: tokens in a sequence."""
 
     length: int
     path: str = ""
     shape: DecoderShape | None = None
+    function: str = ""
 
     @classmethod
     def of(cls, subject: Subject, path: str | None) -> ModelForm:
@@ -43,7 +45,8 @@ class ModelForm:
     def from_json(cls, said: Mapping[str, Any]) -> ModelForm:
         """The opposite of :meth:`as_json`."""
         shape = said.get("shape")
-        return cls(said["length"], said["path"], None if shape is None else DecoderShape(**shape))
+        shape = None if shape is None else DecoderShape(**shape)
+        return cls(said["length"], said["path"], shape, said["function"])
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,13 +60,19 @@ class ModelForm:
         batch = Batch(micro_batch, self.length)
         if self.shape is not None:
             return from_shape(self.shape, batch, checkpointing=checkpointing, tiled=tiled)
+        if self.function:
+            own = OwnModel.named(self.function)
+            with torch.device("meta"):
+                model, loss_of = own.make(micro_batch, self.length, checkpointing=checkpointing, tiled=tiled)
+            return from_module(model, batch, loss_of)
         subject = from_config(self.path, batch, checkpointing=checkpointing)
         if tiled:
             tile_loss(subject.module)
         return subject
 
     def build(self, micro_batch: int, *, checkpointing: bool, tiled: bool) -> tuple[nn.Module, LossOf, int]:
-        """It with random weights, what gives its loss of a micro-batch, and how many different tokens there are.
+        """It with random weights, what gives its loss of a micro-batch, and how many different tokens there are (0: the
+        loss draws them itself).
 
         Raises:
             ConfigError, UnsupportedError: it cannot be built so.
@@ -72,6 +81,9 @@ class ModelForm:
             size = (micro_batch, self.length)
             model = Decoder(self.shape, checkpointing=checkpointing, tiled=tiled)
             return model, lambda call: call(torch.zeros(size, dtype=torch.int64)), self.shape.vocabulary
+        if self.function:
+            own = OwnModel.named(self.function)
+            return *own.make(micro_batch, self.length, checkpointing=checkpointing, tiled=tiled), 0
         file, settings = read_settings(Path(self.path))
         built, why_not = by_transformers(settings, checkpointing=checkpointing, device="cpu")
         if built is None:

@@ -11,6 +11,7 @@ from typing import Any
 from deepoffload.config import AccumulationOrder
 from deepoffload.errors import ConfigError
 from deepoffload.estimate.tuning.choice import Prediction
+from deepoffload.estimate.tuning.model import ModelForm
 
 OPTIMAL, TABLE = "ds_config_optimal.json", "candidates.json"
 """Files in the results' directory; the first has DeepSpeed's name."""
@@ -55,17 +56,20 @@ def settings_to_run(base: Mapping[str, Any], found: Prediction, accumulation: in
     return told
 
 
-def program_lines(found: Prediction, *, by_transformers: bool) -> list[str]:
+def program_lines(found: Prediction, form: ModelForm) -> list[str]:
     """What the program does in addition to the configuration."""
     candidate = found.candidate
+    by_transformers, own = bool(form.path), form.function
     lines = []
     if candidate.checkpointing:
         way = "model.gradient_checkpointing_enable()" if by_transformers else "torch.utils.checkpoint around each layer"
+        way = f"{own}(checkpointing=True)" if own else way
         lines.append(f"checkpointing: {way}")
     else:
         lines.append("no activation checkpointing")
     if candidate.tiled_loss:
         way = "deepoffload.tile_loss(model)" if by_transformers else "deepoffload.tiled_loss(hidden, head, targets)"
+        way = f"{own}(tiled_loss=True)" if own else way
         lines.append(f"the loss in tiles: {way}")
     if candidate.is_vertical:
         lines.append("micro-batches in vertical order: engine.train_batch(...) or deepoffload.accumulate(...)")
