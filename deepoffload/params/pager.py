@@ -24,13 +24,13 @@ made (``ParamHandle.count_update``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor
 
 from deepoffload.copies.shown import HostMemory, ShownMemory
-from deepoffload.errors import UnsupportedError
+from deepoffload.errors import BudgetError, UnsupportedError
 from deepoffload.io.mapped_origin import MappedOrigins
 from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
@@ -265,14 +265,40 @@ class Pager:
             if unit.is_guessed:
                 self.catch_up(unit)
 
-    def use_forward(self, units: list[Unit]) -> None:
-        """The program enters the forward of ``units``."""
+    def use_forward(self, units: list[Unit], *, is_call: bool = True) -> None:
+        """The program enters the forward of ``units``, or looks at a weight (``is_call`` is False)."""
+        key = Phase.FORWARD, tuple(unit.index for unit in units)
+        if is_call and self.defer_updates and key != self.order.last_key:
+            self._catch_up_left_out(key)
         for unit in units:
             if unit.pending is not None:
                 self.catch_up(unit)
         if self.is_fully_resident():
             return
-        self._event((Phase.FORWARD, tuple(u.index for u in units)), tuple(u.weights.id for u in units))
+        self._event(key, tuple(u.weights.id for u in units))
+
+    def _catch_up_left_out(self, comes: UseKey) -> None:
+        """Make the updates of units that were to run before this one, and do not in this step, where their state has
+        come ahead: it would have to leave, and to come once more at the end of the step."""
+        if not self.prefetch or self.evict_always or self.link is not None or self.hooks.turns is not None:
+            return
+        left_out = self.order.trace.left_out_before(comes)
+        if not left_out:
+            return
+        units = [unit for unit in self.units if unit.index in left_out and self._has_come_ahead(unit)]
+        if units:
+            with self.lock:
+                self.order.trace.leave_out(comes, [unit.index for unit in units])
+        for unit in units:
+            with suppress(BudgetError):  # then it comes at the end of the step
+                self.catch_up(unit)
+
+    def _has_come_ahead(self, unit: Unit) -> bool:
+        """Whether a unit has an update to make, and its state has been read for that, or is being read."""
+        if unit.pending is None or unit.is_guessed:
+            return False
+        blocks = [piece.block.id for piece in unit.pieces if piece.block.id not in self.tiers.static]
+        return any(not self.tiers.is_away(block) for block in blocks)
 
     def expect(self, calls: Iterable[Sequence[Unit]]) -> None:
         """No order of uses is known yet. The units of each call are probably used in this order: fetch them so. Small
@@ -304,7 +330,7 @@ class Pager:
         """The program uses a weight outside of any window."""
         self.hooks.shared_by_threads()
         if isinstance(slot, ParamHandle) and slot.unit is not None:
-            self.use_forward([slot.unit])
+            self.use_forward([slot.unit], is_call=False)
 
     def pin_for_backward(self, handle: ParamHandle) -> None:
         """Pin a weight for backward, noting the order of use."""

@@ -13,7 +13,7 @@ micro-batch runs the unit). It gets no gradient, so the next step has no update 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections.abc import Callable, Collection, Container, Hashable, Iterable
 from difflib import SequenceMatcher
 from typing import cast
 
@@ -44,6 +44,7 @@ class LeftOut:
         place: as given, kept up by :meth:`jump` and :meth:`reached`.
         units: those that were left out.
         count: how many forwards of units.
+        lacks_updates: an update did not come where it was expected, of a unit that has run or comes now.
     """
 
     def __init__(self, order: Cycle, place: int, seen: Callable[[Hashable], int]) -> None:
@@ -51,11 +52,13 @@ class LeftOut:
         self.place = place
         self.units: set[int] = set()
         self.count = 0
+        self.lacks_updates = False
         self._seen = seen
         self._absent: dict[int, set[int]] = {}
         self._overdue: dict[Hashable, Event] = {}
         self._rest: list[tuple[int, Event]] = []
         self._before: _Copied | None = None
+        self._now: Container[int] = ()
         self._forwards: dict[int, list[int]] = {}
         self._updates: dict[int, list[int]] = {}
         for index, event in enumerate(order.events):
@@ -82,13 +85,22 @@ class LeftOut:
                     if index not in self._absent.get(unit, ()):
                         self._leave_out(unit, index)
                         self.count += 1
-            elif phase is Phase.UPDATE and numbers[0] in left and index not in self._absent.get(numbers[0], ()):
+            elif phase is Phase.UPDATE and index not in self._absent.get(numbers[0], ()):
                 event = self.order.events[index]
-                if self._seen(event.key) < 0:
+                if self._seen(event.key) < 0 and numbers[0] in left:
                     self._overdue[event.key] = event
+                elif self._seen(event.key) < 0:
+                    self.lacks_updates = True
         self.units |= left
         self.place = to + 1
         return bool(self.units)
+
+    def leave(self, to: int, now: Container[int]) -> bool:
+        """As :meth:`jump`, where the event at ``to`` comes after the updates of the units ``now``."""
+        if not self.jump(to):
+            return False
+        self.place, self._now, self._before = to, now, None
+        return True
 
     def reached(self, position: int) -> None:
         """So many of the events that :meth:`ahead` gave have come."""
@@ -121,9 +133,10 @@ class LeftOut:
         """What comes now: the rest of this step, and the next one, which is as ``usual``."""
         absent = set().union(*self._absent.values())
         overdue: dict[int, list[tuple[int, Event]]] = {}
-        for update in self._overdue.values():
+        for update in (each for each in self._overdue.values() if phase_of(each)[1][0] not in self._now):
             overdue.setdefault(phase_of(update)[1][0], []).append((-1, update))
-        self._rest = []
+        now = [event for event in self._overdue.values() if phase_of(event)[1][0] in self._now]
+        self._rest = [(-1, event) for event in now]
         for index in range(self.place, self.order.length):
             if index in absent:
                 continue
@@ -228,3 +241,65 @@ def merged(usual: tuple[Event, ...], step: tuple[Event, ...]) -> tuple[Event, ..
             order += usual[usual_begin:usual_end]
         order += step[step_begin:step_end]
     return tuple(order)
+
+
+def with_updates_as_in(
+    step: Iterable[Event], usual: tuple[Event, ...], left_out: Collection[int]
+) -> tuple[Event, ...] | None:
+    """``usual``, with updates inside backward or before the next forward as ``step`` has them. None where ``step``
+    differs in more than that, and in lacking uses of the units ``left_out``."""
+    step = tuple(step)
+    matched = _matched(step, usual, left_out)
+    inside, before = _updates_after_backward(step), _updates_after_backward(usual)
+    if matched is None or not (left_out or inside != before):
+        return None
+    backward = units_with(Phase.BACKWARD, step)
+    kept_out = (phase_of(event) for event in usual if event.key in before - inside)
+    leave = {(phase, numbers) for phase, numbers in kept_out if numbers[0] in backward and numbers[0] not in left_out}
+    enter: dict[int, list[Event]] = {}
+    entering, place = inside - before, -1  # where in usual
+    seen: set[int] = set()
+    for index, event in enumerate(step):
+        place = matched.get(index, place)
+        phase, numbers = phase_of(event)
+        if phase is Phase.BACKWARD:
+            seen.update(numbers)
+        elif event.key in entering and numbers[0] in seen:  # one before the forward is of the step before
+            enter.setdefault(place, []).append(event)
+    postponed: dict[int, dict[Hashable, Event]] = {}
+    for event in usual:
+        if event.key in leave:
+            postponed.setdefault(phase_of(event)[1][0], {})[event.key] = event
+    order: list[Event] = []
+    for index, event in enumerate(usual):
+        phase, numbers = phase_of(event)
+        if phase is Phase.FORWARD:
+            for unit in numbers:
+                order += sorted(postponed.pop(unit, {}).values(), key=lambda update: phase_of(update)[1])
+        if event.key not in leave and event.key not in entering:
+            order.append(event)
+        order += enter.get(index, ())
+    return tuple(order)
+
+
+def _matched(step: tuple[Event, ...], usual: tuple[Event, ...], left_out: Container[int]) -> dict[int, int] | None:
+    """Where the forwards and backwards of ``step`` are in ``usual``, by their indices; None where ``usual`` has others
+    of units that are not left out."""
+    found: dict[int, int] = {}
+    place = 0
+    for index, event in enumerate(step):
+        if phase_of(event)[0] is Phase.UPDATE:
+            continue
+        while place < len(usual) and usual[place].key != event.key:
+            phase, numbers = phase_of(usual[place])
+            if phase is not Phase.UPDATE and not all(unit in left_out for unit in numbers):
+                return None
+            place += 1
+        if place == len(usual):
+            return None
+        found[index] = place
+        place += 1
+    rest = (phase_of(event) for event in usual[place:])
+    if all(phase is Phase.UPDATE or all(unit in left_out for unit in numbers) for phase, numbers in rest):
+        return found
+    return None

@@ -8,12 +8,23 @@ forgets nothing, and nothing here can fail. Memory is bounded for every sequence
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from deepoffload.schedule.events import Cycle, Event, Phase
-from deepoffload.schedule.left_out import LONGEST, LeftOut, following, merged, phase_of
+from deepoffload.schedule.events import Cycle, Event, Phase, UseKey
+from deepoffload.schedule.left_out import (
+    LONGEST,
+    LeftOut,
+    following,
+    merged,
+    phase_of,
+    units_with,
+    with_updates_as_in,
+)
+
+FAR_EVENTS = 512
+"""What is expected beyond so many events is not looked for."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +156,39 @@ class Trace:
             return self._loop.events[self._loop_position]
         return None if self._cycle is None else self._cycle.events[self._position]
 
+    def left_out_before(self, forward: UseKey) -> list[int]:
+        """This forward begins now: the units whose forwards were expected before it."""
+        found: list[int] = []
+        cycle, position = self._cycle, self._position
+        if cycle is None or self._loop is not None:
+            return found
+        for index in range(position, min(cycle.length, position + FAR_EVENTS)):
+            event = cycle.events[index]
+            phase, numbers = phase_of(event)
+            if phase is Phase.BACKWARD:
+                break
+            if event.key == forward or _is_update_of(event, forward[1]):
+                return found
+            found += numbers if phase is Phase.FORWARD else ()
+        return []
+
+    def leave_out(self, forward: UseKey, now: Container[int]) -> None:
+        """What :meth:`left_out_before` gave is left out. The updates of its units ``now`` come before ``forward``."""
+        left = self._left
+        if left is not None:
+            left.reached(self._position)
+        elif self._cycle is None:
+            return
+        order, place = (self._cycle, self._position) if left is None else (left.order, left.place)
+        to = None if order is None else order.find(forward, place)
+        if order is None or to is None or to < place or order.length > LONGEST:
+            return
+        while to > place and _is_update_of(order.events[to - 1], forward[1]):
+            to -= 1
+        left = left or LeftOut(order, place, self._number_in_step)
+        if left.leave(to, now):
+            self._go_on(left)
+
     def next_use(self, block: int) -> float:
         """Events until ``block`` is used again: 1 in the event expected next; ``math.inf`` when no use is known.
 
@@ -243,6 +287,7 @@ class Trace:
         if found >= place and order.length <= LONGEST:
             left = left or LeftOut(order, place, self._number_in_step)
             if left.jump(found):
+                self._strange = self._strange or left.lacks_updates
                 self._go_on(left)
                 return
         if left is not None and found < place and left.is_late(event):
@@ -281,12 +326,25 @@ class Trace:
         elif cycle is not None and _is_exception(step, cycle.events) and step != exception:
             self._exception = step
             return
+        elif cycle is not None and (moved := self._with_updates_of(step, cycle, left)) is not None:
+            self._longer, step = None, moved
         else:
             self._longer = None
             if cycle is not None and left is not None and any(cycle.find(event.key, 0) is None for event in step):
                 step = merged(cycle.events, step)
         self._cycle = Cycle(step)
         self._learned += 1
+
+    def _with_updates_of(self, step: tuple[Event, ...], cycle: Cycle, left: LeftOut | None) -> tuple[Event, ...] | None:
+        """The whole order, where ``step`` lacks units and has updates at other places; None: that is not all."""
+        whole = cycle if self._longer is None else self._longer
+        left_out = units_with(Phase.FORWARD, whole.events) - units_with(Phase.FORWARD, cycle.events)
+        return with_updates_as_in(step, whole.events, left_out if left is None else left_out | left.units)
+
+
+def _is_update_of(event: Event, units: Container[int]) -> bool:
+    phase, numbers = phase_of(event)
+    return phase is Phase.UPDATE and numbers[0] in units
 
 
 def _is_exception(step: tuple[Event, ...], cycle: tuple[Event, ...]) -> bool:
