@@ -59,8 +59,8 @@ def _from_the_start() -> ValueKind:
     return ValueKind("-1", normalise)
 
 
-_RATE = number(0)
 _RATES = either(number(0), list_of(number(0)))
+_MOMENTA = either(number(0, below=1), list_of(number(0, below=1)))
 _START = {"last_batch_iteration": Parameter(_from_the_start(), -1)}
 _WARMUP = {
     "warmup_num_steps": Parameter(integer(), 1000),
@@ -76,17 +76,17 @@ SCHEDULES: Mapping[str, Mapping[str, Parameter]] = {
         **_START,
     },
     "OneCycle": {
-        "cycle_min_lr": Parameter(_RATE, required=True),
-        "cycle_max_lr": Parameter(_RATE, required=True),
+        "cycle_min_lr": Parameter(_RATES, required=True),
+        "cycle_max_lr": Parameter(_RATES, required=True),
         "decay_lr_rate": Parameter(number(0), 0.0),
         "cycle_first_step_size": Parameter(integer(1), 2000),
-        "cycle_second_step_size": Parameter(integer(1)),
+        "cycle_second_step_size": Parameter(integer()),
         "cycle_first_stair_count": Parameter(integer(), 0),
         "cycle_second_stair_count": Parameter(integer()),
         "decay_step_size": Parameter(integer(), 0),
         "cycle_momentum": Parameter(boolean(), True),
-        "cycle_min_mom": Parameter(number(0, below=1), 0.8),
-        "cycle_max_mom": Parameter(number(0, below=1), 0.9),
+        "cycle_min_mom": Parameter(_MOMENTA, 0.8),
+        "cycle_max_mom": Parameter(_MOMENTA, 0.9),
         "decay_mom_rate": Parameter(number(0), 0.0),
         **_START,
     },
@@ -129,7 +129,7 @@ def lr_at(scheduler: SchedulerConfig, step: int, base_lr: float, group: int = 0)
     return _LR_OF[scheduler.type](dict(scheduler.params), step, base_lr, group)
 
 
-def betas_at(scheduler: SchedulerConfig, step: int) -> tuple[float, float] | None:
+def betas_at(scheduler: SchedulerConfig, step: int, group: int = 0) -> tuple[float, float] | None:
     """Adam's betas for the update that follows ``step`` updates, where the schedule sets them; else ``None``.
 
     Only OneCycle does, unless ``cycle_momentum`` is off. Its first update takes the smallest momentum, as DeepSpeed's.
@@ -137,10 +137,10 @@ def betas_at(scheduler: SchedulerConfig, step: int) -> tuple[float, float] | Non
     if scheduler.type != "OneCycle" or not scheduler.params["cycle_momentum"]:
         return None
     params: dict[str, Any] = dict(scheduler.params)
-    low, high = params["cycle_min_mom"], params["cycle_max_mom"]
+    low, high = _of_group(params["cycle_min_mom"], group), _of_group(params["cycle_max_mom"], group)
     if step == 0:
-        return float(low), ONE_CYCLE_BETA2
-    cycle_steps = sum(_half_cycles(params))
+        return low, ONE_CYCLE_BETA2
+    cycle_steps = sum(half_cycles(params))
     if step - 1 < cycle_steps:
         return high - (high - low) * _cycle_scale(params, step), ONE_CYCLE_BETA2
     if params["decay_step_size"] == 0 or params["decay_lr_rate"] == 0 or params["decay_mom_rate"] == 0:
@@ -199,7 +199,7 @@ def _lr_range_test(params: dict[str, Any], step: int, base_lr: float, group: int
     return float(_of_group(params["lr_range_test_min_lr"], group) * (1 + params["lr_range_test_step_rate"] * intervals))
 
 
-def _half_cycles(params: Mapping[str, Any]) -> tuple[int, int]:
+def half_cycles(params: Mapping[str, Any]) -> tuple[int, int]:
     """Steps of the rising and of the falling half."""
     first = params["cycle_first_step_size"]
     second = params["cycle_second_step_size"]
@@ -208,7 +208,7 @@ def _half_cycles(params: Mapping[str, Any]) -> tuple[int, int]:
 
 def _cycle_scale(params: Mapping[str, Any], step: int) -> float:
     """0 at both ends of the cycle, 1 at its peak, in stairs where they were asked for."""
-    first, second = _half_cycles(params)
+    first, second = half_cycles(params)
     position = step % (first + second)
     rising = position <= first
     scale = position / first if rising else (first + second - position) / second
@@ -223,8 +223,8 @@ _STAIR_SLACK = 1e-9
 
 
 def _one_cycle(params: dict[str, Any], step: int, base_lr: float, group: int) -> float:
-    low, high = params["cycle_min_lr"], params["cycle_max_lr"]
-    cycle_steps = sum(_half_cycles(params))
+    low, high = _of_group(params["cycle_min_lr"], group), _of_group(params["cycle_max_lr"], group)
+    cycle_steps = sum(half_cycles(params))
     if step - 1 < cycle_steps:
         return float(low + (high - low) * _cycle_scale(params, step))
     if params["decay_step_size"] == 0:

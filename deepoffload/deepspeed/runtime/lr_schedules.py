@@ -1,106 +1,41 @@
-"""``deepspeed.runtime.lr_schedules``: DeepSpeed's schedules as classes, with its arguments in its order."""
+"""``deepspeed.runtime.lr_schedules``: DeepSpeed's schedules as classes, and its names for their parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from deepoffload.deepspeed.schedulers import LRRangeTest as LRRangeTest
+from deepoffload.deepspeed.schedulers import OneCycle as OneCycle
+from deepoffload.deepspeed.schedulers import WarmupCosineLR as WarmupCosineLR
+from deepoffload.deepspeed.schedulers import WarmupDecayLR as WarmupDecayLR
+from deepoffload.deepspeed.schedulers import WarmupLR as WarmupLR
 
-import torch
+LR_RANGE_TEST = "LRRangeTest"
+ONE_CYCLE = "OneCycle"
+WARMUP_LR = "WarmupLR"
+WARMUP_DECAY_LR = "WarmupDecayLR"
+WARMUP_COSINE_LR = "WarmupCosineLR"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
 
-from deepoffload.config import parse_config
-from deepoffload.deepspeed.schedulers import ConfiguredSchedule
-from deepoffload.errors import ConfigError, UsageError
-
-VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-
-
-class _NamedSchedule(ConfiguredSchedule):
-    """A schedule whose parameters are arguments.
-
-    Args:
-        optimizer: its groups' rates are set.
-        params: DeepSpeed's, by position or name; ``last_batch_iteration`` counts the updates before, from -1.
-
-    Raises:
-        ConfigError: a parameter is wrong. UsageError: an argument is given twice, or is too many.
-    """
-
-    names: ClassVar[tuple[str, ...]]
-
-    def __init__(self, optimizer: torch.optim.Optimizer, *params: Any, **named: Any) -> None:
-        kind = type(self).__name__
-        if len(params) > len(self.names):
-            raise UsageError(f"{kind} takes {len(self.names)} parameters after the optimizer, not {len(params)}")
-        given = dict(zip(self.names, params, strict=False))
-        twice = given.keys() & named.keys()
-        if twice:
-            raise UsageError(f"{kind} was given {min(twice)} twice")
-        given |= named
-        last = given.pop("last_batch_iteration", -1)
-        if last != -1:
-            raise UsageError(f"{kind}(last_batch_iteration={last}): make it new, and load its state_dict()")
-        config = parse_config({"scheduler": {"type": kind, "params": _said(given)}})
-        if config.scheduler is None:
-            raise ConfigError(f"{kind}: no such schedule")
-        super().__init__(optimizer, config.scheduler)
-
-
-def _said(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value is not None}
-
-
-class LRRangeTest(_NamedSchedule):
-    """Rates that grow from a minimum, to find the largest that trains."""
-
-    names = (
-        "lr_range_test_min_lr",
-        "lr_range_test_step_size",
-        "lr_range_test_step_rate",
-        "lr_range_test_staircase",
-        "last_batch_iteration",
-    )
-
-
-class OneCycle(_NamedSchedule):
-    """One rise and fall of the rate, and of the momentum against it."""
-
-    names = (
-        "cycle_min_lr",
-        "cycle_max_lr",
-        "decay_lr_rate",
-        "cycle_first_step_size",
-        "cycle_second_step_size",
-        "cycle_first_stair_count",
-        "cycle_second_stair_count",
-        "decay_step_size",
-        "cycle_momentum",
-        "cycle_min_mom",
-        "cycle_max_mom",
-        "decay_mom_rate",
-        "last_batch_iteration",
-    )
-
-
-class WarmupLR(_NamedSchedule):
-    """A rise to the rate of the optimizer."""
-
-    names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
-
-
-class WarmupDecayLR(_NamedSchedule):
-    """A rise, then a linear fall to zero."""
-
-    names = ("total_num_steps", *WarmupLR.names)
-
-
-class WarmupCosineLR(_NamedSchedule):
-    """A rise, then a fall along a cosine."""
-
-    names = (
-        "total_num_steps",
-        "warmup_min_ratio",
-        "warmup_num_steps",
-        "cos_min_ratio",
-        "warmup_type",
-        "last_batch_iteration",
-    )
+LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
+LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
+LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
+LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
+CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
+CYCLE_FIRST_STAIR_COUNT = "cycle_first_stair_count"
+CYCLE_SECOND_STEP_SIZE = "cycle_second_step_size"
+CYCLE_SECOND_STAIR_COUNT = "cycle_second_stair_count"
+CYCLE_MIN_LR = "cycle_min_lr"
+CYCLE_MAX_LR = "cycle_max_lr"
+CYCLE_MIN_MOM = "cycle_min_mom"
+CYCLE_MAX_MOM = "cycle_max_mom"
+DECAY_STEP_SIZE = "decay_step_size"
+DECAY_LR_RATE = "decay_lr_rate"
+DECAY_MOM_RATE = "decay_mom_rate"
+WARMUP_MIN_LR = "warmup_min_lr"
+WARMUP_MAX_LR = "warmup_max_lr"
+WARMUP_NUM_STEPS = "warmup_num_steps"
+WARMUP_TYPE = "warmup_type"
+WARMUP_LOG_RATE = "log"
+WARMUP_LINEAR_RATE = "linear"
+WARMUP_MIN_RATIO = "warmup_min_ratio"
+COS_MIN_RATIO = "cos_min_ratio"
+TOTAL_NUM_STEPS = "total_num_steps"
