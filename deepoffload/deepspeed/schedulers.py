@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from deepoffload.config import SchedulerConfig, parse_config
 from deepoffload.config.keys import AUTO
-from deepoffload.config.lr_schedules import SCHEDULES, TORCH_SCHEDULES, betas_at, half_cycles, lr_at
+from deepoffload.config.lr_schedules import TORCH_SCHEDULES, betas_at, half_cycles, lr_at
 from deepoffload.errors import ConfigError, UsageError
 
 
@@ -56,7 +56,7 @@ class ConfiguredSchedule(LRScheduler):
         for name, value in config.params.items():
             if isinstance(value, tuple) and len(value) != groups:
                 raise ConfigError(
-                    f"scheduler.params.{name} has {len(value)} values, and the optimizer has {groups} groups of parameters"
+                    f"scheduler.params.{name} has {len(value)} values, and the optimizer {groups} groups of parameters"
                 )
         self.config = config
         super().__init__(optimizer, last_epoch)
@@ -146,8 +146,7 @@ class NamedSchedule(ConfiguredSchedule):
         last = given.pop("last_batch_iteration", -1)
         if last != -1:
             raise UsageError(f"{kind}(last_batch_iteration={last}): make it new, and load its state_dict()")
-        optional = {name for name, parameter in SCHEDULES[kind].items() if parameter.default is None}
-        said = {name: value for name, value in given.items() if value is not None or name not in optional}
+        said = {name: value for name, value in given.items() if value is not None}
         config = parse_config({"scheduler": {"type": kind, "params": said}})
         if config.scheduler is None:
             raise ConfigError(f"{kind}: no such schedule")

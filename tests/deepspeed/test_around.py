@@ -372,6 +372,7 @@ def test_schedules_as_classes(schedule, named):
     engine, _, _, expected = deepoffload.initialize(model=nn.Linear(2, 2), config=config)
     optimizer = deepoffload.CPUAdam([nn.Parameter(torch.ones(1))], lr=0.3)
     made = schedule(optimizer, **named)
+    assert type(expected) is schedule
     for _ in range(8):
         assert made.get_last_lr() == expected.get_last_lr()
         assert optimizer.param_groups[0]["betas"] == engine.optimizer.param_groups[0]["betas"]
@@ -391,9 +392,36 @@ def test_arguments_of_schedules():
         ((), {"last_batch_iteration": 4}, UsageError, "state_dict"),
         ((), {"warmup": 4}, ConfigError, "warmup"),
         ((), {"warmup_num_steps": "many"}, ConfigError, "warmup_num_steps"),
+        ((), {"warmup_max_lr": [0.1, 0.2]}, ConfigError, "has 2 values, and the optimizer 1 groups"),
     ):
         with pytest.raises(error, match=said):
             lr_schedules.WarmupLR(optimizer, *positional, **named)
+
+
+def test_schedules_as_deepspeeds_callers_use_them():
+    def groups(*rates):
+        return torch.optim.Adam([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates])
+
+    cycle = {"cycle_min_lr": [1e-3, 2e-3], "cycle_max_lr": [1e-2, 2e-2], "cycle_min_mom": [0.8, 0.85]}
+    optimizer = groups(1.0, 1.0)
+    made = lr_schedules.OneCycle(optimizer, **cycle, **{lr_schedules.CYCLE_FIRST_STEP_SIZE: 5})
+    assert made.last_batch_iteration == -1 and made.min_lrs == made.get_lr() == [1e-3, 2e-3]
+    assert made.get_mom() == [(0.9, 0.99), (0.9, 0.99)] and optimizer.param_groups[1]["betas"] == (0.85, 0.99)
+    made.step(batch_iteration=4)
+    assert made.get_lr() == made.max_lrs == [1e-2, 2e-2] and made.get_mom() == pytest.approx(
+        [(0.8, 0.99), (0.85, 0.99)]
+    )
+    cosine = lr_schedules.WarmupCosineLR(
+        groups(0.1, 0.2), total_num_steps=20, warmup_num_steps=10, warmup_type="linear"
+    )
+    cosine.step(5)
+    assert (cosine.last_batch_iteration, cosine.get_lr_ratio(), cosine.warmup_num_steps) == (5, 0.5, 10)
+    assert cosine.get_last_lr() == cosine.get_lr() == [0.05, 0.1] and cosine.org_lrs == [0.1, 0.2]
+    cosine.load_state_dict({"last_batch_iteration": 6})
+    cosine.step()
+    assert cosine.get_lr_ratio() == 0.7 and not hasattr(cosine, "min_lrs")
+    with pytest.raises(UsageError, match="say one of"):
+        cosine.step(3, epoch=4)
 
 
 def test_weights_out_of_a_checkpoint(tmp_path):
