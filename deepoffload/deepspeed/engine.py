@@ -144,7 +144,8 @@ class TrainingEngine(EngineNames, EngineSaving, WholeSteps):
             lr_kwargs: arguments for the schedule's own ``step``.
 
         Raises:
-            UsageError: the engine has no optimizer; or fp16, and no :meth:`backward` has scaled the loss.
+            UsageError: the engine has no optimizer; or fp16, and no :meth:`backward` has scaled the loss; or with one
+                rank, no gradient has come since the last update. Nothing has changed then.
             LossScaleError: fp16 gradients overflow with the loss scale at its minimum. The step counts as skipped.
         """
         ends_update = self.loop.is_boundary

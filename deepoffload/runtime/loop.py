@@ -64,6 +64,8 @@ class TrainingLoop:
         self._scale = loss_scale
         self._scaled = False
         self._has_backward = False
+        self._differentiated = False  # by calls of the loop, since the last update
+        self._gradients_before = core.gradients.changes  # of any other way, when the last update had ended
         self._tell_scale()
 
     @property
@@ -96,7 +98,7 @@ class TrainingLoop:
         """
         self.core.pager.hooks.refuse_between_turns("engine.backward()")
         check_loss(loss, "engine.backward")
-        self._has_backward = True
+        self._has_backward = self._differentiated = True
         if take_mean:
             loss = mean_over(loss, self.accumulation_steps)
         self._times_scale(loss).backward(retain_graph=retain_graph)
@@ -130,6 +132,7 @@ class TrainingLoop:
 
     def differentiated(self, loss: Tensor) -> Tensor:
         """What the backward of one loss of a whole step begins with."""
+        self._differentiated = True
         return self._times_scale(mean_over(loss, self.accumulation_steps))
 
     def end_whole_step(self) -> None:
@@ -146,7 +149,7 @@ class TrainingLoop:
             raise UsageError("engine.scale(): initialize() was given no optimizer, so the engine only infers")
         self.core.pager.hooks.refuse_between_turns("engine.scale()")
         check_loss(loss, "engine.scale")
-        self._has_backward = True
+        self._has_backward = self._differentiated = True
         return self._times_scale(loss)
 
     def _times_scale(self, loss: Tensor) -> Tensor:
@@ -181,13 +184,16 @@ class TrainingLoop:
         Gradients with an infinity or NaN update nothing: they are dropped and counted in ``skipped``.
 
         Raises:
-            UsageError: there is no optimizer; or fp16, and no :meth:`backward` has scaled the loss.
+            UsageError: there is no optimizer; or fp16, and no :meth:`backward` has scaled the loss; or with one rank,
+                no gradient has come since the last update.
             LossScaleError: fp16 gradients overflow with the loss scale at its minimum. The step counts as skipped.
         """
         optimizer = self._ready_optimizer()
         self.core.pager.hooks.refuse_between_turns("engine.step()")
         self._check_arguments(schedule_arguments)
         boundary = self.is_boundary
+        if boundary:
+            self._refuse_without_gradients()
         self.micro_steps += 1
         self.applied = self._has_backward = False
         if not boundary:
@@ -207,7 +213,8 @@ class TrainingLoop:
         self._end_update({})
 
     def _end_update(self, schedule_arguments: Mapping[str, Any]) -> None:
-        self._scaled = False
+        self._scaled = self._differentiated = False
+        self._gradients_before = self.core.gradients.changes
         self.updates += 1
         if self.applied:
             if self.schedule is not None:
@@ -262,6 +269,15 @@ class TrainingLoop:
                 "gradients would be divided by the scale; call engine.backward(loss)"
             )
         return self.optimizer
+
+    def _refuse_without_gradients(self) -> None:
+        """With several ranks the others may have what this one has not."""
+        came = self._differentiated or self.core.gradients.changes != self._gradients_before
+        if not came and self.core.ranks.world_size == 1:
+            raise UsageError(
+                "engine.step() without engine.backward(loss): no gradient has come since the last update, so there is "
+                "nothing to step with, and the schedule would advance; call engine.backward(loss) first"
+            )
 
     def _check_arguments(self, said: object) -> None:
         """Before the update: an error of the schedule would come after it."""

@@ -205,3 +205,28 @@ def test_a_copy_of_a_state_dict_for_torch_save(nvme_path):
 def test_versions():
     assert (deepspeed.__version_major__, deepspeed.__version_minor__) == (0, 19)
     assert deepspeed.__git_hash__ and deepspeed.__git_branch__
+
+
+@pytest.mark.parametrize("section", [{}, {"gradient_accumulation_steps": 2}])
+def test_a_step_without_a_backward(section, nvme_path):
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
+    model = nn.Linear(4, 4)
+    engine = deepspeed.initialize(model=model, config=config_of(nvme_path, scheduler=schedule, **section))[0]
+    waits = engine.gradient_accumulation_steps() - 1
+    before = weights_of(model)
+    for backward in (
+        lambda loss: engine.backward(loss),
+        lambda loss: engine.scale(loss).backward(),
+        torch.Tensor.backward,
+    ):
+        counts = engine.global_steps, engine.lr_scheduler.last_epoch
+        for _ in range(waits):
+            engine.step()
+        with pytest.raises(UsageError, match="no gradient has come since the last update"):
+            engine.step()
+        assert (engine.global_steps, engine.lr_scheduler.last_epoch) == counts
+        backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        assert engine.global_steps == counts[0] + 1
+    assert not torch.equal(before["weight"], model.weight)
+    engine.destroy()
