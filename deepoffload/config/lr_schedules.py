@@ -143,7 +143,7 @@ def betas_at(scheduler: SchedulerConfig, step: int, group: int = 0) -> tuple[flo
     cycle_steps = sum(half_cycles(params))
     if step - 1 < cycle_steps:
         return high - (high - low) * _cycle_scale(params, step), ONE_CYCLE_BETA2
-    if params["decay_step_size"] == 0 or params["decay_lr_rate"] == 0 or params["decay_mom_rate"] == 0:
+    if params["decay_step_size"] == 0 or params["decay_mom_rate"] == 0:
         return high, ONE_CYCLE_BETA2
     return high * (1 + params["decay_mom_rate"] * (step - cycle_steps) / params["decay_step_size"]), ONE_CYCLE_BETA2
 

@@ -116,7 +116,7 @@ class EngineCheckpoints:
         found = self._state.load_if_there(directory, tag, wanted)
         if found is None:
             log.warning("load_checkpoint: there is no file 'latest' in %s, so nothing was loaded", os.fspath(directory))
-            return None, {}
+            return None, None
         return found.folder, found.client_state
 
     def _load_universal_from(self, directory: str, tag: object, wanted: Wanted) -> tuple[str, Any]:

@@ -77,6 +77,43 @@ def split_over_ranks(
     return make_loader(config, data, collate_fn, sampler)
 
 
+def shared_loader(
+    data: Any,
+    engine: Engine,
+    config: Config,
+    *,
+    batch_size: int | None,
+    shuffled: bool,
+    sampler: Sampler[int] | None,
+    collate_fn: Collate | None,
+    pin_memory: bool,
+    workers: int | None,
+) -> DataLoader[Any]:
+    """What ``engine.deepspeed_io`` gives: this rank's share of ``data``, in an order that is the same in every run.
+
+    Raises:
+        UsageError: ``data`` is no dataset, or nobody says a batch size.
+    """
+    size = config.train_micro_batch_size_per_gpu if batch_size is None else batch_size
+    if size is None:
+        raise UsageError("engine.deepspeed_io: say batch_size, or train_micro_batch_size_per_gpu in the configuration")
+    iterable = isinstance(data, IterableDataset)
+    if not iterable and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise UsageError(f"engine.deepspeed_io: {type(data).__name__} is no dataset of torch")
+    if sampler is None and not iterable:
+        ranks = engine.ranks
+        sampler = DistributedSampler(data, num_replicas=ranks.world_size, rank=ranks.rank, shuffle=shuffled)
+    return DataLoader(
+        data,
+        batch_size=size,
+        sampler=sampler,
+        drop_last=config.dataloader_drop_last,
+        collate_fn=collate_fn,
+        pin_memory=pin_memory and torch.accelerator.is_available(),
+        num_workers=workers or 0,
+    )
+
+
 def to_half(value: Any) -> Any:
     """Floating-point tensors in tuples, lists and dicts as fp16."""
     if isinstance(value, Tensor):

@@ -142,7 +142,7 @@ ENGINE_NAMES: Mapping[str, PeerName] = {
         absent(_COMPILER),
     ),
     # -- data --
-    "deepspeed_io": absent("initialize(training_data=...) gives a loader; torch's DataLoader takes any other data"),
+    "deepspeed_io": otherwise("a torch DataLoader, of this rank's share of the data; no worker processes unless said"),
     **all_of("is_iterable_style_dataset is_map_style_dataset", absent("isinstance(data, IterableDataset) tells")),
     **all_of(
         "curriculum_learning_config curriculum_learning_enabled data_efficiency_config data_efficiency_enabled "
@@ -167,10 +167,13 @@ ENGINE_NAMES: Mapping[str, PeerName] = {
     "monitor": otherwise("has enabled and write_events, and events of its own (docs/watching.md)"),
     "tput_timer": otherwise("counts epochs, updates and samples per second; steps_per_print reports none of it"),
     "timers": absent("engine.summary() has the times of the last steps"),
-    **all_of("training_dataloader training_data collate_fn", absent("initialize() gives the loader")),
+    "training_dataloader": HERE,
+    **all_of("training_data collate_fn", absent("initialize() gives the loader, which has dataset and collate_fn")),
     **all_of("client_optimizer basic_optimizer", absent("engine.optimizer is the one that trains")),
     "client_lr_scheduler": absent("engine.lr_scheduler is the one in use"),
-    "global_samples": absent("engine.global_steps * engine.train_batch_size()"),
+    "global_samples": otherwise(
+        "global_steps * train_batch_size(), also where the size has changed; None without a batch size"
+    ),
     "losses": absent("keep what engine(...) gives"),
     "mpu": absent(_NO_CUT),
     "checkpoint_engine": absent(_CHECKPOINT),

@@ -168,6 +168,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group = parser.add_argument_group("deepoffload", "configuration (the names are DeepSpeed's)")
     group.add_argument("--deepspeed", action="store_true", help="for scripts that ask whether to use the engine")
     group.add_argument("--deepspeed_config", metavar="FILE", help="JSON file with DeepSpeed's keys, ours, or both")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)  # its first names
+    group.add_argument("--deepscale_config", help=argparse.SUPPRESS)
     return parser
 
 

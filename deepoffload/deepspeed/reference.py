@@ -43,6 +43,9 @@ an error at once, and `hasattr` is false.
 - **Parameters look whole.** Their shape, values and gradients can be read and written at any time.
   `GatheredParameters` marks them, and edits are kept with and without `modifier_rank`. With several ranks
   `modifier_rank` says whose edits all of them get.
+- **A parameter without a gradient is not updated**, as in PyTorch: its weights and moments stay. ZeRO takes its
+  gradient as zero, so that momentum and weight decay go on. An expert without tokens is such a parameter.
+- **`safe_set_full_fp32_param`** sets the weight that the next forward uses. In DeepSpeed the next step does that.
 - **`ds_status`** is `AVAILABLE` inside `GatheredParameters` only. Elsewhere it is `NOT_AVAILABLE`, or `INFLIGHT`
   while the bytes are read. In the call of a module, parameters are ordinary ones without `ds_*` names. All `ds_*`
   names are read-only.

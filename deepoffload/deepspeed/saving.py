@@ -87,7 +87,7 @@ class EngineSaving:
                 are the weights from then on: exact masters are not loaded, optimizer states are.
 
         Returns:
-            The checkpoint's folder and its client state; ``(None, {})`` when no tag is said and there is no ``latest``.
+            The checkpoint's folder and its client state; ``(None, None)`` where no tag is said, and no file ``latest``.
 
         Raises:
             UsageError: the checkpoint is missing, damaged, or of another model or optimizer; the message names the

@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from deepoffload.accumulation.accumulate import LossFunction, check_loss_function, model_loss, run_micro_batches
 from deepoffload.accumulation.asked import choose
-from deepoffload.config import AccumulationOrder, ActivationMode
+from deepoffload.config import AccumulationOrder, ActivationMode, Config
+from deepoffload.deepspeed.data import shared_loader
 from deepoffload.deepspeed.tools import EngineTools
 from deepoffload.deepspeed.utils import RepeatingLoader
 from deepoffload.deepspeed.utils.timer import ThroughputTimer
 from deepoffload.errors import UsageError
+from deepoffload.runtime.engine import Engine
 from deepoffload.runtime.loop import TrainingLoop
 
 
@@ -24,7 +26,9 @@ class WholeSteps:
     """Part of :class:`~deepoffload.deepspeed.engine.TrainingEngine`."""
 
     module: nn.Module
+    core: Engine
     loop: TrainingLoop
+    _config: Config
     step: Callable[[], None]
     tput_timer: ThroughputTimer
     tools: EngineTools
@@ -80,6 +84,54 @@ class WholeSteps:
         self.loop.end_whole_step()
         self.step()
         return torch.stack([found.float() for found in losses]).mean()
+
+    @property
+    def training_dataloader(self) -> DataLoader[Any] | None:
+        """The loader that ``initialize`` has made of ``training_data``."""
+        return self._loader
+
+    @property
+    def global_samples(self) -> int | None:
+        """Samples of all updates, with the present batch size; None where the configuration says none."""
+        size = self._config.train_batch_size
+        return None if size is None else self.loop.updates * size
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[int] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's share of ``dataset``.
+
+        Args:
+            batch_size: not said: ``train_micro_batch_size_per_gpu``.
+            route: ``"train"`` shuffles, from the same seed in every run; ``"eval"`` and ``"predict"`` do not.
+            data_sampler: decides instead.
+            collate_fn: not said: that of ``initialize``.
+            pin_memory: where there is a device.
+            num_local_io_workers: processes that load; not said: none.
+
+        Raises:
+            UsageError: it is no dataset, or nobody says a batch size.
+        """
+        if collate_fn is None and self._loader is not None:
+            collate_fn = self._loader.collate_fn
+        return shared_loader(
+            dataset,
+            self.core,
+            self._config,
+            batch_size=batch_size,
+            shuffled=route == "train",
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            workers=num_local_io_workers,
+        )
 
     def _draw(self, data_iter: Iterator[Any] | None, count: int) -> list[Any]:
         if data_iter is None:

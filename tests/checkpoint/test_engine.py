@@ -71,7 +71,7 @@ def test_a_resumed_engine_has_the_same_bits(precision: dict[str, Any], nvme_path
 
 def test_arguments_and_results_of_deepspeed(nvme_path: Path, tmp_path: Path) -> None:
     engine = engine_of(nvme_path)
-    assert engine.load_checkpoint(str(tmp_path / "none")) == (None, {})
+    assert engine.load_checkpoint(str(tmp_path / "none")) == (None, None)
     with pytest.raises(UsageError, match="no checkpoint 'x'"):
         engine.load_checkpoint(str(tmp_path), tag="x")
     train(engine, 0, 1)
@@ -82,7 +82,7 @@ def test_arguments_and_results_of_deepspeed(nvme_path: Path, tmp_path: Path) -> 
     engine.zero_grad()
     engine.save_checkpoint(str(tmp_path), tag=7, save_latest=False)
     assert [path.name for path in tmp_path.iterdir()] == ["7"]
-    assert engine.load_checkpoint(str(tmp_path)) == (None, {})
+    assert engine.load_checkpoint(str(tmp_path)) == (None, None)
     assert engine.load_checkpoint(str(tmp_path), 7)[1] == {}
     with pytest.raises(UsageError, match="a TrainingState already"):
         deepoffload.TrainingState(engine.module)

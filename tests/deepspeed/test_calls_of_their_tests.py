@@ -219,7 +219,7 @@ def test_a_second_engine_loads_what_the_first_has_saved(name, tmp_path):
 def test_no_checkpoint_and_a_tag_validation_that_is_none(tmp_path):
     model = SimpleModel()
     engine, *_ = deepspeed.initialize(config=small(), model=model, model_parameters=model.parameters())
-    assert engine.load_checkpoint(str(tmp_path)) == (None, {})
+    assert engine.load_checkpoint(str(tmp_path)) == (None, None)
     engine.destroy()
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="checkpoint.tag_validation = 'foo'"):
         deepspeed.initialize(config=small(checkpoint={"tag_validation": "foo"}), model=SimpleModel())

@@ -124,6 +124,23 @@ def test_another_batch_size_in_the_run(engine_of):
     assert engine.get_batch_info() == (2, 2, 1)
 
 
+def test_loaders_and_samples(engine_of):
+    data = [(rows(1, seed=number)[0], number) for number in range(10)]
+    engine = engine_of(**BATCH)
+    assert engine.training_dataloader is None and engine.global_samples == 0
+    for number in range(4):
+        micro_step(engine, number)
+    assert engine.global_samples == 2 * 8
+    loader = engine.deepspeed_io(data)
+    assert [len(numbers) for _, numbers in loader] == [4, 4, 2]
+    assert [numbers.tolist() for _, numbers in loader] == [numbers.tolist() for _, numbers in engine.deepspeed_io(data)]
+    inputs = engine.deepspeed_io(data, batch_size=5, route="eval", collate_fn=lambda found: [one for _, one in found])
+    assert list(inputs) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    for arguments, config, said in (((5,), BATCH, "int is no dataset"), ((data,), {}, "say batch_size")):
+        with pytest.raises(UsageError, match=said):
+            engine_of(**config).deepspeed_io(*arguments)
+
+
 def test_batch_sizes_that_cannot_be(engine_of):
     engine = engine_of(**BATCH)
     for size in (6, 0, -4, 4.0, True, "8"):

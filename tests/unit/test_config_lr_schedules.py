@@ -113,6 +113,12 @@ def test_one_cycle_uneven_with_stairs_and_decay():
     assert [betas_at(scheduler, step)[0] for step in (7, 8)] == close([0.9 * (1 + 0.1 * p / 2) for p in (1, 2)])
 
 
+def test_the_momentum_of_one_cycle_decays_without_the_rate():
+    scheduler = one_cycle(decay_step_size=2, decay_mom_rate=0.1)
+    ended = next(step for step in range(1, 99) if betas_at(scheduler, step)[0] > 0.9)
+    assert betas_at(scheduler, ended)[0] == close(0.9 * 1.05) and lr_at(scheduler, ended, BASE) == close(0.1)
+
+
 def test_stairs_keep_the_peak_of_an_uneven_cycle():
     for first in range(1, 40):
         scheduler = one_cycle(cycle_first_step_size=first, cycle_second_step_size=7, cycle_first_stair_count=3)
