@@ -1,7 +1,8 @@
 """Python values as JSON that gives back the same types: what a ``state_dict()`` or a program's own state holds.
 
 JSON has no tuples, bytes, NaN, or keys that are numbers. Such a value becomes an object ``{"$": kind, ...}``. Tensors
-go into a safetensors file; the JSON has their names. Nothing that is read can name code, so nothing can be called.
+and numpy's arrays go into a safetensors file; the JSON has their names. Nothing that is read can name code, so nothing
+can be called.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import base64
 import binascii
 import json
 import math
+from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +33,8 @@ INT_BITS_MAX = 8192
 """Python reads no integers of more than 4300 digits from text."""
 
 _MAPPINGS: Mapping[type, str] = {dict: "dict", OrderedDict: "ordered dict", Counter: "counter"}
+_NUMPY_KINDS = "biufc"
+"""Booleans and numbers; others may hold objects."""
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -41,8 +46,8 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         tensors: takes the tensors in ``value`` under the names by which the result refers to them.
 
     Raises:
-        UnsupportedError: something in it is neither number, string, bytes, None, list, tuple, dict (also ordered, or a
-            Counter) nor tensor. The message names its key.
+        UnsupportedError: something in it is neither number (also numpy's), string, bytes, None, list, tuple, dict (also
+            ordered, or a Counter), ``argparse.Namespace``, array nor tensor. The message names its key.
     """
     return _encode(value, where, tensors, 0)
 
@@ -61,6 +66,8 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int) -> A
         return {"$": "bytes", "base64": base64.b64encode(value).decode()}
     if kind is Tensor:
         return _encode_tensor(value, where, tensors)
+    if (kind is np.ndarray or issubclass(kind, np.generic)) and value.dtype.kind in _NUMPY_KINDS:
+        return _encode_array(np.asarray(value), kind is not np.ndarray, where, tensors)
     if depth >= DEPTH_MAX:
         raise UnsupportedError(
             f"{_place(where)} is a {kind.__name__} inside of {depth} other containers, and a checkpoint holds values "
@@ -84,7 +91,17 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int) -> A
             encoded = _encode(key, f"the key {key!r} of {where}", tensors, depth + 1)
             pairs.append([encoded, _encode(item, f"{where}[{key!r}]", tensors, depth + 1)])
         return {"$": _MAPPINGS[kind], "items": pairs}
+    if kind is Namespace:
+        return {"$": "namespace", "items": _encode(vars(value), where, tensors, depth + 1)}
     raise _unsupported(where, value)
+
+
+def _encode_array(value: np.ndarray[Any, Any], is_number: bool, where: str, tensors: dict[str, Tensor]) -> Any:
+    """numpy's types are not all torch's, so a file has the bytes."""
+    held = np.frombuffer(bytearray(value.tobytes()), np.uint8) if value.size else np.empty(0, np.uint8)
+    content = _encode_tensor(torch.from_numpy(held), where, tensors)
+    kind = "numpy number" if is_number else "array"
+    return {"$": kind, "dtype": value.dtype.str, "shape": list(value.shape), "bytes": content}
 
 
 def _place(where: str) -> str:
@@ -115,8 +132,8 @@ def _checked_text(value: str, where: str) -> str:
 def _unsupported(where: str, value: Any) -> UnsupportedError:
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return UnsupportedError(
-        f"{_place(where)} is of type {name}, and nothing but numbers, strings, bytes, None, lists, tuples, dicts and "
-        f"tensors comes back from a checkpoint with its type: {_how_to_convert(value)}, or leave it out"
+        f"{_place(where)} is of type {name}, and nothing but numbers, strings, bytes, None, lists, tuples, dicts, "
+        f"arrays and tensors comes back from a checkpoint with its type: {_how_to_convert(value)}, or leave it out"
     )
 
 
@@ -212,7 +229,19 @@ def _decode_kind(value: dict[str, Any], where: str, tensor: Callable[[str], Tens
         return torch.tensor(number, dtype=_DTYPES[value["dtype"]], device="cpu")
     if kind == "tensor" and isinstance(value["name"], str):
         return tensor(value["name"])
+    if kind in ("array", "numpy number"):
+        found = _decode_array(value, _decode(value["bytes"], where, tensor))
+        return found if kind == "array" else found[()]
+    if kind == "namespace":
+        return Namespace(**_decode(value["items"], where, tensor))
     raise UsageError(f"{where}: {_shown(value)} is of a kind that this version does not know")
+
+
+def _decode_array(value: dict[str, Any], content: Tensor) -> np.ndarray[Any, Any]:
+    dtype = np.dtype(str(value["dtype"]))
+    if dtype.kind not in _NUMPY_KINDS or content.dtype is not torch.uint8:
+        raise TypeError("no numbers")
+    return np.frombuffer(content.numpy().tobytes(), dtype).reshape([int(length) for length in value["shape"]]).copy()
 
 
 def _list(value: Any) -> list[Any]:

@@ -75,8 +75,10 @@ an error at once, and `hasattr` is false.
 - **`"auto"` is for a trainer.** Where nothing has filled it in, one warning lists every `"auto"` and what it became.
   A schedule whose length is `"auto"` is an error, unless the program passes its own schedule.
 - **transformers' Trainer, Lightning and others** have their own page: docs/trainers.md.
-- **`step()` without a backward** is an error before anything changes, in every stage, where one rank trains. In
-  DeepSpeed it is one in some stages; in stage 0 it counts, and the schedule advances.
+- **`step()` without a backward** is an error before anything changes, where one rank trains. DeepSpeed fails there with
+  an error of an index; with the optimizer on the CPU it makes a step of zero gradients.
+- **The model's names** have no `module.` in front: `engine.state_dict()` and `engine.named_parameters()` are those of
+  the model.
 - **A checkpoint in the middle of an update** lacks the gradients so far, as in DeepSpeed, and a warning says so. With
   `step_overlap` `"in_backward"` or `"speculative"` it is an error.
 - **Checkpoints** have another format (docs/checkpoints.md). `python -m deepoffload.checkpoint` converts those of

@@ -47,8 +47,8 @@ class EngineSaving:
 
         Args:
             tag: ``global_step<n>`` when not said.
-            client_state: numbers, strings, bytes, None, lists, tuples, dicts and tensors of the program's own;
-                :meth:`load_checkpoint` returns them.
+            client_state: numbers, strings, bytes, None, lists, tuples, dicts, ``argparse.Namespace``, tensors, numpy's
+                arrays and numbers; :meth:`load_checkpoint` returns them.
             save_latest: name the tag in the file ``latest``. With ``zero_optimization.stage``, the scripts
                 ``zero_to_fp32.py`` and ``zero_to_torch.py`` stand next to it.
             exclude_frozen_parameters: leave frozen weights out; loading leaves them as they are.

@@ -81,7 +81,7 @@ class ConfiguredSchedule(LRScheduler):
         found = [betas_at(self.config, step, group) for group in groups]
         return [betas for betas in found if betas is not None] or None
 
-    def step(
+    def step(  # type: ignore[override]  # DeepSpeed's number comes first
         self,
         last_batch_iteration: int | None = None,
         *,
@@ -170,14 +170,14 @@ class NamedSchedule(ConfiguredSchedule):
         """A parameter's value of each group; where it was not said, the rate that the group had."""
         value: Any = self.config.params[name]
         if value is None:
-            return list(self.base_lrs)
+            return [float(base) for base in self.base_lrs]
         return list(value) if isinstance(value, tuple) else [value] * len(self.optimizer.param_groups)
 
 
 class LRRangeTest(NamedSchedule):
     """Rates that grow from a minimum, to find the largest that trains."""
 
-    names = (
+    names: ClassVar[tuple[str, ...]] = (
         "lr_range_test_min_lr",
         "lr_range_test_step_size",
         "lr_range_test_step_rate",
@@ -193,7 +193,7 @@ class LRRangeTest(NamedSchedule):
 class OneCycle(NamedSchedule):
     """One rise and fall of the rate, and of the momentum against it."""
 
-    names = (
+    names: ClassVar[tuple[str, ...]] = (
         "cycle_min_lr",
         "cycle_max_lr",
         "decay_lr_rate",
@@ -221,7 +221,13 @@ class OneCycle(NamedSchedule):
 class WarmupLR(NamedSchedule):
     """A rise to the rate of the optimizer."""
 
-    names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
+    names: ClassVar[tuple[str, ...]] = (
+        "warmup_min_lr",
+        "warmup_max_lr",
+        "warmup_num_steps",
+        "warmup_type",
+        "last_batch_iteration",
+    )
 
     @property
     def min_lrs(self) -> list[float]:
@@ -235,13 +241,13 @@ class WarmupLR(NamedSchedule):
 class WarmupDecayLR(WarmupLR):
     """A rise, then a linear fall to zero."""
 
-    names = ("total_num_steps", *WarmupLR.names)
+    names: ClassVar[tuple[str, ...]] = ("total_num_steps", *WarmupLR.names)
 
 
 class WarmupCosineLR(NamedSchedule):
     """A rise, then a fall along a cosine."""
 
-    names = (
+    names: ClassVar[tuple[str, ...]] = (
         "total_num_steps",
         "warmup_min_ratio",
         "warmup_num_steps",
@@ -253,7 +259,7 @@ class WarmupCosineLR(NamedSchedule):
     @property
     def org_lrs(self) -> list[float]:
         """The rates that the groups had before."""
-        return list(self.base_lrs)
+        return [float(base) for base in self.base_lrs]
 
     def get_lr_ratio(self) -> float:
         """What the groups' own rates are multiplied by."""

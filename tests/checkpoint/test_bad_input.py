@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from enum import IntEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 import deepoffload
-from deepoffload.checkpoint.values import encode
+from deepoffload.checkpoint.values import decode, encode
 from deepoffload.errors import IoFailure, UnsupportedError, UsageError
 from deepoffload.params.parameter import OffloadedParameter
 from tests.checkpoint.damaged import nested, round_list
@@ -204,11 +205,10 @@ class Number(int):
     [
         ({"a": [1, {2}]}, r"client_state\['a'\]\[1\] is of type set,.*write list\(x\), or leave it out"),
         ({"a": Number(1)}, r"client_state\['a'\] is of type .*Number,.*write int\(x\)"),
-        ({"a": np.float64(1)}, r"client_state\['a'\] is of type numpy.float64,.*write float\(x\)"),
-        ({"a": np.int64(1)}, r"numpy.int64,.*write x.item\(\)"),
-        ({"a": np.bool_(True)}, r"write x.item\(\)"),
-        ({"a": np.ones(2)}, r"numpy.ndarray,.*write torch.from_numpy\(x\)"),
-        ({"a": Namespace(lr=1)}, r"argparse.Namespace,.*write vars\(x\)"),
+        ({"a": np.datetime64("2026")}, r"client_state\['a'\] is of type numpy.datetime64,.*write x.item\(\)"),
+        ({"a": np.array([{}])}, r"numpy.ndarray,.*write torch.from_numpy\(x\)"),
+        ({"a": SimpleNamespace(lr=1)}, r"types.SimpleNamespace,.*write vars\(x\)"),
+        ({"a": Namespace(lr={1})}, r"client_state\['a'\]\['lr'\] is of type set"),
         ({"a": Path("x")}, r"write str\(x\)"),
         ({"a": datetime.now(UTC)}, r"datetime.*write str\(x\)"),
         ({"a": torch.bfloat16}, r"write str\(x\)"),
@@ -223,7 +223,7 @@ class Number(int):
         ({"a": torch.ones(2, dtype=torch.complex64)}, "complex64"),
         ({"a": nn.Parameter(torch.ones(2))}, r"Parameter,.*write x.detach\(\).clone\(\)"),
         ({"a": print}, "builtin_function_or_method,.*write what rebuilds it"),
-        (Namespace(lr=1), r"client_state is of type argparse.Namespace,.*write vars\(x\)"),
+        (SimpleNamespace(lr=1), r"client_state is of type types.SimpleNamespace,.*write vars\(x\)"),
         ({"a" * 10_000: {1}}, r"^client_state\['a{60,80} \.\.\. a{60,80}'\] is of type set"),
         (
             nested(65),
@@ -243,6 +243,32 @@ def test_values_that_no_checkpoint_holds(value: Any, message: str) -> None:
 def test_values_as_deep_as_a_checkpoint_holds_come_back(run: Run, tmp_path: Path) -> None:
     run.state.save_as(tmp_path, "one", client_state=nested(63))
     assert run.state.load(tmp_path).client_state == nested(63)
+
+
+def test_values_of_numpy_and_settings_come_back(run: Run, tmp_path: Path) -> None:
+    np.random.seed(3)
+    said = {
+        "args": Namespace(lr=0.1, names=["a", "$"], best=np.float64(0.1), steps=np.int32(7), done=np.bool_(True)),
+        "random": np.random.get_state(),
+        "empty": np.zeros((2, 0), np.float16),
+        "part": np.arange(12, dtype=">i2").reshape(3, 4)[:, ::2],
+    }
+    run.state.save_as(tmp_path, "one", client_state=said)
+    said["part"] = said["part"].copy()
+    found = run.state.load(tmp_path).client_state
+    assert found["args"] == said["args"] and [type(one) for one in vars(found["args"]).values()] == [
+        type(one) for one in vars(said["args"]).values()
+    ]
+    for name in ("empty", "part"):
+        assert found[name].dtype == said[name].dtype and found[name].shape == said[name].shape
+        assert np.array_equal(found[name], said[name]) and found[name].flags.writeable
+    expected = np.random.rand(3)
+    np.random.set_state(found["random"])
+    assert np.array_equal(np.random.rand(3), expected)
+    for wrong in ({"dtype": "O"}, {"dtype": ">i2", "shape": [5]}, {"dtype": ">i2", "shape": [2, "x"]}):
+        array = {"$": "array", "dtype": ">i2", "shape": [2], "bytes": {"$": "tensor", "name": "x"}, **wrong}
+        with pytest.raises(UsageError, match="is not a value that a checkpoint holds"):
+            decode(array, "client_state", lambda name: torch.zeros(4, dtype=torch.uint8))
 
 
 # -- modes -----------------------------------------------------------------------------------------------------------
