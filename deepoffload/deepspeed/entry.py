@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from deepoffload.deepspeed.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed, is_initialized
-from deepoffload.deepspeed.initialization import set_up
+from deepoffload.deepspeed.initialization import config_source, paging_engine, set_up
+from deepoffload.errors import ConfigError
 from deepoffload.runtime.ranks import RankChoice
 
 
@@ -37,7 +40,16 @@ def initialize(
         group, mesh, ranks: as there.
         dist_init_required: None: make a process group unless there is one. False: make none; with one process none is
             needed.
+
+    Raises:
+        ConfigError: nothing says a configuration, and the model was not built in a context that has one.
     """
+    if config_source(args, config, config_params) is None and isinstance(model, nn.Module):
+        if paging_engine(model) is None:
+            raise ConfigError(
+                "deepspeed.initialize has no configuration: pass config= (a dict or the path of a JSON file), or args "
+                "with --deepspeed_config; deepoffload.initialize works without one"
+            )
     if not is_initialized() and dist_init_required is not False:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     return set_up(

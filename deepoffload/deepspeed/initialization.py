@@ -135,7 +135,7 @@ def set_up(
     if mesh_param is not None:
         raise UnsupportedError("initialize: model parallelism (mesh_param) is not available; leave it out")
     core = paging_engine(model)
-    source = _config_source(args, config, config_params)
+    source = config_source(args, config, config_params)
     if core is not None and choice.is_said:
         raise UsageError(
             "initialize: the model was built in an offload_context, which says its ranks (group, mesh, ranks)"
@@ -219,7 +219,8 @@ def paging_engine(model: nn.Module) -> Engine | None:
     return engine
 
 
-def _config_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource | None:
+def config_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource | None:
+    """What the arguments of ``initialize`` say; None where they say nothing. Raises ConfigError: several of them do."""
     if isinstance(args, Mapping):
         raise UsageError(
             "initialize(args=...) takes what a parser gives, with the attribute deepspeed_config; pass a mapping of "

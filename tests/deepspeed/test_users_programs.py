@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import deepoffload
 import deepoffload.deepspeed as deepspeed
 from deepoffload.deepspeed.accelerator import get_accelerator
-from deepoffload.errors import ClosedError, UsageError
+from deepoffload.errors import ClosedError, ConfigError, UsageError
 from deepoffload.runtime.context import engine_of
 from tests.support.inspect import pager_of
 from tests.support.loops import assert_same_bits, weights_of
@@ -179,6 +180,8 @@ def test_arguments_of_the_schedules_step(nvme_path):
 def test_settings_passed_as_args(nvme_path):
     with pytest.raises(UsageError, match="as config="):
         deepspeed.initialize(args=config_of(nvme_path), model=nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="has no configuration: pass config="):
+        deepspeed.initialize(args=SimpleNamespace(deepspeed_config=None), model=nn.Linear(2, 2))
 
 
 def test_how_many_devices_a_launcher_says_a_cpu_has(monkeypatch):
