@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.benchmarks.test_end_to_end import ROOT
+from benchmarks.checkpoint.__main__ import main
 
 
-def test_one_round_of_a_tiny_model(nvme_path: Path, tmp_path: Path) -> None:
+def test_one_round_of_a_tiny_model(run_here: Callable[..., None], nvme_path: Path, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
-    command = [sys.executable, "-m", "benchmarks.checkpoint", "--path", str(nvme_path), "--size", "tiny", "--seq", "32"]
-    command += [
-        "--rows",
-        "all",
-        "background",
-        "--rounds",
-        "1",
-        "--file-mib",
-        "128",
-        "--json",
-        str(result),
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=250, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["--path", nvme_path, "--size", "tiny", "--seq", "32", "--file-mib", "128", "--json", result]
+    run_here(main, *words, "--rows", "all", "background", "--rounds", "1")
     report = json.loads(result.read_text())
     (found,), parameters = report["rounds"], report["work"]["parameters"]
     assert {row: list(actions) for row, actions in found.items()} == {

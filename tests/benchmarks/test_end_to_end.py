@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from benchmarks.end_to_end.__main__ import main
 from benchmarks.end_to_end.runner import Run
 from benchmarks.end_to_end.targets import Round, rolled_back
 
-ROOT = Path(__file__).parents[2]
 CASES = ("plain", "host-none", "all-none")
 STEPS = 2
 
 
-def test_one_round_of_a_tiny_model(nvme_path: Path, tmp_path: Path) -> None:
+def test_one_round_of_a_tiny_model(run_here: Callable[..., None], nvme_path: Path, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
-    command = [sys.executable, "-m", "benchmarks.end_to_end", "--path", str(nvme_path), "--size", "tiny", "--seq", "32"]
-    command += ["--rounds", "1", "--steps", str(STEPS), "--steps-max", str(STEPS), "--warmup", "1", "--threads", "1"]
-    command += ["--rows", *CASES, "--file-mib", "128", "--json", str(result)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["--path", nvme_path, "--size", "tiny", "--seq", "32", "--file-mib", "128", "--json", result]
+    steps = ["--rounds", "1", "--steps", STEPS, "--steps-max", STEPS, "--warmup", "1", "--threads", "1"]
+    run_here(main, *words, *steps, "--rows", *CASES)
     report = json.loads(result.read_text())
     runs = {case["case"]: case["runs"][0] for case in report["cases"] if case["runs"]}
     assert set(CASES) <= set(runs)

@@ -19,7 +19,7 @@ from tests.support.disks import largest_file, tmpfs
 from tests.support.loops import assert_same_bits
 from tests.support.programs import Programs
 
-KILLS = 200 if ALL else 10
+KILLS = 200 if ALL else 6
 
 PROGRAM = """
 import random, sys, time

@@ -17,7 +17,7 @@ CODES = (errno.EIO, errno.ENOSPC, errno.EDQUOT, 0)
 
 @pytest.mark.timeout(1200)
 def test_each_system_call_fails_once(tmp_path: Path) -> None:
-    stride = 1 if ALL else 97
+    stride = 1 if ALL else 149
     arguments = (tmp_path, ",".join(OPERATIONS), stride, *CODES)
     said = run_with_failing_calls(tmp_path, "tests.checkpoint.every_call", *arguments, timeout_s=1100)
     print(said)

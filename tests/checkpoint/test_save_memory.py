@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.programs import Programs
+
 MIB = 1 << 20
 WINDOW_BYTES = 10 * MIB
 """What saving may take in addition to the budget: a copy window, and Python's own objects."""
@@ -61,10 +60,9 @@ context.engine.close()
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "budget_bytes"), [("linear", 48 * MIB), ("mixtral", 96 * MIB)])
 def test_memory_while_saving_stays_within_the_budget_and_a_window(
-    kind: str, budget_bytes: int, tmp_path: Path, nvme_path: Path
+    kind: str, budget_bytes: int, programs: Programs, tmp_path: Path, nvme_path: Path
 ) -> None:
-    command = [sys.executable, "-c", PROGRAM, kind, str(tmp_path), str(nvme_path), str(budget_bytes)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT)
+    done = programs.run(PROGRAM, kind, str(tmp_path), str(nvme_path), str(budget_bytes), timeout_s=250)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     print(seen)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.training import ALL
+from tests.support.programs import Programs
 
-ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 WINDOW_BYTES = 32 * MIB
 """At most 24 blocks of 1 MiB for each file or four for reading, and a few MiB for what is converted at a time."""
@@ -86,11 +84,10 @@ engine.close()
 """
 
 
-def check(program: str, *arguments: object) -> None:
+def check(programs: Programs, program: str, *arguments: object) -> None:
     """What the program takes besides training is a window."""
     budget = 16 * MIB
-    command = [sys.executable, "-c", PRELUDE + program, str(budget), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT)
+    done = programs.run(PRELUDE + program, str(budget), *map(str, arguments), timeout_s=250)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     print(*arguments, {key: value / MIB for key, value in seen.items()})
@@ -101,14 +98,14 @@ def check(program: str, *arguments: object) -> None:
 
 
 @pytest.mark.slow
-def test_memory_while_saving_and_loading(tmp_path: Path, nvme_path: Path) -> None:
+def test_memory_while_saving_and_loading(programs: Programs, tmp_path: Path, nvme_path: Path) -> None:
     loads = [("no", "bf16"), ("no", "fp32")] if ALL else [("no", "fp32")]
     for saved, loading in (("bf16", "train"), *([("bf16", "")] if ALL else []), *loads):
-        check(SAVING, tmp_path, nvme_path, saved, loading)
+        check(programs, SAVING, tmp_path, nvme_path, saved, loading)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"] if ALL else ["bf16"])
-def test_memory_while_steps_are_made_durable_and_resumed(precision: str, tmp_path: Path) -> None:
+def test_memory_while_steps_are_made_durable_and_resumed(precision: str, programs: Programs, tmp_path: Path) -> None:
     for begun in (0, 4):  # steps, of which the first process has made two before it commits
-        check(RESUMING, tmp_path, precision, begun)
+        check(programs, RESUMING, tmp_path, precision, begun)

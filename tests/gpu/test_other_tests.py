@@ -12,9 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 RUNS = {
-    "aliases": ("late", ["tests/params/test_aliases.py"]),
-    "transformers": ("random", ["tests/models/test_zoo.py", "-k", "Llama and tight"]),
-    "activations": ("late", ["tests/activations/test_training.py", "-k", "reentrant-tight"]),
+    "aliases and activations": (
+        "late",
+        ["tests/params/test_aliases.py", "tests/activations/test_training.py", "-k", "aliases or reentrant-tight"],
+    ),
+    "transformers": ("random", ["tests/models/test_zoo.py", "-k", "T5 and tight"]),
 }
 """Order of copies, and which tests."""
 

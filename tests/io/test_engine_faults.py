@@ -266,15 +266,15 @@ def test_other_threads_run_while_a_call_blocks(make_engine, memory, tmp_path, ga
     }
     thread = threading.Thread(target=calls[blocked])
     thread.start()
-    turns = 40
-    start = time.monotonic()
-    for _ in range(turns):
+    took_s = []
+    for _ in range(40):
+        start = time.monotonic()
         time.sleep(0.001)
-    passed_s = time.monotonic() - start
+        took_s.append(time.monotonic() - start)
     assert thread.is_alive()
     gate.open()
     thread.join()
-    assert passed_s < turns * WAIT_SLICE_MS / 1000 / 2
+    assert sorted(took_s)[10] < WAIT_SLICE_MS / 1000 / 2, "a busy machine makes some of them longer, not most"
     ticket.wait()
 
 

@@ -1,8 +1,9 @@
-"""Every cell of the matrix: the same bits as plain PyTorch, under three budgets."""
+"""Every cell of the matrix: the same bits as plain PyTorch, in several budgets. ``MODELS=all`` runs each in all."""
 
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,30 @@ transformers = pytest.importorskip("transformers")
 from transformers import Trainer  # noqa: E402, F401 - imported before the first test, as its modules are many
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+ALL = os.environ.get("MODELS") == "all"
+"""The long form: each cell under each setting."""
+
+
+def lives() -> Iterator[Any]:
+    """Each family with everything evicted; and with the least budget, or a little more, in turns."""
+    for number, family in enumerate(FAMILIES.values()):
+        for setting in SETTINGS:
+            if ALL or setting is EVICTING or setting is SETTINGS[number % 2]:
+                yield pytest.param(family, setting, id=f"{family}-{setting}")
+
+
+def other_ways() -> Iterator[Any]:
+    """Each with everything evicted or with a little more than the least budget, in turns."""
+    for number, family in enumerate(FAMILIES.values()):
+        for more, feature in enumerate(OWN):
+            for turn, setting in enumerate((TIGHT, EVICTING)):
+                if feature.suits(family) and (ALL or (number + more) % 2 == turn):
+                    yield pytest.param(family, feature, setting, id=f"{family}-{feature.name}-{setting}")
+
+
+LIVES, OTHER_WAYS = list(lives()), list(other_ways())
 
 
 class Bench:
@@ -75,8 +100,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     transformers.logging.set_verbosity(before)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=str)
+@pytest.mark.parametrize(("family", "setting"), LIVES)
 def test_life_of_a_model(bench: Bench, paging: Paging, family: Family, setting: Setting) -> None:
     """Everything that one model goes through, in a row. All that is wrong is reported, not only the first."""
     expected = bench.life(family)
@@ -115,11 +139,7 @@ def test_no_weights_are_kept_after_forward(bench: Bench, paging: Paging, family:
         gc.collect()
 
 
-@pytest.mark.parametrize("setting", (TIGHT, EVICTING), ids=str)
-@pytest.mark.parametrize(
-    ("family", "feature"),
-    [pytest.param(a, b, id=f"{a}-{b.name}") for a in FAMILIES.values() for b in OWN if b.suits(a)],
-)
+@pytest.mark.parametrize(("family", "feature", "setting"), OTHER_WAYS)
 def test_other_ways_to_come_to_a_model(
     bench: Bench, paging: Paging, family: Family, feature: OwnModel, setting: Setting
 ) -> None:

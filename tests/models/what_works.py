@@ -18,9 +18,11 @@ _HEAD = """# What works
 Made from the tests (`tests/models`) by `python -m tests.models.what_works > docs/what_works.md`; do not edit.
 
 Every cell below is a test. Small models with random weights are run in plain PyTorch and with deepoffload, and their
-losses, gradients, tokens, weights and buffers are compared. The first rows are run with the least memory that the model
-is accepted with, all with a little more, and all with everything evicted as soon as it may be: every weight goes
-to disk and back all the time. Memory that is taken back is filled with NaN, so that a late reader would be seen.
+losses, gradients, tokens, weights and buffers are compared. The first rows are run with everything evicted as soon as
+it may be, so that every weight goes to disk and back all the time; and with the least memory that the model is accepted
+with, or a little more. The rows from `from_pretrained` on have one of the first and the last of these, in turns
+(`MODELS=all` runs each cell in all ways). Memory that is taken back is filled with NaN, so that a late reader would be
+seen.
 
 - **=** the same numbers, bit for bit, as plain PyTorch with what the row is compared with; also after updates, with
   `CPUAdamW` on both sides (a step of `torch.optim.AdamW` differs [by rounding](optimizers.md#numerics-in-fp32)). The

@@ -7,8 +7,6 @@ import io
 import json
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +26,7 @@ from tests.support.inspect import units_of
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, SERIAL, Paging
+from tests.support.programs import Programs
 
 ADAMW_8BIT = next(kind for kind in STORED if "8bit" in kind.name)
 BUDGET_BYTES = 400 << 10
@@ -434,14 +433,12 @@ context.engine.close()
 
 
 @pytest.mark.slow
-def test_memory(tmp_path: Path, nvme_path: Path) -> None:
+def test_memory(programs: Programs, tmp_path: Path, nvme_path: Path) -> None:
     """Saving and loading mapped take 64 MiB in addition to training at most (125 M parameters: ``CHECKPOINTS=all``)."""
     width, depth, budget = (2048, 30, 64 << 20) if ALL else (1024, 14, 16 << 20)
     for doing in ("save", "load"):
         arguments = [str(tmp_path / "optimizer.pt"), str(nvme_path), doing, *map(str, (width, depth, budget))]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", PROGRAM, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT)
+        done = programs.run(PROGRAM, *arguments, timeout_s=280)
         assert done.returncode == 0, done.stderr[-3000:]
         seen = json.loads(done.stdout.splitlines()[-1])
         print(doing, {key: value / (1 << 20) for key, value in seen.items()})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from tests.support.default_dtype import default_dtype
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import RESIDENT, TIGHT, Paging, Setting
+from tests.support.programs import Programs
 
 ROOT = Path(__file__).parents[2]
 OTHERS = (torch.bfloat16, torch.float64)
@@ -103,7 +101,7 @@ def test_lightnings_bf16_true_with_a_model_in_fp32(paging: Paging) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_a_program_with_another_default_from_its_first_line(nvme_path: Path) -> None:
+def test_a_program_with_another_default_from_its_first_line(programs: Programs, nvme_path: Path) -> None:
     program = f"""
 import torch
 torch.set_default_dtype(torch.bfloat16)
@@ -121,8 +119,5 @@ for _ in range(3):
     losses.append(loss.item())
 assert model[0].weight.dtype is torch.bfloat16 and losses[2] < 0.9 * losses[0], losses
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = programs.run(program)
     assert done.returncode == 0, done.stderr

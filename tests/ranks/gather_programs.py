@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -255,10 +256,15 @@ def interrupt(transport: str, path: str) -> float:
         return heard_s
 
 
-def do_anything(transport: str, path: str, seed: int, host_bytes: int) -> dict[str, float]:
+def do_anything(transport: str, path: str, seeds: Sequence[int], host_bytes: int) -> None:
     """Each rank does what its dice say: reads, prefetches, updates its shard, forgets copies, holds the lock, sleeps.
     What it reads is of one version of each rank's shard, and never an older one than before."""
     own_group(f"{path}/own")
+    for seed in seeds:
+        _do_anything(transport, path, seed, host_bytes)
+
+
+def _do_anything(transport: str, path: str, seed: int, host_bytes: int) -> None:
     with side(transport, copy_bytes=130 * 4096, host_bytes=host_bytes, path=path) as one:
         dice = random.Random(seed * 10 + one.rank)
         versions = [0] * len(SIZES)
@@ -294,7 +300,6 @@ def do_anything(transport: str, path: str, seed: int, host_bytes: int) -> dict[s
                 one.memory.refresh(block)
                 _read_any(one, index, versions, seen)
             one.link.meet_step()
-        return one.memory.stats() | one.link.stats()
 
 
 def _read_any(one: Side, index: int, versions: list[int], seen: list[list[int]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.ranks.saving import (
     save_state,
     save_where_it_fails,
 )
-from tests.support.rank_processes import run_ranks, values_of
+from tests.support.rank_processes import run_ranks, values_of, values_of_each
 
 BUDGET = {"host_budget": "32MiB"}
 
@@ -25,30 +26,32 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        ("adamw", "fp32"),
-        ("adamw", "bf16"),
-        ("adamw", "fp16"),
-        ("amsgrad", "bf16"),
-        ("8-bit", "bf16"),
-        ("lion", "fp32"),
-        ("sgd", "fp32"),
-    ],
-)
-def test_state_of_two_ranks_is_that_of_one_and_loads_with_any_number(name: str, precision: str, tmp_path: Path):
-    config = {**BUDGET, "precision": precision}
-    steps = 2
-    ((alone, weights),) = values_of(save_state, 1, name, config, str(tmp_path / "one"), steps)
-    for shown, trained in values_of(save_state, 2, name, config, str(tmp_path / "two"), steps):
-        assert shown == alone
-        assert trained == weights
-    loads = [("two", 1), ("one", 2)] + ([("two", 4)] if (name, precision) == ("adamw", "bf16") else [])
-    for source, world_size in loads:
-        for shown, trained in values_of(load_state, world_size, name, config, str(tmp_path / source), steps):
-            assert shown == alone, (source, world_size)
-            assert trained == weights, (source, world_size)
+STATES = [
+    ("adamw", "fp32"),
+    ("adamw", "bf16"),
+    ("adamw", "fp16"),
+    ("amsgrad", "bf16"),
+    ("8-bit", "bf16"),
+    ("lion", "fp32"),
+    ("sgd", "fp32"),
+]
+
+
+def test_state_of_two_ranks_is_that_of_one_and_loads_with_any_number(tmp_path: Path):
+    def calls(of: str, kinds: list[tuple[str, str]] = STATES) -> list[Any]:
+        return [
+            (name, {**BUDGET, "precision": precision}, str(tmp_path / f"{of} {name} {precision}"), 2)
+            for name, precision in kinds
+        ]
+
+    alone = [of_rank for (of_rank,) in values_of_each(save_state, 1, calls("one"))]
+    for kind, expected, found in zip(STATES, alone, values_of_each(save_state, 2, calls("two")), strict=True):
+        assert found == [expected] * 2, kind
+    for source, world_size in (("two", 1), ("one", 2)):
+        loaded = values_of_each(load_state, world_size, calls(source))
+        for kind, expected, found in zip(STATES, alone, loaded, strict=True):
+            assert found == [expected] * world_size, (source, kind)
+    assert values_of_each(load_state, 4, calls("two", STATES[1:2])) == [[alone[1]] * 4]
 
 
 def test_state_of_two_ranks_loads_with_three(tmp_path: Path):
@@ -59,13 +62,12 @@ def test_state_of_two_ranks_loads_with_three(tmp_path: Path):
     assert {str(shown) for shown, _ in loaded} == {str(shown) for shown, _ in saved}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_state_before_the_first_step_has_what_completes_the_weights(precision: str, tmp_path: Path):
-    config = {**BUDGET, "precision": precision}
-    ((alone, weights),) = values_of(save_state, 1, "adamw", config, str(tmp_path / "one"), 0)
-    for shown, trained in values_of(save_state, 2, "adamw", config, str(tmp_path / "two"), 0):
-        assert shown == alone
-        assert trained == weights
+def test_state_before_the_first_step_has_what_completes_the_weights(tmp_path: Path):
+    def calls(of: str) -> list[Any]:
+        return [("adamw", {**BUDGET, "precision": p}, str(tmp_path / f"{of} {p}"), 0) for p in ("bf16", "fp16")]
+
+    alone = values_of_each(save_state, 1, calls("one"))
+    assert values_of_each(save_state, 2, calls("two")) == [[of_rank] * 2 for (of_rank,) in alone]
 
 
 @pytest.mark.parametrize("transport", ["group", "memory"])

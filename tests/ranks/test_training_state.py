@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from deepoffload.checkpoint.convert.commands import run as checkpoint_command
 from tests.ranks.state_saving import (
     FIRST,
@@ -19,7 +17,7 @@ from tests.ranks.state_saving import (
     save_between_backward_and_step,
     save_twice_where_one_fails,
 )
-from tests.support.rank_processes import run_ranks, values_of
+from tests.support.rank_processes import run_ranks, values_of, values_of_each
 
 TAG = f"global_step{FIRST}"
 
@@ -41,42 +39,54 @@ def settings(precision: str, tmp_path: Path, *, tight: bool) -> dict[str, Any]:
     return {"precision": precision, **(little if tight else {"host_budget": "48MiB"})}
 
 
-@pytest.mark.parametrize(
-    ("model", "name", "precision", "tight", "wait"),
-    [
-        ("gpt", "adamw", "fp16", True, False),
-        ("gpt", "8-bit", "bf16", True, True),
-        ("turned", "amsgrad", "bf16", False, False),
-        ("mixtral", "lion", "bf16", False, True),
-    ],
-)
-def test_two_ranks_save_and_load_as_one(model: str, name: str, precision: str, tight: bool, wait: bool, tmp_path: Path):
-    ranks = settings(precision, tmp_path, tight=tight)
-    ((alone, drawn),) = values_of(
-        save, 1, model, name, settings(precision, tmp_path, tight=False), str(tmp_path / "1"), True
-    )
-    saved = values_of(save, 2, model, name, ranks, str(tmp_path / "2"), wait)
-    assert [shown for shown, _ in saved] == [alone, alone]
-    one, two = tmp_path / "1" / TAG, tmp_path / "2" / TAG
+CASES = [
+    ("gpt", "adamw", "fp16", True, False),
+    ("gpt", "8-bit", "bf16", True, True),
+    ("turned", "amsgrad", "bf16", False, False),
+    ("mixtral", "lion", "bf16", False, True),
+]
+
+
+def test_two_ranks_save_and_load_as_one(tmp_path: Path):
+    def calls(number: int, ranks: int = 2, *, saves: bool) -> list[Any]:
+        """Each case in a folder of its own; ``number``: of the ranks that have saved it, or save."""
+        return [
+            (model, name, settings(precision, tmp_path, tight=tight and ranks > 1))
+            + (str(tmp_path / f"{model} {name}" / str(number)), *([wait] if saves else []))
+            for model, name, precision, tight, wait in CASES
+        ]
+
+    alone = values_of_each(save, 1, calls(1, 1, saves=True))
+    saved = values_of_each(save, 2, calls(2, saves=True))
+    loaded = values_of_each(load, 2, calls(2, saves=False))
+    loaded_of_one = values_of_each(load, 2, calls(1, saves=False))
+    for number, (model, name, *_) in enumerate(CASES):
+        ((shown, drawn),) = alone[number]
+        assert [by_rank for by_rank, _ in saved[number]] == [shown, shown]
+        check_files(tmp_path / f"{model} {name}")
+        assert drawn == saved[number][0][1]
+        assert loaded[number] == saved[number]
+        assert [by_rank for by_rank, _ in loaded_of_one[number]] == [shown, shown]
+
+
+def check_files(folder: Path) -> None:
+    """One rank and two have saved the same."""
+    one, two = folder / "1" / TAG, folder / "2" / TAG
     assert tensors_of(one) == tensors_of(two)
     assert sorted(path.name for path in two.iterdir()) == sorted(path.name for path in one.iterdir())
-    assert [path.name for path in (tmp_path / "2").iterdir() if path.name.startswith(".")] == []
+    assert [path.name for path in (folder / "2").iterdir() if path.name.startswith(".")] == []
     first, both = training_of(one), training_of(two)
     assert len(both.pop("random_of_other_ranks")) == 1
     assert {**both, "random": None} == {**first, "random": None}
-    assert checkpoint_command(["verify", str(tmp_path / "2")]) == 0
-    assert drawn == saved[0][1]
-    assert values_of(load, 2, model, name, ranks, str(tmp_path / "2")) == saved
-    assert [shown for shown, _ in values_of(load, 2, model, name, ranks, str(tmp_path / "1"))] == [alone, alone]
+    assert checkpoint_command(["verify", str(folder / "2")]) == 0
 
 
 def test_other_numbers_of_ranks_and_other_precisions(tmp_path: Path):
     """Three parts of a mean have other bits than one: what was loaded is compared. Others have other masters."""
     config = settings("bf16", tmp_path, tight=False)
-    for number in (3, 2):
-        path = str(tmp_path / str(number))
-        saved = values_of(save, number, "gpt", "adamw", config, path, True)
-        loaded = values_of(load, 4, "gpt", "adamw", config, path)
+    saved_by = {n: values_of(save, n, "gpt", "adamw", config, str(tmp_path / str(n)), True) for n in (3, 2)}
+    calls = [("gpt", "adamw", config, str(tmp_path / str(number))) for number in saved_by]
+    for (number, saved), loaded in zip(saved_by.items(), values_of_each(load, 4, calls), strict=True):
         assert [shown[:2] for shown, _ in loaded] == [saved[0][0][:2]] * 4
         assert [drawn for _, drawn in loaded[:number]] == [drawn for _, drawn in saved]
         assert len({drawn for _, drawn in loaded}) == 4  # those that did not save keep their own

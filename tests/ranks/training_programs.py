@@ -340,26 +340,35 @@ def state_of(optimizer: CPUAdamW) -> dict[str, str]:
     return {f"{number}.{key}": digest(value) for number, arrays in state.items() for key, value in arrays.items()}
 
 
-def reference(job: Job) -> Trained:
-    """One process with everything in memory and gradients in fp32."""
-    config = {key: value for key, value in job.config.items() if key in ("precision", "keep_fp32")}
-    return _reference(**{**job.__dict__, "config": tuple(config.items())})
+class References:
+    """What one process gets with everything in memory and gradients in fp32: trained once for all tests that compare
+    with it, those of several jobs one after the other in the same process."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Trained] = {}
+
+    def of(self, jobs: Sequence[Job]) -> list[Trained]:
+        alone = [self._alone(job) for job in jobs]
+        missing = {repr(job): job for job in alone if repr(job) not in self._found}
+        if missing:
+            (found,) = values_of(train_all, 1, list(missing.values()), limit_s=_limit_s(alone))
+            self._found |= zip(missing, found, strict=True)
+        return [self._found[repr(job)] for job in alone]
+
+    @staticmethod
+    def _alone(job: Job) -> Job:
+        config = {key: value for key, value in job.config.items() if key in ("precision", "keep_fp32")}
+        return replace(job, config={**config, "gradient_dtype": "fp32", "host_budget": "256MiB"})
 
 
 @cache
-def _reference(config: tuple[tuple[str, Any], ...], **job: Any) -> Trained:
-    """Trained once for all tests that compare with it."""
-    alone = Job(**job, config={**dict(config), "gradient_dtype": "fp32", "host_budget": "256MiB"})
-    (found,) = values_of(train, 1, alone)
-    return found
+def references() -> References:
+    """Those of this process."""
+    return References()
 
 
-def check_same(job: Job, path: str | None = None, world_size: int | None = None) -> list[Trained]:
-    """Train on several ranks, and compare every bit with one process. Returns what the ranks have shown."""
-    world_size = job.data_ranks if world_size is None else world_size
-    ranks = values_of(train, world_size, with_limits(job), path)
-    check_equal(job, ranks)
-    return ranks
+def reference(job: Job) -> Trained:
+    return references().of([job])[0]
 
 
 def with_limits(job: Job) -> Job:
@@ -386,7 +395,7 @@ def _gradients_to_see(job: Job, found: Trained) -> dict[str, str]:
     return {} if job.config.get("step_overlap") == "in_backward" else found.first_gradients
 
 
-def train_all(jobs: Sequence[Job], path: str) -> list[Trained]:
+def train_all(jobs: Sequence[Job], path: str | None = None) -> list[Trained]:
     """One after the other, in the same processes."""
     return [train(job, path) for job in jobs]
 
@@ -397,6 +406,7 @@ def _limit_s(jobs: Sequence[Job]) -> float:
 
 def check_all(jobs: Sequence[Job], path: Path, world_size: int = 2) -> list[list[Trained]]:
     """Train, and compare every bit with one process. Returns what the ranks have shown, by job."""
+    references().of(jobs)
     found = values_of(train_all, world_size, [with_limits(job) for job in jobs], str(path), limit_s=_limit_s(jobs))
     by_job = [list(ranks) for ranks in zip(*found, strict=True)]
     for job, ranks in zip(jobs, by_job, strict=True):
@@ -407,6 +417,7 @@ def check_all(jobs: Sequence[Job], path: Path, world_size: int = 2) -> list[list
 
 def check_all_with_ranks(jobs: Sequence[Job], path: Path, world_size: int) -> list[list[Trained]]:
     """The same, compared with as many ranks that update inside their step."""
+    references().of([job for job in jobs if job.clipped is not None])
     jobs = [with_limits(job) for job in jobs]
     without = [replace(job, config={**job.config, "step_overlap": "none"}) for job in jobs]
     found = values_of(train_all, world_size, [*jobs, *without], str(path), limit_s=_limit_s(jobs))

@@ -1,6 +1,7 @@
 """What a process takes at most while it builds, loads, trains and saves a model of 69 M parameters.
 
-``SWAP_DIRECTORY plain|paged|loaded KEYWORD=VALUE ...``; prints JSON in MiB, last.
+``SWAP_DIRECTORY plain|paged KEYWORD=VALUE ... [then plain|paged KEYWORD=VALUE ...]``. Each of these has a process of
+its own, forked when all is imported and before torch has started a thread; it prints a line of JSON, in MiB.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def plain(watch: Phases, precision: str, checkpoint: str = "") -> dict[str, Any]
     return {"losses": losses, "weights": weights, "parameters": count()}
 
 
-def paged(watch: Phases, precision: str, share: str, checkpoint: str, steps: str = "3") -> dict[str, Any]:
+def paged(watch: Phases, precision: str, share: str, checkpoint: str, steps: str = "2") -> dict[str, Any]:
     """The whole life: build (or load, where there is a checkpoint), train, save."""
     parameters = count()
     budget = int(parameters * STATE_BYTES[precision] / float(share))
@@ -95,9 +96,19 @@ def paged(watch: Phases, precision: str, share: str, checkpoint: str, steps: str
     return {"losses": losses, "budget": budget / 2**20, "parameters": parameters, "stats": stats}
 
 
-if __name__ == "__main__":
+def main(name: str, *words: str) -> None:
     watching = Phases()
     with watching.phase("imports"):
         pass
-    facts = globals()[sys.argv[2]](watching, **dict(word.split("=", 1) for word in sys.argv[3:]))
+    facts = globals()[name](watching, **dict(word.split("=", 1) for word in words))
     print(json.dumps({"peaks": watching.peaks} | facts), flush=True)
+
+
+if __name__ == "__main__":
+    for said in " ".join(sys.argv[2:]).split(" then "):
+        child = os.fork()
+        if not child:
+            main(*said.split())
+            sys.exit()
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"{said} has failed")

@@ -21,26 +21,19 @@ Run = Callable[..., Outcome]
 SLACK_MIB = 64e6 / 2**20
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What plain PyTorch and ours have saved, for the tests that load it."""
-    directory = tmp_path_factory.mktemp("checkpoints")
-    yield directory
-    shutil.rmtree(directory)
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """For what plain PyTorch and ours save."""
+    (tmp_path / "saved").mkdir()
+    yield tmp_path / "saved"
+    shutil.rmtree(tmp_path / "saved")
 
 
-def program(run: Run, *arguments: str) -> dict[str, Any]:
-    return run("memory_program", *arguments, limit_s=280.0, fresh=True, HF_HUB_OFFLINE="1").said
-
-
-def plain(run: Run, precision: str, checkpoints: Path) -> dict[str, Any]:
-    """Plain PyTorch, run once per precision; leaves an fp32 checkpoint behind."""
-    kept = checkpoints / f"plain-{precision}.json"
-    if not kept.exists():
-        checkpoint = f"checkpoint={checkpoints / 'plain-fp32'}"
-        kept.write_text(json.dumps(program(run, "plain", f"precision={precision}", checkpoint)))
-    facts: dict[str, Any] = json.loads(kept.read_text())
-    assert facts["parameters"] >= 69_000_000
+def said_by(run: Run, *jobs: str) -> list[dict[str, Any]]:
+    words = " then ".join(jobs).split()
+    lines = run("memory_program", *words, limit_s=280.0, HF_HUB_OFFLINE="1").stdout.splitlines()
+    facts = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(facts) == len(jobs) and facts[0]["parameters"] >= 69_000_000
     return facts
 
 
@@ -57,30 +50,28 @@ def check(reference: dict[str, Any], facts: dict[str, Any], phases: set[str]) ->
     assert all(0 < loss < 20 for loss in facts["losses"])
 
 
-def test_built_trained_and_saved_in_bf16(run_program: Run, checkpoints: Path) -> None:
-    reference = plain(run_program, "bf16", checkpoints)
-    saved = checkpoints / "ours-bf16"
-    facts = program(run_program, "paged", "precision=bf16", "share=8", f"checkpoint={saved}")
+def test_built_trained_saved_and_loaded_in_bf16(run_program: Run, folder: Path) -> None:
+    """Loaded from what was saved, and from an fp32 checkpoint: transformers reads with several threads, and what they
+    have read must not pile up beside the budget."""
+    paged = "paged precision=bf16 share=8 checkpoint"
+    reference, facts, *loaded = said_by(
+        run_program,
+        f"plain precision=bf16 checkpoint={folder / 'fp32'}",
+        f"{paged}={folder / 'ours'}",
+        f"{paged}={folder / 'ours'} steps=1",
+        f"{paged}={folder / 'fp32'} steps=1",
+    )
     check(reference, facts, {"build", "train", "save"})
-    assert abs(facts["losses"][0] - reference["losses"][0]) < 0.05
-    again = program(run_program, "paged", "precision=bf16", "share=8", f"checkpoint={saved}", "steps=1")
-    check(reference, again, {"load", "train"})
-
-
-def test_loaded_from_an_fp32_checkpoint(run_program: Run, checkpoints: Path) -> None:
-    """transformers reads with several threads: what they have read must not pile up beside the budget."""
-    reference = plain(run_program, "bf16", checkpoints)
-    saved = checkpoints / "plain-fp32"
-    facts = program(run_program, "paged", "precision=bf16", "share=8", f"checkpoint={saved}", "steps=1")
-    check(reference, facts, {"load", "train"})
-    assert abs(facts["losses"][0] - reference["losses"][0]) < 0.05
+    for again in loaded:
+        check(reference, again, {"load", "train"})
+    for one in (facts, loaded[1]):
+        assert abs(one["losses"][0] - reference["losses"][0]) < 0.05
 
 
 @pytest.mark.slow
-def test_built_and_trained_in_fp32(run_program: Run, checkpoints: Path) -> None:
-    reference = plain(run_program, "fp32", checkpoints)
-    facts = program(
-        run_program, "paged", "precision=fp32", "share=8", f"checkpoint={checkpoints / 'ours-fp32'}", "steps=1"
+def test_built_and_trained_in_fp32(run_program: Run, folder: Path) -> None:
+    reference, facts = said_by(
+        run_program, "plain precision=fp32", f"paged precision=fp32 share=8 checkpoint={folder / 'ours'} steps=1"
     )
     check(reference, facts, {"build", "train", "save"})
     assert abs(facts["losses"][0] - reference["losses"][0]) < 1e-6

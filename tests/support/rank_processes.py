@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -199,3 +199,15 @@ def values_of(
     ended = run_ranks(program, world_size, *arguments, limit_s=limit_s, rank_0_has_store=rank_0_has_store)
     assert all(one.error is None and one.exit_code == 0 for one in ended), "\n".join(one.text for one in ended)
     return [one.value for one in ended]
+
+
+def in_turn(program: Callable[..., Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
+    """What ``program`` returns, called with each of these arguments, one after the other in the same process."""
+    return [program(*arguments) for arguments in calls]
+
+
+def values_of_each(program: Callable[..., Any], world_size: int, calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """As :func:`values_of` of each of the calls, with processes that are started once for all of them."""
+    limit_s = max(ENDS_WITHIN_S, 60.0 * len(calls))
+    found = values_of(in_turn, world_size, program, list(calls), limit_s=limit_s)
+    return [list(ranks) for ranks in zip(*found, strict=True)]

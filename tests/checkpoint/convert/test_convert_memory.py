@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import Programs
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
@@ -82,11 +81,9 @@ print(json.dumps({"peaks": peaks, "sums": sums}))
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_tensors(programs: Programs, tmp_path: Path) -> None:
     rows = 12_000  # 12 M elements in each of two parameters: 46 MiB per array, 275 MiB in all
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(rows)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT)
+    done = programs.run(PROGRAM, str(tmp_path), str(rows), timeout_s=280)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     print({name: round(peak / MIB, 1) for name, peak in seen["peaks"].items()})
