@@ -18,7 +18,6 @@ from tests.support.models import mlp, rows
 from tests.support.paging import RESIDENT, TIGHT, Paging, Setting
 from tests.support.programs import Programs
 
-ROOT = Path(__file__).parents[2]
 OTHERS = (torch.bfloat16, torch.float64)
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.programs import Programs
 
-ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
 ALLOWED_BYTES = 40 * MIB
 """Blocks on their way, pieces that are converted, Python's own objects. One array of the run alone takes more."""
