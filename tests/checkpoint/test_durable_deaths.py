@@ -16,11 +16,11 @@ PRECISIONS = ("bf16", "keep", "fp16", "bf16+8bit", "keep+bf16")
 
 TRAINING = [
     # placement, overlap, precision, every, paths, kills
-    ("half", "deferred", "bf16", 1, 1, 5),
-    ("all", "in_backward", "keep", 2, 2, 4),
+    ("half", "deferred", "bf16", 1, 1, 3),
+    ("all", "in_backward", "keep", 2, 2, 3),
 ]
 RESUMING = [
-    ("optimizer", "deferred", "bf16+8bit", 1, 2, 7),
+    ("optimizer", "deferred", "bf16+8bit", 1, 2, 5),
     ("copies", "none", "keep", 1, 1, 4),
 ]
 if ALL:  # more than 200 kills of each kind, over all placements, overlaps and precisions

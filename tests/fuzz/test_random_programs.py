@@ -13,8 +13,8 @@ from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.program import generate
 from tests.support.paging import Paging
 
-PROGRAMS = 160
-PART = 40
+PROGRAMS = 140
+PART = 35
 
 
 def test_the_programs_have_every_block_and_every_operation() -> None:

@@ -22,7 +22,7 @@ UNIT_IS_A_LAYER = 400 << 10
 
 
 def build() -> nn.Sequential:
-    return nn.Sequential(*[Block(48, 4, 0.0) for _ in range(6)])
+    return nn.Sequential(*[Block(48, 4, 0.0) for _ in range(4)])
 
 
 def batches(step: int) -> Tensor:

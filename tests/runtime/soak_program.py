@@ -13,7 +13,6 @@ import random
 import sys
 import threading
 import time
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload.io.engine import IoEngine
-from deepoffload.runtime import engine as runtime_engine
+from deepoffload.runtime import disk as disk_module
 from tests.support.memory_watch import resident_bytes
 
 SWAP, STEPS, OVERLAP = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -108,12 +107,19 @@ def look(model: Shuffled, step: int) -> list[float]:
 
 def soak(budget_bytes: int, delays: str | None) -> dict[str, Any]:
     """One training run. With ``delays`` it is disturbed."""
-    runtime_engine.IoEngine = partial(IoEngine, fault_script=delays) if delays else IoEngine  # type: ignore[misc]
+    made: list[IoEngine] = []
+
+    def slow(**options: Any) -> IoEngine:
+        made.append(IoEngine(**options, fault_script=delays))
+        return made[-1]
+
+    disk_module.IoEngine = slow  # type: ignore[assignment, misc]
     torch.manual_seed(0)
     with deepoffload.offload_context(
         host_budget=budget_bytes, nvme_path=SWAP, precision="bf16", step_overlap=OVERLAP if delays else "none"
     ) as context:
         model = Shuffled()
+    assert made, "its disk is a quick one"
     # in_backward cannot know the global norm in time, so nothing clips there, on both sides.
     clip = None if OVERLAP == "in_backward" else 0.05
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=clip)

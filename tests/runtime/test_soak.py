@@ -13,7 +13,7 @@ import pytest
 from deepoffload.config import StepOverlap
 from tests.runtime.conftest import Outcome
 
-STEPS = int(os.environ.get("SOAK_STEPS", "60"))
+STEPS = int(os.environ.get("SOAK_STEPS", "40"))
 SECONDS_PER_STEP_MAX = 1.5
 GROWTH_KIB_MAX = 4 << 10
 
