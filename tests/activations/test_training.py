@@ -102,7 +102,7 @@ def test_a_device_with_its_own_memory(paging: Paging, config: dict[str, Any], ab
         model = MODELS["gpt"]()
     got = train(model, deepoffload.CPUAdamW(model.parameters(), **LEARNING))
     assert_same_bits(vars(expected), vars(got))
-    assert stats(model)["activations_taken"] >= 4 * 4
+    assert stats(model)["activations_taken"] >= 3 * 4
 
 
 @pytest.mark.parametrize("how", [HORIZONTAL, VERTICAL, VERTICAL_AGAIN])

@@ -135,10 +135,9 @@ def test_the_vertical_order_has_the_bits_of_a_plain_loop(gpu: Gpu, name: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["late", "random"])
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(("name", "mode"), [(name, ("late", "random")[turn % 2]) for turn, name in enumerate(LONG)])
 def test_other_models(gpu: Gpu, name: str, mode: str) -> None:
-    """With copies as late as possible, and at random moments."""
+    """With copies as late as possible, or at random moments."""
     if gpu.simulated:
         settings(mode=mode, seed=len(name))
     LONG[name].check(gpu, HORIZONTAL, VERTICAL, VERTICAL_AGAIN)

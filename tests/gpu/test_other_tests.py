@@ -14,7 +14,12 @@ ROOT = Path(__file__).parents[2]
 RUNS = {
     "aliases and activations": (
         "late",
-        ["tests/params/test_aliases.py", "tests/activations/test_training.py", "-k", "aliases or reentrant-tight"],
+        [
+            "tests/params/test_aliases.py",
+            "tests/activations/test_training.py",
+            "-k",
+            "(aliases or reentrant) and tight",
+        ],
     ),
     "transformers": ("random", ["tests/models/test_zoo.py", "-k", "T5 and tight"]),
 }

@@ -215,6 +215,9 @@ ON_RANKS = (
 )
 """The families that two ranks train, too: all of :data:`LIFE`, with everything evicted for the first of them."""
 
+SELDOM_ON_RANKS = ("Llama", "BERT")
+"""Those that only the long form trains: ``tests.ranks`` has the first one, and the other is much like GPT-2."""
+
 
 def cells() -> list[tuple[Family, Feature]]:
     """All pairs that are tested."""

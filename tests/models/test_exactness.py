@@ -21,7 +21,7 @@ ONE_STEP_DIFFERENCE = {"keep": 1e-5, "bf16": 2e-3}
 weight whose master lies next to the border between two values goes one way here and the other way there."""
 
 STEPS_DIFFERENCE = {"keep": 1e-2, "bf16": 1e-2}
-"""After four updates: gradients are no longer the same, and Adam divides even those by their own size that are
+"""After three updates: gradients are no longer the same, and Adam divides even those by their own size that are
 nothing but
 rounding (of the keys' biases, which no softmax can see)."""
 

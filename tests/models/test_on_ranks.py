@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.models.matrix import ON_RANKS
+from tests.models.matrix import ON_RANKS, SELDOM_ON_RANKS
 from tests.models.on_ranks import Job, live
 from tests.support.paging import EVICTING, RESIDENT
 from tests.support.rank_processes import values_of
@@ -16,6 +17,7 @@ pytest.importorskip("transformers")
 JOBS = [
     Job(family, EVICTING if number == 0 else RESIDENT, ("memory", "group")[number % 2])
     for number, family in enumerate(ON_RANKS)
+    if os.environ.get("MODELS") == "all" or family not in SELDOM_ON_RANKS
 ]
 
 

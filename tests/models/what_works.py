@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from tests.models.matrix import LIFE, ON_RANKS, OWN, SETTINGS, Close, Feature, Refused, outcome
+from tests.models.matrix import LIFE, ON_RANKS, OWN, SELDOM_ON_RANKS, SETTINGS, Close, Feature, Refused, outcome
 from tests.models.more_families import MORE
 from tests.models.refusals import REFUSALS
 from tests.models.zoo import LAYERS, TRANSFORMERS, Family
@@ -42,7 +42,7 @@ _ON_RANKS = """
 {names}: the rows from initial values to training after saving, all **=**. Two processes run the same program with the
 same data, once with everything in memory; the first model also with everything evicted. The plain program that they are
 compared with adds half of each gradient twice, as the mean over two ranks does. Where gradients accumulate, that rounds
-otherwise than adding it once.
+otherwise than adding it once. ({seldom}: with `MODELS=all`.)
 
 An edit in place of a weight or a gradient (`param.mul_`, torch's `clip_grad_norm_`) waits for all ranks, which have to
 make the same one; otherwise all raise `RankError`.
@@ -116,7 +116,7 @@ def markdown() -> str:
         parts.append(f"\n## {title}\n\n{_table(families, notes)}")
     names = ", ".join(family.name for family in MORE)
     parts.append(f"\n{names}: the rows from initial values to training after saving, all **=**.\n")
-    parts.append(_ON_RANKS.format(names=", ".join(ON_RANKS)))
+    parts.append(_ON_RANKS.format(names=", ".join(ON_RANKS), seldom=" and ".join(SELDOM_ON_RANKS)))
     if notes:
         numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
         parts.append("\n## Notes\n\n" + "\n".join(numbered) + "\n")

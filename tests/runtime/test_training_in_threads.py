@@ -72,8 +72,10 @@ def together(models: list[nn.Module], overlap: str) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("overlap", ["none", "deferred", "in_backward"])
-@pytest.mark.parametrize("contexts", ["one", "one each"])
+@pytest.mark.parametrize(
+    ("contexts", "overlap"),
+    [("one", "none"), ("one", "in_backward"), ("one each", "deferred"), ("one each", "in_backward")],
+)
 def test_equal_to_plain(paging: Paging, contexts: str, overlap: str, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     plain = [build() for _ in range(THREADS)]

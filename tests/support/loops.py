@@ -108,7 +108,7 @@ def train(
     model: nn.Module,
     optimizer: Any,
     *,
-    steps: int = 4,
+    steps: int = 3,
     accumulate: int = 1,
     clip: float | None = None,
     loss_of: Callable[[nn.Module, Tensor], Tensor] = next_token_loss,

@@ -49,9 +49,9 @@ class Setting:
         return self.name
 
 
-RESIDENT = Setting("resident", None)
-TIGHT = Setting("tight", 1.6)
-SERIAL = Setting("serial", 1.6, prefetch=False, step_overlap="none")
+RESIDENT = Setting("resident", None, backend=QUICK_BACKEND)
+TIGHT = Setting("tight", 1.6, backend=QUICK_BACKEND)
+SERIAL = Setting("serial", 1.6, prefetch=False, step_overlap="none", backend=QUICK_BACKEND)
 ROOMY = Setting("roomy", 3.0)
 EVICTING = Setting("evicting", 1.8, prefetch=False, evict_always=True, backend=QUICK_BACKEND)
 STRICT = (EVICTING, TIGHT)

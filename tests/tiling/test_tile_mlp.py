@@ -36,16 +36,16 @@ def with_tiles(name: str, tiles: int = 3, **changes: Any) -> nn.Module:
     return model
 
 
-def five_steps(model: nn.Module) -> Any:
+def three_steps(model: nn.Module) -> Any:
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
-    return vars(train(model, optimizer, steps=5, accumulate=2))
+    return vars(train(model, optimizer, steps=3, accumulate=2))
 
 
 @pytest.mark.parametrize(
     "name, changes", [("gpt", {}), ("gpt", {"checkpointing": False}), ("llama", {}), ("mixtral", {})]
 )
 def test_the_numbers_of_the_same_parts_in_memory(same: Same, name: str, changes: dict[str, Any]) -> None:
-    same(partial(with_tiles, name, **changes), five_steps, key=(name, "parts"))
+    same(partial(with_tiles, name, **changes), three_steps, key=(name, "parts"))
 
 
 def test_with_layers_in_tiles_too(same: Same) -> None:
@@ -85,7 +85,7 @@ def test_with_everything_in_memory(paging: Paging, where: str) -> None:
     found = []
     for model in (plain(partial(with_tiles, "gpt")), paged):
         torch.manual_seed(1)
-        found.append(five_steps(model))
+        found.append(three_steps(model))
     assert_same_bits(*found)
 
 
