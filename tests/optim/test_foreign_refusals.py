@@ -31,6 +31,18 @@ def closing_over(value: Any) -> type[torch.optim.Optimizer]:
     return Closing
 
 
+SURROUNDING = nn.Linear(2, 2)
+
+
+class UsesGlobal(torch.optim.SGD):
+    """A decorated step, as most are, that uses a model of its module."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        SURROUNDING.parameters()
+        super().step()
+
+
 AT_ONCE = {
     "LBFGS": (torch.optim.LBFGS, {}, "LBFGS does not look at one parameter at a time"),
     "GlobalNorm": (foreign_kinds.GlobalNorm, {}, "gives other values where it steps parameters one by one"),
@@ -40,6 +52,7 @@ AT_ONCE = {
     "CountsInState": (foreign_kinds.CountsInState, {}, "keeps other state of all parameters together"),
     "ClipsTogether": (foreign_kinds.ClipsTogether, {}, "uses a statistic of all"),
     "no class": (torch.optim.Adam.step, {}, "takes a class of optimizers"),
+    "a model of the module": (UsesGlobal, {}, r"UsesGlobal\.step uses a module or a parameter of its surroundings"),
     "a model": (torch.optim.AdamW, {"extra": {"model": nn.Linear(2, 2)}}, "is given a module or a parameter"),
 }
 

@@ -60,21 +60,27 @@ def _holds_model(value: Any) -> bool:
 
 def _closes_over_model(function: FunctionType, seen: set[int]) -> bool:
     seen.add(id(function))
-    for value in _captured(function):
+    cells = list(_cells(function))
+    for value in (*cells, *_named(function)):
         if _holds_model(value):
             return True
-        if isinstance(value, FunctionType) and id(value) not in seen and value.__closure__:
-            if _closes_over_model(value, seen):
+        if isinstance(value, FunctionType) and id(value) not in seen:
+            # What a decorator wraps is in a cell. Of other functions only those that keep something are looked at.
+            is_cell = any(value is cell for cell in cells)
+            if (value.__closure__ or is_cell) and _closes_over_model(value, seen):
                 return True
     return False
 
 
-def _captured(function: FunctionType) -> Iterator[Any]:
+def _cells(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:  # not filled yet
             continue
+
+
+def _named(function: FunctionType) -> Iterator[Any]:
     yield from function.__defaults__ or ()
     for name in function.__code__.co_names:
         yield function.__globals__.get(name)
