@@ -35,6 +35,8 @@ PAGE = ROOT / "docs" / "deepspeed_tests.md"
 BEGIN, END = "<!-- results -->\n", "<!-- end -->"
 FILES = (
     "runtime/test_ds_config_dict.py",
+    "runtime/test_ds_initialize.py",
+    "runtime/test_lr_schedulers.py",
     "runtime/zero/test_zero_context.py",
     "runtime/zero/test_zero_tensor_fragment.py",
     "checkpoint/test_convert_checkpoint.py",
