@@ -59,8 +59,7 @@ def test_the_call_moves_nothing_and_gives_a_handle(paging: Paging, tmp_path: Pat
 
 def test_a_wait_that_is_too_short_leaves_the_save_alone(paging: Paging, tmp_path: Path) -> None:
     _, _, state = trained(paging)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "IoEngine", partial(IoEngine, fault_script="op=write delay_ms=300"))
+    with Throttle().in_force():
         handle = state.save(tmp_path, wait=False)
         assert not isinstance(handle, str)
         with pytest.raises(IoTimeout, match="has not ended after 0 s; it continues"):
