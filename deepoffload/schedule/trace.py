@@ -338,6 +338,8 @@ class Trace:
     def _with_updates_of(self, step: tuple[Event, ...], cycle: Cycle, left: LeftOut | None) -> tuple[Event, ...] | None:
         """The whole order, where ``step`` lacks units and has updates at other places; None: that is not all."""
         whole = cycle if self._longer is None else self._longer
+        if any(whole.find(event.key, 0) is None for event in step):
+            return None  # there is more to learn
         left_out = units_with(Phase.FORWARD, whole.events) - units_with(Phase.FORWARD, cycle.events)
         return with_updates_as_in(step, whole.events, left_out if left is None else left_out | left.units)
 

@@ -176,6 +176,16 @@ def test_a_seeded_run_with_random_depth_has_one_surprise_for_each_unit_left_out(
     assert stats.left_out - before.left_out > 700
 
 
+def test_a_program_that_leaves_units_out_from_its_first_step_on_is_learned() -> None:
+    draw = random.Random(0)
+    program, trace = Program(), Trace()
+    for number in range(40):
+        before = trace.stats()
+        play(trace, program.step([unit for unit in range(12) if draw.random() > unit / 24]))
+        after = trace.stats()
+        assert number < 8 or after.mismatches - before.mismatches <= after.left_out - before.left_out, number
+
+
 def test_updates_that_move_into_backward_or_out_of_it_are_learned_though_each_step_leaves_out_others() -> None:
     draw = random.Random(0)
     program = Program()
