@@ -124,7 +124,7 @@ def test_forked_children(run_program: Run) -> None:
 # -- interrupts that the program catches -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("phase", "samples"), [("forward", 40), ("backward", 40)])
+@pytest.mark.parametrize(("phase", "samples"), [("forward", 24), ("backward", 24)])
 def test_ctrl_c_anywhere_then_on_with_the_same_bits(run_program: Run, phase: str, samples: int) -> None:
     """At samples of all the places at which Python code of ours can be interrupted; then the step is made again."""
     done = program(run_program, "recovers", phase, samples, limit_s=200)
@@ -134,7 +134,7 @@ def test_ctrl_c_anywhere_then_on_with_the_same_bits(run_program: Run, phase: str
 
 
 def test_ctrl_c_anywhere_in_a_step_leaves_no_step_or_a_whole_one(run_program: Run) -> None:
-    done = program(run_program, "interrupted_updates", 16, limit_s=200)
+    done = program(run_program, "interrupted_updates", 12, limit_s=200)
     assert done.said["torn"] == [] and done.said["leases"] == []
     # The interrupts were spread over the whole step; what one had left undone was made up for when it was looked at.
     assert len(done.said["updated"]) == 2 and done.said["updated"][0] == 0
