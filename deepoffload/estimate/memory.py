@@ -19,9 +19,9 @@ HOLES_CHUNKS, HOLES_CHUNKS_RECOMPUTING = 3, 5
 """What glibc's malloc keeps of freed activations: measured with glibc 2.36 on decoders of several shapes, a tenth of
 what is alive at the peak, and about so many times the largest tensor of its heap."""
 
-HOLES_CHUNKS_MORE = 2
-"""More of these for each further micro-batch of the vertical order whose activations are kept (measured with 2, 3 and 6
-of them): what one frees lies between what others keep."""
+HOLES_CHUNKS_MORE, FREED_CHUNKS = 1, 3
+"""More of these for each further micro-batch of the vertical order: where activations are kept, and of what they free
+where units run again (measured with 2, 4 and 6 of them). What one frees lies between what others keep."""
 
 
 STAYING = Leaving()
@@ -91,6 +91,7 @@ def estimate_memory(
     written: frozenset[int] | None = None,
     overlap: StepOverlap | None = None,
     leaving: Leaving = STAYING,
+    shared_bytes: int = 0,
 ) -> MemoryEstimate:
     """Memory of a run with this placement.
 
@@ -103,6 +104,7 @@ def estimate_memory(
         has_device: activations and the weights in use are in a device's own memory, and the arena is page-locked.
         together: how many micro-batches go through the model side by side. All of them come to the last unit before the
             first backward begins.
+        shared_bytes: of the gradient of each weight that the last unit and others use.
         leaving: which activations leave where they are made, next to what ``blocks`` takes of the host budget.
         ranks: of how many this is one, where ``blocks`` is its share: a device holds the units in use whole.
     """
@@ -128,6 +130,10 @@ def estimate_memory(
     rows.append(_near("prefetch window", dynamic - slots, has_device, note="weights and gradients in use and ahead"))
     if run is not None:
         rows += _activations(run, has_device, together, leaving)
+        if together > 1 and shared_bytes:
+            waits, note = together * shared_bytes, f"of weights that several units use, of {together} micro-batches"
+            device, host = (waits, 0) if has_device else (0, waits)
+            rows.append(MemoryRow("gradients that wait", device=device, pageable=host, note=note))
         if has_device:
             gathered = blocks.in_use_bytes() * ranks
             rows.append(MemoryRow("units on the device", device=gathered, note="weights in use and next, gradients"))
@@ -171,7 +177,7 @@ def _activations(run: DryRun, has_device: bool, together: int, leaving: Leaving)
         note = f"in their part of the host budget{' and on NVMe' if places.nvme else ''}{once}"
         rows.append(_near(LEFT, places.part, has_device, nvme=places.nvme, note=note))
     if together > 1 and run.recomputes and not has_device:
-        freed = min((together - 1) * run.largest_chunk_bytes, FREED_BYTES_MAX)
+        freed = min((together - 1) * FREED_CHUNKS * run.largest_chunk_bytes, FREED_BYTES_MAX)
         rows.append(row("freed by micro-batches", freed, "what malloc holds until a micro-batch gives it back"))
     if not has_device:
         chunks = HOLES_CHUNKS_RECOMPUTING if run.recomputes else HOLES_CHUNKS + HOLES_CHUNKS_MORE * (together - 1)

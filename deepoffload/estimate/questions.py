@@ -20,7 +20,7 @@ from deepoffload.estimate.offloaded import Leaving, leaving
 from deepoffload.estimate.progress import Report, silent
 from deepoffload.estimate.rank_share import planned_link
 from deepoffload.estimate.recording import DryRun
-from deepoffload.estimate.runs import RunsByOrder, together_in
+from deepoffload.estimate.runs import RunsByOrder, shared_gradient_bytes, together_in
 from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_usual_step
 from deepoffload.estimate.subject import Batch, Subject, from_shape
 from deepoffload.schedule.cost_model import AccumulationOrder, Bandwidths
@@ -147,6 +147,7 @@ def estimate(
     run = runs.of(order)
     gone = _leaving(machine, config)
     on: dict[str, Any] = {"process_bytes": process, "has_device": machine.has_device, "leaving": gone}
+    on["shared_bytes"] = shared_gradient_bytes(subject.module, planner.types)
     beside = _beside(known, run, together_in(config, order), on)
     room = max(0, machine.host_memory_bytes // machine.devices_per_node - beside)
     smallest = _smallest(planner, nvme_planned, bandwidths)

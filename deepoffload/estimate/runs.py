@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any
+
+from torch import nn
 
 from deepoffload.config import ActivationMode, Config
 from deepoffload.estimate.blocks import BlockPlan
@@ -21,6 +24,13 @@ from deepoffload.schedule.cost_model import AccumulationOrder, Workload
 def together_in(config: Config, order: AccumulationOrder) -> int:
     """How many micro-batches go through the model side by side."""
     return Workload(config.gradient_accumulation_steps, order=order).together
+
+
+def shared_gradient_bytes(module: nn.Module, types: ComputeTypes) -> int:
+    """Of the gradients of weights that are registered in several places, such as tied embeddings. In vertical order
+    each micro-batch has such a gradient under way."""
+    times = Counter(param for _, param in module.named_parameters(remove_duplicate=False) if param.requires_grad)
+    return sum(param.numel() * types.of(param).itemsize for param, count in times.items() if count > 1)
 
 
 class RunsByOrder:
