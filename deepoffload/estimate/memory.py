@@ -129,11 +129,7 @@ def estimate_memory(
     rows.append(_near("slots for state", slots, has_device, note=f"{window.ring_pieces} pieces" if slots else ""))
     rows.append(_near("prefetch window", dynamic - slots, has_device, note="weights and gradients in use and ahead"))
     if run is not None:
-        rows += _activations(run, has_device, together, leaving)
-        if together > 1 and shared_bytes:
-            waits, note = together * shared_bytes, f"of weights that several units use, of {together} micro-batches"
-            device, host = (waits, 0) if has_device else (0, waits)
-            rows.append(MemoryRow("gradients that wait", device=device, pageable=host, note=note))
+        rows += _activations(run, has_device, together, leaving, shared_bytes)
         if has_device:
             gathered = blocks.in_use_bytes() * ranks
             rows.append(MemoryRow("units on the device", device=gathered, note="weights in use and next, gradients"))
@@ -159,7 +155,7 @@ def _near(name: str, nbytes: int, pinned: bool, nvme: int = 0, note: str = "") -
     return MemoryRow(name, pinned=nbytes if pinned else 0, pageable=0 if pinned else nbytes, nvme=nvme, note=note)
 
 
-def _activations(run: DryRun, has_device: bool, together: int, leaving: Leaving) -> list[MemoryRow]:
+def _activations(run: DryRun, has_device: bool, together: int, leaving: Leaving, shared_bytes: int) -> list[MemoryRow]:
     def row(name: str, nbytes: int, note: str) -> MemoryRow:
         return MemoryRow(name, device=nbytes if has_device else 0, pageable=0 if has_device else nbytes, note=note)
 
@@ -176,6 +172,8 @@ def _activations(run: DryRun, has_device: bool, together: int, leaving: Leaving)
         once = ", written and read once per step" if places.nvme else ""
         note = f"in their part of the host budget{' and on NVMe' if places.nvme else ''}{once}"
         rows.append(_near(LEFT, places.part, has_device, nvme=places.nvme, note=note))
+    if together > 1 and shared_bytes:
+        rows.append(row("gradients that wait", together * shared_bytes, "of weights that several units use"))
     if together > 1 and run.recomputes and not has_device:
         freed = min((together - 1) * FREED_CHUNKS * run.largest_chunk_bytes, FREED_BYTES_MAX)
         rows.append(row("freed by micro-batches", freed, "what malloc holds until a micro-batch gives it back"))
