@@ -151,14 +151,13 @@ def estimate(
     beside = _beside(known, run, together_in(config, order), on)
     room = max(0, machine.host_memory_bytes // machine.devices_per_node - beside)
     smallest = _smallest(planner, nvme_planned, bandwidths)
-    whole = sum(block.nbytes for block in known.placement.blocks)
     found = Estimate(
         subject=subject,
         machine=machine,
         config=config,
         capacity_bytes=capacity,
         nvme_bytes=nvme,
-        whole_bytes=-(-whole // parts),
+        whole_bytes=-(-sum(block.nbytes for block in known.placement.blocks) // parts),
         room_bytes=room,
         beside_bytes=beside,
         smallest_bytes=None if smallest is None else -(-smallest // parts),
