@@ -200,11 +200,11 @@ def test_ranks_share_the_model_and_a_device_takes_the_activations():
     one = MachineSpec(host_memory_bytes=1 << 40, device_memory_bytes=32 << 30)
     four = MachineSpec(host_memory_bytes=1 << 40, device_memory_bytes=32 << 30, devices_per_node=4)
     subject = from_counts(20_000_000, 4, 256, Batch(1, 64), vocabulary=1000)
-    alone, shared = (estimate(subject, machine, config).memory for machine in (one, four))
-    assert alone is not None and shared is not None
+    alone, quarter = (estimate(subject, machine, config).memory for machine in (one, four))
+    assert alone is not None and quarter is not None
     assert alone.pinned_bytes == pytest.approx(20e6 * 14, rel=0.01)
-    assert shared.pinned_bytes == pytest.approx(alone.pinned_bytes / 4, rel=0.01)
-    assert shared.device_bytes == pytest.approx(alone.device_bytes, rel=0.01) and alone.device_bytes > 0
+    assert quarter.pinned_bytes == pytest.approx(alone.pinned_bytes / 4, rel=0.01)
+    assert quarter.device_bytes == pytest.approx(alone.device_bytes, rel=0.01) and alone.device_bytes > 0
     together = replace(config, gradient_accumulation_steps=4, accumulation_order=AccumulationOrder.VERTICAL)
     kept, again = (
         estimate(subject, one, replace(together, activations=mode))
@@ -212,7 +212,8 @@ def test_ranks_share_the_model_and_a_device_takes_the_activations():
     )
     assert kept.memory is not None and again.memory is not None and kept.run is not None
     saved = kept.run.saved_bytes - kept.run.head_bytes
-    assert kept.memory.device_bytes == alone.device_bytes + 3 * saved
+    shared = 1000 * 256 * 2  # the gradient of the head, which is the embedding's: it waits, once for each micro-batch
+    assert kept.memory.device_bytes == alone.device_bytes + 3 * saved + 4 * shared
     assert again.memory.device_bytes < kept.memory.device_bytes - 2 * saved
     assert kept.memory.host_bytes == alone.host_bytes
 
