@@ -75,8 +75,9 @@ class CopyMemory:
         self._residency = Residency(tiers, self.arena, self._movement)
         self._outside_user_modes = outside_user_modes
         self._storage_at = storage_at
-        # An engine that goes without being closed: what is on its way reads and writes the memory that goes with it.
-        weakref.finalize(self, accelerator.synchronize).atexit = False
+        if self.device.type != "cpu":  # that of ranks refers to this memory, which would live for ever
+            # An engine that goes without being closed: what is on its way reads and writes the memory that goes with it.
+            weakref.finalize(self, accelerator.synchronize).atexit = False
 
     @property
     def capacity_bytes(self) -> int:

@@ -44,7 +44,8 @@ class PinnedArena:
         self._refusals = 0
         self.locked_bytes = 0
         self.refusal: str | None = None
-        arena.before_release(self.release)
+        if accelerator.locks_host_memory:  # the device of ranks locks nothing, and its reference would keep the arena
+            arena.before_release(self.release)
 
     def lock(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         """Lock what is not locked yet of a range that copies are about to use. Returns the parts of it, as (offset,

@@ -93,9 +93,10 @@ def test_closing_while_others_train_is_an_error_on_all() -> None:
     assert first.startswith(text) and second.startswith(text)
 
 
-def test_the_end_of_the_process_closes_an_engine() -> None:
-    first, second = values_of(programs.leave_open, 2)
-    assert len(first) == len(second) == 2
+def test_what_is_closed_leaves_no_threads_and_the_end_of_the_process_closes_the_last() -> None:
+    for threads, losses in values_of(programs.leave_the_last_open, 2):
+        assert threads[0] == threads[1] == threads[2], "gloo's, of groups that something still refers to"
+        assert len(losses) == 2
 
 
 def test_an_error_that_closes_one_engine_reaches_the_others() -> None:
