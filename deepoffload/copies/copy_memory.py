@@ -75,7 +75,7 @@ class CopyMemory:
         self._residency = Residency(tiers, self.arena, self._movement)
         self._outside_user_modes = outside_user_modes
         self._storage_at = storage_at
-        if self.device.type != "cpu":  # that of ranks refers to this memory, which would live for ever
+        if self.device.type != "cpu":  # the device of ranks refers to this memory, and would keep it
             # An engine that nobody closes goes: what is on its way reads and writes the memory that goes with it.
             weakref.finalize(self, accelerator.synchronize).atexit = False
 
