@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -90,8 +91,9 @@ class Paging:
 
     def least_bytes(self, build: Callable[[], Any], setting: Setting, *, seed: int = 0, key: object = None) -> int:
         """The least budget, to within a seventh, that is accepted for this model. The first test that asks draws the
-        same random numbers afterwards as the others."""
-        key, quick = (key or build, setting.precision), replace(setting, evict_always=False, backend=QUICK_BACKEND)
+        same random numbers afterwards as the others. Two files of tests may call different models by one name."""
+        key = (key or build, setting.precision, _asker())
+        quick = replace(setting, evict_always=False, backend=QUICK_BACKEND)
         if key not in self._least:
             with torch.random.fork_rng(devices=[]):
                 budget = _ring_bytes() + (16 << 10)
@@ -118,6 +120,14 @@ class Paging:
             return getattr(error, "enough_bytes", None) or 0
         del model
         return None
+
+
+def _asker() -> str:
+    """The module that calls this one."""
+    frame = sys._getframe(1)
+    while frame.f_globals is globals() and frame.f_back is not None:
+        frame = frame.f_back
+    return str(frame.f_globals["__name__"])
 
 
 def _ring_bytes() -> int:
