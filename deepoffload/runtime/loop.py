@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deepoffload.errors import LossScaleError, UsageError
 from deepoffload.optim.base import HostOptimizer
+from deepoffload.optim.handles import handle_of
 from deepoffload.optim.loss_scale import LossScale
 from deepoffload.runtime.engine import Engine
 
@@ -193,7 +194,7 @@ class TrainingLoop:
         self._check_arguments(schedule_arguments)
         boundary = self.is_boundary
         if boundary:
-            self._refuse_without_gradients()
+            self._refuse_without_gradients(optimizer)
         self.micro_steps += 1
         self.applied = self._has_backward = False
         if not boundary:
@@ -270,10 +271,13 @@ class TrainingLoop:
             )
         return self.optimizer
 
-    def _refuse_without_gradients(self) -> None:
+    def _refuse_without_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """With several ranks the others may have what this one has not."""
-        came = self._differentiated or self.core.gradients.changes != self._gradients_before
-        if not came and self.core.ranks.world_size == 1:
+        if self._differentiated or self.core.gradients.changes != self._gradients_before:
+            return
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        kept = any(handle_of(param) is None and param.grad is not None for param in params)  # they land nowhere
+        if not kept and self.core.ranks.world_size == 1:
             raise UsageError(
                 "engine.step() without engine.backward(loss): no gradient has come since the last update, so there is "
                 "nothing to step with, and the schedule would advance; call engine.backward(loss) first"

@@ -233,3 +233,15 @@ def test_a_step_without_a_backward(section, nvme_path):
         assert engine.global_steps == counts[0] + 1
     assert not torch.equal(before["weight"], model.weight)
     engine.destroy()
+
+
+def test_a_step_after_a_backward_of_the_programs_own_where_nothing_trained_is_paged(nvme_path):
+    model = nn.Linear(4, 4).double()
+    engine = deepspeed.initialize(model=model, config=config_of(nvme_path))[0]
+    before = weights_of(model)
+    engine(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    engine.step()
+    assert engine.global_steps == 1 and not torch.equal(before["weight"], model.weight)
+    with pytest.raises(UsageError, match="no gradient has come since the last update"):
+        engine.step()
+    engine.destroy()
