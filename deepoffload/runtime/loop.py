@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deepoffload.errors import LossScaleError, UsageError
 from deepoffload.optim.base import HostOptimizer
-from deepoffload.optim.handles import handle_of
+from deepoffload.optim.handles import gradients_of, handle_of
 from deepoffload.optim.loss_scale import LossScale
 from deepoffload.runtime.engine import Engine
 
@@ -276,8 +276,7 @@ class TrainingLoop:
         if self._differentiated or self.core.gradients.changes != self._gradients_before:
             return
         params = (param for group in optimizer.param_groups for param in group["params"])
-        kept = any(handle_of(param) is None and param.grad is not None for param in params)  # they land nowhere
-        if not kept and self.core.ranks.world_size == 1:
+        if not any(map(_keeps_gradient, params)) and self.core.ranks.world_size == 1:
             raise UsageError(
                 "engine.step() without engine.backward(loss): no gradient has come since the last update, so there is "
                 "nothing to step with, and the schedule would advance; call engine.backward(loss) first"
@@ -356,3 +355,9 @@ def check_loss(loss: object, call: str) -> None:
         raise UsageError(f"{call} takes a tensor with one number, not {shown}; reduce the loss first")
     if not loss.requires_grad:
         raise UsageError(f"{call}: the loss has no graph (computed under no_grad, detached, or all weights are frozen)")
+
+
+def _keeps_gradient(param: Tensor) -> bool:
+    """Whether autograd keeps a gradient of it: one that is not paged, or of a type that does not land."""
+    handle = handle_of(param)
+    return param.grad is not None if handle is None else gradients_of(handle.pager).present(handle)
