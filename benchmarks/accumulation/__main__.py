@@ -6,7 +6,8 @@
 Each row is a placement of benchmarks/end_to_end in a process of its own. Each round makes some steps in one order, of
 which the first ones teach the engine its trace, and as many in the other. A ratio is the median over the rounds of
 "median step in vertical order by that in horizontal order". ``--disk-rate`` slows all transfers down to that of a
-slower disk, reads and writes together.
+slower disk, reads and writes together. With ``--predict`` and the row ``host`` the least times that this disk allows
+stand beside what was measured: see ``benchmarks.accumulation.bound``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.accumulation.bound import Computing, bounds_of
 from benchmarks.accumulation.plot import svg
 from benchmarks.accumulation.row import ORDERS
 from benchmarks.common.gpt import SHAPES
@@ -123,6 +125,21 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         )
 
 
+def bound_lines(every: list[dict[str, Any]]) -> Iterator[str]:
+    """The least time of each row that has moved something, where its work was done in memory, too."""
+    in_memory = {found["k"]: found["rounds"]["horizontal"] for found in every if found["row"] == "host"}
+    for found in every:
+        if "moves" not in found or found["row"] == "host" or found["k"] not in in_memory:
+            continue
+        computing = Computing.of([step for steps in in_memory[found["k"]] for step in steps])
+        found["bounds"] = bounds = bounds_of(found, computing)
+        each = ", ".join(
+            f"{order} {bound_s:.3f} s (measured: {of_order(found, order, 'seconds') / bound_s:.2f} of it)"
+            for order, bound_s in bounds.items()
+        )
+        yield f"{found['row']:10} {found['k']:3d} least: {each}; ratio {bounds['vertical'] / bounds['horizontal']:.2f}"
+
+
 def picture(said: argparse.Namespace, every: list[dict[str, Any]]) -> str:
     first = [found for found in every if found["row"] == said.rows[0]]
     names = {"seconds of a step": "seconds", "bytes per parameter and step": "bytes"}
@@ -138,15 +155,23 @@ def main() -> None:
     end_with_children()
     said = arguments()
     every: list[dict[str, Any]] = []
+
+    def write() -> None:
+        """What was measured stays when a later row fails."""
+        if said.json:
+            kept = vars(said) | {"json": str(said.json), "plot": str(said.plot), "load": os.getloadavg()[0]}
+            said.json.write_text(json.dumps({"arguments": kept, "rows": every}, indent=1) + "\n")
+
     print(HEAD)
     with slow_disk(said.disk_rate) as more:
         for row in said.rows:
             for found in measure(said, row, more):
                 every.append(found)
                 print("\n".join(lines(found)), flush=True)
-                if said.json:  # what was measured stays when a later row fails
-                    kept = vars(said) | {"json": str(said.json), "plot": str(said.plot), "load": os.getloadavg()[0]}
-                    said.json.write_text(json.dumps({"arguments": kept, "rows": every}, indent=1) + "\n")
+                write()
+    for line in bound_lines(every):
+        print(line)
+    write()
     if said.plot:
         said.plot.write_text(picture(said, every))
 

@@ -6,12 +6,14 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import deepoffload
+from benchmarks.accumulation.bound import moves_of
 from benchmarks.common.gpt import SHAPES, tokens_of
 from benchmarks.end_to_end.cases import Work, ours
 from benchmarks.end_to_end.meter import read_counters
@@ -62,8 +64,21 @@ class Row:
                 rounds[order].append(steps[WARM_UP:])
         found: dict[str, Any] = {"row": self._said["row"], "k": count, "rounds": rounds}
         if before is not None:
-            found["predicted"] = self._predicted(between(before, self._now()), count)
+            now = between(before, self._now())
+            found["predicted"] = self._predicted(now, count)
+            found["rates"] = astuple(now.machine.bandwidths())
+            if self._said["overlap"] == "deferred":
+                found["moves"] = self._moves(count)
         return found
+
+    def _moves(self, count: int) -> dict[str, Any]:
+        """By order: how often a step goes through units, and what it moves. See ``benchmarks.accumulation.bound``"""
+        passes = {"horizontal": count, "vertical": 1}
+        moves = {order: moves_of(self._side.engine.placement, passes[order]) for order in ORDERS}
+        return {
+            order: (passes[order], astuple(one.update), astuple(one.rest), one.passing_bytes)
+            for order, one in moves.items()
+        }
 
     def _now(self) -> Moment:
         assert self._machine is not None and self._run is not None
@@ -87,12 +102,25 @@ class Row:
     def _step(self, order: str, count: int) -> dict[str, float]:
         self._number += 1
         batches = [tokens_of(self._number * count + micro, 1, self._said["seq"]) for micro in range(count)]
+        forward_s = 0.0
+
+        def loss_of(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+            nonlocal forward_s
+            started_s = time.perf_counter()
+            found: Tensor = model(*batch)
+            forward_s += time.perf_counter() - started_s
+            return found
+
         before, stats, begin_s = read_counters(), self._side.stats(), time.perf_counter()
-        losses = deepoffload.accumulate(self._side.model, batches, lambda model, batch: model(*batch), order=order)
+        losses = deepoffload.accumulate(self._side.model, batches, loss_of, order=order)
+        update_begin_s = time.perf_counter()
         self._side.update(last=True)
-        seconds, used, now = time.perf_counter() - begin_s, read_counters() - before, self._side.stats()
+        end_s, used, now = time.perf_counter(), read_counters() - before, self._side.stats()
+        seconds = end_s - begin_s
         return {
             "seconds": seconds,
+            "forward_s": forward_s,  # in vertical order forwards wait for each other
+            "update_s": end_s - update_begin_s,
             "bytes": (used.read_bytes + used.written_bytes) / self.num_params,
             "wait_s": now["wait_s"] - stats["wait_s"],
             "faults": now["faults"] - stats["faults"],

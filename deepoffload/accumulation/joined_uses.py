@@ -52,6 +52,19 @@ def stand_for(known: dict[int, Tensor], entering: list[Entering], value: Any) ->
     return known[id(value)]
 
 
+def in_containers(args: Any, kwargs: Any) -> dict[int, Tensor]:
+    """The tensors that are in lists and the like, by their ids: nothing stands for them, also not where they are
+    arguments by themselves, since a unit may look whether two are one."""
+    arguments = [*args, *kwargs.values()]
+    for value in arguments:  # grows
+        if type(value) is tuple:
+            arguments += value
+    there = tree_flatten([value for value in arguments if type(value) is not tuple and not isinstance(value, Tensor)])[
+        0
+    ]
+    return {id(value): value for value in there if isinstance(value, Tensor)}
+
+
 class UnitArguments:
     """The tensors that a unit is called with, and what has made them."""
 

@@ -118,8 +118,6 @@ def _left(model: nn.Module, name: str) -> str:
 
 def _unavailable(engine: Engine, model: nn.Module) -> str | None:
     """Why this model cannot be run in vertical order, if so."""
-    if engine.link is not None:
-        return f"{engine.ranks.world_size} ranks train it together"
     if type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None:
         return "torch.compile has the whole model, and micro-batches stop between its layers: compile the layers"
     if find_spec("greenlet") is None:

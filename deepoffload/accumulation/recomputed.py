@@ -79,12 +79,15 @@ class Recomputed:
         self._process = process_now()
         self._buffers = _Buffers(module)
         self._edits: list[tuple[int, int]] | None = _edits_in(module)
+        once: dict[int, int] = {}
+        self._places = [once.setdefault(id(leaf), len(once)) for leaf in leaves]
+        given = [leaves[self._places.index(place)] for place in range(len(once))]
         with (
             outside_user_modes()
         ):  # torch sees to random numbers and autocast of the devices of tensors that it is given
             there = torch.empty(0, device=device)
         self._around: Iterator[None] | None = checkpoint_around(  # what runs between two calls of next() runs again
-            self._run_again, True, noop_context_fn, "default", False, True, there, *leaves
+            self._run_again, True, noop_context_fn, "default", False, True, there, *given
         )
         next(self._around)
 
@@ -96,8 +99,10 @@ class Recomputed:
             if self._edits == _edits_in(self._module):
                 self._edits = None
 
-    def _run_again(self, _: Tensor, *leaves: Any) -> None:
-        args, kwargs = self._structure.unflatten(map(_without_hooks, leaves))
+    def _run_again(self, _: Tensor, *given: Any) -> None:
+        """What was one object is one again: attention computes otherwise where its query and its key are not."""
+        again = [_without_hooks(leaf) for leaf in given]
+        args, kwargs = self._structure.unflatten(again[place] for place in self._places)
         name = type(self._module).__name__
         if self._edits is not None:
             raise UnsupportedError(

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from deepoffload.accumulation.activations import Activations
 from deepoffload.accumulation.gradient_streams import GradientStreams
-from deepoffload.accumulation.joined_uses import UnitArguments, give_hooks_back, stand_for
+from deepoffload.accumulation.joined_uses import UnitArguments, give_hooks_back, in_containers, stand_for
 from deepoffload.accumulation.joint_backward import JointBackward
 from deepoffload.accumulation.kept_apart import KeptApart
 from deepoffload.accumulation.loss_graph import Leg, Legs
@@ -284,7 +284,7 @@ class Turns:
         if self._leader is not None or not self._order.is_last(visit) or visit in self._order.taken_as_given:
             return None
         one.entering_from = sequence_number()
-        stand = partial(stand_for, {}, one.entering)
+        stand = partial(stand_for, in_containers(args, kwargs), one.entering)
         return tuple(map(stand, args)), {name: stand(value) for name, value in kwargs.items()}
 
     def region(self, window: Window, module: nn.Module, args: Any, kwargs: Any) -> ActivationRegion | None:

@@ -8,7 +8,7 @@ from deepoffload.config.collect import shown
 from deepoffload.config.schema import Config, Precision
 from deepoffload.device import Device
 from deepoffload.errors import ConfigError, UnsupportedError
-from deepoffload.schedule.cost_model import AccumulationOrder, StepOverlap
+from deepoffload.schedule.cost_model import StepOverlap
 
 _ONLY = {
     "gradient_allreduce_op": ("mean", "gradients are the mean over the ranks; scale the loss for their sum"),
@@ -40,11 +40,6 @@ def check_several_ranks(config: Config, fields: Mapping[str, object], where: str
         raise UnsupportedError(
             f'{where}durability is not available with step_overlap = "in_backward" {several}: a step begins where they '
             'have not met; use step_overlap = "deferred"'
-        )
-    if config.accumulation_order is AccumulationOrder.VERTICAL:
-        raise UnsupportedError(
-            f'{where}accumulation_order = "vertical" is not available {several}; leave it out: micro-batches are run '
-            "one after the other"
         )
     if config.debug.copies:
         raise UnsupportedError(f"{where}debug.copies is not available {several}: ranks show copies as they are")

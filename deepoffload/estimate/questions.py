@@ -129,7 +129,7 @@ def estimate(
         UsageError: the model cannot be run on shapes.
     """
     process, link = machine.process_bytes, planned_link(machine, config)
-    order, other = _orders(machine, config)
+    order, other = _orders(config)
     planner = Planner(subject.module, config, link, on_device=machine.has_device)
     bandwidths = machine.bandwidths()
     capacity, nvme = budgets(machine, config)
@@ -207,15 +207,11 @@ def _in_order(
     return InOrder(order, step, memory)
 
 
-def _orders(machine: MachineSpec, config: Config) -> tuple[AccumulationOrder, AccumulationOrder | None]:
+def _orders(config: Config) -> tuple[AccumulationOrder, AccumulationOrder | None]:
     """The order of micro-batches that the configuration says, or that of a program which calls backward itself; and the
     other one, where there is one."""
     vertical, horizontal = AccumulationOrder.VERTICAL, AccumulationOrder.HORIZONTAL
     said = config.accumulation_order
-    if machine.ranks > 1:
-        if said is vertical:
-            raise ConfigError('accumulation_order = "vertical" needs one rank; say "horizontal"')
-        return horizontal, None
     order = vertical if said is vertical else horizontal
     other = horizontal if said is vertical else vertical
     return order, other if config.gradient_accumulation_steps > 1 else None

@@ -198,7 +198,7 @@ class _Costs:
             return TimedUse(use.use, use.phase, seconds, changed=weights)
         landed = [item for number in use.visits for item in self._visits[number].landed.items()]
         reduce_s = sum(self._rank.reduce_s(unit) * count / self._trained[unit] for unit, count in landed)
-        return TimedUse(use.use, use.phase, seconds, link_s=reduce_s, shown=weights)
+        return TimedUse(use.use, use.phase, seconds, link_s=self._together * reduce_s, shown=weights)
 
     def _visit_s(self, use: StepUse) -> float:
         machine, visits = self._machine, [self._visits[number] for number in use.visits]

@@ -236,7 +236,7 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
         placement = replace(placement, blocks=tuple(_specs(cut, sizes, stays, shares)))
     if not config.inference:
         placement = with_updates(placement, config.step_overlap, room.bandwidths, no_guesses=room.no_guesses)
-        if with_blocks and room.exchange is None:  # several ranks run them one after the other
+        if with_blocks:
             said, count = config.accumulation_order, config.gradient_accumulation_steps
             placement = with_order(placement, said, count, on_device=room.device_bytes > 0)
     return ChosenCut(cut, sizes, placement, np.flatnonzero(away).tolist())

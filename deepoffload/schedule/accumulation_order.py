@@ -70,7 +70,7 @@ def faster_order(placement: Placement, micro_batches: int, *, on_device: bool = 
 def with_order(
     placement: Placement, said: AccumulationOrder, micro_batches: int, *, on_device: bool = False
 ) -> Placement:
-    """The placement that says in which order micro-batches are run, and why, where one process runs them.
+    """The placement that says in which order micro-batches are run, and why.
 
     Args:
         said: what the configuration says.

@@ -105,7 +105,7 @@ def step_uses(
     Args:
         visits: of one micro-batch.
         first: no step came before this one, so with ``DEFERRED`` there is no update to make, and ``SPECULATIVE``
-            guesses nothing.
+            guesses nothing. In vertical order the first micro-batch runs alone, to show the order.
     """
     guessed = {} if first else guessed_pieces(visits, units, workload)
     uses = list(_uses(visits, units, workload, first, guessed))
@@ -135,7 +135,8 @@ def _uses(
     if not workload.training:
         yield from (_visit(number, visit, units) for number, visit in enumerate(visits) if not visit.backward)
         return
-    overlap, last_pass = workload.step_overlap, workload.passes - 1
+    overlap, passes = workload.step_overlap, workload.passes + (first and workload.together > 1)
+    last_pass = passes - 1
     pending = {number: tuple(range(len(unit.state))) for number, unit in units.items() if unit.gradients is not None}
     deferred = overlap in (StepOverlap.DEFERRED, StepOverlap.SPECULATIVE)
     if first and deferred:
@@ -148,7 +149,7 @@ def _uses(
         for unit in which:
             yield from _update(unit, units[unit], pending.pop(unit, ()), drops=overlap is not StepOverlap.NONE)
 
-    for number_of_pass in range(workload.passes):
+    for number_of_pass in range(passes):
         for number, visit in enumerate(visits):
             if deferred and not visit.backward:
                 yield from updates(visit.units)

@@ -21,7 +21,7 @@ from tests.accumulation.loops import HORIZONTAL, HORIZONTAL_AGAIN, PLAIN, VERTIC
 from tests.support.inspect import pager_of
 from tests.support.loops import assert_same_bits, notes_of
 from tests.support.models import batch, llama
-from tests.support.paging import TIGHT, Paging
+from tests.support.paging import EVICTING, TIGHT, Paging
 
 COUNT = 3
 
@@ -273,3 +273,36 @@ def test_attributes_are_what_they_were_when_a_unit_runs_again(paging: Paging) ->
     assert runs == [9, 18, 18]
     assert_same_bits(ends[0], ends[1])
     assert_same_bits(ends[0], ends[2])
+
+
+class Joined(nn.Module):
+    """Computes one way where it gets one tensor twice, as attention does, and another way where it gets two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(Attending() for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, key=x, more=[x, None, x])
+        return x.logsumexp(-1).mean()
+
+
+class Attending(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+
+    def forward(self, query: Tensor, key: Tensor, more: list[Tensor | None]) -> Tensor:  # type: ignore[override]
+        found = super().forward(query).sigmoid()
+        return found if key is query and more[0] is more[2] is key else found + super().forward(key)
+
+
+def test_arguments_that_were_one_object_are_one_again(paging: Paging) -> None:
+    runs = []
+    for how in (PLAIN, VERTICAL_AGAIN, HORIZONTAL_AGAIN):
+        model = paging.build(Joined, EVICTING, key="Joined")
+        runs.append(Steps(lambda model, tokens: model(tokens), batch, COUNT, 2).run(model, how))
+    assert_same_bits(runs[0], runs[1])
+    assert_same_bits(runs[0], runs[2])

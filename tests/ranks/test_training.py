@@ -14,6 +14,7 @@ from tests.ranks.training_programs import Job, check_all
 ALL_IN_MEMORY: dict[str, Any] = {"host_budget": "64MiB"}
 ON_DISK = {"host_budget": "1400KiB", "nvme_budget": "64MiB", "precision": "bf16"}
 ALWAYS_EVICTED = {"host_budget": "8MiB", "nvme_budget": "64MiB", "debug": {"evict_always": True, "poison": True}}
+VERTICAL = {"accumulation_order": "vertical", "activations": "recompute", "zero_optimization": {"stage": 3}}
 
 
 def test_a_gpt_on_two_ranks(tmp_path: Path) -> None:
@@ -24,10 +25,11 @@ def test_a_gpt_on_two_ranks(tmp_path: Path) -> None:
         Job(torch_clips=True, config=ALL_IN_MEMORY),
         Job(config=ON_DISK, micro_batches=2),
         Job(config={**ON_DISK, "step_overlap": "none"}, micro_batches=2, accumulates=True),
+        Job(config={**ON_DISK, **VERTICAL}, micro_batches=3, accumulates=True),
         Job(config=ALWAYS_EVICTED, micro_batches=2),
     ]
     found = check_all(jobs, tmp_path)
-    assert all(rank.stats["disk_bytes_written"] > 0 for ranks in found[4:6] for rank in ranks)
+    assert all(rank.stats["disk_bytes_written"] > 0 for ranks in found[4:7] for rank in ranks)
 
 
 def test_families_on_two_ranks(tmp_path: Path) -> None:

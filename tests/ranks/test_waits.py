@@ -1,8 +1,8 @@
-"""Reports of several ranks: who was waited for, and the numbers of all; and micro-batches inside ``no_sync``."""
+"""Reports of several ranks: who was waited for, and the numbers of all; and every way to run micro-batches."""
 
 from __future__ import annotations
 
-from tests.ranks.waits import LANES, SLOW_S, accumulate_both_ways, train_with_a_slow_rank
+from tests.ranks.waits import LANES, SLOW_S, accumulate_in_every_way, train_with_a_slow_rank
 from tests.support.rank_processes import values_of
 
 
@@ -17,7 +17,9 @@ def test_the_report_names_the_rank_that_is_waited_for() -> None:
     assert stats[0]["rank_1_waited_for_s"] > SLOW_S
 
 
-def test_no_sync_changes_no_number() -> None:
-    first, second = values_of(accumulate_both_ways, 2)
+def test_no_way_to_run_micro_batches_changes_a_number() -> None:
+    """``no_sync``, ``train_batch`` in both orders, stages 2 and 3."""
+    first, second = values_of(accumulate_in_every_way, 2)
     assert first == second
-    assert first[0] == first[1]
+    by_calls, *others = first
+    assert all(other == by_calls for other in others)

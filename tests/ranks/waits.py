@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import deepoffload
 from deepoffload import CPUAdamW
@@ -38,8 +38,14 @@ def train_with_a_slow_rank() -> tuple[dict[str, float], str, set[str], list[dict
 LANES = {lane.value for lane in (Lane.GATHER, Lane.REDUCE, Lane.ROUND, Lane.WAIT)}
 
 
-def accumulate(*, synchronise_last: bool) -> list[Any]:
-    """Three micro-batches a step, each with other data on each rank; all but the last inside ``no_sync`` or outside."""
+def loss_of(model: Any, tokens: Tensor) -> Tensor:
+    logits = model(tokens)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def accumulate(how: str) -> list[Any]:
+    """Three micro-batches a step, each with other data on each rank: by calls, all but the last inside ``no_sync`` or
+    outside, or by ``train_batch`` in an order."""
     torch.manual_seed(11)
     config = {
         "gradient_accumulation_steps": 3,
@@ -47,23 +53,25 @@ def accumulate(*, synchronise_last: bool) -> list[Any]:
         "host_budget": "32MiB",
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 2 if how == "vertical" else 3},
     }
     engine = deepoffload.initialize(model=TinyGPT(dropout=0.0), config=config)[0]
     found: list[Any] = []
     for step in range(2):
-        for micro in range(3):
-            seed = 100 * step + 10 * micro + rank()
-            tokens = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(seed))
-            logits = engine(tokens)
-            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-            with engine.no_sync() if synchronise_last and micro < 2 else contextlib.nullcontext():
+        seeds = [100 * step + 10 * micro + rank() for micro in range(3)]
+        batches = [torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(s)) for s in seeds]
+        if how in ("vertical", "horizontal"):
+            engine.train_batch(iter(batches), loss_of, order=how)
+        for micro, tokens in enumerate(batches if how in ("no_sync", "outside") else ()):
+            loss = loss_of(engine, tokens)
+            with engine.no_sync() if how == "no_sync" and micro < 2 else contextlib.nullcontext():
                 engine.backward(loss)
             engine.step()
         found.append(engine.get_global_grad_norm())
-    found.append(digests(engine.module.state_dict()))
+    found += [digests(engine.module.state_dict()), engine.global_steps, engine.micro_steps]
     engine.close()
     return found
 
 
-def accumulate_both_ways() -> tuple[list[Any], list[Any]]:
-    return accumulate(synchronise_last=True), accumulate(synchronise_last=False)
+def accumulate_in_every_way() -> list[list[Any]]:
+    return [accumulate(how) for how in ("no_sync", "outside", "horizontal", "vertical")]

@@ -135,8 +135,6 @@ def test_the_engine_uses_blocks_in_the_order_that_is_foreseen(
     for number, step in enumerate(steps):
         if overlap is StepOverlap.SPECULATIVE and 0 < number < len(steps) - 1:
             continue
-        if order is VERTICAL and number == 0:  # which shows in which order units are visited
-            continue
         units = unit_blocks(plan.placement.blocks, plan.placement.resident)
         uses = step_uses(run.visits, units, workload, first=number == 0)
         foreseen = [(use.use.event.key, [foreseen_names[block] for block in use.use.event.blocks]) for use in uses]
