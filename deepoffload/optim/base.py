@@ -60,6 +60,7 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
         applied: whether the last :meth:`step` updated.
         overflow: whether it did not, because a gradient held an infinity or NaN.
         loss_scale: what losses are multiplied by before backward; :class:`TrainingEngine` says so in fp16.
+        needs_gradients: a step for which no rank has a gradient is an error; :class:`TrainingEngine` says so.
         grad_norm: global L2 norm of the gradients at the last step, unclipped; None when nothing needed it.
     """
 
@@ -77,6 +78,7 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
         self.applied = False
         self.overflow = False
         self.loss_scale = 1.0
+        self.needs_gradients = False
         self.grad_norm: float | None = None
         self._held = HeldState()
         self._ordinary = OrdinaryUpdate(self.rule)

@@ -32,6 +32,17 @@ from deepoffload.ranks.sums import SquareSum
 from deepoffload.ranks.words import ranks_in_words
 
 DIGEST_BYTES = 8
+CONTENT_BIT = 128
+"""Above the sum of all digests, ranks count those that are content with a step without gradients."""
+
+EMPTY_STEP = (
+    "engine.step() without engine.backward(loss): no gradient has come since the last update, so there is nothing to "
+    "step with, and the schedule would advance; call engine.backward(loss) first"
+)
+
+
+class EmptyStepError(UsageError):
+    """No rank has a gradient for a step that needs some. All ranks raise it, nothing has changed, and all may go on."""
 
 
 class RankStep:
@@ -82,23 +93,33 @@ class RankStep:
 
         Raises:
             UsageError: another rank updates something else, or with other numbers.
+            EmptyStepError: there is nothing to update, and the programs of all ranks take that for a mistake.
         """
         shared = {id(job): f"{job.step} {job.hyper}" for _, job in jobs.values()}
         lines = sorted(f"{handle.name} {shared[id(job)]}" for handle, (_, job) in jobs.items())
         written = self._written(jobs)
         said = "\n".join([*lines, repr(settings), repr(written)])
         mine = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=DIGEST_BYTES).digest(), "little")
-        together = self._link.exchange_sums(SquareSum(mine, overflow))
+        together = self._link.exchange_sums(SquareSum(mine + (self._is_content << CONTENT_BIT), overflow))
         self._gradients.stepped.update(jobs)
         ranks = self._link.ranks
-        if together.total != mine * ranks.world_size:
+        content, digests = divmod(together.total, 1 << CONTENT_BIT)
+        if digests != mine * ranks.world_size:
             self._compare_written(written)
             everybody = [json.loads(said) for said in self._link.exchange_messages(json.dumps(lines).encode())]
             raise UsageError(
                 f"the ranks' optimizer.step() differ: {_first_apart(everybody)}. Give all ranks the same optimizer and "
                 "schedule, and freeze and unfreeze the same parameters on all"
             )
+        if not jobs and not content:
+            raise EmptyStepError(EMPTY_STEP)
         return together.non_finite
+
+    @property
+    def _is_content(self) -> bool:
+        """Whether this rank's program makes a step although nobody may have gradients. One that has joined follows."""
+        has_joined = self._gradients.met_before is not None
+        return not has_joined and (self._optimizer is None or not self._optimizer.needs_gradients)
 
     def _written(self, jobs: Iterable[ParamHandle]) -> dict[str, int]:
         """Checksums of what this rank's program has written since the last step, where the ranks have not compared it:
@@ -141,7 +162,7 @@ def told_to_all(link: RankLink) -> Iterator[None]:
     """An error inside is raised on all ranks."""
     try:
         yield
-    except RankError:
+    except (RankError, EmptyStepError):
         raise
     except BaseException as error:
         link.fail(f"{type(error).__name__}: {error}")

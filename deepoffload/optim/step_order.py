@@ -22,6 +22,7 @@ class SteppingOptimizer(Protocol):
     param_groups: list[dict[str, Any]]
     skip_non_finite: bool
     max_grad_norm: float | None
+    needs_gradients: bool
 
     def _each(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Every parameter, with its group."""

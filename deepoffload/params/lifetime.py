@@ -47,12 +47,8 @@ class Lifetime:
         nothing."""
         self._alive -= 1
         self.deaths += 1
-        owner = self._owner
-        if self._alive == 0 and owner is not None and self.minds_deaths and self._lock.acquire_idle():
-            try:
-                owner.all_dead()
-            finally:
-                self._lock.release()
+        if self._alive == 0 and self._owner is not None and self.minds_deaths:
+            self._owner.all_dead()
 
     def ignore_deaths(self) -> None:
         """From now on nothing happens when parameters, modules or calls die: the engine has ended, or the process ends.

@@ -47,6 +47,7 @@ from deepoffload.runtime.choice import Room
 from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adoptable, pin_residents
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
+from deepoffload.runtime.departure import Departure, end_unasked
 from deepoffload.runtime.device import find_accelerator, open_memory, open_rank_memory, take_device_memory
 from deepoffload.runtime.disk import EngineDisk
 from deepoffload.runtime.durability import Durability
@@ -104,6 +105,7 @@ class Engine:
         self._outside: OutsideWatch | None = None
         self._building: ConstructionHooks | None = None
         self._disk = EngineDisk()
+        self._departure: Departure | None = None
         self.durability: Durability | None = None
         self.link: RankLink | None = None
         self.gradients: Gradients
@@ -266,14 +268,8 @@ class Engine:
         return Durability(self.pager, disk.space, disk.store, every, extra_s, self.link)
 
     def _refusals(self) -> Refusals:
-        return Refusals(
-            self.pager,
-            self.config,
-            self.budgets,
-            capacity_bytes=self._capacity_bytes(),
-            nvme_bytes=self._nvme_bytes(),
-            bandwidths=self._disk.bandwidths,
-        )
+        host, nvme, rates = self._capacity_bytes(), self._nvme_bytes(), self._disk.bandwidths
+        return Refusals(self.pager, self.config, self.budgets, capacity_bytes=host, nvme_bytes=nvme, bandwidths=rates)
 
     def _nvme_bytes(self) -> int | None:
         return self.budgets.nvme_bytes if self._disk.space is not None else None
@@ -388,11 +384,13 @@ class Engine:
     # -- end -------------------------------------------------------------------------------------------------------
 
     def all_dead(self) -> None:
-        """The last parameter is gone: the engine of models that were built ends with them. Not with several ranks: this
-        runs when Python finds out, and an end with other ranks is waited for."""
-        if self.pager.gradients is not None and self.link is None:
-            self._outside = None  # torch may be going through its global hooks just now
-            self.close("its model was deleted")
+        """The last parameter is gone: the engine of models that were built ends with them."""
+        if self.pager.gradients is not None and self._departure is None:
+            self._departure = end_unasked(self._end_unasked, self.pager.lock, self.link)
+
+    def _end_unasked(self) -> None:
+        self._outside = None  # torch may be going through its global hooks just now
+        self._end("its model was deleted")
 
     def close(self, because: str = "engine.close() was called") -> None:
         """Give everything back: hooks, memory, swap files, threads. Idempotent. Parameters then raise
@@ -403,6 +401,12 @@ class Engine:
             IoFailure, BudgetError: it could not be made durable; everything is closed all the same.
             RankError: other ranks train on. It is raised there, too.
         """
+        if self._departure is not None:
+            self._departure.close_within(self.config.ranks.timeout_s)
+        self.pager.life.ignore_deaths()
+        self._end(because)
+
+    def _end(self, because: str) -> None:
         if self.pager.life.closed_because is not None:
             return
         if not self.pager.lock.is_mine():
@@ -428,15 +432,10 @@ class Engine:
         with self.pager.lock:
             self.pager.close(because)
             self._building = None
-            for window in (*self._windows, *self._outer):
-                window.remove()
-            for watch in self._watches:
-                watch.remove()
-            if self._outside is not None:
-                self._outside.remove()
-            self._windows.clear()
-            self._outer.clear()
-            self._watches.clear()
+            watching: list[Any] = [self._outside] if self._outside is not None else []
+            for hooked in (*self._windows, *self._outer, *self._watches, *watching):
+                hooked.remove()
+            self._windows, self._outer, self._watches = [], [], []
             with ExitStack() as last:  # each runs, even if the one before raised
                 last.callback(SHIELD.disengage)
                 last.callback(self._exit.detach)

@@ -16,6 +16,7 @@ from deepoffload.errors import LossScaleError, UsageError
 from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.handles import gradients_of, handle_of
 from deepoffload.optim.loss_scale import LossScale
+from deepoffload.optim.rank_step import EMPTY_STEP, EmptyStepError
 from deepoffload.runtime.engine import Engine
 
 log = logging.getLogger("deepoffload")
@@ -185,22 +186,29 @@ class TrainingLoop:
         Gradients with an infinity or NaN update nothing: they are dropped and counted in ``skipped``.
 
         Raises:
-            UsageError: there is no optimizer; or fp16, and no :meth:`backward` has scaled the loss; or with one rank,
-                no gradient has come since the last update.
+            UsageError: there is no optimizer; or fp16, and no :meth:`backward` has scaled the loss; or no gradient has
+                come since the last update, on any rank.
             LossScaleError: fp16 gradients overflow with the loss scale at its minimum. The step counts as skipped.
         """
         optimizer = self._ready_optimizer()
         self.core.pager.hooks.refuse_between_turns("engine.step()")
         self._check_arguments(schedule_arguments)
         boundary = self.is_boundary
-        if boundary:
-            self._refuse_without_gradients(optimizer)
+        is_empty = boundary and self._is_without_gradients(optimizer)
+        if is_empty and self.core.ranks.world_size == 1:
+            raise UsageError(EMPTY_STEP)
         self.micro_steps += 1
-        self.applied = self._has_backward = False
+        before, self.applied, self._has_backward = self.applied, False, False
         if not boundary:
             self._scaled = False
             return False
-        self.applied = self._update(optimizer)
+        try:
+            with self._needing_gradients(optimizer, is_empty):
+                self.applied = self._update(optimizer)
+        except EmptyStepError:
+            self.micro_steps -= 1
+            self.applied = before
+            raise UsageError(EMPTY_STEP) from None
         self.zero_grad()
         self._end_update(schedule_arguments or {})
         return True
@@ -271,16 +279,25 @@ class TrainingLoop:
             )
         return self.optimizer
 
-    def _refuse_without_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """With several ranks the others may have what this one has not."""
+    def _is_without_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether none has come since the last update. With several ranks the others may have what this one has not."""
         if self._differentiated or self.core.gradients.changes != self._gradients_before:
-            return
+            return False
         params = (param for group in optimizer.param_groups for param in group["params"])
-        if not any(map(_keeps_gradient, params)) and self.core.ranks.world_size == 1:
-            raise UsageError(
-                "engine.step() without engine.backward(loss): no gradient has come since the last update, so there is "
-                "nothing to step with, and the schedule would advance; call engine.backward(loss) first"
-            )
+        return not any(map(_keeps_gradient, params))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _needing_gradients(optimizer: torch.optim.Optimizer, needs: bool) -> Iterator[None]:
+        """The ranks find out together whether one of them has gradients."""
+        if not isinstance(optimizer, HostOptimizer):
+            yield
+            return
+        optimizer.needs_gradients = needs
+        try:
+            yield
+        finally:
+            optimizer.needs_gradients = False
 
     def _check_arguments(self, said: object) -> None:
         """Before the update: an error of the schedule would come after it."""

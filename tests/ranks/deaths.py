@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from torch import nn
 
 from deepoffload import CPUAdamW, offload_context
 from deepoffload.errors import DeepOffloadError, RankError
+from deepoffload.io.engine import IoEngine
+from deepoffload.runtime import disk
 from tests.ranks.training_programs import MODELS, loss_of
 from tests.support.rank_processes import LONG_S, Ended, run_ranks
 
@@ -36,6 +39,8 @@ KINDS = ("loader", "forward", "backward", "guess", "early")
 """Of places."""
 UPDATE_S_SHARE = 0.02
 """An update inside backward, a guess too, is over so much sooner than what else a rank is at when it dies."""
+FIRST_CHUNK, CHUNKS_PER_PLACE = 400, 20
+"""Of the swap file's chunks, the one that fails at place 0, and how many more come in the time of a place."""
 STEPS = 400
 """More than any rank makes before one of them dies."""
 
@@ -87,17 +92,17 @@ class _Places:
         if way.startswith("SIG"):
             threading.Timer(self._death.later_s * (UPDATE_S_SHARE if kind == wanted else 1.0), self._die).start()
             return
-        self._note()
+        self.note()
         if way == "disk full":
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         else:
             raise ArithmeticError(f"the {way} is out of order")
 
-    def _note(self) -> None:
+    def note(self) -> None:
         (self._folder / "died").write_text(str(time.monotonic()))
 
     def _die(self) -> None:
-        self._note()
+        self.note()
         os.kill(os.getpid(), getattr(signal, self._death.way.split()[0]))
 
 
@@ -132,6 +137,8 @@ def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, l
         "ranks": {"timeout_s": death.timeout_s if death.way == "SIGSTOP" else LONG_S, "transport": death.transport},
         "step_overlap": death.step_overlap,
     }
+    if death.way == "EIO" and death.rank == int(os.environ["RANK"]):
+        disk.IoEngine = partial(IoEngine, fault_script=f"nth={FIRST_CHUNK + CHUNKS_PER_PLACE * death.place} errno=5")
     torch.manual_seed(5)
     context = offload_context(config)
     with context:
@@ -149,6 +156,8 @@ def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, l
             optimizer.zero_grad()
     except (ArithmeticError, DeepOffloadError) as error:
         raised = time.monotonic()
+        if death.way == "EIO" and death.rank == int(os.environ["RANK"]):
+            places.note()  # nobody knows the moment
         said = type(error).__name__, str(error), raised
     else:
         said = "nothing", "", time.monotonic()
@@ -187,11 +196,11 @@ def _check_own_end(death: Death, own: Ended) -> None:
         return
     assert own.error is None and own.exit_code == 0, f"{death}: {own.text}"
     kind, text, _, threads = own.value
-    expected = ("IoFailure", "RankError") if death.way == "disk full" else ("ArithmeticError",)
+    expected = ("IoFailure", "RankError") if death.way in ("disk full", "EIO") else ("ArithmeticError",)
     assert kind in expected and not threads, f"{death}: {kind}, {threads}: {text}"
 
 
-WAYS = ("SIGKILL", "SIGSTOP", "forward", "backward", "loader", "disk full")
+WAYS = ("SIGKILL", "SIGSTOP", "forward", "backward", "loader", "disk full", "EIO")
 MORE_WAYS = {"speculative": ("SIGKILL guess", "guess"), "in_backward": ("SIGKILL early", "early")}
 """In updates inside backward."""
 

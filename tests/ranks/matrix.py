@@ -49,23 +49,50 @@ def cells(family: str, precision: str, world_size: int) -> Iterator[Job]:
     wanted = itertools.product(("memory", "group"), PLACES, OVERLAPS, (1, 3))
     for number, (transport, place, overlap, micro_batches) in enumerate(wanted):
         if not (precision == "fp16" and overlap == "in_backward"):  # refused: gradients may overflow
-            changes = {"data_ranks": world_size, "micro_batches": micro_batches, "stage": STAGES[number % 4]}
+            stage = STAGES[(number + number // 8) % 4]  # each with every overlap, k and place
+            changes = {"data_ranks": world_size, "micro_batches": micro_batches, "stage": stage}
             yield cell(family, precision, transport, place, overlap, **changes)
+
+
+def name_of(job: Job) -> str:
+    """For people, and to choose by."""
+    config = job.config
+    place = next(place for place in reversed(PLACES) if PLACES[place].items() <= config.items())
+    stage = config.get("zero_optimization", {}).get("stage", "-")
+    words = job.model, config["precision"], config["ranks"]["transport"], place, config["step_overlap"]
+    return f"{' '.join(words)} k={job.micro_batches} stage={stage}"
+
+
+def _batches(wanted: list[tuple[int, tuple[int, Job]]], at_once: int) -> Iterator[tuple[int, list[tuple[int, Job]]]]:
+    """The trainings with their numbers, by how many ranks they have."""
+    for world_size, group in itertools.groupby(wanted, key=lambda one: one[1][0]):
+        same = [(number, job) for number, (_, job) in group]
+        for start in range(0, len(same), at_once):
+            yield world_size, same[start : start + at_once]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
+    parser.add_argument("--types", nargs="+", default=["fp32", "bf16", "fp16"])
+    parser.add_argument("--only", default="", help="trainings whose name has this in it")
+    parser.add_argument("--from", dest="first", type=int, default=0, help="begin with the training of this number")
+    parser.add_argument("--count", type=int, help="so many trainings; all that are left when not said")
+    parser.add_argument("--at-once", type=int, default=8, help="trainings for which processes are started")
     chosen = parser.parse_args()
-    number = 0
+    sorts = itertools.product(chosen.ranks, chosen.families, chosen.types)
+    everything = [(world_size, job) for world_size, *sort in sorts for job in cells(*sort, world_size)]
+    wanted = [one for one in enumerate(everything) if one[0] >= chosen.first and chosen.only in name_of(one[1][1])]
+    wanted = wanted[: chosen.count]
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as path:
-        for world_size, family, precision in itertools.product(chosen.ranks, chosen.families, ("fp32", "bf16", "fp16")):
-            begin, jobs = time.monotonic(), list(cells(family, precision, world_size))
-            check_all(jobs, Path(path), world_size)
-            number += len(jobs)
-            print(f"{world_size} ranks, {family}, {precision}: {time.monotonic() - begin:.0f} s", flush=True)
-    print(f"{number} trainings: equal")
+        for world_size, some in _batches(wanted, chosen.at_once):
+            begin = time.monotonic()
+            check_all([job for _, job in some], Path(path), world_size)
+            for number, job in some:
+                print(f"{number:5}  {world_size} ranks, {name_of(job)}")
+            print(f"equal, {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"{len(wanted)} trainings of {len(everything)}: equal")
 
 
 if __name__ == "__main__":

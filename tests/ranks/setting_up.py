@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +20,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import deepoffload
 from deepoffload.errors import BudgetError, DeepOffloadError
-from tests.support.rank_processes import LONG_S
+from tests.support.inspect import pager_of
+from tests.support.rank_processes import LONG_S, SOON_S
 
 RANKS = {"timeout_s": LONG_S}
 
@@ -130,18 +133,56 @@ def close_early() -> str:
     return error_of(train, model, 2, optimizer)
 
 
-def leave_the_last_open() -> tuple[list[int], list[float]]:
-    """Nobody closes the last engine: the end of the process does. Returns how many threads there are after each of
-    those before, and the losses of the last."""
-    threads = []
-    for _ in range(3):
+def leave_the_last_open() -> tuple[list[int], list[float], list[float]]:
+    """Two engines are closed. Of two others the models are forgotten, by rank 0 first; rank 1 goes on to use one.
+    Nobody closes the last engine: the end of the process does.
+
+    Returns:
+        How many threads there are after each of those before; what the two models that are forgotten have shown; and
+        the losses of the last.
+    """
+    threads, forgotten = [], []
+    for _ in range(2):
         model, engine = build()
         train(model, 1)
         engine.close()
         del model, engine
         gc.collect()
-        threads.append(len(os.listdir("/proc/self/task")))
-    return threads, train(build()[0], 2)
+        threads.append(count_threads())
+    for _ in range(2):
+        forgotten.append(forget())
+        threads.append(wait_for(lambda: count_threads() == threads[0]) and count_threads())
+    return threads, forgotten, train(build()[0], 2)
+
+
+def forget() -> float:
+    """Rank 0 evaluates and drops its model, then rank 1."""
+    model, engine = build()
+    train(model, 2)
+    arena = weakref.ref(pager_of(model).tiers.arena)
+    if rank() == 1:
+        dist.barrier()
+    with torch.no_grad():
+        loss = float(model(torch.ones(2, 16)).sum())
+    if rank() == 0:
+        del model, engine
+        dist.barrier()
+    model = engine = None
+    assert wait_for(lambda: arena() is None), "its memory is kept"
+    return loss
+
+
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def wait_for(over: Callable[[], bool]) -> bool:
+    """Whether it comes to be so within a time that any machine has."""
+    until = time.monotonic() + SOON_S
+    while not over() and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    return over()
 
 
 def fail_between_steps() -> str:
@@ -195,8 +236,21 @@ def be_an_engine() -> dict[str, Any]:
         "stats": {key: engine.stats()[key] for key in ("rank", "world_size", "mixed_rounds", "nudges")},
         "bytes": all(engine.stats()[key] > 0 for key in ("rounds", "gather_bytes", "reduce_bytes")),
     }
+    facts["steps without backward"] = step_without_backward(engine, rows)
     engine.destroy()
     return facts | {"warned": warnings_of(lambda: read_a_stream(config))}
+
+
+def step_without_backward(engine: Any, rows: torch.Tensor) -> tuple[str, int, int]:
+    """First no rank has made one, then rank 1 has."""
+    del engine.module.adapter
+    engine.set_gradient_accumulation_boundary(True)
+    updates, said = engine.global_steps, error_of(engine.step)
+    refused = engine.global_steps - updates
+    if rank() == 1:
+        engine.backward(engine(rows).square().mean())
+    engine.step()
+    return said, refused, engine.global_steps - updates
 
 
 class Stream(IterableDataset[torch.Tensor]):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from deepoffload.ranks.wait_times import NUDGE_AFTER_S
-from tests.ranks import rounds_programs as programs
+from tests.ranks import rounds_programs
+from tests.support.programs import Programs
 from tests.support.rank_processes import LONG_S, SOON_S, launcher_environment, run_ranks, values_of
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(program: Callable[..., Any], world_size: int, tmp_path: Path, *arguments: Any) -> list[dict[str, Any]]:
@@ -30,16 +29,16 @@ def run(program: Callable[..., Any], world_size: int, tmp_path: Path, *arguments
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_equal_programs_make_one_round_for_each_want(world_size: int, tmp_path: Path) -> None:
     steps = 3
-    results = run(programs.equal_steps, world_size, tmp_path, steps)
+    results = run(rounds_programs.equal_steps, world_size, tmp_path, steps)
     assert all(result["steps"] == steps for result in results)
     if all(result["stats"].answers == 0 for result in results):  # no thread had to answer for a program that was slow
         for result in results:
             assert result["stats"].mixed_rounds == 0
-            assert result["stats"].rounds == steps * (3 * programs.UNITS + 1) + 1
+            assert result["stats"].rounds == steps * (3 * rounds_programs.UNITS + 1) + 1
 
 
 def test_a_slow_rank_is_named_by_who_waits_for_it(tmp_path: Path) -> None:
-    quick, _ = run(programs.slow_rank, 2, tmp_path, 1, (0.0, 0.2))
+    quick, _ = run(rounds_programs.slow_rank, 2, tmp_path, 1, (0.0, 0.2))
     stats = quick["stats"]
     assert 0.1 < stats.waited_for_s[1] <= stats.waited_s  # the other has slept for 1.6 s
     assert stats.waited_for_s[0] == 0.0
@@ -47,34 +46,34 @@ def test_a_slow_rank_is_named_by_who_waits_for_it(tmp_path: Path) -> None:
 
 def test_a_program_that_is_only_slow_is_not_nudged_again_and_again(tmp_path: Path) -> None:
     pause_s, waits = 0.15, 16  # each longer than before a first nudge
-    quick, _ = run(programs.slow_rank, 2, tmp_path, 2, (0.0, pause_s))
+    quick, _ = run(rounds_programs.slow_rank, 2, tmp_path, 2, (0.0, pause_s))
     longer_s = max(0.0, quick["stats"].waited_s - waits * pause_s)  # where the machine has other things to do
     assert quick["stats"].nudges < waits / 2 + longer_s / NUDGE_AFTER_S
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_programs_that_differ_end_with_the_same_sums(world_size: int, tmp_path: Path) -> None:
-    results = run(programs.unequal_everything, world_size, tmp_path)
+    results = run(rounds_programs.unequal_everything, world_size, tmp_path)
     assert {result["steps"] for result in results} == {3 + 2 * (world_size - 1)}
     assert sum(result["stats"].nudges for result in results) > 0
     assert results[0]["stats"].mixed_rounds > 0
 
 
 def test_who_has_nothing_left_to_do_serves_the_others(tmp_path: Path) -> None:
-    results = run(programs.evaluate_last, 2, tmp_path)
-    assert len(results[0]["launched"]) == 4 * programs.UNITS
+    results = run(rounds_programs.evaluate_last, 2, tmp_path)
+    assert len(results[0]["launched"]) == 4 * rounds_programs.UNITS
 
 
 @pytest.mark.parametrize("transport", ["group", "memory"])
 def test_rounds_lead_to_transfers_of_either_transport(transport: str) -> None:
-    results = values_of(programs.over_a_transport, 2, transport)
+    results = values_of(rounds_programs.over_a_transport, 2, transport)
     assert all(gathered and added for gathered, added, _ in results)
     assert results[0][2] > 0  # rank 1 was in its barrier
 
 
 def in_trouble(what: str, world_size: int, tmp_path: Path, timeout_s: float) -> list[dict[str, Any]]:
     """What the ranks return that are left. They all raise one error, and raise it again."""
-    ended = run_ranks(programs.trouble, world_size, str(tmp_path / "store"), what, timeout_s)
+    ended = run_ranks(rounds_programs.trouble, world_size, str(tmp_path / "store"), what, timeout_s)
     if what == "SIGKILL":
         assert ended.pop(1).exit_code == -9
     assert all(one.error is None and one.exit_code == 0 for one in ended), "\n".join(one.text for one in ended)
@@ -135,43 +134,57 @@ def test_who_closes_while_others_train_is_an_error_on_all(tmp_path: Path) -> Non
 
 
 PROGRAM = """
+import json
+import os
 import sys
-sys.path.insert(0, {root!r})
+
 from tests.ranks.rounds_programs import Side, interrupt_a_wait
-side = Side({path!r})
-side.forward_and_backward()
-side.step()
-print("made", side.steps)
-{last}
+
+ranks = json.loads(sys.argv[1])
+children = []
+while len(children) < len(ranks):
+    rank = ranks[len(children)]
+    child = os.fork()
+    if not child:
+        os.environ.update(rank["environment"])
+        for number, name in ((1, "output"), (2, "errors")):
+            os.dup2(os.open(rank[name], os.O_CREAT | os.O_WRONLY), number)
+        side = Side(rank["store"])
+        side.forward_and_backward()
+        side.step()
+        print("made", side.steps)
+        exec(rank["last"])
+        break
+    children.append(child)
+else:
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
 """
+"""Forks a process for each rank, which ends as an interpreter ends."""
 
 
-def run_to_the_end(tmp_path: Path, last: tuple[str, str]) -> list[subprocess.CompletedProcess[str]]:
+def run_to_the_end(programs: Programs, tmp_path: Path, last: tuple[str, str]) -> list[subprocess.CompletedProcess[str]]:
     """Two interpreters that end without closing anything; ``last`` is the last line of each."""
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(root=str(ROOT), path=str(tmp_path / "store"), last=line)],
-            env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **launcher_environment(rank, 2, 1)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    ranks = [
+        {
+            "environment": launcher_environment(rank, 2, 1),
+            "store": str(tmp_path / "store"),
+            "output": str(tmp_path / f"output {rank}"),
+            "errors": str(tmp_path / f"errors {rank}"),
+            "last": line,
+        }
         for rank, line in enumerate(last)
     ]
-    try:
-        return [
-            subprocess.CompletedProcess(child.args, child.returncode, out, error)
-            for child in children
-            for out, error in [child.communicate(timeout=200)]
-        ]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
+    done = programs.run(PROGRAM, json.dumps(ranks))
+    assert done.returncode == 0, done.stderr
+    texts = [(Path(rank["output"]).read_text(), Path(rank["errors"]).read_text()) for rank in ranks]
+    return [
+        subprocess.CompletedProcess(PROGRAM, code, *both)
+        for code, both in zip(json.loads(done.stdout), texts, strict=True)
+    ]
 
 
-def test_programs_that_close_nothing_end_quietly(tmp_path: Path) -> None:
-    for ended in run_to_the_end(tmp_path, ("side.evaluate()", "")):
+def test_programs_that_close_nothing_end_quietly(programs: Programs, tmp_path: Path) -> None:
+    for ended in run_to_the_end(programs, tmp_path, ("side.evaluate()", "")):
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "made 1\n", "")
 
 
@@ -184,10 +197,10 @@ def test_programs_that_close_nothing_end_quietly(tmp_path: Path) -> None:
     ids=["raises", "ctrl-c"],
 )
 def test_a_program_that_ends_with_an_error_tells_the_others(
-    tmp_path: Path, last: str, exit_code: int, error: str
+    programs: Programs, tmp_path: Path, last: str, exit_code: int, error: str
 ) -> None:
     never_steps = "while True: side.evaluate()"
-    left, ended = run_to_the_end(tmp_path, (never_steps, last))
+    left, ended = run_to_the_end(programs, tmp_path, (never_steps, last))
     assert (left.returncode, ended.returncode) == (1, exit_code)
     assert "terminate called" not in left.stderr + ended.stderr
     assert f"RankError: rank 1 has failed at step: its program ended with {error}" in left.stderr

@@ -33,7 +33,7 @@ class RankPaging(Paging):
             yield context
 
     def close(self) -> None:
-        """End all engines that are open. Models that are gone do not: their end would wait for other ranks."""
+        """End all engines that are open, together with the other ranks."""
         while self._open:
             engine = self._open.pop().engine
             if engine is not None:
