@@ -8,6 +8,7 @@ which the first ones teach the engine its trace, and as many in the other. A rat
 "median step in vertical order by that in horizontal order". ``--disk-rate`` slows all transfers down to that of a
 slower disk, reads and writes together. With ``--predict`` and the row ``host`` the least times that this disk allows
 stand beside what was measured: see ``benchmarks.accumulation.bound``.
+The row ``by-hand`` is plain PyTorch with everything in memory, its two orders written by hand.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from benchmarks.end_to_end.cases import OVERLAPS
 from benchmarks.end_to_end.runner import ROOT, end_with_children, environment
 from deepoffload.config.units import parse_bytes
 
+BY_HAND = "by-hand"
+"""Plain PyTorch with everything in memory: what the order itself costs."""
+
 HEAD = f"{'':10} {'k':>3} {'horizontal s':>12} {'B/param':>8} {'vertical s':>11} {'B/param':>8} {'ratio':>6}  rounds"
 
 
@@ -47,8 +51,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--path", required=True, help="directory on the disk that is measured")
     parser.add_argument("--size", choices=sorted(SHAPES), default="319m")
-    parser.add_argument("--rows", nargs="+", choices=("host", "half", "optimizer", "all"), default=["all"])
+    parser.add_argument("--rows", nargs="+", choices=("host", "half", "optimizer", "all", BY_HAND), default=["all"])
     parser.add_argument("--overlap", choices=OVERLAPS, default="deferred", help="step_overlap")
+    parser.add_argument("--clip", type=float, default=1.0, help="global norm; guesses need steps that do not clip")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--seq", type=int, default=128, help="tokens in a micro-batch, which has one row")
     parser.add_argument("--rounds", type=int, default=3)
@@ -78,9 +83,14 @@ def slow_disk(rate: int | None) -> Iterator[dict[str, str]]:
 
 def measure(said: argparse.Namespace, row: str, more: dict[str, str]) -> Iterator[dict[str, Any]]:
     """What the process of a row says, a number of micro-batches after the other."""
-    names = ("path", "size", "overlap", "micro_batches", "seq", "rounds", "steps", "threads", "predict")
+    names = ("path", "size", "overlap", "micro_batches", "seq", "rounds", "steps", "threads", "predict", "clip")
     spec = {name: getattr(said, name) for name in names} | {"row": row}
-    command = [sys.executable, "-m", "benchmarks.accumulation.row", json.dumps(spec)]
+    command = [
+        sys.executable,
+        "-m",
+        f"benchmarks.accumulation.{'by_hand' if row == BY_HAND else 'row'}",
+        json.dumps(spec),
+    ]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(said.threads) | more, cwd=ROOT)
     assert child.stdout is not None
     try:

@@ -33,7 +33,7 @@ class Row:
 
     def __init__(self, said: dict[str, Any]) -> None:
         self._said, self._number = said, 0
-        self._work = Work(said["size"], 1, said["seq"], threads=said["threads"])
+        self._work = Work(said["size"], 1, said["seq"], threads=said["threads"], clip=said["clip"])
         name = f"{said['row']}-{said['overlap']}"
         self._case = next(case for case in ours(self._work, said["overlap"]) if case.name == name)
         self._subject = subject_of(self._work)
