@@ -6,13 +6,13 @@
 #
 # PYTHON=python3.12       the Python that the environment is made from (3.10 or newer)
 # TORCH_INDEX_URL=...     also look for torch here; https://download.pytorch.org/whl/cpu has the smaller CPU build
-# VERSIONS="..."          what test-versions tests: python3.10:2.12.0 is Python 3.10 with torch 2.12.0
+# VERSIONS="..."          what test-versions tests: python3.10:2.11.0 is Python 3.10 with torch 2.11.0
 # DEMO_ARGS="..."         arguments of examples/train_gpt.py;  PYTEST_ARGS="..."  arguments of pytest, else four processes
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX_URL ?=
-VERSIONS ?= python3.10:2.12.0 python3.13:2.15.0
+VERSIONS ?= python3.10:2.11.0 python3.13:2.15.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?= -n 4 --dist worksteal
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# test_versions.sh PYTHON:TORCH ...: the core tests with each of these versions, for example python3.10:2.12.0.
+# test_versions.sh PYTHON:TORCH ...: the core tests with each of these versions, for example python3.10:2.11.0.
 #
 # Each pair has its own environment in .venv-versions, which stays, and tests a copy of this checkout there. Pythons
 # are looked for on PATH and among pyenv's. PYTEST_ARGS: arguments of pytest instead of the core tests.

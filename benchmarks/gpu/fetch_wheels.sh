@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 WHEELS=benchmarks/gpu/wheels
 PYTHON=${PYTHON:-python3}
-NEEDED="cffi pycparser pybind11 setuptools psutil numpy pytest pytest-timeout iniconfig pluggy packaging pygments hypothesis
+NEEDED="cffi pycparser pybind11 setuptools psutil greenlet numpy pytest pytest-timeout iniconfig pluggy packaging pygments hypothesis
     sortedcontainers safetensors"
 PEERS="torchao==0.18.0 hjson pydantic pydantic-core annotated-types typing-extensions typing-inspection einops msgpack
     ninja py-cpuinfo tqdm"

@@ -18,9 +18,12 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-TORCH_MIN = (2, 12)
+TORCH_MIN = (2, 11)
 """The package needs no newer one, and works with no older one: pyproject.toml says so, too."""
-NEEDED = ("numpy", "cffi", "pybind11", "setuptools", "psutil", "pytest", "pytest_timeout", "hypothesis", "safetensors")
+NEEDED = (
+    *("numpy", "cffi", "pycparser", "pybind11", "setuptools", "psutil", "greenlet"),
+    *("pytest", "pytest_timeout", "hypothesis", "safetensors"),
+)
 """Modules without which nothing builds, or tests/gpu does not run."""
 
 

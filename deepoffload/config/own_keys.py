@@ -85,7 +85,8 @@ OWN_KEYS = (
     _own(
         "device_budget",
         size(1),
-        "Bytes of device memory for weights; activations come on top. On a CPU device one pool with `host_budget`.",
+        "Bytes of device memory for weights, and for optimizer state in what they leave of it; activations come on "
+        "top. On a CPU device one pool with `host_budget`.",
     ),
     _own(
         "host_budget",
@@ -106,8 +107,9 @@ OWN_KEYS = (
     _own(
         "offload_optimizer",
         tier_limit(),
-        "The farthest tier optimizer state may go to; not said: as for weights. `device`: it lives on a GPU as far as "
-        "`device_budget` has room, and in host memory else.",
+        "The farthest tier optimizer state may go to; not said: as for weights, and on a GPU as far as a "
+        "`device_budget` that is said has room. `device`: it lives there as far as there is room, and in host memory "
+        "else.",
     ),
     _own(
         "step_overlap",

@@ -21,6 +21,7 @@ from deepoffload.copies.ring import StagingRing
 from deepoffload.errors import BudgetError
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import DType
+from deepoffload.optim.device_kernels import DeviceKernels, OperatorKernels
 from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.gradient_state import GradientSlot
 from deepoffload.optim.threads import landing_threads
@@ -94,6 +95,7 @@ class DeviceLandings:
     """Lands gradients through the ring. Guarded by the tier manager's lock.
 
     Attributes:
+        kernels: what updates optimizer state that is kept on the device, and sums up the gradients that stay there.
         no_room: where the host budget does not hold the ring, the error that says so. Models that come then are only
             counted, so that one error names a budget for all.
     """
@@ -102,6 +104,7 @@ class DeviceLandings:
         self._memory = memory
         self._tiers = memory.tiers
         self.no_room: BudgetError | None = None
+        self.kernels: DeviceKernels = OperatorKernels()
         try:
             self._ring = StagingRing(
                 memory.link, "gradients", *ring_of(memory.tiers.arena.capacity_bytes), outside_user_modes

@@ -7,6 +7,8 @@ factor whether its gradients are on the host or on the device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,28 +24,31 @@ _FRACTION_BITS = 52
 _UNIT_EXPONENT = SUM_UNIT.bit_length() - 1
 
 
-def block_sums(values: Tensor, scratch: Tensor) -> Tensor:
-    """The sum of squares of each block of :data:`SUM_BLOCK` elements.
+def blocks_of(numel: int) -> int:
+    """In how many blocks so many elements are summed."""
+    return -(-numel // SUM_BLOCK)
+
+
+def block_sums(parts: Sequence[Tensor], sums: Tensor, scratch: Tensor) -> None:
+    """The sum of squares of each block of :data:`SUM_BLOCK` elements, by torch's operators.
 
     Args:
-        values: flat, fp32, bf16 or fp16, on a device.
+        parts: flat, fp32, bf16 or fp16, on a device. The last block of each may be shorter.
+        sums: float64 there, one for each block of each part, one after the other; overwritten.
         scratch: uint8, at least :data:`BLOCK_SCRATCH_BYTES`, there, aligned to 8 bytes; overwritten. More of it means
-            fewer kernels.
-
-    Returns:
-        float64, one for each block, the last of which may be shorter.
+            fewer kernels: blocks of several parts are summed at once.
     """
-    numel = values.numel()
-    blocks = -(-numel // SUM_BLOCK)
-    sums = torch.empty(blocks, dtype=torch.float64, device=values.device)
-    at_once = scratch.numel() // BLOCK_SCRATCH_BYTES
-    for first in range(0, blocks, at_once):
-        count = min(at_once, blocks - first)
-        part = values[first * SUM_BLOCK : (first + count) * SUM_BLOCK]
+    at = 0
+    for batch in _batches(parts, scratch.numel() // BLOCK_SCRATCH_BYTES):
+        count = sum(blocks_of(part.numel()) for part in batch)
         floats = scratch[: count * BLOCK_SCRATCH_BYTES].view(torch.float64)
         squares, lanes = floats[: count * SUM_BLOCK], floats[count * SUM_BLOCK :].view(count, LANES)
-        squares[: part.numel()].copy_(part)
-        squares[part.numel() :].zero_()
+        begin = 0
+        for part in batch:
+            end = begin + blocks_of(part.numel()) * SUM_BLOCK
+            squares[begin : begin + part.numel()].copy_(part)
+            squares[begin + part.numel() : end].zero_()
+            begin = end
         squares.mul_(squares)  # exact: 24 bits have become 48
         lanes.zero_()
         for row in squares.view(count, STEPS, LANES).unbind(1):
@@ -52,8 +57,26 @@ def block_sums(values: Tensor, scratch: Tensor) -> Tensor:
         while half:
             lanes[:, :half].add_(lanes[:, half : 2 * half])
             half //= 2
-        sums[first : first + count].copy_(lanes[:, 0])
-    return sums
+        sums[at : at + count].copy_(lanes[:, 0])
+        at += count
+
+
+def _batches(parts: Sequence[Tensor], blocks_max: int) -> Iterator[list[Tensor]]:
+    """``parts`` cut and put together so that no batch has more blocks."""
+    batch: list[Tensor] = []
+    left = blocks_max
+    for part in parts:
+        begin = 0
+        while begin < part.numel():
+            piece = part[begin : begin + left * SUM_BLOCK]
+            batch.append(piece)
+            begin += piece.numel()
+            left -= blocks_of(piece.numel())
+            if not left:
+                yield batch
+                batch, left = [], blocks_max
+    if batch:
+        yield batch
 
 
 def exact_total(sums: Tensor) -> tuple[int, bool]:

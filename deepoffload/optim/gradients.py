@@ -391,8 +391,8 @@ class Gradients:
         block, _ = place_of(slot)
         if slot.written():
             self.pager.will_change(slot)  # a device's copy alone is right
-        if record.sum_sq is None and self.pager.memory.keeps(block):
-            device_gradients.measure(self.pager.memory, self._records.values())
+        if record.sum_sq is None and self.from_device is not None and self.pager.memory.keeps(block):
+            device_gradients.measure(self.pager.memory, self.from_device.kernels, self._records.values())
         if record.sum_sq is None:
             self.pager.memory.settle(block)  # what is still on its way knows its sum then
         if record.sum_sq is None:

@@ -16,6 +16,7 @@ import torch
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
 from deepoffload.native.cpu_adam import Segment, StateLayout
+from deepoffload.optim.device_kernels import DeviceKernels
 from deepoffload.optim.device_update import run_piece, updates_on_device
 from deepoffload.optim.gradients import NATIVE_DTYPES, Gradients
 from deepoffload.optim.relayout import fit_pieces
@@ -217,12 +218,18 @@ class HostUpdate:
                 try:
                     memory.will_change(piece.block)
                     memory.will_change(unit.weights)
-                    run_piece(memory, self.gradients, piece, self.jobs, self.grad_factor)
+                    run_piece(memory, self._kernels(), self.gradients, piece, self.jobs, self.grad_factor)
                 finally:
                     memory.release(piece.block)
                 memory.let_host_go(piece.block)
                 del left[0]
                 self.tiers.guards.updated(piece.block)
+
+    def _kernels(self) -> DeviceKernels:
+        landings = self.gradients.from_device
+        if landings is None:
+            raise RuntimeError("no device keeps optimizer state")
+        return landings.kernels
 
     def _apply_on_host(self, unit: Unit, left: list[int], will_change: Callable[[Block], None]) -> None:
         with ExitStack() as leases:

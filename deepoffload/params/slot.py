@@ -314,6 +314,9 @@ class TensorSlot:
     def part_from_views(self) -> None:
         """The bytes are about to be replaced by others, which torch would put into other memory: let views that the
         program holds keep the ones that they show, in separate memory. The bytes must be shown.
+
+        Raises:
+            UnsupportedError: this torch has no way to do so; nothing has changed.
         """
         tensor = self.tensor
         if tensor is not None:
@@ -327,6 +330,11 @@ class TensorSlot:
         them, too."""
         if self.storage is None or not LONE.storage_is_shared(self, shown=shown):
             return None
+        if swap_memory is None:
+            raise UnsupportedError(
+                f"{self.name}.data = ...: the program holds views of the old values, and torch {torch.__version__} has "
+                "no way to let them keep these. clone() what you keep, or use torch 2.12 or newer"
+            )
         return self.storage.clone()
 
     def _show_elsewhere(self, tensor: Tensor, views: torch.UntypedStorage | None) -> None:
@@ -339,7 +347,7 @@ class TensorSlot:
         self.pager.forget_storage(self)
         self._show(tensor)
         self.pager.remember_storage(self)
-        if views is not None and before is not None:
+        if views is not None and before is not None and swap_memory is not None:
             swap_memory(before, views)
 
     def _take(self, given: Tensor) -> None:

@@ -27,7 +27,7 @@ from deepoffload.errors import UnsupportedError
 from deepoffload.memory.lock import SHIELD
 
 Found = TypeVar("Found")
-TESTED_VERSIONS = "torch 2.12 to 2.15"
+TESTED_VERSIONS = "torch 2.11 to 2.15"
 """What ``make test-versions`` tests the ends of, and ``pyproject.toml`` asks for the least of."""
 
 
@@ -197,10 +197,11 @@ def set_data_elsewhere(tensor: Tensor, value: Tensor) -> None:
         _swap_implementation(tensor, value.detach().requires_grad_(tensor.requires_grad))
 
 
-swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = need(
-    torch.UntypedStorage, "_swap_data_ptr_"
+swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] | None = getattr(
+    torch.UntypedStorage, "_swap_data_ptr_", None
 )
-"""Of two storages: exchanges what they refer to. Views of the one then show the other's memory. torch 2.12 has it."""
+"""Of two storages: exchanges what they refer to. Views of the one then show the other's memory. None before torch 2.12:
+only ``param.data = ...`` with views of the old values needs it."""
 
 
 def get_data(tensor: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """``whole`` gets every rank's ``part``, in rank order; ``part`` may lie in it. Bytes."""
-    # torch 2.13 has a new name for it and warns about the old one, which 2.12 only has.
+    # torch 2.13 has a new name for it and warns about the old one, the only one that older torches have.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return cast(dist.Work, gather(whole, part, group=group, async_op=True))
 

@@ -68,8 +68,8 @@ class ChosenCut:
     """A cut, the sizes of its units' blocks, and where these go. Blocks are numbered from 0 on, in the order in which
     they are made: unit by unit, weights, gradients, pieces of state.
 
-    ``on_device``: numbers of blocks of optimizer state and of its gradients that live on a device and are no part of
-    the placement.
+    ``on_device``: numbers of blocks of optimizer state and of its gradients that live on a device. They are no part of
+    the placement where the configuration asks for that. Else the placement has room for them, too.
     ``copies_bytes``: memory for whole copies of what several ranks store, which is no part of it either.
     """
 
@@ -195,10 +195,12 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
     alone = all(draft.layout is None for draft in drafts)  # other ranks take part in whole copies only
     shares = read_shares(cut) if config.inference and alone else {}
     columns = _columns(cut, sizes, shares)
-    stays = _state_on_device(sizes, room.device_bytes) if config.offload_optimizer is Tier.DEVICE else set()
+    asked = config.offload_optimizer is Tier.DEVICE
+    stays = _state_on_device(sizes, room.device_bytes) if asked or _rest_is_for_state(config) else set()
     of_updates = np.isin(columns.kinds, [KIND_NUMBERS[kind] for kind in UPDATED_WITH])
     away: Any = of_updates & np.isin(columns.units, [drafts[number].index for number in stays])
-    placed = BlockColumns(*(column[~away] for column in columns))
+    # Where nobody has asked for it, the host has room for all the same: an optimizer may need its state there.
+    placed = BlockColumns(*(column[~away] for column in columns)) if asked else columns
     limits = {BlockKind.WEIGHT: config.offload_param, BlockKind.STATE: config.offload_optimizer}
     kept_kinds = [KIND_NUMBERS[kind] for kind, tier in limits.items() if tier is not None and tier is not Tier.NVME]
     event_bytes = max(_event_bytes(cut, sizes, several=config.inference), default=0)
@@ -233,7 +235,7 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
         durable=durable,
     )
     if with_blocks:
-        placement = replace(placement, blocks=tuple(_specs(cut, sizes, stays, shares)))
+        placement = replace(placement, blocks=tuple(_specs(cut, sizes, stays if asked else set(), shares)))
     if not config.inference:
         placement = with_updates(placement, config.step_overlap, room.bandwidths, no_guesses=room.no_guesses)
         if with_blocks:
@@ -308,6 +310,19 @@ def _state_on_device(sizes: Sequence[UnitSizes], device_bytes: int) -> set[int]:
             left -= nbytes
             kept.add(number)
     return kept
+
+
+def _rest_is_for_state(config: Config) -> bool:
+    """Whether what the weights leave of the device budget holds optimizer state although nobody has asked for it: where
+    the configuration says how much that is, and neither where state goes nor an optimizer that a device cannot run."""
+    if config.device_budget is None or config.offload_optimizer is not None or config.inference:
+        return False
+    said = config.optimizer
+    if said is None:
+        return True
+    params = said.params
+    narrow = params.get("fp32_optimizer_states") is False or params.get("state_dtype", "fp32") != "fp32"
+    return said.type in ("adam", "adamw") and not narrow and not params.get("amsgrad")
 
 
 def _set_up_bytes(sizes: Sequence[UnitSizes], *, can_leave: bool) -> int:

@@ -21,7 +21,9 @@ from deepoffload.memory.arena import Arena
 from deepoffload.memory.block import DeviceCopies
 from deepoffload.memory.eviction import EvictionPolicy
 from deepoffload.memory.tier_manager import TierManager
-from deepoffload.optim.device_landing import ring_of
+from deepoffload.optim.device_kernels import choose_kernels
+from deepoffload.optim.device_landing import DeviceLandings, ring_of
+from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import outside_user_modes, storage_at
 from deepoffload.ranks.group import RankGroup
@@ -140,9 +142,10 @@ def open_rank_memory(
     return memory.tiers, memory, links[0]
 
 
-def take_device_memory(memory: ShownMemory, plan: ModelPlan) -> None:
+def take_device_memory(memory: ShownMemory, plan: ModelPlan, landings: DeviceLandings | None) -> None:
     """Take what the model can use of the device budget; with several ranks, what it has of the host's for whole copies.
-    Nothing to do where tensors show the arena.
+    Nothing to do where tensors show the arena. Where optimizer state lives on the device, ``landings`` gets the kernels
+    that update it.
 
     Raises:
         BudgetError: the device, or the arena, does not have what the budget says.
@@ -162,3 +165,6 @@ def take_device_memory(memory: ShownMemory, plan: ModelPlan) -> None:
             f"{memory.device} has no {memory.capacity_bytes} bytes in one piece for weights, as device_budget "
             f"says: {error}. Lower device_budget, or let go of other memory on the device first"
         ) from error
+    if plan.on_device and landings is not None:
+        trained = {dtype for draft in plan.drafts for _, dtype in draft.trained if dtype in NATIVE_DTYPES}
+        landings.kernels = choose_kernels(memory.device, sorted(trained, key=str))

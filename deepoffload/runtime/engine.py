@@ -222,7 +222,7 @@ class Engine:
         if self.config.step_overlap is None and plan.placement.step_overlap is StepOverlap.SPECULATIVE:
             speculate(self.pager, self.gradients, self._disk.bandwidths.mixed_bytes_per_s, asked_for=False)
         memory = self.pager.memory
-        take_device_memory(memory, plan)
+        take_device_memory(memory, plan, self.gradients.from_device)
         self._reserve(plan.placement, roots)
         kept = {block.id for block in plan.on_device}
         values = ValueSums(parts)

@@ -1,8 +1,15 @@
-"""``offload_optimizer="device"``: optimizer state lives on the device and is updated there, as far as it has room."""
+"""Optimizer state lives on the device and is updated there, as far as it has room: with ``offload_optimizer="device"``,
+and in what the weights leave of a ``device_budget`` that the configuration says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +23,38 @@ from deepoffload import offload_context
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import SUM_BLOCK, AdamHyper, Segment
 from deepoffload.optim.device_arithmetic import SCRATCH_BYTES_PER_ELEMENT, AdamCoefficients, Arithmetic
-from deepoffload.optim.device_sums import BLOCK_SCRATCH_BYTES, block_sums, exact_total
+from deepoffload.optim.device_kernels import (
+    CONSTANT_BYTES,
+    DeviceKernels,
+    DeviceSegment,
+    FusedKernels,
+    OperatorKernels,
+)
+from deepoffload.optim.device_sums import BLOCK_SCRATCH_BYTES, blocks_of, exact_total
 from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.state import LAYOUTS
 from tests.native.every_split import BORDERS, UPPER_HALVES, numbers
 from tests.native.every_split import split as host_split
 
 STEPS = 6
+KERNELS = "deepoffload.optim.fused_kernels"
+
+
+@contextmanager
+def interpreted_kernels() -> Iterator[Any]:
+    """Triton's kernels in its interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed here (pip install triton), so its kernels do not run")
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.modules.pop(KERNELS, None)
+    try:
+        yield importlib.import_module(KERNELS)
+    finally:
+        sys.modules.pop(KERNELS, None)
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
 
 
 def build() -> nn.Module:
@@ -148,20 +180,38 @@ def test_what_the_program_does_to_gradients_on_the_device(simulated_gpu: str, tm
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(kept_there, kept, strict=True))
 
 
+@pytest.fixture(params=["operators", "fused"])
+def kernels(request: pytest.FixtureRequest, simulated_gpu: str) -> Iterator[DeviceKernels]:
+    """Torch's operators, and Triton's kernels in its interpreter, which calculates on the CPU."""
+    if request.param == "operators":
+        yield OperatorKernels()
+        return
+    with interpreted_kernels():
+        yield FusedKernels(torch.device(simulated_gpu, 0))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("numel", [1, 31, SUM_BLOCK, 3 * SUM_BLOCK + 77])
-def test_sums_of_squares_are_those_of_the_host(simulated_gpu: str, dtype: torch.dtype, numel: int) -> None:
-    """Over the whole range of exponents, where the order of additions shows."""
-    generator = torch.Generator().manual_seed(numel)
-    exponents = torch.randint(-60, 50, (numel,), generator=generator).float()
-    numbers = (torch.randn(numel, generator=generator) * exponents.exp2()).to(dtype)
-    scratch = torch.empty(2 * BLOCK_SCRATCH_BYTES + 64, dtype=torch.uint8, device=simulated_gpu)
-    for special in (None, float("inf"), float("nan")):
-        if special is not None:
-            numbers[numel // 2] = special
-        expected = cpu_adam.sum_of_squares(numbers.data_ptr(), numel, dtype=NATIVE_DTYPES[dtype], num_threads=1)
-        sums = block_sums(numbers.to(simulated_gpu), scratch)
-        assert exact_total(sums.cpu()) == expected
+def test_sums_of_squares_are_those_of_the_host(kernels: DeviceKernels, simulated_gpu: str, dtype: torch.dtype) -> None:
+    """Over the whole range of exponents, where the order of additions shows; of several gradients at once, in batches
+    that end within them."""
+    gradients, expected = [], []
+    for numel in (1, 31, SUM_BLOCK, 3 * SUM_BLOCK + 77, 1000):
+        generator = torch.Generator().manual_seed(numel)
+        exponents = torch.randint(-60, 50, (numel,), generator=generator).float()
+        values = (torch.randn(numel, generator=generator) * exponents.exp2()).to(dtype)
+        for special in (None, float("inf"), float("nan")):
+            values = values.clone()
+            if special is not None:
+                values[numel // 2] = special
+            gradients.append(values)
+            found = cpu_adam.sum_of_squares(values.data_ptr(), numel, dtype=NATIVE_DTYPES[dtype], num_threads=1)
+            expected.append(found)
+    there = [values.to(simulated_gpu) for values in gradients]
+    counts = [blocks_of(values.numel()) for values in gradients]
+    scratch = torch.empty(3 * BLOCK_SCRATCH_BYTES + 64, dtype=torch.uint8, device=simulated_gpu)
+    sums = torch.empty(sum(counts), dtype=torch.float64, device=simulated_gpu)
+    kernels.block_sums(there, sums, scratch)
+    assert [exact_total(part) for part in sums.cpu().split(counts)] == expected
 
 
 def numbers_of(numel: int, seed: int) -> Tensor:
@@ -181,43 +231,120 @@ HYPERS = (
 )
 
 
-@pytest.mark.parametrize("hyper", HYPERS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_an_update_has_the_bits_of_the_host(simulated_gpu: str, hyper: AdamHyper, dtype: torch.dtype) -> None:
+def test_an_update_has_the_bits_of_the_host(kernels: DeviceKernels, simulated_gpu: str, dtype: torch.dtype) -> None:
+    """The first step, one after the program has changed the weight, and others; in chunks."""
     numel, grad_factor = 20_011, 0.37
-    master, grad, exp_avg = (numbers_of(numel, seed) for seed in range(3))
-    exp_avg_sq = numbers_of(numel, 3).square()
-    weight, grad = master.to(dtype), grad.to(dtype)
-    lead = torch.zeros(numel, dtype=torch.int16) if dtype is torch.bfloat16 else master.clone()
-    if dtype is torch.bfloat16:
-        cpu_adam.split_fp32(master.data_ptr(), weight.data_ptr(), lead.data_ptr(), numel, num_threads=1)
-    there = [value.to(simulated_gpu) for value in (weight, lead, exp_avg, exp_avg_sq, grad)]
-    segment = Segment(
-        numel,
-        0,
-        grad.data_ptr(),
-        NATIVE_DTYPES[dtype],
-        weight.data_ptr(),
-        NATIVE_DTYPES[dtype],
-        remainder=lead.data_ptr() if dtype is torch.bfloat16 else 0,
-        master=lead.data_ptr() if dtype is torch.float16 else 0,
-        exp_avg=exp_avg.data_ptr(),
-        exp_avg_sq=exp_avg_sq.data_ptr(),
-    )
-    cpu_adam.adam_step([segment], [hyper], LAYOUTS[dtype], grad_factor=grad_factor, num_threads=1)
+    for number, hyper in enumerate(HYPERS):
+        first, stale = number == 0, number == 1
+        master, grad, exp_avg = (numbers_of(numel, seed) for seed in range(3))
+        exp_avg_sq = numbers_of(numel, 3).square()
+        weight, grad = master.to(dtype), grad.to(dtype)
+        grad[7], grad[11] = float("nan"), float("inf")
+        lead = torch.zeros(numel, dtype=torch.int16) if dtype is torch.bfloat16 else master.clone()
+        if stale:
+            lead = lead if dtype is torch.bfloat16 else weight.float()
+        elif dtype is torch.bfloat16:
+            cpu_adam.split_fp32(master.data_ptr(), weight.data_ptr(), lead.data_ptr(), numel, num_threads=1)
+        there = [value.to(simulated_gpu) for value in (weight, grad, exp_avg, exp_avg_sq, lead)]
+        if stale:
+            there[4].fill_(77)  # what completes a weight that the program has changed does not count
+        if first:
+            exp_avg.zero_()
+            exp_avg_sq.zero_()
+        segment = Segment(
+            numel,
+            0,
+            grad.data_ptr(),
+            NATIVE_DTYPES[dtype],
+            weight.data_ptr(),
+            NATIVE_DTYPES[dtype],
+            remainder=lead.data_ptr() if dtype is torch.bfloat16 else 0,
+            master=lead.data_ptr() if dtype is torch.float16 else 0,
+            exp_avg=exp_avg.data_ptr(),
+            exp_avg_sq=exp_avg_sq.data_ptr(),
+        )
+        cpu_adam.adam_step([segment], [hyper], LAYOUTS[dtype], grad_factor=grad_factor, num_threads=1)
 
-    work = Arithmetic(torch.empty(numel * SCRATCH_BYTES_PER_ELEMENT, dtype=torch.uint8, device=simulated_gpu), numel)
-    coefficients = AdamCoefficients.of(hyper, grad_factor)
-    root = torch.full((), coefficients.root_correction2, device=simulated_gpu)
-    kept = None if dtype is torch.float32 else there[1]
-    work.grad.copy_(there[4])
-    work.join(there[0], kept, stale=False)
-    work.adam(there[2], there[3], coefficients, root)
-    work.split(there[0], kept)
-    expected = [weight, exp_avg, exp_avg_sq, *([] if kept is None else [lead])]
-    got = [there[0], there[2], there[3], *([] if kept is None else [kept])]
-    for ours, theirs in zip(got, expected, strict=True):
-        assert torch.equal(ours.cpu(), theirs)
+        kept = None if dtype is torch.float32 else there[4]
+        scratch = torch.empty(
+            CONSTANT_BYTES + 9_000 * SCRATCH_BYTES_PER_ELEMENT, dtype=torch.uint8, device=simulated_gpu
+        )
+        one = DeviceSegment(*there[:4], kept, first=first, stale=stale)
+        kernels.update(one, AdamCoefficients.of(hyper, grad_factor), scratch)
+        expected = [weight, exp_avg, exp_avg_sq, *([] if kept is None else [lead])]
+        got = [there[0], there[2], there[3], *([] if kept is None else [kept])]
+        number_there = ~weight.isnan()
+        for ours, theirs in zip(got, expected, strict=True):
+            assert torch.equal(ours.cpu()[number_there], theirs[number_there])
+            if theirs.is_floating_point():
+                assert torch.equal(ours.cpu().isnan(), theirs.isnan())
+        assert int(number_there.logical_not().sum()) == 2
+
+
+def test_which_kernels_are_chosen(
+    simulated_gpu: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's where it is there, and where its kernels have the bits of the operators; the log says which and why."""
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 2)
+
+    def trained() -> list[Tensor]:
+        caplog.clear()
+        with caplog.at_level("INFO", "deepoffload"):
+            model, engine = paged(simulated_gpu, tmp_path, precision="bf16", offload_optimizer="device")
+        train(model, deepoffload.CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5), simulated_gpu)
+        found = values(model)
+        engine.close()
+        return found
+
+    by_operators = trained()
+    assert "is updated by torch's operators: Triton" in caplog.text
+    with interpreted_kernels() as fused:
+        by_kernels = trained()
+        assert "is updated by one kernel of Triton" in caplog.text
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(by_kernels, by_operators, strict=True))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fused, "block_sums", lambda values, sums: sums.fill_(1.0))
+            trained()
+    assert "torch's operators: Triton's kernels have other bits with weights of torch.bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_the_compiler_makes_of_an_update(dtype: torch.dtype) -> None:
+    """For an H100, without one: of each element exactly these operations, each rounded once, and none that flushes
+    subnormal numbers."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed here (pip install triton)")
+    from triton.backends.compiler import GPUTarget
+
+    sys.modules.pop(KERNELS, None)
+    kernels = importlib.import_module(KERNELS)
+    kernels.PTX = triton.language.constexpr(True)
+    pointer, lead = {0: ("*fp32", "*fp32"), 1: ("*i16", "*i16"), 2: ("*fp16", "*fp32")}[kernels._CODES[dtype]]
+    names = kernels._adam.arg_names
+    constants = {"WEIGHT": kernels._CODES[dtype], "GRAD": kernels._CODES[dtype], "FIRST": False, "STALE": False}
+    constants |= {"COUPLED": True, "FROM_NEW": False, "BLOCK": 128}
+    types = {
+        "weight": pointer,
+        "lead": lead,
+        "grad": pointer,
+        "exp_avg": "*fp32",
+        "exp_avg_sq": "*fp32",
+        "numel": "i32",
+    }
+    signature = {name: "constexpr" if name in constants else types.get(name, "fp32") for name in names}
+    source = triton.compiler.ASTSource(
+        kernels._adam, signature, {(names.index(name),): value for name, value in constants.items()}
+    )
+    made = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": False}
+    )  # one element for each thread
+    found = re.findall(r"(?:add|sub|mul|fma|div|sqrt)(?:\.[a-z]+)*\.f(?:32|64)\b", made.asm["ptx"])
+    expected = {"mul.rn.f32": 5, "fma.rn.f32": 3, "div.rn.f32": 2, "sqrt.rn.f32": 1, "sub.rn.f32": 1}
+    counts = {name: found.count(name) for name in set(found)}
+    assert counts.pop("add.rn.f32") >= 2, "a number that is the same for all elements may have 0 added to it"
+    assert counts == expected
+    assert "ftz" not in made.asm["ptx"]
+    sys.modules.pop(KERNELS, None)
 
 
 def test_a_split_is_that_of_the_host(simulated_gpu: str) -> None:
@@ -247,6 +374,40 @@ def test_the_same_bits_whenever_it_runs(simulated_gpu: str, tmp_path: Path, over
         found.append(values(model))
         engine.close()
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+def test_the_rest_of_a_budget_is_for_state(simulated_gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody says otherwise. The host has room for all the same, and an optimizer of which the device has no
+    kernel gets its state there. (Before, what weights left of a budget was given back.)"""
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 2)
+
+    def state_there(make: Any = None, **said: Any) -> tuple[int, list[Tensor]]:
+        model, engine = paged(simulated_gpu, tmp_path, precision="bf16", **{"device_budget": 1 << 21} | said)
+        optimizer = (make or partial(deepoffload.CPUAdamW, lr=1e-2))(model.parameters())
+        train(model, optimizer, simulated_gpu)
+        memory = engine.pager.memory
+        found = sum(memory.keeps(piece.block) for unit in engine.pager.units for piece in unit.pieces)
+        weights = values(model)
+        engine.close()
+        return found, weights
+
+    there, weights = state_there()
+    assert there > 2
+    for elsewhere in ({"offload_optimizer": "nvme"}, {"offload_optimizer": "host"}, {"device_budget": None}):
+        count, others = state_there(**elsewhere)
+        assert count == 0
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, others, strict=True))
+    adam: Any = {"type": "AdamW", "params": {"lr": 1e-2}}
+    assert state_there(optimizer=adam)[0] == there
+    lion: Any = {"type": "Lion", "params": {"lr": 1e-3}}
+    make_lion, make_adam = partial(deepoffload.CPULion, lr=1e-3), partial(torch.optim.AdamW, lr=1e-3)
+    count, by_lion = state_there(make_lion, optimizer=lion)
+    assert count == 0, "it is known that the device has no kernel for it"
+    count, others = state_there(make_lion, host_budget="820KiB", nvme_path=None)
+    assert count == 0
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(by_lion, others, strict=True))
+    ours, theirs = (state_there(make_adam, **said)[1] for said in ({}, {"offload_optimizer": "nvme"}))
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["CPULion", "CPUSGD", "8bit", "amsgrad", "paged"])

@@ -18,6 +18,7 @@ HEAVY = (
     "tqdm",
     "accelerate",
     "greenlet",
+    "triton",
     "pytest",
 )
 """Packages that only some users need."""

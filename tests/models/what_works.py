@@ -69,9 +69,10 @@ _OTHERWISE = """
 
 - `param.data = new` between a forward and its backward: torch goes backward with the old memory; ours has been
   written over, so backward raises "modified by an inplace operation". Tensors that are views of the old values keep
-  them; arrays of NumPy and DLPack capsules see the new ones, and what is written to them reaches the parameter. What is
-  assigned is copied in the parameter's own strides: later edits of `new` do not reach it, and a transposed `new` may
-  give products that differ by rounding.
+  them (with torch 2.11, which has no way to do so, the assignment raises); arrays of NumPy and DLPack
+  capsules see the new ones, and what is written to them reaches the parameter. What is assigned is copied in the
+  parameter's own strides: later edits of `new` do not reach it, and a transposed `new` may give products that differ
+  by rounding.
   `torch.utils.swap_tensors` on a paged parameter raises. So does `torch.Tensor.set_(param, new)` while the bytes are
   away; `param.set_(new)` works.
 - An edit of a weight between a forward and its backward raises "modified by an inplace operation" under the program's

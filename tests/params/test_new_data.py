@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
+from deepoffload.params.torch_private import swap_memory
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import EVICTING, ROOMY, Paging, plain
@@ -123,7 +124,10 @@ def test_random_programs_of_views_and_new_data(paging: Paging, setting: Any) -> 
                 for name, value in start.items():
                     each.get_parameter(name).copy_(value)
         expected = act(reference, actions)
-        assert_same_bits(expected, act(model, actions))
+        try:
+            assert_same_bits(expected, act(model, actions))
+        except UnsupportedError as error:
+            assert swap_memory is None and "the program holds views of the old values" in str(error)
 
     same()
 
