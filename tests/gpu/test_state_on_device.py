@@ -35,6 +35,7 @@ from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.state import LAYOUTS
 from tests.native.every_split import BORDERS, UPPER_HALVES, numbers
 from tests.native.every_split import split as host_split
+from tests.support.inspect import shown_memory_of, units_of
 
 STEPS = 6
 KERNELS = "deepoffload.optim.fused_kernels"
@@ -385,8 +386,8 @@ def test_the_rest_of_a_budget_is_for_state(simulated_gpu: str, tmp_path: Path, m
         model, engine = paged(simulated_gpu, tmp_path, precision="bf16", **{"device_budget": 1 << 21} | said)
         optimizer = (make or partial(deepoffload.CPUAdamW, lr=1e-2))(model.parameters())
         train(model, optimizer, simulated_gpu)
-        memory = engine.pager.memory
-        found = sum(memory.keeps(piece.block) for unit in engine.pager.units for piece in unit.pieces)
+        memory = shown_memory_of(model)
+        found = sum(memory.keeps(piece.block) for unit in units_of(model) for piece in unit.pieces)
         weights = values(model)
         engine.close()
         return found, weights
