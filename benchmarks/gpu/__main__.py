@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cases import ROWS, SMOKE, Case
+from benchmarks.gpu.cases import ROWS, SMOKE, Case, reached
 from deepoffload import machine
 from deepoffload.cli.nvme.machine import describe_machine
 from deepoffload.config.units import parse_bytes
@@ -58,6 +58,7 @@ def main() -> int:
         "device": device,
         "transfers": run("transfers", [str((1 << 20) if said.simulate else (1 << 30))], said.simulate, 60.0),
         "cases": [],
+        "goals": [],
     }
     show_transfers(report["transfers"])
     write(report, out)
@@ -65,8 +66,11 @@ def main() -> int:
         left_s = said.seconds - (time.monotonic() - started)
         row = {"case": case.as_json(), **measure(case, said, left_s)}
         report["cases"].append(row)
+        report["goals"] = reached(report["cases"])
         show(case, row, device)
         write(report, out)  # what comes next may be the end of the machine's time
+    for goal in report["goals"]:
+        print(f"{goal['row']} over {goal['over']}: {goal['ratio']:.2f}, to reach {goal['to_reach']}")
     print(f"written to {out}")
     return 0 if all("error" not in row or case_may_fail(row) for row in report["cases"]) else 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -99,6 +100,7 @@ ROWS = (
     _case("ours, state in host memory", "ours", "319m", settings=HOST),
     _case("ours, state in host memory", "ours", "7b", batch=8, settings={**HOST, "host_budget": "98GiB"}, steps=3),
     _case("ours, optimizer on NVMe", "ours", "3.2b", batch=8, settings={**DISK, "host_budget": "24GiB"}, steps=3),
+    _case("plain PyTorch", "plain", "3.2b", batch=8, steps=3),
     _limited(24, "7b"),
     _limited(16, "7b"),
     _limited(8, "7b"),
@@ -110,6 +112,27 @@ ROWS = (
     _limited(24, "13b"),
 )
 """The most important first: plain and ours, the models that do not fit, then the peers."""
+
+GOALS = (
+    ("1.24b ours, state in host memory", "1.24b plain PyTorch", 1.25),
+    ("1.24b ours, speculative updates", "1.24b plain PyTorch", 1.12),
+    ("7b ours, state in host memory", "7b DeepSpeed ZeRO-3, optimizer on CPU", 0.35),
+    ("7b ours, state in host memory", "7b FSDP2 CPU offload", 0.55),
+    ("7b ours, state in host memory", "7b torchao CPUOffloadOptimizer", 0.95),
+    ("319m ours, everything on the device", "319m plain PyTorch", 1.03),
+)
+"""The seconds per step of one row over those of another one, and what that is to be at most."""
+
+
+def reached(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What there is of :data:`GOALS`, from the rows of a report."""
+    seconds = {row["case"]["name"]: row["step_s"] for row in rows if "step_s" in row}
+    return [
+        {"row": ours, "over": other, "ratio": seconds[ours] / seconds[other], "to_reach": most}
+        for ours, other, most in GOALS
+        if ours in seconds and other in seconds
+    ]
+
 
 SMOKE = (
     Case("tiny plain PyTorch", "plain", 128, 2, 2, 32, {}, steps=3),

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 """Adam and sums of squares on a device, each in one kernel (Triton), with the bits of the host's kernels.
 
-Triton comes with torch's builds for CUDA. Whoever imports this module has found out that it is there
+Triton comes with torch's builds for CUDA. Who imports this module has found out that it is there
 (:mod:`deepoffload.optim.device_kernels`); nothing else does.
 
 Each operation is rounded once, as on the host: products and sums are not contracted (``enable_fp_fusion=False``), what

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload.errors import BudgetError
+from deepoffload.params.torch_private import swap_memory
 from tests.support.inspect import handle_of, tiers_of
 from tests.support.loops import assert_same_bits, gradients_of, weights_of
 from tests.support.models import mlp, rows
@@ -245,6 +246,7 @@ def test_several_parameters_in_one_storage(same: Same) -> None:
     same(mlp, program)
 
 
+@pytest.mark.skipif(swap_memory is None, reason="torch 2.12 can let views keep the old values; an older one is refused")
 def test_data_set_to_a_view_of_itself(same: Same) -> None:
     def program(model: nn.Sequential) -> Any:
         model[2].weight.data = model[2].weight.data.t()

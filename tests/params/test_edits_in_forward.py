@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import deepoffload
 from deepoffload.errors import UsageError
 from deepoffload.params.code_scan import may_bypass_hooks
+from deepoffload.params.torch_private import swap_memory
 from tests.support.loops import gradients_of, weights_of
 from tests.support.models import rows
 from tests.support.paging import Same
@@ -231,6 +232,8 @@ KINDS = [
     HelperKept, HelperPartial, HelperObject, HelperObjectOfAll, HelperObjectInModule, HelperOfPackage,
     HelperImportedInside, HelperModuleImportedInside, Descriptor, CachedProperty, Function,
 ]  # fmt: skip
+if swap_memory is None:  # before torch 2.12 a view of the old values is a reason to refuse new ones
+    KINDS.remove(AssignedTransposed)
 
 
 def trained(model: nn.Module) -> Any:

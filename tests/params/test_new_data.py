@@ -46,9 +46,11 @@ def by_data_in_a_call(layer: nn.Module, name: str, value: Tensor) -> None:
     """Inside a window no door sees it, the end of the window does."""
     attribute = "data"  # a hook whose code names it would have the window keep the doors
     handle = layer.register_forward_pre_hook(lambda module, _: setattr(module.get_parameter(name), attribute, value))
-    with torch.no_grad():
-        layer(rows())
-    handle.remove()
+    try:
+        with torch.no_grad():
+            layer(rows())
+    finally:
+        handle.remove()
 
 
 WAYS = {"data": by_data, "set_": by_set, "in a call": by_data_in_a_call}

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from deepoffload.params.torch_private import swap_memory
 from tests.support.inspect import units_of
 from tests.support.loops import assert_same_bits, gradients_of
 from tests.support.models import TinyGPT, batch, llama, mlp, next_token_loss, rows
@@ -459,6 +460,7 @@ def test_anomaly_detection(same: Same) -> None:
         same(mlp, program)
 
 
+@pytest.mark.skipif(swap_memory is None, reason="torch 2.12 can let views keep the old values; an older one is refused")
 @pytest.mark.parametrize("setting", [RESIDENT, TIGHT, EVICTING], ids=str)
 def test_new_data_between_forward_and_backward(paging: Paging, setting: Setting) -> None:
     """torch keeps the old memory for backward; ours has been written over, so backward refuses."""
