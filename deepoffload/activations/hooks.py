@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from deepoffload.activations.store import ActivationStore, Call, Kept
+from deepoffload.activations.order_of_return import Call, Kept
+from deepoffload.activations.store import ActivationStore
 from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.params.ports import PagerPort
 from deepoffload.params.saved import SavedTensor, counter_of, maker_of, was_changed

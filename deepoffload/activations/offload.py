@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from deepoffload.activations.copies import DeviceWay, HostWay, Way
 from deepoffload.activations.hooks import ActivationHooks
-from deepoffload.activations.store import ActivationStore, OrderOfReturn
+from deepoffload.activations.order_of_return import OrderOfReturn
+from deepoffload.activations.store import ActivationStore
 from deepoffload.config import Config
 from deepoffload.config.resolve import Budgets
 from deepoffload.copies.accelerator import ComputeDevice

@@ -34,6 +34,7 @@ from deepoffload.checkpoint.weights_loading import (
 from deepoffload.errors import UsageError
 from deepoffload.memory.lock import SHIELD
 from deepoffload.optim.base import HostOptimizer
+from deepoffload.optim.foreign.packed import is_packed_key, without_arrays
 from deepoffload.optim.optimizer_parts import needs_of_pieces, restore
 from deepoffload.optim.ordinary import layout_of
 from deepoffload.optim.rule import SCALE_SUFFIX
@@ -160,7 +161,7 @@ class Loading:
                 state = dict(kept or self.state.small.get(name, {}))
                 stored = self.stored.get(id(param))
                 if stored is not None and not (ours and handle_of(param) is not None):
-                    state.update(_ordinary_state(param, stored, ours=ours))
+                    state = without_arrays({**state, **_ordinary_state(param, stored, ours=ours)})
                 elif stored is not None and isinstance(optimizer, HostOptimizer) and optimizer.rule.foreign:
                     if name not in self.state.kept:
                         arrays = optimizer._arrays_of(param, group)
@@ -184,7 +185,9 @@ def _ordinary_state(param: Tensor, stored: StoredParam, *, ours: bool) -> dict[s
     for key in stored.keys:
         array = stored.arrays[key]
         scales = stored.arrays.get(key + SCALE_SUFFIX)
-        if scales is None:
+        if is_packed_key(key):
+            found[key] = array.read(0, array.record.numel)
+        elif scales is None:
             found[key] = array.whole().contiguous()
         elif ours and array.record.order is None:
             found[key], found[key + SCALE_SUFFIX] = array.whole(), scales.whole()

@@ -22,6 +22,7 @@ from deepoffload.checkpoint.tile_places import StoredPlace, StoredPlaces
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType
 from deepoffload.optim.eight_bit import num_blocks, torch_dtype
+from deepoffload.optim.foreign.packed import is_packed_key
 from deepoffload.optim.optimizer_parts import OptimizerParts
 from deepoffload.optim.rule import SCALE_SUFFIX
 from deepoffload.optim.state import LAYOUTS, MASTER_PART_KEYS, array_offset, lead_bytes, lead_offset
@@ -259,6 +260,11 @@ def _of_parameter(
     if held.fields:
         plan._held[handle] = held.fields
     for key, array in held.fields.items():
+        if is_tile and is_packed_key(key):
+            raise UnsupportedError(
+                f"{place.name} is split into tiles, and the optimizer keeps tensors of other shapes than a tile's for "
+                "each: they cannot be stored under the layer's name; use another optimizer, or leave this layer whole"
+            )
         yield PlannedTensor(f"{place.name}.{key}", torch_dtype(held.dtype, array), place.shape, order)
         if held.dtype is StateDType.EIGHT_BIT:
             scales = key + SCALE_SUFFIX

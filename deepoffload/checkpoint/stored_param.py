@@ -12,6 +12,7 @@ from deepoffload.checkpoint.source import StoredTensor
 from deepoffload.errors import UsageError
 from deepoffload.native import cpu_adam
 from deepoffload.native.cpu_adam import STATE_BLOCK
+from deepoffload.optim.foreign.packed import is_packed_key
 from deepoffload.optim.rule import SCALE_SUFFIX
 from deepoffload.optim.state import MASTER_PART_KEYS, to_fp32
 from deepoffload.optim.threads import num_threads
@@ -86,8 +87,8 @@ class StoredParam:
                 yield tensor.span(start, numel)
 
     def lies_as_stored(self, key: str) -> bool:
-        """Whether elements of an array have the order of the parameter's memory."""
-        return self.arrays[key].record.order == self.order
+        """Whether elements of an array have the order of the parameter's memory; bytes of packed state do not move."""
+        return is_packed_key(key) or self.arrays[key].record.order == self.order
 
     def fp32(self, key: str, start: int, numel: int) -> Tensor:
         """Elements of an array in fp32."""

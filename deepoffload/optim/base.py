@@ -378,7 +378,11 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
         bf16) or ``"master"`` (fp32, fp16). With several ranks a rank that reads gathers the others' parts, also where
         it reads alone.
         """
-        return pack(self, self._held.full(self, self._ordinary), self._export_group)
+        return pack(self, self._full_state(), self._export_group)
+
+    def _full_state(self) -> dict[Any, Any]:
+        """``self.state`` with values of what the pieces hold."""
+        return self._held.full(self, self._ordinary)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace state and settings by those of ``state_dict``, ours or that of torch's optimizer of the same kind.
@@ -401,7 +405,7 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
         # ordinary ones, and take their state along.
         return {
             "defaults": self.defaults,
-            "state": self._held.full(self, self._ordinary),
+            "state": self._full_state(),
             "param_groups": self.param_groups,
             "max_grad_norm": self.max_grad_norm,
             "skip_non_finite": self.skip_non_finite,

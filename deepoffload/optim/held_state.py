@@ -39,6 +39,9 @@ class StatefulOptimizer(Protocol):
     def _arrays_of(self, param: Tensor, group: Mapping[str, Any]) -> Mapping[str, str]:
         """Arrays of state that a parameter has: see :class:`~deepoffload.optim.rule.UpdateJob`."""
 
+    def _shown_arrays_of(self, param: Tensor, group: Mapping[str, Any]) -> Mapping[str, str]:
+        """Those that are entries of ``optimizer.state`` as they are."""
+
     def _initial(self, group: Mapping[str, Any]) -> Mapping[str, float]:
         """What new arrays are filled with, where it is not zero."""
 
@@ -90,13 +93,14 @@ class HeldState:
             params[handle] = param
             if handle in self._held:
                 self.refuse_lost(handle)
-                held[handle] = optimizer._arrays_of(param, group)
+                held[handle] = optimizer._shown_arrays_of(param, group)
         for pager in optimizer._pagers():
             mine = {handle: param for handle, param in params.items() if handle.pager is pager}
             for handle, found in paged_values(pager, mine, held, partial(_initial, optimizer)).items():
                 param = params[handle]
+                is_coded = not optimizer.rule.foreign
                 known = {
-                    key: entry_value(state[param], key) if isinstance(value, Tensor) else value
+                    key: entry_value(state[param], key, is_coded=is_coded) if isinstance(value, Tensor) else value
                     for key, value in state.get(param, {}).items()
                 }
                 unstepped = handle not in held and optimizer.rule.counts_steps

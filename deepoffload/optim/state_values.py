@@ -16,7 +16,7 @@ import abc
 import mmap
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,12 +103,21 @@ class _CopySource(ValueSource):
         return self._copy is None or not (self._written or self._is_fresh())
 
 
-class _PagedSource(_CopySource):
+class ValueForm(NamedTuple):
+    """What a value looks like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+
+
+class PagedSource(_CopySource):
     """An array of a paged parameter's state.
 
     Args:
         field: of the pieces; "" for what completes the weight to its master.
         together: the sources of this state dict that lie in the same pieces.
+        form: of the values; not said: the parameter's, fp32.
     """
 
     __slots__ = ("_param", "handle", "array", "_owner", "_copies", "_place", "_weight_version", "_together")
@@ -119,17 +128,19 @@ class _PagedSource(_CopySource):
         handle: ParamHandle,
         key: str,
         field: str,
-        copies: _CopyRoom,
-        together: weakref.WeakSet[_PagedSource],
+        copies: CopyRoom,
+        together: weakref.WeakSet[PagedSource],
+        form: ValueForm | None = None,
     ) -> None:
         dtype = torch.int16 if key == "remainder" else torch.float32
-        super().__init__(f"{key} of {handle.name}", handle.shape, dtype, tuple(handle.stride))
+        form = ValueForm(handle.shape, dtype, tuple(handle.stride)) if form is None else form
+        super().__init__(f"{key} of {handle.name}", form.shape, form.dtype, form.stride)
         self._param = param
         self.handle = handle
         self.array = (key, field)
         self._owner = handle.state_owner
         self._copies = copies
-        self._place = copies.add(self.numel * dtype.itemsize)
+        self._place = copies.add(self.numel * form.dtype.itemsize)
         self._weight_version = -1
         self._together = together
         together.add(self)
@@ -178,7 +189,7 @@ class _PagedSource(_CopySource):
     def _fill(self, target: Tensor) -> None:
         self._weight_version = self._copy_to({self.array: target})
 
-    def _fill_all(self, sources: Sequence[_PagedSource]) -> None:
+    def _fill_all(self, sources: Sequence[PagedSource]) -> None:
         """Make their copies, or bring them up to date, with one look at the pieces."""
         with outside_user_modes():
             copies = [each._room() if each._copy is None else each._copy for each in sources]
@@ -201,12 +212,12 @@ class _PagedSource(_CopySource):
         return version
 
 
-class _InitialSource(_PagedSource):
+class _InitialSource(PagedSource):
     """An array before the first step."""
 
     __slots__ = ("_value",)
 
-    def __init__(self, param: nn.Parameter, handle: ParamHandle, key: str, value: float, copies: _CopyRoom) -> None:
+    def __init__(self, param: nn.Parameter, handle: ParamHandle, key: str, value: float, copies: CopyRoom) -> None:
         super().__init__(param, handle, key, "", copies, weakref.WeakSet())
         self._value = value
 
@@ -222,7 +233,7 @@ class _InitialSource(_PagedSource):
         self._weight_version = version_of(self._param)
 
 
-class _CopyRoom:
+class CopyRoom:
     """Room on the disk for the copies of one state dict; it takes none before somebody asks for bytes."""
 
     def __init__(self, pager: Pager) -> None:
@@ -252,15 +263,16 @@ class _CopyRoom:
 
 
 class _EntrySource(_CopySource):
-    """A tensor of ``optimizer.state[param]`` that changes its place or is stored in another type."""
+    """A tensor of ``optimizer.state[param]`` that changes its place or (``is_coded``) is stored in another type."""
 
-    __slots__ = ("_entry", "_key")
+    __slots__ = ("_entry", "_key", "_is_coded")
 
-    def __init__(self, entry: Mapping[str, Any], key: str) -> None:
-        now = plain_array(entry, key, like=True)
+    def __init__(self, entry: Mapping[str, Any], key: str, is_coded: bool) -> None:
+        now = plain_array(entry, key, like=True) if is_coded else entry[key]
         super().__init__(key, now.shape, now.dtype, now.stride())
         self._entry = entry
         self._key = key
+        self._is_coded = is_coded
 
     def _room(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_CPU)
@@ -271,12 +283,16 @@ class _EntrySource(_CopySource):
     def _fill(self, target: Tensor) -> None:
         if self._key not in self._entry:
             raise UsageError(f"{self._key}: the optimizer does not keep this array any more; call state_dict() again")
-        target.copy_(plain_array(self._entry, self._key))
+        target.copy_(plain_array(self._entry, self._key) if self._is_coded else self._entry[self._key])
 
 
-def entry_value(entry: Mapping[str, Any], key: str) -> Tensor:
-    """The value of a tensor that an entry of ``optimizer.state`` holds in memory."""
-    return lazy_value(_EntrySource(entry, key))
+def entry_value(entry: Mapping[str, Any], key: str, *, is_coded: bool = True) -> Tensor:
+    """The value of a tensor that an entry of ``optimizer.state`` holds in memory.
+
+    Args:
+        is_coded: bf16 and 8-bit ones stand for fp32 values. Those of another package's class are what they are.
+    """
+    return lazy_value(_EntrySource(entry, key, is_coded))
 
 
 def paged_values(
@@ -293,20 +309,20 @@ def paged_values(
             not all zero, or a master that is not the weight's value.
         initial: what their arrays hold before the first step, by key.
     """
-    copies = _CopyRoom(pager)
+    copies = CopyRoom(pager)
     shared, others = shared_state_of(pager), params.keys() - held.keys()
     leads = with_own_master(pager, others) if shared is None else shared.with_own_master(others)
     found: dict[ParamHandle, dict[str, Tensor]] = {handle: {} for handle in params if handle in held or handle in leads}
     for handle in [handle for handle in found if handle not in held]:
         for key, value in initial(params[handle]).items():
             found[handle][key] = lazy_value(_InitialSource(params[handle], handle, key, value, copies))
-    by_param: dict[ParamHandle, weakref.WeakSet[_PagedSource]] = {}
+    by_param: dict[ParamHandle, weakref.WeakSet[PagedSource]] = {}
     arrays = _arrays_here(pager, found, held) if shared is None else shared.arrays(found.keys(), held)
     for handle, present in arrays:
         together = by_param.setdefault(handle, weakref.WeakSet())
         for key, field in present.items():
             if key not in found[handle]:
-                found[handle][key] = lazy_value(_PagedSource(params[handle], handle, key, field, copies, together))
+                found[handle][key] = lazy_value(PagedSource(params[handle], handle, key, field, copies, together))
     return found
 
 
@@ -331,7 +347,7 @@ def check_value(value: object, handle: ParamHandle, key: str, field: str) -> Non
         UsageError: what it showed is no more. IoFailure: there is no room for a copy of it.
     """
     source = source_of(value)
-    if isinstance(source, _PagedSource) and source.is_own(handle, key, field):
+    if isinstance(source, PagedSource) and source.is_own(handle, key, field):
         source.check()
     elif type(value) is LazyValue:
         mapped(value)  # it may be of a piece that loading changes
@@ -340,6 +356,6 @@ def check_value(value: object, handle: ParamHandle, key: str, field: str) -> Non
 def ready_value(value: Tensor, handle: ParamHandle, key: str, field: str) -> Tensor | None:
     """The ordinary tensor of a value that is loaded; None where it is what the pieces hold already."""
     source = source_of(value)
-    if isinstance(source, _PagedSource) and source.is_own(handle, key, field):
+    if isinstance(source, PagedSource) and source.is_own(handle, key, field):
         return None
     return mapped(value) if type(value) is LazyValue else value

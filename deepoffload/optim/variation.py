@@ -47,6 +47,10 @@ class Variation(abc.ABC):
         """The arrays of one parameter of the group."""
         return self._arrays(group)
 
+    def _shown_arrays_of(self, param: Tensor, group: Mapping[str, Any]) -> Mapping[str, str]:
+        """Those that are entries of ``state_dict()`` as they are."""
+        return self._arrays_of(param, group)
+
     def _format_of(self, param: Tensor, group: Mapping[str, Any]) -> StateFormat:
         """How its pieces hold them."""
         dtype = STATE_DTYPES[group.get("state_dtype", "fp32")]

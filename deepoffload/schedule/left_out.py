@@ -14,7 +14,6 @@ micro-batch runs the unit). It gets no gradient, so the next step has no update 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Hashable, Iterable
-from difflib import SequenceMatcher
 from typing import cast
 
 from deepoffload.schedule.events import Cycle, Event, Phase, UseKey
@@ -228,19 +227,6 @@ def units_with(phase: Phase, step: Iterable[Event]) -> set[int]:
     """Units that ``step`` has events of ``phase`` of."""
     found = (phase_of(event) for event in step)
     return {unit for of, numbers in found if of is phase for unit in (numbers[:1] if of is Phase.UPDATE else numbers)}
-
-
-def merged(usual: tuple[Event, ...], step: tuple[Event, ...]) -> tuple[Event, ...]:
-    """An order that has the events of both, each in its order, where each of them leaves out what the other one has."""
-    run = units_with(Phase.FORWARD, step)
-    step = tuple(event for event in step if units_with(Phase.UPDATE, (event,)) <= run)
-    matcher = SequenceMatcher(None, [event.key for event in usual], [event.key for event in step], autojunk=False)
-    order: list[Event] = []
-    for what, usual_begin, usual_end, step_begin, step_end in matcher.get_opcodes():
-        if what != "equal":
-            order += usual[usual_begin:usual_end]
-        order += step[step_begin:step_end]
-    return tuple(order)
 
 
 def with_updates_as_in(

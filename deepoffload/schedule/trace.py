@@ -17,11 +17,11 @@ from deepoffload.schedule.left_out import (
     LONGEST,
     LeftOut,
     following,
-    merged,
     phase_of,
     units_with,
     with_updates_as_in,
 )
+from deepoffload.schedule.united import united
 
 FAR_EVENTS = 512
 """What is expected beyond so many events is not looked for."""
@@ -330,8 +330,8 @@ class Trace:
             self._longer, step = None, moved
         else:
             self._longer = None
-            if cycle is not None and left is not None and any(cycle.find(event.key, 0) is None for event in step):
-                step = merged(cycle.events, step)
+            if cycle is not None:
+                step = united(cycle.events, step) or step
         self._cycle = Cycle(step)
         self._learned += 1
 

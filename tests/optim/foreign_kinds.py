@@ -136,9 +136,16 @@ class ClipsTogether(_Refused):
         return 0.01 * min(1.0, 1000 / norm)
 
 
-class KeepsList(_Refused):
+class KeepsHistory(_Refused):
+    """A list that grows."""
+
     def keep(self, param: Tensor) -> None:
         self.state[param].setdefault("history", []).append(param.clone())
+
+
+class KeepsDict(_Refused):
+    def keep(self, param: Tensor) -> None:
+        self.state[param]["parts"] = {"mean": param.clone()}
 
 
 class ChangesShape(_Refused):
@@ -168,9 +175,41 @@ class FailsLate(_Refused):
             raise ArithmeticError("a matrix is singular")
 
 
-class KeepsLarge(_Refused):
+class ChangesLateInList(_Refused):
+    """A list is longer after the fourth step, which no trial sees."""
+
     def keep(self, param: Tensor) -> None:
-        self.state[param]["twice"] = torch.zeros(2, *param.shape)
+        state = self.state[param]
+        state["step"] = state.get("step", 0) + 1
+        state["bases"] = [torch.zeros(5, 5)] * (2 if state["step"] > 3 else 1)
+
+
+class OtherShapes(torch.optim.Optimizer):
+    """Keeps tensors of other shapes and types, in tuples too, and exchanges two of them in each step."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                grad, state = param.grad, self.state[param]
+                if not state:
+                    state.update(one=torch.zeros_like(grad), other=torch.zeros_like(grad), seen=None)
+                    state["twice"] = torch.zeros(2, *grad.shape)
+                    state["half"] = torch.zeros(grad.shape, dtype=torch.bfloat16)
+                    state["nested"] = ((torch.zeros(grad.numel(), dtype=torch.int64).view(-1, 1), 0), [], 1.5)
+                state["one"], state["other"] = state["other"], state["one"]
+                state["one"].add_(grad)
+                state["twice"] = torch.stack([state["twice"][1], grad]).transpose(0, -1).contiguous().transpose(0, -1)
+                state["half"].add_(grad)
+                (signs, count), _, rate = state["nested"]
+                state["nested"] = ((signs + grad.sign().long().reshape(-1, 1), count + 1), [], rate)
+                update = state["one"] - 0.5 * state["other"] + state["twice"].sum(0) + state["half"].float()
+                param.sub_(update + 1e-3 * state["nested"][0][0].view_as(grad), alpha=group["lr"] * rate)
 
 
 class PlainLoop:

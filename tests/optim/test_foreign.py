@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import deepoffload
-from deepoffload.optim.foreign import update as update_module
+from deepoffload.optim.foreign import run_by_run
 from deepoffload.optim.foreign.elementwise import ELEMENTWISE
 from tests.optim.deferred import backward
 from tests.optim.deferred import build as small
@@ -117,7 +117,7 @@ def test_classes_whose_elements_are_independent_are_stepped_in_runs(
     paging: Paging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits are those of whole parameters, and what stays in memory of the state counts the step once."""
-    monkeypatch.setattr(update_module, "RUN_NUMEL", 192)
+    monkeypatch.setattr(run_by_run, "RUN_NUMEL", 192)
     kinds = [kind for kind in KINDS if kind.made in ELEMENTWISE]
     assert {kind.made for kind in kinds} == ELEMENTWISE
     for kind in kinds:

@@ -16,7 +16,7 @@ from torch import nn
 import deepoffload
 from deepoffload.errors import IoFailure, UsageError
 from deepoffload.io.engine import IoEngine
-from deepoffload.optim.foreign import update as update_module
+from deepoffload.optim.foreign import run_by_run
 from deepoffload.runtime import disk as disk_module
 from tests.checkpoint.durable_model import PLACES, Run
 from tests.optim.deferred import backward
@@ -129,7 +129,7 @@ def test_pieces_of_a_large_parameter_leave_memory_once_a_step(paging: Paging, ma
 def test_again_after_a_disk_error(
     paging: Paging, monkeypatch: pytest.MonkeyPatch, overlap: str, precision: str
 ) -> None:
-    monkeypatch.setattr(update_module, "RUN_NUMEL", 5000)
+    monkeypatch.setattr(run_by_run, "RUN_NUMEL", 5000)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 
     def build() -> nn.Module:

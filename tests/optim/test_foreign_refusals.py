@@ -43,6 +43,19 @@ class UsesGlobal(torch.optim.SGD):
         super().step()
 
 
+class OwnList(torch.optim.SGD):
+    """As many published ones: the constructor keeps what it was given."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        self.every = list(params)
+        super().__init__(self.every, lr=lr)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.every:
+            if param.grad is not None:
+                param.data.sub_(param.grad)
+
+
 AT_ONCE = {
     "LBFGS": (torch.optim.LBFGS, {}, "LBFGS does not look at one parameter at a time"),
     "GlobalNorm": (foreign_kinds.GlobalNorm, {}, "gives other values where it steps parameters one by one"),
@@ -52,7 +65,8 @@ AT_ONCE = {
     "CountsInState": (foreign_kinds.CountsInState, {}, "keeps other state of all parameters together"),
     "ClipsTogether": (foreign_kinds.ClipsTogether, {}, "uses a statistic of all"),
     "no class": (torch.optim.Adam.step, {}, "takes a class of optimizers"),
-    "a model of the module": (UsesGlobal, {}, r"UsesGlobal\.step uses a module or a parameter of its surroundings"),
+    "a model of the module": (UsesGlobal, {}, r"UsesGlobal\.step uses 'SURROUNDING', a module .* of its surroundings"),
+    "its own list": (OwnList, {}, r"keeps parameters in self\.every.* Go through self\.param_groups instead"),
     "a model": (torch.optim.AdamW, {"extra": {"model": nn.Linear(2, 2)}}, "is given a module or a parameter"),
 }
 
@@ -65,14 +79,15 @@ def test_refused_when_it_is_made(paging: Paging, case: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         deepoffload.paged(made, model.parameters(), **arguments)
     assert torch.equal(before, torch.get_rng_state())
-    with pytest.raises(UnsupportedError, match="uses a module or a parameter of its surroundings"):
-        deepoffload.paged(closing_over(model), model.parameters())
+    for value in (model, list(model.parameters())):
+        with pytest.raises(UnsupportedError, match=r"step uses 'value', .*Let it go through self\.param_groups"):
+            deepoffload.paged(closing_over(value), model.parameters())
 
 
 IN_STEP = {
-    "KeepsList": (foreign_kinds.KeepsList, "keeps a list as 'history'"),
+    "KeepsHistory": (foreign_kinds.KeepsHistory, r"second step than after the first \(history \(64x64, 64x64\), and"),
     "ChangesShape": (foreign_kinds.ChangesShape, "after the second step than after the first"),
-    "KeepsLarge": (foreign_kinds.KeepsLarge, "stays in memory"),
+    "KeepsDict": (foreign_kinds.KeepsDict, "keeps a dict as 'parts'"),
 }
 
 

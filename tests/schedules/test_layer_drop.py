@@ -122,6 +122,18 @@ def test_a_layer_that_is_left_out_costs_a_fault_at_most_and_its_bytes_are_not_re
     assert some["disk_bytes_read"] / 16 <= (share + ahead) * whole["disk_bytes_read"] / 2
 
 
+def test_from_the_first_step_on(paging: Paging) -> None:
+    """No step has all layers, and micro-batches leave out different ones: the whole order is known all the same."""
+    build = partial(DroppingGPT, width=48)
+    model = paging.build(build, Setting("some", 3.0, step_overlap="none"), key="dropping 48")
+    counted = Counted(model)
+    torch.manual_seed(3)
+    counted.steps(4, THETA, accumulate=2)
+    some = counted.steps(8, THETA, accumulate=2)
+    assert some["left_out"] > 20
+    assert max(some["faults"], some["order_mismatches"]) <= some["left_out"], some
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_guesses_go_on_where_layers_are_left_out(paging: Paging, accumulate: int) -> None:
     """Which units a step leaves out changes neither what is guessed nor when a unit's last gradient is there."""

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import pytest
 
 from deepoffload.schedule.events import Event, Phase, UseKey
-from deepoffload.schedule.left_out import merged
 from deepoffload.schedule.trace import Trace
+from deepoffload.schedule.united import united
 
 PIECES = 2
 
@@ -200,8 +200,40 @@ def test_updates_that_move_into_backward_or_out_of_it_are_learned_though_each_st
             assert after.mismatches - before.mismatches <= allowed, (guessed, number)
 
 
-def test_merged_has_both_in_order_and_no_update_of_a_unit_that_has_not_run() -> None:
+def once(events: list[Event]) -> list[Event]:
+    """The same use again is no other event: the last unit that runs need not run again for its backward."""
+    return [event for number, event in enumerate(events) if not number or event != events[number - 1]]
+
+
+def test_united_has_both_in_order_and_no_update_of_a_unit_that_has_not_run() -> None:
     one = tuple(used(forward(0), forward(2), forward(3), backward(3), backward(2), backward(0)))
     other = tuple(used(forward(0), forward(1), forward(3), backward(3), backward(1), backward(0), *update(2)))
-    both = [forward(0), forward(2), forward(1), forward(3), backward(3), backward(2), backward(1), backward(0)]
-    assert list(merged(one, other)) == used(*both)
+    both = [forward(0), forward(1), forward(2), forward(3), backward(3), backward(2), backward(1), backward(0)]
+    assert united(one, other) == tuple(used(*both))
+    turned = tuple(used(forward(0), forward(3), forward(1), backward(1), backward(3), backward(0)))
+    frozen = tuple(used(forward(0), forward(2), forward(3), backward(3), backward(0)))
+    assert united(other, turned) is None, "another order"
+    assert united(one, frozen) is None, "a unit without its backward is not left out"
+    assert united(one, one + one) is None, "another number of micro-batches"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_layers_that_are_left_out_from_the_first_step_on(micro_batches: int, deferred: bool, recompute: bool) -> None:
+    """No step ever has all of them. After a few it is foreseen as where whole steps came first."""
+    for seed in range(4):
+        draw = random.Random(seed)
+        program, trace = Program(deferred=deferred, recompute=recompute), Trace()
+        knowing_program = Program(deferred=deferred, recompute=recompute)
+        knowing = Trace()
+        for _ in range(3):
+            play(knowing, once(knowing_program.step(*[range(12)] * micro_batches)))
+        surprised, knowing_surprised, left = [], [], []
+        for _ in range(20):
+            passes = [[u for u in range(12) if not u or draw.random() > u / 24] for _ in range(micro_batches)]
+            left.append(12 * micro_batches - sum(map(len, passes)))
+            surprised.append(surprises(trace, once(program.step(*passes))))
+            knowing_surprised.append(surprises(knowing, once(knowing_program.step(*passes))))
+        allowed = max(sum(knowing_surprised[6:]), 1.2 * sum(left[6:]))
+        assert sum(surprised[6:]) <= allowed, (seed, surprised, knowing_surprised)

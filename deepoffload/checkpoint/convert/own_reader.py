@@ -25,7 +25,8 @@ from deepoffload.checkpoint.source import CheckpointSource, StoredTensor, open_c
 from deepoffload.checkpoint.stored_param import LEADS, StoredParam
 from deepoffload.checkpoint.tags import checked_directory, folder_to_load, lacking_in
 from deepoffload.checkpoint.values import parse_json
-from deepoffload.errors import UsageError
+from deepoffload.errors import UnsupportedError, UsageError
+from deepoffload.optim.foreign.packed import is_packed_key
 
 _CONFIG_BYTES_MAX = 16 << 20
 _NAMES_SHOWN = 8
@@ -66,6 +67,11 @@ def _run(source: CheckpointSource) -> TrainingRun:
     for full, array in source.arrays.items():
         name, _, key = full.rpartition(".")
         arrays.setdefault(name, {})[key] = array
+        if is_packed_key(key):
+            raise UnsupportedError(
+                f"{source.folder}: the optimizer ({kind}) keeps tensors of other shapes than the parameter's ({full}), "
+                "which no other format has; load the folder by TrainingState and save optimizer.state_dict()"
+            )
     packed = not arrays.keys() <= source.weights.keys()
     packing = packing_of(source.folder) if packed else None
     weights = dict(source.weights) if packing is None else _unpacked(source, packing)

@@ -23,13 +23,16 @@ class Maker:
     Args:
         made_class: of the optimizer.
         arguments: for its constructor, all but the parameters.
+
+    Attributes:
+        attributes: what an object of the class has next to settings of groups and state.
     """
 
     def __init__(self, made_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> None:
         self.made_class = made_class
         self.arguments = dict(arguments)
         self.defaults: Group = {}
-        self._attributes: dict[str, Any] = {}
+        self.attributes: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
@@ -69,7 +72,7 @@ class Maker:
         named: list[Any] = [*given]
         made = self._construct([replaced(group) for group in named] if is_grouped else [stand_in(p) for p in named])
         self.defaults = dict(made.defaults)
-        self._attributes = dict(made.__dict__)
+        self.attributes = dict(made.__dict__)
         return [{**group, "params": [reals[id(twin)] for twin in group["params"]]} for group in made.param_groups]
 
     def fresh(self, param: nn.Parameter, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -83,7 +86,7 @@ class Maker:
     ) -> torch.optim.Optimizer:
         """An optimizer of one parameter that has this state."""
         made: torch.optim.Optimizer = object.__new__(self.made_class)
-        made.__dict__.update(self._attributes)
+        made.__dict__.update(self.attributes)
         made.param_groups = [{**settings, "params": [param]}]
         made.state = defaultdict(dict, {param: dict(state)} if state else {})
         return made
@@ -99,12 +102,12 @@ class Maker:
         return {"made_class": self.made_class, "arguments": self.arguments, "defaults": self.defaults}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _attributes={})
+        self.__dict__.update(state, attributes={})
 
     def ready(self, group: Mapping[str, Any]) -> None:
         """After unpickling: what the class keeps next to groups and state is made again."""
-        if not self._attributes:
-            self._attributes = dict(
+        if not self.attributes:
+            self.attributes = dict(
                 self._construct(
                     [{**settings_of(group), "params": [_shape_of(p)]} for p in group["params"][:1]]
                 ).__dict__

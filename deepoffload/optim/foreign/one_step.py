@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from deepoffload.errors import UnsupportedError
 from deepoffload.native.cpu_adam import StateDType
 from deepoffload.optim.foreign.maker import Maker
-from deepoffload.optim.foreign.state_form import StateForm, form_after, plain_surroundings, same_setting
+from deepoffload.optim.foreign.packed import copy_all, pack, views_of
+from deepoffload.optim.foreign.state_form import StateForm, described, form_after, plain_surroundings, same_setting
 
 
 class ForeignHyper(NamedTuple):
@@ -33,19 +34,21 @@ class ForeignHyper(NamedTuple):
 
 @dataclass
 class Operands:
-    """One parameter's tensors, in fp32 on the host. All have its shape.
+    """One parameter's tensors on the host. Weight, gradient and arrays are fp32 and have its shape.
 
     Attributes:
         weight: the fp32 value, changed in place.
         grad: None where the method needs none.
         arrays: state, by key, changed in place.
         entry: the rest of its state: what ``optimizer.state`` has of it.
+        room: the bytes of what is packed, changed in place; None where the entry has all of that itself.
     """
 
     weight: Tensor
     grad: Tensor | None
     arrays: Mapping[str, Tensor]
     entry: dict[str, Any] = field(default_factory=dict)
+    room: Tensor | None = None
 
 
 class OneStep:
@@ -74,12 +77,15 @@ class OneStep:
             param = nn.Parameter(operands.weight.to(self._device))
             if operands.grad is not None:
                 param.grad = operands.grad.to(self._device)
-            moved = {key: array.to(self._device) for key, array in operands.arrays.items()}
+            # A class may give a tensor other memory (``set_``): what it gets is not the operand itself.
+            moved = {key: array.to(self._device).detach() for key, array in operands.arrays.items()}
+            room = None if operands.room is None else operands.room.to(self._device)
             settings = {key: _own(value) for key, value in self._hyper.settings.items()}
             if first and self._hyper.method == "step":
                 optimizer = self._maker.fresh(param, settings)
             else:
-                optimizer = self._maker.going_on(param, settings, {} if first else {**operands.entry, **moved})
+                entry = operands.entry if room is None else views_of(operands.entry, self._form.packed, room)
+                optimizer = self._maker.going_on(param, settings, {} if first else {**entry, **moved})
             try:
                 getattr(optimizer, self._hyper.method)()
                 self._check_settings(optimizer.param_groups[0])
@@ -96,17 +102,19 @@ class OneStep:
             return
         where = f"{self._maker.name} over {self._name}"
         found = form_after(state, param.shape, where)
-        if set(found[0]) != set(self._form.arrays) or set(found[1]) != set(self._form.others):
+        if not found.has_same_state(self._form):
             raise UnsupportedError(
-                f"{where}: after this step its state is {sorted((*found[0], *found[1]))}, in other shapes or under "
-                f"other names than after its first steps ({sorted((*self._form.arrays, *self._form.others))}); state "
-                "that is paged stays as the first step makes it"
+                f"{where}: after this step its state is {described(found)}, in other shapes or under other names than "
+                f"after its first steps ({described(self._form)}); state that is paged stays as the first step makes it"
             )
-        for key in self._form.arrays:
-            _bring(state[key], operands.arrays[key])
+        kept = {key: state[key] for key in self._form.others}
+        moves = [(state[key], operands.arrays[key]) for key in self._form.arrays]
+        if operands.room is not None:
+            kept, packed = pack(kept, self._form.packed, operands.room)
+            moves += packed
+        copy_all([*moves, (param.detach(), operands.weight)])
         operands.entry.clear()
-        operands.entry.update({key: state[key] for key in self._form.others})
-        _bring(param.detach(), operands.weight)
+        operands.entry.update(kept)
 
     def _check_settings(self, now: Mapping[str, Any]) -> None:
         expected = {**self._hyper.settings, **self._hyper.after}
@@ -120,8 +128,3 @@ class OneStep:
 
 def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _bring(value: Tensor, target: Tensor) -> None:
-    if value.data_ptr() != target.data_ptr() or value.device != target.device:
-        target.copy_(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from typing import Any, NoReturn
 
 import torch
@@ -12,27 +11,24 @@ from torch import Tensor
 from deepoffload.errors import UnsupportedError
 from deepoffload.optim import checks
 from deepoffload.optim.base import HostOptimizer
+from deepoffload.optim.foreign.forms import Forms
 from deepoffload.optim.foreign.group_settings import SettingsSteps
-from deepoffload.optim.foreign.maker import OUR_SETTINGS, Maker, settings_of
+from deepoffload.optim.foreign.maker import Maker, settings_of
 from deepoffload.optim.foreign.method_call import call_method
 from deepoffload.optim.foreign.one_step import ForeignHyper
 from deepoffload.optim.foreign.ordinary import ForeignOrdinary
 from deepoffload.optim.foreign.refusals import refuse_class, refuse_mixing
-from deepoffload.optim.foreign.state_form import StateForm, find_form, same_settings
+from deepoffload.optim.foreign.shown_state import imported, show_packed
+from deepoffload.optim.foreign.state_form import StateForm
 from deepoffload.optim.foreign.update import ForeignUpdate
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.handles import early_of, gradients_of, handle_of, speculation_of
 from deepoffload.optim.kinds import kind_of_class
 from deepoffload.optim.rule import Rule, UpdateJob
 from deepoffload.optim.speculation.guess import GuessedStep
-from deepoffload.optim.state import MASTER_PART_KEYS
-from deepoffload.optim.state_dict import check_values
 from deepoffload.optim.step_work import StepWork
 from deepoffload.params.pager import Pager
-from deepoffload.params.state_dict_values import LazyValue
 from deepoffload.params.unit import ParamHandle
-
-_LEADS = tuple(MASTER_PART_KEYS.values())
 
 
 def _no_kernel(*_: object, **__: object) -> NoReturn:
@@ -62,10 +58,9 @@ class PagedOptimizer(HostOptimizer):
 
     def _start(self) -> None:
         super()._start()
-        self._forms: dict[Tensor, tuple[dict[str, Any], StateForm]] = {}
-        self._found: dict[tuple[int, torch.Size], tuple[dict[str, Any], StateForm]] = {}
+        self._forms = Forms(self._maker)
         self._settings_steps = SettingsSteps(self._maker)
-        self._ordinary = ForeignOrdinary(self.rule, self._maker, self._known_form)
+        self._ordinary = ForeignOrdinary(self.rule, self._maker, self._forms.known)
 
     # -- what tells it from the others -----------------------------------------------------------------------------
 
@@ -115,42 +110,17 @@ class PagedOptimizer(HostOptimizer):
         raise RuntimeError("its parameters have different arrays")
 
     def _arrays_of(self, param: Tensor, group: Mapping[str, Any]) -> Mapping[str, str]:
+        form = self._form_of(param, group)
+        keys = form.arrays if handle_of(param) is None else form.fields(param.numel())
+        return {key: key for key in keys}
+
+    def _shown_arrays_of(self, param: Tensor, group: Mapping[str, Any]) -> Mapping[str, str]:
         return {key: key for key in self._form_of(param, group).arrays}
 
     def _form_of(self, param: Tensor, group: Mapping[str, Any]) -> StateForm:
-        """The state of a parameter. Steps do not change it: else the settings of its group have.
-
-        Raises:
-            UnsupportedError: there are steps, and the settings now ask for other state.
-        """
-        known = self._forms.get(param)
-        now = {key: value for key, value in group.items() if key not in _FREE}
-        if known is not None and same_settings(known[0], now):
-            return known[1]
-        self._maker.ready(group)
         handle = handle_of(param)
-        name = f"a parameter of shape {tuple(param.shape)}" if handle is None else handle.name
-        form = self._form_of_shape(param.shape, group, now, name)
         has_state = bool(self.state.get(param)) or (handle is not None and handle in self._held)
-        if known is not None and has_state and known[1] != form:
-            raise UnsupportedError(
-                f"{self._maker.name} over {name}: with the settings that its group has now its state is "
-                f"{[*form.arrays, *form.others]}, and it has {[*known[1].arrays, *known[1].others]}; make a new "
-                "optimizer with these settings"
-            )
-        self._forms[param] = now, form
-        return form
-
-    def _form_of_shape(self, shape: torch.Size, group: Mapping[str, Any], now: dict[str, Any], name: str) -> StateForm:
-        """Found once for all parameters of a shape: a schedule may change settings of a group in each step."""
-        found = self._found.get((id(group), shape))
-        if found is None or not same_settings(found[0], now):
-            found = now, find_form(self._maker, shape, settings_of(group), name)
-            self._found[id(group), shape] = found
-        return found[1]
-
-    def _known_form(self, param: Tensor) -> StateForm:
-        return self._forms[param][1]
+        return self._forms.of(param, group, has_state=has_state)
 
     def _hyper(self, group: Mapping[str, Any], step: int, first: bool) -> Any:
         self._settings_steps.try_out(group)
@@ -164,7 +134,7 @@ class PagedOptimizer(HostOptimizer):
     def _kept(self, handles: Iterable[ParamHandle]) -> tuple[dict[ParamHandle, StateForm], dict[ParamHandle, Any]]:
         """Forms and entries of paged parameters."""
         params = {handle: handle.tensor for handle in handles}
-        forms = {handle: self._forms[param][1] for handle, param in params.items() if param is not None}
+        forms = {handle: self._forms.known(param) for handle, param in params.items() if param is not None}
         has_state = {handle for handle, form in forms.items() if form.arrays or form.others}
         return forms, {
             handle: self.state[param] if handle in has_state else {}
@@ -227,40 +197,17 @@ class PagedOptimizer(HostOptimizer):
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def _import_entry(self, entry: Mapping[str, Any], param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """A parameter's part of a loaded state; numbers stay what they are.
-
-        Raises:
-            ValueError: shapes or names are not those of the class.
-        """
-        handle, form = handle_of(param), self._form_of(param, group)
-        state: dict[str, Any] = {}
-        for key, value in entry.items():
-            if not isinstance(value, Tensor):
-                state[key] = deepcopy(value)
-            elif key in form.arrays or key in _LEADS:
-                if value.shape != param.shape:
-                    raise ValueError(f"{key} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
-                state[key] = value.detach() if handle is not None else value.detach().to(torch.float32, copy=True)
-            else:
-                state[key] = value.clone() if type(value) is LazyValue else value.detach().clone()
-        check_values(state, handle, {key: key for key in form.arrays})
-        kept = state.keys() - set(_LEADS)
-        if kept and kept != {*form.arrays, *form.others}:
-            raise ValueError(
-                f"it has {sorted(kept)}, and {self._maker.name} keeps {sorted((*form.arrays, *form.others))}: it is "
-                "the state of another kind of optimizer"
-            )
-        if param.dtype is torch.float32:
-            state.pop("remainder", None)
+    def _full_state(self) -> dict[Any, Any]:
+        state = super()._full_state()
+        handles = ((param, handle_of(param)) for param, _ in self._each())
+        show_packed(state, {param: handle for param, handle in handles if handle is not None})
         return state
+
+    def _import_entry(self, entry: Mapping[str, Any], param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        return imported(entry, param, handle_of(param), self._form_of(param, group), self._maker.name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_maker": self._maker, "_is_resolved": False}
-
-
-_FREE = OUR_SETTINGS | {"lr", "initial_lr"}
-"""Settings that say nothing about state."""
 
 
 def _check_ordinary(param: Tensor, name: str) -> None:
@@ -282,21 +229,22 @@ def paged(
     """An optimizer of another package whose state lies on the tiers: ``paged(torch.optim.Adafactor, params, lr=1e-3)``.
 
     The class's own step runs for one parameter after the other, over its fp32 value, when the update of its unit
-    runs. In fp32 the bits are those of the class over ordinary parameters. Tensors of state that are fp32 and have the
-    parameter's shape are kept in the pieces of its unit from the first step on; numbers and small tensors of other
-    shapes stay in memory, in ``optimizer.state``. ``state_dict()`` has the class's layout.
+    runs. In fp32 the bits are those of the class over ordinary parameters. Tensors of state are kept in the pieces of
+    its unit from the first step on, also those in lists (SOAP's preconditioners) and those of other shapes than the
+    parameter's, as long as shapes stay what the first step makes them. Numbers, and tensors of other shapes that are
+    small, stay in memory, in ``optimizer.state``. ``state_dict()`` has the class's layout.
 
     Args:
         made_class: of ``torch.optim`` or another package. Its step must give the same values where it is called for one
             parameter at a time, which is tried on small tensors.
         params: parameters or parameter groups, as the class takes them.
-        state_dtype: ``"bf16"`` rounds state to bf16 after each step; the class sees fp32.
+        state_dtype: ``"bf16"`` rounds state of the parameter's shape to bf16 after each step; the class sees fp32.
         max_grad_norm: as for :class:`~deepoffload.optim.adam.CPUAdam`.
         arguments: for the class.
 
     Raises:
-        UnsupportedError: the class mixes parameters, keeps lists or large tensors of other shapes, or is given the
-            model; several ranks; ``step_overlap="speculative"``.
+        UnsupportedError: the class mixes parameters, or is given the model; several ranks;
+            ``step_overlap="speculative"``. At the first step, when nothing has changed: its state changes shapes.
         ValueError: what the class raises for its arguments; ``state_dtype``.
     """
     return PagedOptimizer(made_class, params, arguments, state_dtype=state_dtype, max_grad_norm=max_grad_norm)

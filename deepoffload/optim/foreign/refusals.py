@@ -17,6 +17,8 @@ from deepoffload.optim.foreign.state_form import begin_training, same_setting, u
 _MIXING = ("LBFGS", "SparseAdam")
 """Classes of torch that are refused by name: one looks at all parameters, one takes sparse gradients alone."""
 
+_CLASS_ITSELF = "use the class itself: it works on paged parameters, with its state in memory"
+
 _EXTENT = 3
 """Of the dimensions of the tensors with which a class is tried."""
 
@@ -43,11 +45,29 @@ def refuse_class(made_class: Any, arguments: Mapping[str, Any]) -> None:
             )
     for known in made_class.__mro__:
         for name, value in vars(known).items() if known.__module__ != torch.optim.Optimizer.__module__ else ():
-            if isinstance(value, FunctionType) and _closes_over_model(value, set()):
+            found = _closed_over(value, set()) if isinstance(value, FunctionType) else None
+            if found is not None:
                 raise UnsupportedError(
-                    f"{made_class.__name__}.{name} uses a module or a parameter of its surroundings: its step could "
-                    "use weights other than the one that it updates, which may be away. Use the class itself"
+                    f"{made_class.__name__}.{name} uses {found!r}, a module or parameters of its surroundings. "
+                    "deepoffload.paged calls step() for one parameter at a time, whose bytes are there while all "
+                    "others may be away. Let it go through self.param_groups, and give it what else it needs as "
+                    f"settings of groups; or {_CLASS_ITSELF}"
                 )
+
+
+def _refuse_own_list(maker: Maker) -> None:
+    """Raise ``UnsupportedError`` for a class that has failed the trial and keeps its parameters in an attribute."""
+    held = [name for name, value in maker.attributes.items() if name not in _OF_TORCH and _holds_model(value)]
+    if held:
+        raise UnsupportedError(
+            f"{maker.name} keeps parameters in self.{held[0]}, and its step uses them. deepoffload.paged calls step() "
+            "for one parameter at a time, which self.param_groups then has, whose bytes are there while all others may "
+            f"be away. Go through self.param_groups instead of self.{held[0]}; or {_CLASS_ITSELF}"
+        )
+
+
+_OF_TORCH = ("param_groups", "state", "defaults")
+"""Attributes of every optimizer that have parameters."""
 
 
 def _holds_model(value: Any) -> bool:
@@ -58,32 +78,34 @@ def _holds_model(value: Any) -> bool:
     return isinstance(value, (list, tuple, set)) and any(map(_holds_model, value))
 
 
-def _closes_over_model(function: FunctionType, seen: set[int]) -> bool:
+def _closed_over(function: FunctionType, seen: set[int]) -> str | None:
+    """The name by which a function uses a module or parameters that are not given to it."""
     seen.add(id(function))
-    cells = list(_cells(function))
-    for value in (*cells, *_named(function)):
+    cells = dict(_cells(function))
+    for name, value in (*cells.items(), *_named(function)):
         if _holds_model(value):
-            return True
+            return name
         if isinstance(value, FunctionType) and id(value) not in seen:
             # What a decorator wraps is in a cell. Of other functions only those that keep something are looked at.
-            is_cell = any(value is cell for cell in cells)
-            if (value.__closure__ or is_cell) and _closes_over_model(value, seen):
-                return True
-    return False
+            found = _closed_over(value, seen) if value.__closure__ or name in cells else None
+            if found is not None:
+                return found
+    return None
 
 
-def _cells(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
+def _cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield cell.cell_contents
+            yield name, cell.cell_contents
         except ValueError:  # not filled yet
             continue
 
 
-def _named(function: FunctionType) -> Iterator[Any]:
-    yield from function.__defaults__ or ()
+def _named(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield "a default of an argument", value
     for name in function.__code__.co_names:
-        yield function.__globals__.get(name)
+        yield name, function.__globals__.get(name)
 
 
 def refuse_mixing(maker: Maker, group: Mapping[str, Any]) -> None:
@@ -102,11 +124,13 @@ def refuse_mixing(maker: Maker, group: Mapping[str, Any]) -> None:
     except UnsupportedError:
         raise
     except Exception as error:
+        _refuse_own_list(maker)
         raise UnsupportedError(
             f"{maker.name}: a step over small tensors fails: {type(error).__name__}: {error}. deepoffload.paged calls "
             "step() without arguments, for one parameter at a time; use the class itself"
         ) from error
     if not same:
+        _refuse_own_list(maker)
         raise UnsupportedError(
             f"{maker.name} gives other values where it steps parameters one by one: it uses a statistic of all, counts "
             "its own calls, or draws random numbers. Use the class itself: it works on paged parameters, with its "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.optim.foreign.maker import Maker
+from deepoffload.optim.foreign.packed import Packed, Path, lay_out, outline, packed_keys, tensors_in
 from deepoffload.params.torch_private import outside_user_modes
 
 SMALL_BYTES = 4 << 10
-"""State of other shapes than the parameter's may take so much memory, or ..."""
+"""State of other shapes than the parameter's stays in memory up to so many bytes, or ..."""
 
 SMALL_SHARE = 8
-"""... this part of the parameter's fp32 bytes."""
+"""... this part of the parameter's fp32 bytes. What is more goes into pieces, and so do tensors in lists."""
 
 _IN_MEMORY = (bool, int, float, complex, str, type(None), torch.dtype)
 _KERNELS = ("fused", "foreach", "capturable")
@@ -36,41 +37,73 @@ class StateForm:
 
     Attributes:
         arrays: keys of fp32 tensors with the parameter's shape. They go into pieces.
-        others: the rest, by key: numbers, and small tensors of other shapes. It stays in memory.
+        others: the rest, by key. It stays in memory, but for what is packed.
+        packed: tensors of the rest that go into pieces as bytes (:mod:`~deepoffload.optim.foreign.packed`).
+        outlines: of lists and tuples, by key.
         changing: settings of the group that a step changes.
     """
 
     arrays: tuple[str, ...]
     others: tuple[str, ...]
-    changing: tuple[str, ...]
+    packed: tuple[Packed, ...] = ()
+    outlines: tuple[tuple[str, Any], ...] = ()
+    changing: tuple[str, ...] = ()
+
+    def has_same_state(self, other: StateForm) -> bool:
+        """Whether the state is the same, in whatever order."""
+        return (
+            set(self.arrays) == set(other.arrays)
+            and set(self.others) == set(other.others)
+            and self.packed == other.packed
+            and dict(self.outlines) == dict(other.outlines)
+        )
+
+    def fields(self, numel: int) -> tuple[str, ...]:
+        """All arrays that pieces have for a parameter of so many elements."""
+        return (*self.arrays, *packed_keys(self.packed, numel))
 
 
-def form_after(state: Mapping[str, Any], shape: torch.Size, where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def form_after(state: Mapping[str, Any], shape: torch.Size, where: str) -> StateForm:
     """Which entries of a parameter's state go into pieces, and which stay in memory.
 
     Raises:
         UnsupportedError: an entry can be kept in neither.
     """
-    arrays, others, other_bytes = [], [], 0
+    arrays, others, outlines = [], [], []
+    loose: dict[Path, Tensor] = {}
+    listed: dict[Path, Tensor] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
             if value.dim() and value.shape == shape and value.dtype is torch.float32:
                 arrays.append(key)
                 continue
-            other_bytes += value.nbytes
-        elif not isinstance(value, _IN_MEMORY):
-            raise UnsupportedError(
-                f"{where} keeps a {type(value).__name__} as {key!r} in its state; tensors and numbers can be paged. "
-                "Use the class itself: it works on paged parameters, with its state in memory"
-            )
+        _check_kinds(key, value, where)
+        if isinstance(value, Tensor):
+            loose[key,] = value
+        elif isinstance(value, (list, tuple)):
+            listed.update(tensors_in(key, value))
+            outlines.append((key, outline(value)))
         others.append(key)
-    if other_bytes > max(SMALL_BYTES, shape.numel() * 4 // SMALL_SHARE):
+    if sum(value.nbytes for value in loose.values()) > max(SMALL_BYTES, shape.numel() * 4 // SMALL_SHARE):
+        listed |= {path: value for path, value in loose.items() if value.dim()}
+    return StateForm(tuple(arrays), tuple(others), lay_out(listed), tuple(outlines))
+
+
+def _check_kinds(key: str, value: Any, where: str) -> None:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            _check_kinds(key, each, where)
+    elif isinstance(value, Tensor):
+        if value.layout is not torch.strided or type(value) not in (Tensor, nn.Parameter):
+            raise UnsupportedError(
+                f"{where} keeps a {type(value).__name__} ({value.layout}) as {key!r} in its state; ordinary tensors "
+                "can be paged. Use the class itself: it works on paged parameters, with its state in memory"
+            )
+    elif not isinstance(value, _IN_MEMORY):
         raise UnsupportedError(
-            f"{where} keeps {other_bytes} bytes of state that is not fp32 of the parameter's shape "
-            f"({', '.join(map(repr, others))}); only as much as a {SMALL_SHARE}th of the parameter stays in memory. "
-            "Use the class itself: it works on paged parameters, with all its state in memory"
+            f"{where} keeps a {type(value).__name__} as {key!r} in its state; tensors, numbers and lists of them can "
+            "be paged. Use the class itself: it works on paged parameters, with its state in memory"
         )
-    return tuple(arrays), tuple(others)
 
 
 def find_form(maker: Maker, shape: torch.Size, settings: Mapping[str, Any], name: str) -> StateForm:
@@ -110,13 +143,24 @@ def _two_steps(maker: Maker, shape: torch.Size, settings: Mapping[str, Any], whe
         first = form_after(optimizer.state[param], shape, where)
         after = _settings(optimizer)
         optimizer.step()
-        if form_after(optimizer.state[param], shape, where) != first:
+        second = form_after(optimizer.state[param], shape, where)
+        if not second.has_same_state(first):
             raise UnsupportedError(
-                f"{where}: its state has other entries or shapes after the second step than after the first; state "
-                "that is paged stays as the first step makes it"
+                f"{where}: its state has other entries or shapes after the second step than after the first "
+                f"({described(second)}, and before {described(first)}); state that is paged stays as the first step "
+                "makes it. Use the class itself: it works on paged parameters, with its state in memory"
             )
     changing = tuple(key for key, value in after.items() if key not in before or not same_setting(before[key], value))
-    return StateForm(*first, changing)
+    return replace(first, changing=changing)
+
+
+def described(form: StateForm) -> str:
+    """For errors: the keys, and the shapes of what has not the parameter's."""
+    shapes: dict[str, list[str]] = {}
+    for each in form.packed:
+        shapes.setdefault(str(each.path[0]), []).append("x".join(map(str, each.shape)))
+    keys = sorted((*form.arrays, *form.others))
+    return ", ".join(f"{key} ({', '.join(shapes[key])})" if key in shapes else key for key in keys)
 
 
 def begin_training(optimizer: Any) -> None:
