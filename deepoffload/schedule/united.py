@@ -25,7 +25,7 @@ Events = tuple[Event, ...]
 
 
 @dataclass
-class _Pass:
+class _MicroBatch:
     """One micro-batch: what comes before its first backward, and the rest."""
 
     forward: list[Event] = field(default_factory=list)
@@ -50,7 +50,7 @@ def united(known: Events, step: Events) -> Events | None:
     found = [each for each in passes if each is not None]
     if updates is None or len(found) < len(passes):
         return None
-    whole: _Pass | None = found[0]
+    whole: _MicroBatch | None = found[0]
     for each in found[1:]:
         whole = None if whole is None else _both(whole, each)
     if whole is not None and len(found) > 1:
@@ -58,7 +58,7 @@ def united(known: Events, step: Events) -> Events | None:
     return tuple(event for each in found for event in (*each.forward, *each.backward)) + tuple(updates)
 
 
-def _passes(step: Events) -> tuple[list[_Pass], list[Event]] | None:
+def _passes(step: Events) -> tuple[list[_MicroBatch], list[Event]] | None:
     """The micro-batches of a step, each of which begins with the forward that the step begins with, and the updates
     after the last one. The unit of that forward may run again for its backward: that is no beginning."""
     first = next((event for event in step if phase_of(event)[0] is Phase.FORWARD), None)
@@ -67,16 +67,16 @@ def _passes(step: Events) -> tuple[list[_Pass], list[Event]] | None:
     begins, ends = first.key, (Phase.BACKWARD, phase_of(first)[1])
     end = max(index for index, event in enumerate(step) if phase_of(event)[0] is not Phase.UPDATE) + 1
     is_trained = any(event.key == ends for event in step)
-    found = [_Pass()]
+    found = [_MicroBatch()]
     for event in step[:end]:
         if event.key == begins and found[-1].backward and (found[-1].has_backward(ends) or not is_trained):
-            found.append(_Pass())
+            found.append(_MicroBatch())
         is_backward = phase_of(event)[0] is Phase.BACKWARD or found[-1].backward
         (found[-1].backward if is_backward else found[-1].forward).append(event)
     return found, list(step[end:])
 
 
-def _both(one: _Pass, other: _Pass) -> _Pass | None:
+def _both(one: _MicroBatch, other: _MicroBatch) -> _MicroBatch | None:
     """None where they differ in more than units that one of them has not run at all."""
     shared = one.units() & other.units()
     if 2 * len(shared) < min(len(one.units()), len(other.units())):
@@ -89,7 +89,7 @@ def _both(one: _Pass, other: _Pass) -> _Pass | None:
             return None
     forward = _joined(one.forward, other.forward, backward=False)
     backward = _joined(one.backward, other.backward, backward=True)
-    return None if forward is None or backward is None else _Pass(forward, backward)
+    return None if forward is None or backward is None else _MicroBatch(forward, backward)
 
 
 def _joined(one: Sequence[Event], other: Sequence[Event], *, backward: bool) -> list[Event] | None:
@@ -117,7 +117,7 @@ def _counted(events: Iterable[Event]) -> Counter[Hashable]:
     return Counter(event.key for event in events)
 
 
-def _as_first(whole: _Pass, *, leading: bool) -> _Pass:
+def _as_first(whole: _MicroBatch, *, leading: bool) -> _MicroBatch:
     """A micro-batch with all that any has; updates of the step before come with the first one."""
     kept = [event for event in whole.forward if leading or phase_of(event)[0] is not Phase.UPDATE]
-    return _Pass(kept, list(whole.backward))
+    return _MicroBatch(kept, list(whole.backward))

@@ -94,7 +94,7 @@ def is_label(value: Any) -> bool:
 
 
 Moves = list[tuple[Tensor, Tensor]]
-"""What is to be copied, and where to."""
+"""What is copied, and where to."""
 
 
 def pack(state: Mapping[str, Any], packed: Sequence[Packed], room: Tensor) -> tuple[dict[str, Any], Moves]:
@@ -193,7 +193,7 @@ def _is_same_memory(value: Tensor, target: Tensor) -> bool:
 
 
 def replaced(path: Path, value: Any, by: Callable[[Path, Any], Any]) -> Any:
-    """A value with others in the places of what is in it; lists and tuples are made anew."""
+    """A value with others in the places of what is in it; lists and tuples are new ones."""
     if isinstance(value, (list, tuple)):
         items = [replaced((*path, index), each, by) for index, each in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -48,7 +48,7 @@ class RunByRun:
         del self._elements[handle]
 
     def give_room_back(self) -> None:
-        """Memory for copies is made anew for the next run."""
+        """The next run makes memory for its copies again."""
         self._rooms.clear()
 
     def step(self, handle: ParamHandle, job: UpdateJob, piece: StatePiece, part: PieceSegment) -> None:

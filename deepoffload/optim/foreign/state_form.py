@@ -50,7 +50,7 @@ class StateForm:
     changing: tuple[str, ...] = ()
 
     def has_same_state(self, other: StateForm) -> bool:
-        """Whether the state is the same, in whatever order."""
+        """Whether the state is the same, in any order."""
         return (
             set(self.arrays) == set(other.arrays)
             and set(self.others) == set(other.others)
