@@ -41,19 +41,23 @@ class Way(Protocol):
 
 
 class HostWay:
-    """On a CPU device: a copy is done when its call returns."""
+    """On a CPU device: a copy is done when its call returns.
+
+    Attributes:
+        freed: memory of what the program has let go of, between the copies.
+    """
 
     def __init__(self, tiers: TierManager) -> None:
         self._tiers = tiers
         self._arena_bytes: Tensor | None = None
-        self._freed = FreedMemory()
+        self.freed = FreedMemory()
 
     def take(self, source: Tensor, block: Block) -> None:
         self._bytes_of(block).copy_(source)
-        self._freed.look()  # where it leaves, its block begins: what the one before has made is gone
+        self.freed.look()  # where it leaves, its block begins: what the one before has made is gone
 
     def bring(self, block: Block) -> Tensor:
-        self._freed.look()
+        self.freed.look()
         return self._bytes_of(block).clone()
 
     def bring_ahead(self, block: Block) -> None:

@@ -37,7 +37,12 @@ def open_activations(
         poison=config.debug.poison,
         timeline=pager.tiers.timeline,
     )
-    way: Way = HostWay(tiers) if accelerator is None else DeviceWay(HostLink(tiers, accelerator))
+    way: Way
+    if accelerator is None:
+        way = on_host = HostWay(tiers)
+        pager.freed = on_host.freed
+    else:
+        way = DeviceWay(HostLink(tiers, accelerator))
     store = ActivationStore(tiers, way, order, evict_always=config.debug.evict_always)
     hooks = ActivationHooks(pager, store, config.offload_activations_above)
     pager.hooks.put_below((hooks.pack, hooks.unpack))

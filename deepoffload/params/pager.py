@@ -32,6 +32,7 @@ from torch import Tensor
 from deepoffload.copies.shown import HostMemory, ShownMemory
 from deepoffload.errors import BudgetError, UnsupportedError
 from deepoffload.io.mapped_origin import MappedOrigins
+from deepoffload.machine import FreedMemory
 from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.no_room import BudgetFor
@@ -78,6 +79,7 @@ class Pager:
         gradients: what stands behind ``param.grad``; None while the models are being built.
         hooks: what runs now on each thread.
         casts: what autocast's cache may hold.
+        freed: gives memory back while backward goes on; None where nothing lives long between what is let go of.
         life: what is alive, and whether all is over.
         commits: what makes steps durable; None where nothing does.
         origins: find what is registered in checkpoints; None where all is copied.
@@ -121,6 +123,7 @@ class Pager:
         self.gradients: GradientDoor | None = None
         self.life = Lifetime(tiers.lock, engine)
         self.casts = CastCache()
+        self.freed: FreedMemory | None = None
         self.hooks = HookStack(self, self.memory, tiers.lock, graphs)
         not_ahead = self.routed if inference else None
         self.prefetcher = Prefetcher(tiers, order.trace, order.next_use, self.units, not_ahead=not_ahead)
@@ -339,7 +342,9 @@ class Pager:
         self.pin(handle)
 
     def use_backward(self, unit: Unit) -> None:
-        """Backward comes to a unit."""
+        """Backward comes to a unit, or a gradient of it lands."""
+        if self.freed is not None:
+            self.freed.look()
         if self.casts.left:
             self.casts.forget()
         if unit is self.order.backward_of or self.is_fully_resident():
