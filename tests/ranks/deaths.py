@@ -39,7 +39,7 @@ KINDS = ("loader", "forward", "backward", "guess", "early")
 """Of places."""
 UPDATE_S_SHARE = 0.02
 """An update inside backward, a guess too, is over so much sooner than what else a rank is at when it dies."""
-FIRST_CHUNK, CHUNKS_PER_PLACE = 400, 20
+FIRST_CHUNK, CHUNKS_PER_PLACE = 400, 5
 """Of the swap file's chunks, the one that fails at place 0, and how many more come in the time of a place."""
 STEPS = 400
 """More than any rank makes before one of them dies."""
@@ -86,8 +86,8 @@ class _Places:
         self._count += 1
         wanted = way.split()[-1]
         wrong_kind = wanted in KINDS and kind != wanted
-        if self._is_over or self._count < self._death.place or wrong_kind:
-            return
+        if self._is_over or self._count < self._death.place or wrong_kind or way == "EIO":
+            return  # the disk chooses the place
         self._is_over = True
         if way.startswith("SIG"):
             threading.Timer(self._death.later_s * (UPDATE_S_SHARE if kind == wanted else 1.0), self._die).start()
