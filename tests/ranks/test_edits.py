@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import editing
-from tests.support.rank_processes import values_of
+from tests.support.rank_processes import values_of, values_of_each
 
 
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize(("program", "transport"), [("clip", "memory"), ("scale", "group")])
-def test_edits_in_place_are_seen_once(program: str, transport: str, late: int, nvme_path: Path) -> None:
-    assert values_of(editing.edit, 2, program, transport, str(nvme_path), late) == ["", ""]
+def test_edits_in_place_are_seen_once(nvme_path: Path) -> None:
+    cases = [("clip", "memory"), ("scale", "group")]
+    calls = [(*case, str(nvme_path), late) for case in cases for late in (0, 1)]
+    assert values_of_each(editing.edit, 2, calls) == [["", ""]] * len(calls)
 
 
 @pytest.mark.parametrize("how", list(editing.OTHER_VALUES))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,27 +19,29 @@ UNITS = len(SIZES)
 both_transports = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
-@both_transports
+def by_both(program: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """What all ranks return by the one transport, and then, in the same processes, by the other."""
+    found = values_of_each(program, world_size, [(transport, *arguments) for transport in TRANSPORTS])
+    return [value for ranks in found for value in ranks]
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_copy_is_made_of_all_shards(transport: str, world_size: int) -> None:
-    for stats in values_of(programs.read_everything, world_size, transport):
+def test_a_copy_is_made_of_all_shards(world_size: int) -> None:
+    for stats in by_both(programs.read_everything, world_size):
         assert stats["device_faults"] == UNITS
         assert stats["rounds"] >= UNITS
 
 
-@both_transports
-def test_what_the_program_writes_is_stored_as_far_as_a_rank_owns_it(transport: str) -> None:
-    values_of(programs.edit, 3, transport)
+def test_what_the_program_writes_is_stored_as_far_as_a_rank_owns_it() -> None:
+    by_both(programs.edit, 3)
 
 
-@both_transports
-def test_what_was_written_is_stored_before_others_gather_it(transport: str) -> None:
-    assert all(gathers >= 2 for gathers in values_of(programs.be_served_what_was_written, 3, transport))
+def test_what_was_written_is_stored_before_others_gather_it() -> None:
+    assert all(gathers >= 2 for gathers in by_both(programs.be_served_what_was_written, 3))
 
 
-@both_transports
-def test_units_that_are_used_next_are_gathered_in_advance(transport: str) -> None:
-    results = values_of(programs.prefetch, 2, transport)
+def test_units_that_are_used_next_are_gathered_in_advance() -> None:
+    results = by_both(programs.prefetch, 2)
     for stats in results:
         assert stats["device_faults"] <= 4
         assert stats["device_prefetches"] >= 4 * (UNITS - 1)
@@ -55,9 +59,8 @@ def test_copies_and_shards_leave_for_others(transport: str, tmp_path: Path) -> N
             assert stats["evicted"] > 0 or room[1] == 1000
 
 
-@both_transports
-def test_copies_in_use_that_leave_no_room_are_an_error(transport: str) -> None:
-    for said in values_of(programs.need_more_than_there_is, 2, transport):
+def test_copies_in_use_that_leave_no_room_are_an_error() -> None:
+    for said in by_both(programs.need_more_than_there_is, 2):
         assert said.startswith("layer 2 needs") and "Raise host_budget" in said, said
         assert "layer 0: " in said and "in use" in said
 
@@ -69,9 +72,8 @@ def test_ranks_that_are_elsewhere_serve_one_that_reads_alone(transport: str, tmp
     assert all(other["gathers"] == 1 and other["device_faults"] == 1 for other in others)
 
 
-@both_transports
-def test_views_of_a_copy_show_what_is_stored_later(transport: str) -> None:
-    assert values_of(programs.hold_views, 2, transport) == [3, 3]
+def test_views_of_a_copy_show_what_is_stored_later() -> None:
+    assert by_both(programs.hold_views, 2) == [3] * 4
 
 
 @both_transports
@@ -79,9 +81,8 @@ def test_an_update_that_is_to_come_is_made_before_a_shard_is_given(transport: st
     values_of(programs.update_when_served, 2, transport, str(tmp_path))
 
 
-@both_transports
-def test_bytes_are_lost_while_their_copy_comes(transport: str) -> None:
-    values_of(programs.forget_what_comes, 2, transport)
+def test_bytes_are_lost_while_their_copy_comes() -> None:
+    by_both(programs.forget_what_comes, 2)
 
 
 @both_transports

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.joining_programs import Uneven, do_wrong, expected, join_with_torch_optimizer, train_all, train_engine
-from tests.support.rank_processes import SOON_S, run_ranks, values_of
+from tests.support.rank_processes import SOON_S, run_ranks, values_of, values_of_each
 
 MEMORY = {"host_budget": "64MiB"}
 TWO_RANKS = {
@@ -91,11 +91,12 @@ def test_optimizers_of_torch_are_refused(tmp_path: Path) -> None:
         assert "torch's own cannot step" in ended.text
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_an_engine_without_batches_counts_schedules_and_scales_with_the_others(precision: str) -> None:
-    first, second = values_of(train_engine, 2, (1, 6), precision)
-    assert first["steps"] == second["steps"] == 6
-    assert 0 < first["skipped"] < 6 if precision == "fp16" else first["skipped"] == 0
-    for key in ("skipped", "scale", "lr", "norm"):
-        assert first[key] == second[key], key
-    assert first["weights"] == second["weights"]
+def test_an_engine_without_batches_counts_schedules_and_scales_with_the_others() -> None:
+    precisions = ("fp32", "fp16")
+    trained = values_of_each(train_engine, 2, [((1, 6), precision) for precision in precisions])
+    for precision, (first, second) in zip(precisions, trained, strict=True):
+        assert first["steps"] == second["steps"] == 6
+        assert 0 < first["skipped"] < 6 if precision == "fp16" else first["skipped"] == 0
+        for key in ("skipped", "scale", "lr", "norm"):
+            assert first[key] == second[key], key
+        assert first["weights"] == second["weights"]
