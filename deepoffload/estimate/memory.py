@@ -23,6 +23,9 @@ HOLES_CHUNKS_MORE, FREED_CHUNKS = 1, 3
 """More of these for each further micro-batch of the vertical order: where activations are kept, and of what they free
 where units run again (measured with 2, 4 and 6 of them). What one frees lies between what others keep."""
 
+WAITING_CHUNKS, WAITING_CHUNKS_RECOMPUTING = 3, 2
+"""More of these where gradients of tied weights wait: they take the places of logits that were freed (measured with
+vocabularies of 4,096 and 16,384, and 2 and 4 micro-batches; two runs of one program differ by up to a tenth)."""
 
 STAYING = Leaving()
 LEFT = "activations that left"
@@ -179,6 +182,8 @@ def _activations(run: DryRun, has_device: bool, together: int, leaving: Leaving,
         rows.append(row("freed by micro-batches", freed, "what malloc holds until a micro-batch gives it back"))
     if not has_device:
         chunks = HOLES_CHUNKS_RECOMPUTING if run.recomputes else HOLES_CHUNKS + HOLES_CHUNKS_MORE * (together - 1)
+        if together > 1 and shared_bytes:
+            chunks += WAITING_CHUNKS_RECOMPUTING if run.recomputes else WAITING_CHUNKS
         most_bytes = run.peak_bytes + (together - 1) * saved - places.part - places.nvme
         holes = RUNTIME_BYTES + int(most_bytes * HOLES_SHARE) + chunks * run.largest_chunk_bytes
         rows.append(MemoryRow("held by malloc", pageable=holes, note="freed activations that are not given back"))
