@@ -70,7 +70,7 @@ class DeviceKernels(Protocol):
 
 
 class OperatorKernels:
-    """torch's operators: some 60 launches for a chunk of an update."""
+    """torch's operators: some 80 launches for a chunk of an update, 140 for the sums of a few million elements."""
 
     def update(self, segment: DeviceSegment, coefficients: AdamCoefficients, scratch: Tensor) -> None:
         root = scratch[:4].view(torch.float32).fill_(coefficients.root_correction2)
