@@ -228,7 +228,9 @@ def edits_of_weight(weight: Tensor) -> tuple[int, int]:
         with handle.pager.lock:
             if handle.changed():
                 handle.pager.will_change(handle)
-    return version_of(weight), handle.edits
+    version = version_of(weight)
+    unseen = version != handle.version and not handle.is_to_be_updated()  # it counts when somebody looks
+    return version, handle.edits + unseen
 
 
 def _is_trained(weight: Any) -> bool:

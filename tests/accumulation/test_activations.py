@@ -15,13 +15,14 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import deepoffload
 from deepoffload.errors import UsageError
+from deepoffload.params.torch_private import set_versions, version_of
 from deepoffload.runtime.context import engine_of
 from deepoffload.schedule.cost_model import Bandwidths
 from tests.accumulation.loops import HORIZONTAL, HORIZONTAL_AGAIN, PLAIN, VERTICAL, VERTICAL_AGAIN, Steps, accumulate
 from tests.support.inspect import pager_of
 from tests.support.loops import assert_same_bits, notes_of
 from tests.support.models import batch, llama
-from tests.support.paging import EVICTING, TIGHT, Paging
+from tests.support.paging import EVICTING, RESIDENT, TIGHT, Paging
 
 COUNT = 3
 
@@ -306,3 +307,11 @@ def test_arguments_that_were_one_object_are_one_again(paging: Paging) -> None:
         runs.append(Steps(lambda model, tokens: model(tokens), batch, COUNT, 2).run(model, how))
     assert_same_bits(runs[0], runs[1])
     assert_same_bits(runs[0], runs[2])
+
+
+def test_what_was_written_before_the_first_forward_is_not_its_edit(paging: Paging) -> None:
+    model = paging.build(Joined, RESIDENT, key="Joined")
+    weight = model.embedding.weight
+    set_versions((weight,), (version_of(weight) + 1,))  # as what passes no door does, and nothing has looked since
+    losses = accumulate(model, batches(), lambda model, tokens: model(tokens), VERTICAL)
+    assert len(losses) == COUNT
