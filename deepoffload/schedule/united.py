@@ -39,11 +39,15 @@ class _MicroBatch:
 
 
 def united(known: Events, step: Events) -> Events | None:
-    """An order that has the events of both, if each only leaves out units that the other one has; else None."""
+    """An order that has the events of both, if each only leaves out units that the other one has; else None. Also None
+    where no unit is ever left out: then steps differ in something else, such as the first one of a pipeline, which runs
+    each stage once more, and the newer one is the order."""
     ran = units_with(Phase.FORWARD, step)
     late = {event.key for event in step if phase_of(event)[0] is Phase.UPDATE and phase_of(event)[1][0] not in ran}
     one, other = _passes(known), _passes(tuple(event for event in step if event.key not in late))
     if one is None or other is None or len(one[0]) != len(other[0]):
+        return None
+    if len({frozenset(each.units()) for each in (*one[0], *other[0])}) == 1:
         return None
     passes = [_both(mine, new) for mine, new in zip(one[0], other[0], strict=True)]
     updates = _joined(one[1], other[1], backward=False)

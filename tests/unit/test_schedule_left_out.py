@@ -215,6 +215,8 @@ def test_united_has_both_in_order_and_no_update_of_a_unit_that_has_not_run() -> 
     assert united(other, turned) is None, "another order"
     assert united(one, frozen) is None, "a unit without its backward is not left out"
     assert united(one, one + one) is None, "another number of micro-batches"
+    tried_first = tuple(used(forward(0), forward(2), forward(3))) + one
+    assert united(tried_first, one) is None, "no unit is left out: what ran once more was the first step's alone"
 
 
 @pytest.mark.parametrize("recompute", [False, True])
