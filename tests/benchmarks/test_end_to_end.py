@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.end_to_end.__main__ import main
 from benchmarks.end_to_end.runner import Run
-from benchmarks.end_to_end.targets import Round, rolled_back
+from benchmarks.end_to_end.targets import Round, against_deepspeed, rolled_back
 
 CASES = ("plain", "host-none", "all-none")
 STEPS = 2
@@ -49,3 +49,14 @@ def test_a_step_that_is_rolled_back_counts_what_the_next_one_takes_longer() -> N
     round = Round({each.case: each for each in (deferred, wrong, right)})
     assert rolled_back("wrong", "deferred")(round) == pytest.approx((1.2 + 1.5 - 1.0) / 1.4)
     assert rolled_back("right", "deferred")(round) is None
+
+
+def test_what_the_disk_alone_takes_stands_beside_the_ratio_to_another_program() -> None:
+    def run(case: str, seconds: float, moved: float) -> Run:
+        step = {"seconds": seconds, "foreign_cpu_share": 0.0, "read_bytes": moved, "written_bytes": moved, "stats": {}}
+        return Run(case, steps=[step])
+
+    runs = (run("optimizer-speculative", 2.2, 4e9), run("deepspeed-nvme-tuned", 5.0, 6e9))
+    round = Round({each.case: each for each in runs}, rates={"libaio": 4e9})
+    ratio, disk = (row.value(round) for row in against_deepspeed("optimizer-speculative", "all", (0.3, 0.3))[:2])
+    assert (ratio, disk) == pytest.approx((2.2 / 5.0, 2.0 / 5.0))
